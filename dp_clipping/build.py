@@ -25,6 +25,7 @@ from dp_clipping.noise.sources import source_of
 from dp_clipping.optimizer import Hook, PrivateOptimizer
 from dp_clipping.sampling.loader import PoissonLoader, batch_size_of
 from dp_clipping.sampling.memory_manager import MicrobatchLoader
+from dp_clipping.sampling.schemes import scheme_of
 from dp_clipping.validation import check_module, warn_of_other_ranks
 
 LOG = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def keys_for(settings: Settings, ranks: Ranks) -> Keys:
 
 
 def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
-    """Returns a loader of Poisson samples, or the user's own, with a warning."""
+    """Returns a loader of the sampling's batches, or the user's own, with a warning."""
     if not settings.poisson_sampling:
         warnings.warn(
             "poisson_sampling=False: batches are not Poisson samples, and the ε that the "
@@ -147,6 +148,9 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
         batch_first=settings.batch_first,
         rand_on_empty=settings.rand_on_empty,
         units=settings.units,
+        scheme=scheme_of(
+            settings.sampling, units=settings.units_of_data, sample_rate=settings.rates[0]
+        ),
     )
 
 

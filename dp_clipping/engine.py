@@ -15,13 +15,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from dp_clipping.arguments.checks import (
-    check_loader,
-    check_rates,
-    check_units,
-    given_units,
-    rates_of,
-)
 from dp_clipping.arguments.numbers import check_target
 from dp_clipping.arguments.opacus_names import (
     ARGUMENTS,
@@ -30,7 +23,7 @@ from dp_clipping.arguments.opacus_names import (
     described,
     refuse_opacus,
 )
-from dp_clipping.arguments.settings import Settings
+from dp_clipping.arguments.settings import Settings, sampled
 from dp_clipping.build import (
     TO_USER,
     build_criterion,
@@ -141,6 +134,7 @@ class PrivacyEngine(Checkpoints):
         noise_mechanism: str = "gaussian",
         examples_per_unit: int = 1,
         unit_ids: Sequence[Hashable] | None = None,
+        sampling: str = "poisson",
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Returns model, optimizer, criterion and loader for private training.
 
@@ -200,6 +194,10 @@ class PrivacyEngine(Checkpoints):
                 `expected_batch_size` and `sample_rate` are those of units.
             unit_ids: the unit of each example of the data set, at most k examples of each.
                 Default: k consecutive examples of the data set are a unit.
+            sampling: how the units of a batch are chosen, each with an account of its own:
+                `"poisson"`, `"balls_in_bins"` (every unit in one batch of each epoch, which it
+                chooses at random), or `"cyclic"` (every unit in the same batch of each epoch; ε is
+                for replacing a unit by an empty one). See docs/mechanisms.md.
 
         Raises:
             ValueError: for an argument that is out of range or differs between ranks, for an
@@ -222,7 +220,7 @@ class PrivacyEngine(Checkpoints):
             adaptive_threshold=adaptive_threshold, data_parallel_group=data_parallel_group,
             cuda_graph=cuda_graph, sample_rate=sample_rate, steps=steps,
             noise_mechanism=noise_mechanism, examples_per_unit=examples_per_unit,
-            unit_ids=unit_ids,
+            unit_ids=unit_ids, sampling=sampling,
         )  # fmt: skip
         return self._build(settings)
 
@@ -262,25 +260,14 @@ class PrivacyEngine(Checkpoints):
                 "target_epsilon is for Gaussian noise: find the noise with the epsilon function of "
                 "your mechanism, and call make_private(noise_multiplier=.., noise_mechanism=..)"
             )
-        check_loader(data_loader)
-        rate, steps = arguments.get("sample_rate"), arguments.get("steps")
-        is_poisson = arguments.get("poisson_sampling", True)
-        check_rates(rate, steps, is_poisson)
-        each, unit_ids = arguments.get("examples_per_unit", 1), arguments.get("unit_ids")
-        check_units(
-            each, unit_ids, poisson_sampling=is_poisson,
-            rand_on_empty=arguments.get("rand_on_empty", False),
-        )  # fmt: skip
-        units = given_units(data_loader, each, unit_ids, is_poisson)
-        if epochs is None and steps is None:
+        training = sampled(data_loader, arguments)
+        if epochs is None and arguments.get("steps") is None:
             raise ValueError(
                 "epochs is missing: give epochs=, or steps=, the number of batches of the training"
             )
         epochs = 1 if epochs is None else epochs
         check_target(target_epsilon, target_delta, epochs)
-        samples = len(cast(Any, data_loader.dataset))
-        self._warn_of_delta(target_delta, -(-samples // each) if units is None else len(units), 3)
-        rate, steps = rates_of(data_loader, rate, steps, units)
+        self._warn_of_delta(target_delta, training.units, 3)
         if len(self.accountant) > 0:
             warnings.warn(
                 "make_private_with_epsilon takes the whole budget to be unspent, but this engine's "
@@ -290,9 +277,10 @@ class PrivacyEngine(Checkpoints):
         noise_multiplier = noise_multiplier_for(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=rate,
-            steps=epochs * steps,
+            sample_rate=training.rate,
+            steps=epochs * training.batches,
             accountant=self.accountant.mechanism(),
+            mechanism=training.mechanism,
             epsilon_tolerance=epsilon_tolerance,
             alphas=alphas,
         )
@@ -368,7 +356,7 @@ class PrivacyEngine(Checkpoints):
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Builds what `make_private` returns, from the ranks up, and keeps it as a run."""
         self._refuse_other_units(settings.examples_per_unit)
-        self._refuse_other_noise(settings.noise_mechanism)
+        self._refuse_other_mechanism(settings.mechanism)
         ranks = ranks_of(settings)
         keys = keys_for(settings, ranks)
         self._note_dataset(settings.data_loader)

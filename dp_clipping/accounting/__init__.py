@@ -3,6 +3,9 @@
 Files:
 
     ledger            the engine's account, by noise key
+    mechanism         noise and sampling together: what an account's steps release
+    balls_in_bins     ε of balls-in-bins batches
+    cyclic            ε of cyclic batches
     target_epsilon    the noise multiplier that ends a training at a given ε
     statement         the guarantee, with all that it depends on
 """

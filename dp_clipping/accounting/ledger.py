@@ -14,7 +14,7 @@ under the same noise could be solved for the difference of their sums, so such a
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -136,11 +136,13 @@ class Account:
     def history(self) -> History:
         return self.accountant.history
 
-    def epsilon(self, delta: float, of: Callable[[History, float], float] | None = None) -> float:
+    def epsilon(
+        self, delta: float, of: Callable[[Sequence[History], float], float] | None = None
+    ) -> float:
         """Returns ε at this δ; infinite if a step had no noise.
 
         Args:
-            of: computes it from the history; default: the accountant, for Gaussian noise.
+            of: computes it from the steps of each key; default: the accountant.
         """
         self._refuse_lost()
         if any(sigma == 0 for sigma, _, _ in self.history):
@@ -148,7 +150,8 @@ class Account:
         if not self.history:
             return 0.0
         if of is not None:
-            return max(0.0, float(of(list(self.history), delta)))
+            self._note_others()
+            return max(0.0, float(of([list(part) for _, part in self._parts.values()], delta)))
         return max(0.0, float(self.accountant.get_epsilon(delta)))
 
     def _refuse_lost(self) -> None:

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dp_clipping.accounting.ledger import History, count
-
-RELATION = "add or remove one unit"
+from dp_clipping.accounting.mechanism import Mechanism
 
 
 @dataclass(frozen=True)
@@ -23,10 +22,10 @@ class PrivacyStatement:
         noise_multiplier: σ.
         max_grad_norm: C, or C_k of each clipping group. With an adaptive threshold: where it is
             now; what it follows is paid for in σ.
-        sample_rate: q.
+        sample_rate: q, the expected part of the units in a step.
         steps: taken so far.
         sampler: how the units of a step are chosen.
-        accountant: which computed ε; of a registered noise mechanism, its own.
+        accountant: which computed ε; of a registered noise mechanism or another sampling, its own.
         epsilon: infinite if a step had no noise, or no known sampling.
         delta: δ.
     """
@@ -65,29 +64,36 @@ class PrivacyStatement:
 
 
 def statement_of(
-    runs: Sequence[Any], history: History, *, accountant: str, epsilon: float, delta: float
+    runs: Sequence[Any],
+    history: History,
+    *,
+    mechanism: Mechanism,
+    accountant: str,
+    epsilon: float,
+    delta: float,
 ) -> PrivacyStatement:
     """Returns the statement of an engine's runs.
 
     Args:
         runs: the `PrivateRun` of each `make_private`.
         history: the history of the engine's accountant.
-        accountant: its name.
-        epsilon: as it computed it.
+        mechanism: what these steps release.
+        accountant: the name of the engine's.
+        epsilon: as it was computed.
     """
-    is_poisson = all(run.settings["poisson_sampling"] and not run.other_batches for run in runs)
+    is_known = all(run.settings["poisson_sampling"] and not run.other_batches for run in runs)
     sigmas = [sigma for sigma, _, _ in history] or [run.optimizer.noise_multiplier for run in runs]
     rates = [rate for _, rate, _ in history] or [run.settings["sample_rate"] for run in runs]
     return PrivacyStatement(
-        relation=RELATION,
+        relation=mechanism.relation,
         unit="; ".join(dict.fromkeys(_unit(run.settings) for run in runs)),
         noise_multiplier=_one_or_all(sigmas),
         max_grad_norm=_one_or_all([run.optimizer.max_grad_norm for run in runs]),
         sample_rate=_one_or_all(rates),
         steps=count(history),
-        sampler="poisson" if is_poisson else _other_sampler(runs),
-        accountant=accountant,
-        epsilon=epsilon if is_poisson else math.inf,
+        sampler=mechanism.sampler if is_known else _other_sampler(runs),
+        accountant=mechanism.accountant or accountant,
+        epsilon=epsilon if is_known else math.inf,
         delta=delta,
     )
 

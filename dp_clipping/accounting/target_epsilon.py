@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dp_clipping.accounting.ledger import joined
+from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.kinds import check_number
 
 if TYPE_CHECKING:
@@ -13,6 +14,17 @@ if TYPE_CHECKING:
 
 LOWEST = 0.2
 """Smallest σ that is searched for: below it Opacus's PRV accountant takes minutes per value."""
+HIGHEST = 1e6
+"""Largest σ that is searched for."""
+
+PRECISION = 1e-9
+"""Relative width of σ at which a search ends, whatever the tolerance."""
+
+NO_NOISE = (
+    "target_epsilon is {target:g}: with noise_multiplier {lowest:g} epsilon is {most:.3g} at most, "
+    "and the search ends there; give a smaller target_epsilon, or choose the noise by "
+    "make_private(noise_multiplier=..)"
+)
 
 
 def noise_multiplier_for(
@@ -24,8 +36,9 @@ def noise_multiplier_for(
     accountant: str,
     epsilon_tolerance: float = 0.01,
     alphas: Sequence[float] | None = None,
+    mechanism: Mechanism = DEFAULT,
 ) -> float:
-    """Returns σ with which `steps` steps end at (ε, δ), as Opacus computes it.
+    """Returns σ with which `steps` steps end at (ε, δ), as Opacus or the mechanism computes it.
 
     Args:
         sample_rate: probability of a sample to be in a step's batch.
@@ -33,6 +46,7 @@ def noise_multiplier_for(
         accountant: `"prv"`, `"rdp"` or `"gdp"`.
         epsilon_tolerance: the search ends when ε is at most this far below its target.
         alphas: Rényi orders that accountant `"rdp"` tries; default: Opacus's.
+        mechanism: what a step releases.
 
     Raises:
         ValueError: if a σ below `LOWEST` would do, or the accountant finds none; for orders with
@@ -40,6 +54,11 @@ def noise_multiplier_for(
     """
     options: dict[str, Any] = {}
     if alphas is not None:
+        if mechanism.epsilon is not None:
+            raise ValueError(
+                f"alphas are for accountants of Opacus, and ε is that of {mechanism.accountant}: "
+                "leave them out"
+            )
         if accountant != "rdp":
             raise ValueError(
                 f'alphas are for accountant "rdp", and the engine has "{accountant}": leave them '
@@ -49,15 +68,14 @@ def noise_multiplier_for(
     check_number("epsilon_tolerance", epsilon_tolerance, "a finite number above 0")
     if not 0 < epsilon_tolerance < math.inf:
         raise ValueError(f"epsilon_tolerance is {epsilon_tolerance}: give a finite number above 0")
+    if mechanism.epsilon is not None:
+        return _search(mechanism, target_epsilon, target_delta, sample_rate, steps,
+                       epsilon_tolerance)  # fmt: skip
     from opacus.accountants.utils import get_noise_multiplier  # importing Opacus takes seconds
 
     most = _epsilon_of_lowest(target_delta, sample_rate, steps)
     if target_epsilon >= most:
-        raise ValueError(
-            f"target_epsilon is {target_epsilon:g}: with noise_multiplier {LOWEST:g} epsilon is "
-            f"{most:.3g} at most, and the search ends there; give a smaller target_epsilon, or "
-            "choose the noise by make_private(noise_multiplier=..)"
-        )
+        raise ValueError(NO_NOISE.format(target=target_epsilon, lowest=LOWEST, most=most))
     try:
         return get_noise_multiplier(
             target_epsilon=target_epsilon,
@@ -75,6 +93,35 @@ def noise_multiplier_for(
             "target_delta far below 1 / samples, or "
             "choose the noise by make_private(noise_multiplier=..)"
         ) from error
+
+
+def _search(
+    mechanism: Mechanism, target: float, delta: float, rate: float, steps: int, tolerance: float
+) -> float:
+    """Returns σ whose ε is at most `tolerance` below its target, by bisection of log σ."""
+
+    def epsilon(sigma: float) -> float:
+        assert mechanism.epsilon is not None
+        return mechanism.epsilon([[(sigma, rate, steps)]], delta)
+
+    low, high = LOWEST, 2 * LOWEST  # ε is above its target at `low`
+    while (found := epsilon(high)) > target:
+        low, high = high, 2 * high
+        if high > HIGHEST:
+            raise ValueError(
+                f"target_epsilon is {target:g}: with noise_multiplier {low:g} epsilon is "
+                f"{found:.3g}; give a larger target_epsilon, or fewer epochs"
+            )
+    if low == LOWEST and (most := epsilon(low)) <= target:
+        raise ValueError(NO_NOISE.format(target=target, lowest=LOWEST, most=most))
+    while found < target - tolerance and high / low > 1 + PRECISION:
+        middle = math.sqrt(low * high)
+        at = epsilon(middle)
+        if at > target:
+            low = middle
+        else:
+            high, found = middle, at
+    return high
 
 
 def epsilon_at_end(

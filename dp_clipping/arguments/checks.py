@@ -19,6 +19,7 @@ from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.mechanisms import mechanism_of
 from dp_clipping.planning.plan import NORM_ALGORITHMS
 from dp_clipping.sampling.loader import batches_of
+from dp_clipping.sampling.schemes import FIXED
 from dp_clipping.sampling.units import Units, units_of
 
 CLIPPINGS = ("flat", "per_layer")
@@ -194,12 +195,16 @@ def rates_of(
     sample_rate: float | None,
     steps: int | None,
     units: Units | None = None,
+    sampling: str = "poisson",
 ) -> tuple[float, int]:
     """Returns q and the batches of an epoch, in which each sample takes part once on average.
 
     What is not given follows from the loader's length, and so from the size of the data; q is 1
-    for a loader without batches, which is refused later.
+    for a loader without batches, which is refused later. With a sampling in which each sample takes
+    part exactly once, q is 1 over the batches.
     """
+    if sampling in FIXED and steps is not None:
+        return 1 / int(steps), int(steps)
     if sample_rate is None:
         length = len(loader) if units is None else batches_of(loader, len(units), units.size)
         length = max(1, length)

@@ -1,9 +1,9 @@
 """The arguments of `PrivacyEngine.make_private`, gathered and checked once."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dp_clipping.accounting.mechanism import Mechanism
+from dp_clipping.arguments.accounted import accounted, check_sampling
 from dp_clipping.arguments.checks import (
     check_arguments,
     check_kernel_options,
     check_kinds,
+    check_loader,
     check_mechanism,
     check_rates,
     check_units,
@@ -71,6 +74,7 @@ class Settings:
     noise_mechanism: str
     examples_per_unit: int
     unit_ids: Sequence[Hashable] | None
+    sampling: str
 
     def __post_init__(self) -> None:
         check_kinds(
@@ -87,6 +91,10 @@ class Settings:
         check_mechanism(self.noise_mechanism, self.adaptive_threshold, self.cuda_graph)
         check_kernel_options(self.norm_algorithm, self.memory_budget, self.tile_size)
         check_rates(self.sample_rate, self.steps, self.poisson_sampling)
+        check_sampling(
+            self.sampling, sample_rate=self.sample_rate, poisson_sampling=self.poisson_sampling,
+            noise_mechanism=self.noise_mechanism,
+        )  # fmt: skip
         check_units(
             self.examples_per_unit, self.unit_ids, poisson_sampling=self.poisson_sampling,
             rand_on_empty=self.rand_on_empty,
@@ -116,10 +124,21 @@ class Settings:
             self.data_loader, self.examples_per_unit, self.unit_ids, self.poisson_sampling
         )
 
+    @property
+    def units_of_data(self) -> int:
+        """Returns how many units the sampling chooses from."""
+        dataset: Any = self.data_loader.dataset
+        return len(dataset) if self.units is None else len(self.units)
+
     @cached_property
     def rates(self) -> tuple[float, int]:
         """Returns q and the batches per epoch, as given or from the loader's length."""
-        return rates_of(self.data_loader, self.sample_rate, self.steps, self.units)
+        return rates_of(self.data_loader, self.sample_rate, self.steps, self.units, self.sampling)
+
+    @cached_property
+    def mechanism(self) -> Mechanism:
+        """Returns what a step releases: noise and sampling together, with its account."""
+        return accounted(self.noise_mechanism, self.sampling)
 
     def with_batch_size(self, world_size: int) -> "Settings":
         """Returns these settings with the loader's batch size, if no other one is expected."""
@@ -142,6 +161,7 @@ class Settings:
             "loss_reduction": self.loss_reduction,
             "expected_batch_size": self.expected_batch_size,
             "poisson_sampling": self.poisson_sampling,
+            "sampling": self.sampling,
             "num_samples": len(dataset),
             "sample_rate": self.rates[0],
             "examples_per_unit": self.examples_per_unit,
@@ -162,3 +182,46 @@ class Settings:
             "noise_generator is given": self.noise_generator is not None,
             "adaptive_threshold": adaptive and adaptive.state_dict(),
         }
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a training's ε depends on beside noise and its length.
+
+    Attributes:
+        rate: q.
+        batches: of an epoch.
+        units: of privacy, in the data.
+        mechanism: noise and sampling, with their account.
+    """
+
+    rate: float
+    batches: int
+    units: int
+    mechanism: Mechanism
+
+
+def sampled(loader: DataLoader, arguments: Mapping[str, Any]) -> Sampled:
+    """Returns how a training samples its data, from arguments of `make_private`.
+
+    Raises:
+        WrongType, ValueError: for those of `arguments` that say so.
+    """
+    check_loader(loader)
+    rate, steps = arguments.get("sample_rate"), arguments.get("steps")
+    is_poisson = arguments.get("poisson_sampling", True)
+    sampling = arguments.get("sampling", "poisson")
+    check_rates(rate, steps, is_poisson)
+    check_sampling(sampling, sample_rate=rate, poisson_sampling=is_poisson)
+    each, unit_ids = arguments.get("examples_per_unit", 1), arguments.get("unit_ids")
+    check_units(
+        each, unit_ids, poisson_sampling=is_poisson,
+        rand_on_empty=bool(arguments.get("rand_on_empty")),
+    )  # fmt: skip
+    units = given_units(loader, each, unit_ids, is_poisson)
+    samples = len(cast(Any, loader.dataset))
+    return Sampled(
+        *rates_of(loader, rate, steps, units, sampling),
+        -(-samples // each) if units is None else len(units),
+        accounted("gaussian", sampling),
+    )

@@ -25,8 +25,11 @@ from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.keys import Keys, read_keys
 
 DATA = ("poisson_sampling", "num_samples", "num_units", "sample_rate")
-# Of what the account says ε: the unit of privacy and the noise; default: of a file without it.
-UNIT = {"examples_per_unit": 1, "unit_ids are given": False, "noise_mechanism": "gaussian"}
+# Of what the account says ε: the unit of privacy and the mechanism; default: of a file without it.
+UNIT = {
+    "examples_per_unit": 1, "unit_ids are given": False, "noise_mechanism": "gaussian",
+    "sampling": "poisson",
+}  # fmt: skip
 NOISE = (
     "noise_multiplier", "max_grad_norm", "clipping", "clipping_function", "gamma",
     "loss_reduction", "expected_batch_size",

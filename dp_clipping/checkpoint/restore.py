@@ -214,8 +214,8 @@ def _seek(run: PrivateRun, details: dict[str, Any], same_keys: bool) -> None:
     loader, state = run.poisson, details["sampler"]
     if loader is None:
         return
-    loader.batch_sampler.rekey(run.keys.sampling)
     here = loader.state_dict()
     if state is not None and all(state[k] == here[k] for k in ("num_samples", "sample_rate")):
         loader.load_state_dict(state)
     run.start = tuple(details["start"]) if same_keys else (loader.position, details["steps"])
+    loader.batch_sampler.rekey(run.keys.sampling, run.start[0])

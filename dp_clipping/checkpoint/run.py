@@ -86,7 +86,8 @@ class PrivateRun:
         settings: arguments of `make_private`, public.
         account: the engine's.
         start: position of the loader and number of steps at which the key came into use.
-        other_batches: private steps on batches that the Poisson loader did not yield.
+        other_batches: private steps on batches that the Poisson loader did not yield; with another
+            sampling they are refused.
     """
 
     model: Model
@@ -125,6 +126,27 @@ class PrivateRun:
     def world_size(self) -> int:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
+    @property
+    def next_batch(self) -> int:
+        """Returns the number of the batch of the next step, if each is in one step, in order."""
+        return self.start[0] + self.optimizer.steps - self.start[1]
+
+    def refuse_batch(self, sampling: str, *, in_order: bool) -> None:
+        """Raises RuntimeError if the account of a sampling does not cover the step's batch."""
+        number = self.model.step_state.batch_number
+        if number is None:
+            raise RuntimeError(
+                f"the batch of this step did not come from the data_loader that make_private "
+                f"returned, and ε of sampling={sampling!r} covers no other: use the returned one, "
+                "for x, y in loader:"
+            )
+        if in_order and number != self.next_batch:
+            raise RuntimeError(
+                f"this step has batch {number} of the loader, and ε of sampling={sampling!r} needs "
+                f"each batch in one step, in order: call optimizer.zero_grad() and begin another "
+                f"iteration, for x, y in loader:, which yields batch {self.next_batch}"
+            )
+
     def describe(self) -> dict[str, Any]:
         """Returns the public settings; a load compares all of them but the mode."""
         network, sharding = self.model.network, self.model.sharding
@@ -152,10 +174,12 @@ class PrivateRun:
         if self.poisson is None:
             return None
         state = self.poisson.state_dict()
-        used = self.start[0] + self.optimizer.steps - self.start[1]
+        if self.poisson.batch_sampler.scheme.in_order:
+            state["position"] = self.next_batch
+            return state
         if self.model.step_state.batch_number is not None:
             state["position"] = self.model.step_state.batch_number
-        state["position"] = max(state["position"], used)
+        state["position"] = max(state["position"], self.next_batch)
         return state
 
 

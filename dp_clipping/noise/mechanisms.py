@@ -201,16 +201,3 @@ def _check_epsilon(mechanism: NoiseMechanism) -> None:
                     f"sampling at delta {delta:g}, and telling two sums apart by one number shows "
                     f"that it is at least {least:.4g}"
                 )
-
-
-def refuse_mixed(name: str, before: str, has_runs: bool, history: History) -> None:
-    """Raises ValueError for a mechanism beside steps of another one in the same account.
-
-    Args:
-        before: the mechanism of the runs so far, if there are any.
-    """
-    if (has_runs and name != before) or (not has_runs and name != DEFAULT and history):
-        raise ValueError(
-            f"noise_mechanism is {name!r}, and this engine has accounted for {before!r}: no "
-            "account of both is known, use a PrivacyEngine for each, and add up their ε and δ"
-        )

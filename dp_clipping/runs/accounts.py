@@ -6,11 +6,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dp_clipping.accounting.ledger import Account, Step
+from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.arguments.numbers import check_target, warn_of_delta
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import WrongType, by_name, check_count, check_type, shown
-from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of, refuse_mixed
 from dp_clipping.profiling.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Accounts:
         except ValueError as error:
             raise ValueError(f'accountant: {error}; give "prv", "rdp" or "gdp"') from error
         self._runs: list[PrivateRun] = []
-        self._noise_mechanism = "gaussian"
+        self._mechanism = DEFAULT  # of all runs
         self._deltas: set[float] = set()  # of which the user was warned
 
     @property
@@ -53,10 +53,10 @@ class Accounts:
 
     @accountant.setter
     def accountant(self, accountant: "IAccountant") -> None:
-        if self._mechanism is not None:
+        if self._mechanism is not DEFAULT:
             raise ValueError(
-                f"ε comes from the account of noise mechanism {self._noise_mechanism!r}, and steps "
-                "of another accountant had other noise: leave engine.accountant as it is"
+                f"ε comes from the account of the mechanism {self._mechanism.name!r}, and steps "
+                "of another accountant were of another one: leave engine.accountant as it is"
             )
         self._account.replace(accountant)
 
@@ -79,8 +79,7 @@ class Accounts:
                 "noise, and ε means nothing",
                 stacklevel=3,
             )
-        mechanism = self._mechanism
-        return self._account.epsilon(delta, None if mechanism is None else mechanism.epsilon)
+        return self._account.epsilon(delta, self._mechanism.epsilon)
 
     @by_name("engine.privacy_statement(delta=1e-5)")
     def privacy_statement(self, delta: float) -> PrivacyStatement:
@@ -99,11 +98,8 @@ class Accounts:
         return statement_of(
             self._runs,
             self._account.history,
-            accountant=(
-                self.accountant.mechanism()
-                if self._mechanism is None
-                else f"that of noise mechanism {self._mechanism.name!r}"
-            ),
+            mechanism=self._mechanism,
+            accountant=self.accountant.mechanism(),
             epsilon=self.get_epsilon(delta),
             delta=delta,
         )
@@ -152,10 +148,12 @@ class Accounts:
 
     def _count(self, optimizer: Any, sample_rate: float) -> None:
         """Counts a step, before it changes a parameter; once, also if it is made again."""
-        with self._account.unchanged():
-            optimizer.hooks.run(optimizer)
         (run,) = (run for run in self._runs if run.optimizer is optimizer)
         is_private = optimizer.model.policy is not None
+        if is_private and self._mechanism.sampler != DEFAULT.sampler:
+            run.refuse_batch(self._mechanism.sampler, in_order=self._mechanism.in_order)
+        with self._account.unchanged():
+            optimizer.hooks.run(optimizer)
         step = Step(
             run.keys.fingerprint,
             optimizer.steps,
@@ -176,15 +174,11 @@ class Accounts:
             self._deltas.add(delta)
             warn_of_delta(delta, units, stacklevel + 1)
 
-    @property
-    def _mechanism(self) -> NoiseMechanism | None:
-        """Returns the noise mechanism of all runs; None: Gaussian noise."""
-        return mechanism_of(self._noise_mechanism)
-
-    def _refuse_other_noise(self, mechanism: str) -> None:
-        """Raises ValueError if no account covers this noise and the steps so far."""
-        refuse_mixed(mechanism, self._noise_mechanism, bool(self._runs), self._account.history)
-        self._noise_mechanism = mechanism
+    def _refuse_other_mechanism(self, mechanism: Mechanism) -> None:
+        """Raises ValueError if no account covers this mechanism and the steps so far."""
+        before = self._mechanism if self._runs else None
+        mechanism.refuse_beside(before, self._account.history)
+        self._mechanism = mechanism
 
     def _refuse_other_units(self, each: int) -> None:
         """Raises ValueError if the account counts other units than those of these settings."""

@@ -1,8 +1,10 @@
-"""Poisson sampling and the loaders around it.
+"""Poisson sampling, other sampling schemes, and the loaders around them.
 
 Files:
 
-    poisson               the batch of each step
+    poisson               the batch of each step, dealt out to ranks
+    schemes               other ways to choose it
+    words                 the random words that batches are made of
     units                 which examples are one unit of privacy
     loader                the user's DataLoader with Poisson batches
     collate               batches without samples

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from dp_clipping.kinds import is_count
 from dp_clipping.sampling.collate import CollateWithEmpty
-from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler
+from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler, Scheme
 from dp_clipping.sampling.units import Units
 from dp_clipping.sampling.usage import SampleUsage
 
@@ -37,13 +37,13 @@ PREPARED = (
 
 
 class PoissonLoader(DataLoader):
-    """A DataLoader that yields Poisson batches; `make_private` returns one.
+    """A DataLoader that yields Poisson batches, or those of another scheme, for `make_private`.
 
     `from_data_loader` makes it of the user's loader. Each iteration begins at the current position
-    (`start_epoch`). `hand_over` reports each batch before it is yielded: to `on_batch`, which
-    refuses a second batch before the step of the first, and to `usage`, which the model checks
-    before each backward. A checkpoint saves `state_dict()`. Six of its methods are
-    properties that the sampler answers.
+    (`start_epoch`); with a scheme that is `in_order`, at the first batch that no step has used.
+    `hand_over` reports each batch before it is yielded: to `on_batch`, which refuses a second batch
+    before the step of the first, and to `usage`, which the model checks before each backward. A
+    checkpoint saves `state_dict()`. Six of its methods are properties that the sampler answers.
 
     Attributes:
         sample_rate: q.
@@ -73,7 +73,7 @@ class PoissonLoader(DataLoader):
             collate_fn, dataset[0], batch_dim=0 if batch_first else 1, dummy=rand_on_empty
         )
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
-        sampler.why_not_alone = _why_not_alone(self.num_workers, rand_on_empty, sampler.units)
+        sampler.why_not_alone = _why_not_alone(self.num_workers, rand_on_empty, sampler)
         self.rand_on_empty = rand_on_empty
         self.usage = SampleUsage()
         sampler.on_direct_use = self.usage.forget
@@ -94,6 +94,7 @@ class PoissonLoader(DataLoader):
         batch_first: bool = True,
         rand_on_empty: bool = False,
         units: Units | None = None,
+        scheme: Scheme | None = None,
     ) -> Self:
         """Returns the user's loader with Poisson batches in place of its own; the rest stays.
 
@@ -102,7 +103,7 @@ class PoissonLoader(DataLoader):
         data-parallel ranks. A Poisson batch without samples has zero length in the shape that the
         collate function makes, or with `rand_on_empty` one sample of random zeros and ones; tensors
         have their batch in dimension 1 with `batch_first=False`. `drop_last` means nothing
-        here. With `units` these are sampled (`PoissonSampler`).
+        here. With `units` these are sampled (`PoissonSampler`), by `scheme`.
         Raises ValueError, with what to use in its place, for loaders whose data cannot be
         sampled by index and samplers that do not visit every sample alike.
         """
@@ -115,6 +116,7 @@ class PoissonLoader(DataLoader):
             rank=rank,
             world_size=world_size,
             units=units,
+            scheme=scheme,
         )
         return cls(
             loader.dataset,
@@ -189,12 +191,15 @@ class PoissonLoader(DataLoader):
 
     def coming_epoch(self) -> range:
         """Returns the batch numbers of the next iteration: the rest of a loaded epoch, or one."""
-        is_rest = self._resuming and self.position < self._epoch_end
-        return range(self.position, self._epoch_end if is_rest else self.position + len(self))
+        in_order = self.batch_sampler.scheme.in_order
+        position = self.usage.unused_from if in_order else self.position
+        is_rest = self._resuming and position < self._epoch_end
+        return range(position, self._epoch_end if is_rest else position + len(self))
 
     def start_epoch(self) -> range:
         """Begins an iteration where the user is, whatever was prefetched; returns its batches."""
         epoch = self._epoch = self.coming_epoch()
+        self.position = epoch.start
         self._epoch_end, self._resuming = epoch.stop, False
         self.batch_sampler.seek(epoch)
         self.usage.begin_iteration()
@@ -217,6 +222,7 @@ class PoissonLoader(DataLoader):
                 "the rest: call optimizer.step() once after each microbatch, it skips all but the "
                 "last"
             )
+        self.usage.number = number
         is_dummy = self.rand_on_empty and not drawn.rows
         self.usage.hand_over(drawn.rows, is_dummy=is_dummy, fill=drawn.fill)
         if last:
@@ -244,7 +250,7 @@ class PoissonLoader(DataLoader):
                     f"{name} is {state[name]} in the saved state and {here} in this data_loader: "
                     "resume with the data set and batch size of the saved run"
                 )
-        self.position = state["position"]
+        self.position = self.usage.unused_from = state["position"]
         self._epoch_end = state["epoch_end"]
         self._resuming = self.position < self._epoch_end
         self._epoch = None
@@ -263,7 +269,7 @@ def kept_options(loader: DataLoader) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in names.split()}
 
 
-def _why_not_alone(num_workers: int, rand_on_empty: bool, units: Units | None) -> str | None:
+def _why_not_alone(num_workers: int, rand_on_empty: bool, sampler: PoissonSampler) -> str | None:
     """Returns why another loader may not take this one's batches; None: it may."""
     if num_workers:
         instead = "num_workers=0"
@@ -271,7 +277,10 @@ def _why_not_alone(num_workers: int, rand_on_empty: bool, units: Units | None) -
     elif rand_on_empty:
         instead = "rand_on_empty=False"
         what = "what rand_on_empty=True makes up for an empty batch would be trained on"
-    elif units is not None:
+    elif sampler.scheme.in_order:
+        instead = 'sampling="poisson"'
+        what = "its account needs each batch in one step, in order"
+    elif sampler.units is not None:
         instead = "examples_per_unit=1"
         what = "it would split units of examples_per_unit, and train on what fills them up"
     else:

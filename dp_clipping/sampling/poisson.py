@@ -7,21 +7,20 @@ all data-parallel ranks together, numbered from 0 over all epochs. Which samples
 function of a secret key and its number: ranks need not communicate, workers may prefetch, a resume
 restores one number, and no seed of the user's has any influence.
 
-Whoever has the key can compute the batches. Philox (Salmon et al. 2011, "Parallel Random Numbers:
-As Easy as 1, 2, 3") is counter-based and not cryptographic.
+Whoever has the key can compute the batches. `schemes` has other ways to choose them, for which
+`PoissonSampler` deals out batches alike.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from dp_clipping.sampling.units import Units, fill_of
+from dp_clipping.sampling.words import words
 
 KEY_BYTES = 32
 OVER = (
@@ -39,11 +38,41 @@ def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Ten
     outside (0, 1].
     """
     _check_sampling(key, step, num_samples, sample_rate)
-    # Noise is keyed by the same kind of secret: the personalisation keeps the streams apart.
-    derived = hashlib.blake2b(key=key, person=b"sampling", digest_size=16).digest()
-    # The step is in the counter's second word and blocks of samples count in its first.
-    generator = np.random.Philox(key=int.from_bytes(derived, "little"), counter=step << 64)
-    return torch.from_numpy(generator.random_raw(num_samples) < int(sample_rate * 2**64))
+    return torch.from_numpy(words(key, b"sampling", step, num_samples) < int(sample_rate * 2**64))
+
+
+class Scheme:
+    """Chooses the units of each batch: a pure function of a secret key and the batch's number.
+
+    Attributes:
+        in_order: batches depend on one another, so each is to be in exactly one step, in order. A
+            batch that no step has used comes again, and numbers count from the batch at which the
+            key came into use.
+    """
+
+    in_order = False
+
+    def batch(self, key: bytes, number: int) -> Tensor:
+        """Returns the units of a batch, ascending indices, int64."""
+        raise NotImplementedError
+
+    def split(self, units: Tensor, ranks: int) -> list[Tensor]:
+        """Returns each data-parallel rank's part of a batch: sizes differ by at most one."""
+        return [units[rank::ranks] for rank in range(ranks)]
+
+
+class Poisson(Scheme):
+    """Each unit takes part in each batch with probability `rate`, independently."""
+
+    def __init__(self, units: int, rate: float) -> None:
+        self.units, self.rate = units, rate
+
+    def batch(self, key: bytes, number: int) -> Tensor:
+        return included(key, number, self.units, self.rate).nonzero().flatten()
+
+    def split(self, units: Tensor, ranks: int) -> list[Tensor]:
+        """Returns for rank r the units i with i % ranks == r: a unit is always on the same rank."""
+        return [units[units % ranks == rank] for rank in range(ranks)]
 
 
 class Drawn(NamedTuple):
@@ -56,9 +85,10 @@ class Drawn(NamedTuple):
 class PoissonSampler(Sampler[list[int]]):
     """A batch sampler: each iteration yields one rank's part of the next `steps` Poisson batches.
 
-    Rank r of the `world_size` data-parallel ranks has the samples i with i % world_size == r, so
-    ranks are disjoint and together have the batch of a single process. Ranks that share samples
-    (one tensor-parallel group) pass the same rank. `num_samples` counts the whole data set.
+    The `world_size` data-parallel ranks have disjoint parts of a batch, and together the batch of a
+    single process (`Scheme.split`). Ranks that share samples (one tensor-parallel group) pass the
+    same rank. `num_samples` counts the whole data set. `scheme` chooses the batches; default:
+    `Poisson`.
 
     With `units` a sample is a unit of k examples: units are drawn, `num_samples` counts them, and a
     batch has k indices for each.
@@ -71,6 +101,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     Attributes:
         position: how many batches were yielded to the user, over all epochs.
+        start: the number of the batch at which the key came into use.
         step: the number of the next batch. A prefetching DataLoader moves it ahead of `position`.
         yielded: this rank's batches, for the loader, if it asks for the next iteration.
         on_batch: called with the number of a Poisson batch before it is yielded.
@@ -88,6 +119,7 @@ class PoissonSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
         units: Units | None = None,
+        scheme: Scheme | None = None,
     ) -> None:
         _check_sampling(key, 0, num_samples, sample_rate)
         if steps < 1:
@@ -102,7 +134,8 @@ class PoissonSampler(Sampler[list[int]]):
         self.rank = rank
         self.world_size = world_size
         self.units = units
-        self.position = self.step = 0
+        self.scheme = Poisson(num_samples, sample_rate) if scheme is None else scheme
+        self.position = self.step = self.start = 0
         self.yielded: deque[Drawn] | None = None
         self.on_batch: Callable[[int], object] | None = None
         self.on_direct_use: Callable[[], object] = _nothing
@@ -144,10 +177,9 @@ class PoissonSampler(Sampler[list[int]]):
             yield self.shares(step)
 
     def shares(self, step: int) -> list[list[int]]:
-        """Returns Poisson batch `step` as one ascending list of indices for each rank."""
-        mask = included(self._key, step, self.num_samples, self.sample_rate)
-        indices = mask.nonzero().flatten()
-        shares = [indices[indices % self.world_size == r] for r in range(self.world_size)]
+        """Returns batch `step` as one ascending list of indices for each rank."""
+        number = step - self.start if self.scheme.in_order else step
+        shares = self.scheme.split(self.scheme.batch(self._key, number), self.world_size)
         if self.units is not None:
             return [self.units.examples(share) for share in shares]
         return [share.tolist() for share in shares]
@@ -160,10 +192,14 @@ class PoissonSampler(Sampler[list[int]]):
         """Returns the facts about a batch, or a part of one, that the loader needs later."""
         return Drawn(len(rows), fill_of(rows, self.examples_per_unit))
 
-    def rekey(self, key: bytes) -> None:
-        """Samples all later batches with another key, as a resumed run does."""
+    def rekey(self, key: bytes, start: int = 0) -> None:
+        """Samples all later batches with another key, as a resumed run does.
+
+        Args:
+            start: the number of the batch at which that key came into use.
+        """
         _check_sampling(key, 0, self.num_samples, self.sample_rate)
-        self._key = key
+        self._key, self.start = key, start
 
     def seek(self, batches: range) -> None:
         """Moves to these batches: the next iteration yields them, later ones those after them."""

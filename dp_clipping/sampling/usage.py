@@ -24,6 +24,8 @@ class SampleUsage:
         left: those of them that no backward has used.
         uses: backwards since they were handed out; all ranks count alike.
         steps: how often something was released.
+        number: the number of the batch that was yielded last; None: without one.
+        unused_from: the number of the batch after the last one that is in a step.
         is_unused: a batch of the iteration in progress was yielded and is in no step yet.
         holds_dummy: what was handed out is the made-up sample of `rand_on_empty`. Its gradient must
             be masked: were it added, taking away the only real sample of a batch could move the sum
@@ -43,6 +45,8 @@ class SampleUsage:
         self._more_to_come = False
         self.uses = 0
         self.steps = 0
+        self.number: int | None = None
+        self.unused_from = 0
         self.is_unused = False
         self.holds_dummy = False
         self.rows: int | None = None
@@ -152,6 +156,8 @@ class SampleUsage:
     def close(self) -> None:
         """Records that a step is about to be released: its batch cannot be used again."""
         self.steps += 1
+        if self.number is not None:
+            self.unused_from = self.number + 1
         self.take_back()
 
     def take_back(self) -> None:

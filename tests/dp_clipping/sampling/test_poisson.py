@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from dp_clipping.sampling import poisson as sampling
 from dp_clipping.sampling.poisson import PoissonSampler, included
 from tests.support.draws import KEY, OTHER_KEY, joined
 
@@ -52,7 +51,7 @@ class TestMask:
             def random_raw(self, size):
                 return raw[:size]
 
-        monkeypatch.setattr(sampling.np.random, "Philox", Fixed)
+        monkeypatch.setattr(np.random, "Philox", Fixed)
         expected = [True, True, rate == 1, rate == 1]
         assert included(KEY, 0, 4, rate).tolist() == expected
 

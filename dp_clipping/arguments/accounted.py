@@ -1,0 +1,79 @@
+"""The mechanism of `make_private`'s arguments, or the reason why no account covers them."""
+
+from functools import reduce
+from typing import Any
+
+from dp_clipping.accounting import balls_in_bins, cyclic
+from dp_clipping.accounting.ledger import History, joined
+from dp_clipping.accounting.mechanism import (
+    ADD_OR_REMOVE,
+    DEFAULT,
+    ZERO_OUT,
+    Mechanism,
+    dp_accounting,
+)
+from dp_clipping.kinds import check_type
+from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of
+from dp_clipping.sampling.schemes import FIXED, SAMPLINGS
+
+
+def check_sampling(
+    sampling: Any,
+    *,
+    sample_rate: float | None = None,
+    poisson_sampling: bool = True,
+    noise_mechanism: Any = DEFAULT.name,
+) -> None:
+    """Raises WrongType or ValueError for a sampling that does not go with other arguments."""
+    check_type("sampling", sampling, str, f"one of {', '.join(SAMPLINGS)}")
+    if sampling not in SAMPLINGS:
+        raise ValueError(f"sampling {sampling!r} is unknown: choose one of {', '.join(SAMPLINGS)}")
+    if sampling == "poisson":
+        return
+    for is_given, what, instead in (
+        (not poisson_sampling, "poisson_sampling=False, which leaves the loader's own batches",
+         "leave it out"),
+        (noise_mechanism != DEFAULT.name, f"noise_mechanism={noise_mechanism!r}, whose account is "
+         "for Poisson batches", 'leave it out, or give sampling="poisson"'),
+        (sample_rate is not None and sampling in FIXED, "sample_rate, as each unit is in one batch "
+         "of each epoch", "give steps=, the number of batches of an epoch, a public constant"),
+    ):  # fmt: skip
+        if is_given:
+            raise ValueError(f"sampling={sampling!r} does not go with {what}: {instead}")
+
+
+def accounted(noise_mechanism: str, sampling: str) -> Mechanism:
+    """Returns the mechanism of these settings, whose account covers a run's steps.
+
+    Raises:
+        ImportError: dp-accounting is needed and not installed.
+        ValueError: no account is known of both together.
+    """
+    check_sampling(sampling, noise_mechanism=noise_mechanism)
+    if sampling != "poisson":
+        dp_accounting(f'sampling="{sampling}"')
+    if sampling == "balls_in_bins":
+        return Mechanism(
+            "gaussian, balls_in_bins", "balls_in_bins", ADD_OR_REMOVE,
+            "privacy loss distribution of random allocation (dp-accounting)",
+            balls_in_bins.epsilon, in_order=True,
+        )  # fmt: skip
+    if sampling == "cyclic":
+        return Mechanism(
+            "gaussian, cyclic", "cyclic", ZERO_OUT,
+            "Gaussian mechanism of the steps that use one unit (dp-accounting)",
+            cyclic.epsilon, in_order=True,
+        )  # fmt: skip
+    noise = mechanism_of(noise_mechanism)
+    return DEFAULT if noise is None else _registered(noise)
+
+
+def _registered(noise: NoiseMechanism) -> Mechanism:
+    """Returns the mechanism of registered noise on Poisson batches."""
+
+    def epsilon(histories: Any, delta: float) -> float:
+        whole: History = reduce(joined, histories, [])
+        return noise.epsilon(whole, delta)
+
+    accountant = f"that of noise mechanism {noise.name!r}"
+    return Mechanism(noise.name, accountant=accountant, epsilon=epsilon)

@@ -1,0 +1,78 @@
+"""Sampling schemes beside Poisson sampling: which units each batch has.
+
+The words of a scheme come from `words`, with a purpose of its own. Accounts are in
+`dp_clipping.accounting`.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dp_clipping.sampling.poisson import Poisson, Scheme
+from dp_clipping.sampling.words import words
+
+SAMPLINGS = ("poisson", "balls_in_bins", "cyclic")
+"""What `sampling` of `make_private` may be."""
+
+FIXED = ("balls_in_bins", "cyclic")
+"""Those whose epochs have a fixed number of batches, with each unit in exactly one."""
+
+
+class Cyclic(Scheme):
+    """Each unit is in the same one of `batches` batches of every epoch.
+
+    A permutation that the key determines splits the units once, into batches whose sizes differ by
+    at most one. Batch n is part n mod `batches`. So two uses of a unit are exactly `batches` steps
+    apart: that is the public minimum separation.
+    """
+
+    in_order = True
+
+    def __init__(self, units: int, batches: int) -> None:
+        self.units, self.batches = units, batches
+        self._order: tuple[bytes, np.ndarray] = b"", np.empty(0)
+
+    def batch(self, key: bytes, number: int) -> Tensor:
+        if self._order[0] != key:
+            order = np.argsort(words(key, b"cyclic", 0, self.units), kind="stable")
+            self._order = key, order
+        place = number % self.batches
+        start, stop = (self.units * i // self.batches for i in (place, place + 1))
+        return torch.from_numpy(np.sort(self._order[1][start:stop]))
+
+
+class BallsInBins(Scheme):
+    """Each unit is in one of the `batches` batches of an epoch, which it chooses independently.
+
+    Every batch is as likely as another, and every epoch has new choices. With probability below
+    batches · 2⁻⁶⁴ a unit is in no batch of an epoch, so that none is more likely than 1/batches.
+    """
+
+    in_order = True
+
+    def __init__(self, units: int, batches: int) -> None:
+        self.units, self.batches = units, batches
+        self._chosen: tuple[bytes, int, np.ndarray] = b"", 0, np.empty(0)
+
+    def batch(self, key: bytes, number: int) -> Tensor:
+        epoch, place = divmod(number, self.batches)
+        if self._chosen[:2] != (key, epoch):
+            self._chosen = key, epoch, self.places(words(key, b"balls in bins", epoch, self.units))
+        return torch.from_numpy(np.flatnonzero(self._chosen[2] == place))
+
+    def places(self, words: np.ndarray) -> np.ndarray:
+        """Returns the batch that each unit chooses; `batches` for none."""
+        return words // np.uint64(2**64 // self.batches) if self.batches > 1 else 0 * words
+
+
+def scheme_of(sampling: str, *, units: int, sample_rate: float) -> Scheme:
+    """Returns the scheme of a `sampling` of `make_private`.
+
+    Args:
+        units: how many there are in the data.
+        sample_rate: q; schemes with epochs have 1/q batches in each.
+    """
+    if sampling in FIXED:
+        fixed = {"balls_in_bins": BallsInBins, "cyclic": Cyclic}[sampling]
+        return fixed(units, round(1 / sample_rate))
+    return Poisson(units, sample_rate)

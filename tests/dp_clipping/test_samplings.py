@@ -1,0 +1,461 @@
+"""`make_private(.., sampling=)` end to end: batches, accounts, checkpoints, and what is refused."""
+
+import math
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dp_clipping import BatchMemoryManager, PrivacyEngine
+from dp_clipping.accounting import balls_in_bins, cyclic
+from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, ZERO_OUT
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from tests.dp_clipping.noise import test_mechanisms
+from tests.support import saved_runs
+from tests.support.draws import joined
+from tests.support.saved_runs import BATCH, SAMPLES, data, load, save, state, train
+
+DELTA = 1e-3
+EPOCH = SAMPLES // BATCH
+
+IN_ORDER = ["balls_in_bins", "cyclic"]
+SAMPLINGS = {name: {"sampling": name} for name in IN_ORDER}
+every_sampling = pytest.mark.parametrize("name", SAMPLINGS)
+every_order = pytest.mark.parametrize("name", IN_ORDER)
+
+pytestmark = pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed")
+
+
+def build(name, **changes):
+    return saved_runs.build(**SAMPLINGS[name] | changes)
+
+
+def step(run, batch):
+    x, y = batch
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def numbers(batch):
+    return sorted(batch[0][:, 0].tolist())
+
+
+def looked_at(run):
+    """Returns the batches of an iteration in evaluation, which uses none of them."""
+    run.model.eval()
+    found = list(run.loader)
+    run.model.train()
+    return found
+
+
+def epsilon(run):
+    return run.engine.get_epsilon(DELTA)
+
+
+# ---- the account ---------------------------------------------------------------------------------
+
+
+def test_cyclic_steps_cost_a_unit_once_in_an_epoch():
+    run = build("cyclic", noise_multiplier=2.0)
+    spent = []
+    train(run, EPOCH + 1, after=lambda: spent.append(epsilon(run)))
+    assert len(set(spent[:EPOCH])) == 1
+    assert spent[0] == cyclic.epsilon([[(2.0, 1 / EPOCH, 1)]], DELTA)
+    assert spent[EPOCH] == cyclic.epsilon([[(2.0, 1 / EPOCH, EPOCH + 1)]], DELTA) > spent[0]
+    statement = run.engine.privacy_statement(DELTA)
+    assert (statement.sampler, statement.relation) == ("cyclic", ZERO_OUT)
+    assert "Gaussian mechanism" in statement.accountant
+    assert "zero-out" in str(statement)
+    assert (statement.steps, statement.sample_rate) == (EPOCH + 1, 1 / EPOCH)
+
+
+def test_balls_in_bins_cost_less_than_poisson():
+    run, poisson = build("balls_in_bins"), saved_runs.build(accountant="prv")
+    for one in (run, poisson):
+        train(one, 2 * EPOCH)
+    assert 0.5 * epsilon(poisson) < epsilon(run) < epsilon(poisson)
+    assert epsilon(run) == balls_in_bins.epsilon([[(0.8, 1 / EPOCH, 2 * EPOCH)]], DELTA)
+    statement = run.engine.privacy_statement(DELTA)
+    assert (statement.sampler, statement.relation) == ("balls_in_bins", ADD_OR_REMOVE)
+    assert "privacy loss distribution" in statement.accountant
+
+
+def test_poisson_is_what_it_was():
+    run, same = (saved_runs.build(seed=3, **options) for options in ({}, {"sampling": "poisson"}))
+    for one in (run, same):
+        train(one, 2)
+        statement = one.engine.privacy_statement(DELTA)
+        assert (statement.relation, statement.sampler) == (ADD_OR_REMOVE, "poisson")
+        assert statement.accountant == "rdp"
+    assert epsilon(run) == epsilon(same) == run.engine.accountant.get_epsilon(DELTA)
+
+
+@every_sampling
+def test_metrics_have_the_epsilon_of_the_sampling(name):
+    run = build(name)
+    found = []
+    run.engine.on_step(found.append, delta=DELTA)
+    train(run, 2)
+    assert found[-1]["epsilon"] == epsilon(run) > 0
+    assert epsilon(run) != run.engine.accountant.get_epsilon(DELTA)
+
+
+@every_sampling
+def test_no_noise_and_no_privacy(name):
+    for options in ({"noise_multiplier": 0.0}, {"grad_sample_mode": "no_dp"}):
+        run = build(name, **options)
+        train(run, 2)
+        assert math.isinf(epsilon(run))
+
+
+@every_sampling
+@pytest.mark.parametrize("target", [1.0, 6.0])
+def test_noise_for_a_target(name, target):
+    run = build(name)
+    network = nn.Linear(3, 2)
+    engine = PrivacyEngine()
+    _, optimizer, _, loader = engine.make_private_with_epsilon(
+        module=network, optimizer=saved_runs.sgd(network.parameters()), max_grad_norm=1.0,
+        data_loader=DataLoader(data(), batch_size=BATCH), target_epsilon=target, epochs=3,
+        target_delta=DELTA, **SAMPLINGS[name],
+    )  # fmt: skip
+    assert len(loader) == EPOCH
+    mechanism = run.engine._mechanism
+    spent = mechanism.epsilon([[(optimizer.noise_multiplier, 1 / EPOCH, 3 * EPOCH)]], DELTA)
+    assert target - 0.01 <= spent <= target
+    with pytest.raises(ValueError, match="alphas are for accountants of Opacus"):
+        PrivacyEngine(accountant="rdp").make_private_with_epsilon(
+            module=network, optimizer=None, max_grad_norm=1.0, alphas=[2.0], epochs=1,
+            data_loader=DataLoader(data(), batch_size=BATCH), target_epsilon=target,
+            target_delta=DELTA, **SAMPLINGS[name],
+        )  # fmt: skip
+
+
+@every_order
+def test_steps_are_a_public_number_of_batches(name):
+    """It does not depend on the size of the data, and one epoch is the default."""
+    for samples in (23, 24):
+        network = nn.Linear(3, 2)
+        model, _, _, loader = PrivacyEngine().make_private_with_epsilon(
+            module=network, optimizer=saved_runs.sgd(network.parameters()), max_grad_norm=1.0,
+            data_loader=DataLoader(data(samples), batch_size=BATCH), target_epsilon=2.0,
+            target_delta=DELTA, steps=5, **SAMPLINGS[name],
+        )  # fmt: skip
+        model.eval()
+        batches = list(loader)
+        assert len(loader) == len(batches) == 5
+        assert sum(len(x) for x, _ in batches) == samples
+
+
+# ---- in order ------------------------------------------------------------------------------------
+
+
+@every_order
+def test_each_unit_is_in_one_batch_of_an_epoch(name):
+    run = build(name)
+    everything = sorted(data().tensors[0][:, 0].tolist())
+    for _ in range(3):
+        assert sorted(joined(train(run, EPOCH))) == everything
+
+
+@every_order
+def test_a_batch_that_no_step_used_comes_again(name):
+    """Left early or looked at in evaluation, a batch is not in the account and not lost."""
+    run = build(name)
+    expected = list(map(numbers, looked_at(run)))
+    found = []
+    for batch in run.loader:
+        step(run, batch)
+        found.append(numbers(batch))
+        if len(found) == 2:
+            break
+    for batch in run.loader:
+        assert numbers(batch) == expected[2]
+        break  # it was handed out, and is not used
+    for batch in run.loader:
+        step(run, batch)
+        found.append(numbers(batch))
+        if len(found) == EPOCH:
+            break
+    assert found == expected
+    assert run.engine.privacy_statement(DELTA).steps == EPOCH
+
+
+@every_order
+def test_a_step_out_of_order_is_refused_and_changes_nothing(name):
+    run = build(name)
+    run.model.eval()
+    batches = iter(run.loader)
+    next(batches)
+    x, y = next(batches)
+    run.model.train()
+    before = state(run)
+    run.criterion(run.model(x), y).backward()
+    with pytest.raises(RuntimeError, match=r"has batch 1 of the loader.* yields batch 0"):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert state(run) == before
+    assert run.optimizer.steps == 0
+    train(run, EPOCH)
+
+
+@every_sampling
+def test_another_batch_is_refused(name):
+    run = build(name)
+    x, y = data().tensors
+    run.criterion(run.model(x[:BATCH]), y[:BATCH]).backward()
+    with pytest.raises(RuntimeError, match="did not come from the data_loader that make_private"):
+        run.optimizer.step()
+    assert run.engine.get_epsilon(DELTA) == 0
+
+
+@every_sampling
+def test_microbatches_are_one_batch(name):
+    generator = {"noise_generator": torch.Generator().manual_seed(2)}
+    whole, split = (build(name, seed=1, **generator) for _ in range(2))
+    for run in (whole, split):
+        for module in run.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    drawn = train(whole, 8)
+    assert train(split, 8, microbatch=2) == drawn
+    for one, other in zip(whole.model.parameters(), split.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    assert epsilon(whole) == epsilon(split)
+
+
+@every_order
+def test_a_batch_left_half_way_comes_again(name):
+    run = build(name)
+    manager = BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+    )
+    with manager as loader:
+        pieces = iter(loader)
+        step(run, next(pieces))
+        with pytest.warns(UserWarning, match="was left after some"):
+            loader.leave()
+    assert run.optimizer.steps == 0
+    batches = train(run, EPOCH)
+    assert sorted(joined(batches)) == sorted(data().tensors[0][:, 0].tolist())
+
+
+@every_order
+def test_opacus_batch_memory_manager_is_refused(name):
+    run = build(name)
+    with (
+        OpacusBatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
+        ) as loader,
+        pytest.raises(RuntimeError, match=r"use dp_clipping\.BatchMemoryManager"),
+    ):
+        next(iter(loader))
+
+
+@every_sampling
+def test_several_losses_of_one_batch_are_one_step(name):
+    run = build(name)
+    x, y = next(iter(run.loader))
+    run.criterion(run.model(x[:2]), y[:2]).backward()
+    run.criterion(run.model(x[2:]), y[2:]).backward()
+    run.optimizer.step()
+    assert saved_runs.steps_of(run) == 1
+
+
+@every_sampling
+def test_two_batches_before_a_step_are_refused(name):
+    run = build(name)
+    batches = iter(run.loader)
+    x, y = next(batches)
+    run.criterion(run.model(x), y).backward()
+    with pytest.raises(RuntimeError, match="begins before"):
+        next(batches)
+
+
+# ---- settings that change ------------------------------------------------------------------------
+
+
+@every_sampling
+def test_noise_and_thresholds_may_change(name):
+    """The account has σ of each step; C is in the noise."""
+    run = build(name)
+    train(run, 4)
+    run.optimizer.noise_multiplier = 1.6
+    run.optimizer.max_grad_norm = 0.1
+    train(run, 4)
+    mechanism = run.engine._mechanism
+    assert epsilon(run) == mechanism.epsilon([[(0.8, 1 / 6, 4), (1.6, 1 / 6, 4)]], DELTA)
+    assert run.engine.privacy_statement(DELTA).noise_multiplier == [0.8, 1.6]
+
+
+@every_sampling
+def test_an_adaptive_threshold(name):
+    adaptive = AdaptiveThreshold(0.7, expected_batch_size=4.0, count_std=2.0)
+    run = build(name, adaptive_threshold=adaptive, noise_multiplier=1.0)
+    train(run, 2)
+    assert run.engine._mechanism.epsilon([[(1.0, 1 / 6, 2)]], DELTA) == epsilon(run)
+
+
+@every_sampling
+@pytest.mark.parametrize("ids", [None, [i // 3 if i < 12 else i - 8 for i in range(SAMPLES)]])
+def test_units_are_sampled(name, ids):
+    run = build(name, examples_per_unit=4, unit_ids=ids)
+    x = data().tensors[0][:, 0].tolist()
+    of = {value: (i // 4 if ids is None else ids[i]) for i, value in enumerate(x)}
+    for _ in range(2):
+        for batch, _ in looked_at(run):
+            for unit in batch[:, 0].view(-1, 4).tolist():
+                assert len({of[value] for value in unit}) == 1
+    units = 6 if ids is None else 16
+    assert run.engine._runs[0].units == units
+    train(run, 2)
+    assert epsilon(run) > 0
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+@every_sampling
+@pytest.mark.parametrize("steps", [2, EPOCH, EPOCH + 1])
+def test_a_run_is_resumed_bit_for_bit(name, steps, path):
+    run = build(name)
+    train(run, steps)
+    save(run, path)
+    drawn = train(run, 7)
+    again = build(name, seed=1)
+    load(again, path)
+    assert train(again, 7) == drawn
+    assert state(again) == state(run)
+    assert epsilon(again) == epsilon(run)
+    assert again.engine.privacy_statement(DELTA) == run.engine.privacy_statement(DELTA)
+
+
+@every_order
+def test_a_save_after_a_look_at_other_batches(name, path):
+    run = build(name)
+    train(run, 1)
+    expected = list(map(numbers, looked_at(run)))
+    save(run, path)
+    again = build(name, seed=1)
+    load(again, path)
+    assert numbers(next(iter(again.loader))) == expected[0]
+
+
+@every_order
+def test_new_keys_begin_an_epoch(name, path):
+    """Its split is another one, so a unit may be in two steps in a row: both are in the account."""
+    run = build(name)
+    first = train(run, 2)
+    save(run, path)
+    again = build(name, seed=1)
+    load(again, path, new_keys=True)
+    epoch = train(again, EPOCH)
+    assert sorted(joined(epoch)) == sorted(data().tensors[0][:, 0].tolist())
+    assert epoch[:4] != train(run, 4) != first
+    parts = [[(0.8, 1 / 6, 2)], [(0.8, 1 / 6, EPOCH)]]
+    assert epsilon(again) == again.engine._mechanism.epsilon(parts, DELTA)
+    save(again, path)  # and from there with the same key
+    third = build(name, seed=2)
+    load(third, path)
+    assert train(third, EPOCH) == train(again, EPOCH)
+    assert epsilon(third) == epsilon(again)
+
+
+@every_sampling
+def test_a_run_set_back_makes_the_same_steps(name, path):
+    run = build(name)
+    train(run, 2)
+    save(run, path)
+    drawn, spent = train(run, 3), epsilon(run)
+    with pytest.warns(UserWarning, match="not counted twice"):
+        load(run, path)
+    assert train(run, 3) == drawn
+    assert epsilon(run) == spent
+
+
+@every_sampling
+def test_a_checkpoint_of_another_sampling_is_refused(name, path):
+    run = build(name)
+    train(run, 1)
+    save(run, path)
+    for new_keys in (False, True):
+        with pytest.raises(ValueError, match=f"sampling is {name} .* and poisson in this run"):
+            load(saved_runs.build(), path, new_keys=new_keys)
+    poisson = saved_runs.build()
+    train(poisson, 1)
+    save(poisson, path)
+    with pytest.raises(ValueError, match=f"sampling is poisson .* and {name} in this run"):
+        load(build(name), path)
+
+
+# ---- one account ---------------------------------------------------------------------------------
+
+
+@every_sampling
+def test_two_runs_of_one_engine_add_up(name):
+    run = build(name)
+    train(run, 2)
+    other = build(name, engine=run.engine)
+    train(other, 3)
+    parts = [[(0.8, 1 / 6, 2)], [(0.8, 1 / 6, 3)]]
+    assert epsilon(run) == run.engine._mechanism.epsilon(parts, DELTA)
+    train(run, 1)
+    parts[0] = [(0.8, 1 / 6, 3)]
+    assert epsilon(run) == run.engine._mechanism.epsilon(parts, DELTA)
+
+
+@every_sampling
+def test_an_engine_counts_one_sampling(name):
+    run = build(name)
+    with pytest.raises(ValueError, match=r"is 'gaussian', and this .* PrivacyEngine for each"):
+        saved_runs.build(engine=run.engine)
+    with pytest.raises(ValueError, match=r"leave engine\.accountant as it is"):
+        run.engine.accountant = saved_runs.build().engine.accountant
+    poisson = saved_runs.build()
+    with pytest.raises(ValueError, match=f"{name}.* accounted for 'gaussian'"):
+        build(name, engine=poisson.engine)
+    train(poisson, 1)
+    engine = PrivacyEngine(accountant="rdp")
+    engine.accountant = poisson.engine.accountant
+    with pytest.raises(ValueError, match=f"{name}.* accounted for 'gaussian'"):
+        build(name, engine=engine)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@every_sampling
+def test_what_it_does_not_go_with(name):
+    with pytest.raises(ValueError, match=r"does not go with poisson_sampling=False.*leave it out"):
+        build(name, poisson_sampling=False)
+    test_mechanisms.register()
+    with pytest.raises(ValueError, match=r"does not go with noise_mechanism='logistic'"):
+        build(name, noise_mechanism="logistic")
+
+
+@every_order
+def test_a_sample_rate_is_refused(name):
+    with pytest.raises(ValueError, match=r"does not go with sample_rate.* give steps="):
+        build(name, sample_rate=0.1)
+
+
+@pytest.mark.parametrize("wrong", ["shuffle", "Poisson", "", None, True, 3, np.str_("balls")])
+def test_unknown_samplings(wrong):
+    with pytest.raises((ValueError, TypeError), match=r"sampling .*poisson, "):
+        saved_runs.build(sampling=wrong)
+
+
+@every_sampling
+def test_without_dp_accounting(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ImportError, match=r"pip install 'ddp-by-hand\[mechanisms\]'"):
+        build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saved_runs.build()
