@@ -1,6 +1,6 @@
 """The mechanism of `make_private`'s arguments, or the reason why no account covers them."""
 
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from dp_clipping.accounting import balls_in_bins, cyclic
@@ -13,6 +13,7 @@ from dp_clipping.accounting.mechanism import (
     dp_accounting,
 )
 from dp_clipping.kinds import check_type
+from dp_clipping.noise.correlated import EXAMPLE, CorrelatedNoise
 from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of
 from dp_clipping.sampling.schemes import FIXED, SAMPLINGS
 
@@ -28,12 +29,19 @@ def check_sampling(
     check_type("sampling", sampling, str, f"one of {', '.join(SAMPLINGS)}")
     if sampling not in SAMPLINGS:
         raise ValueError(f"sampling {sampling!r} is unknown: choose one of {', '.join(SAMPLINGS)}")
+    is_correlated = isinstance(noise_mechanism, CorrelatedNoise)
+    if is_correlated and sampling != "cyclic":
+        raise ValueError(
+            f"noise_mechanism={noise_mechanism!r} does not go with sampling={sampling!r}, for "
+            f"which no account of correlated noise is known: {EXAMPLE}"
+        )
     if sampling == "poisson":
         return
+    is_registered = not is_correlated and noise_mechanism != DEFAULT.name
     for is_given, what, instead in (
         (not poisson_sampling, "poisson_sampling=False, which leaves the loader's own batches",
          "leave it out"),
-        (noise_mechanism != DEFAULT.name, f"noise_mechanism={noise_mechanism!r}, whose account is "
+        (is_registered, f"noise_mechanism={noise_mechanism!r}, whose account is "
          "for Poisson batches", 'leave it out, or give sampling="poisson"'),
         (sample_rate is not None and sampling in FIXED, "sample_rate, as each unit is in one batch "
          "of each epoch", "give steps=, the number of batches of an epoch, a public constant"),
@@ -42,7 +50,7 @@ def check_sampling(
             raise ValueError(f"sampling={sampling!r} does not go with {what}: {instead}")
 
 
-def accounted(noise_mechanism: str, sampling: str) -> Mechanism:
+def accounted(noise_mechanism: str | CorrelatedNoise, sampling: str) -> Mechanism:
     """Returns the mechanism of these settings, whose account covers a run's steps.
 
     Raises:
@@ -52,6 +60,13 @@ def accounted(noise_mechanism: str, sampling: str) -> Mechanism:
     check_sampling(sampling, noise_mechanism=noise_mechanism)
     if sampling != "poisson":
         dp_accounting(f'sampling="{sampling}"')
+    if isinstance(noise_mechanism, CorrelatedNoise):
+        return Mechanism(
+            f"{noise_mechanism}, cyclic", "cyclic", ZERO_OUT,
+            f"Gaussian mechanism of {noise_mechanism} on the steps that use one unit "
+            "(dp-accounting)",
+            partial(cyclic.epsilon, sensitivity=noise_mechanism.sensitivity), in_order=True,
+        )  # fmt: skip
     if sampling == "balls_in_bins":
         return Mechanism(
             "gaussian, balls_in_bins", "balls_in_bins", ADD_OR_REMOVE,
