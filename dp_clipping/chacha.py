@@ -30,7 +30,7 @@ def blocks(key: bytes, counters: np.ndarray, nonce: tuple[int, int] = (0, 0)) ->
     """
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key of ChaCha20 has {KEY_BYTES} bytes, not {len(key)}")
-    state = np.empty((4, 4, len(counters)), np.uint32)
+    state: Words = np.empty((4, 4, len(counters)), np.uint32)
     state[0] = CONSTANTS[:, None]
     state[1:3] = np.frombuffer(key, dtype="<u4").reshape(2, 4, 1)
     state[3, 0] = counters & np.uint64(0xFFFFFFFF)
@@ -48,7 +48,7 @@ def blocks(key: bytes, counters: np.ndarray, nonce: tuple[int, int] = (0, 0)) ->
 
 def words64(key: bytes, count: int) -> np.ndarray:
     """Returns the first `count` words of 64 bits of the key's stream."""
-    counters = np.arange((2 * count + WORDS - 1) // WORDS, dtype=np.uint64)
+    counters: Words = np.arange((2 * count + WORDS - 1) // WORDS, dtype=np.uint64)
     stream = np.ascontiguousarray(blocks(key, counters).T).astype("<u4", copy=False)
     return stream.view("<u8").reshape(-1)[:count]
 
