@@ -37,6 +37,8 @@ from dp_clipping.build import (
     build_loader,
     build_model,
     build_optimizer,
+    certificate_for,
+    forecast,
     keys_for,
     ranks_of,
     refuse_private,
@@ -76,7 +78,9 @@ class PrivacyEngine(Checkpoints):
 
     Args:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
-        secure_mode: not supported: the noise is counter-based, not cryptographic.
+        secure_mode: noise and sampling come from a cryptographic generator, sums are rounded to a
+            grid and get integer noise, and ε includes what rounding costs: see "Secure noise" in
+            docs/mechanisms.md.
         hide_unprotected: reading what ε does not cover raises RuntimeError: per-sample norms, the
             count of non-finite samples, the loss in training, `check`.
     """
@@ -85,14 +89,10 @@ class PrivacyEngine(Checkpoints):
     def __init__(
         self, *, accountant: str = "prv", secure_mode: bool = False, hide_unprotected: bool = False
     ):
-        if secure_mode:
-            raise ValueError(
-                "secure_mode=True is not supported: noise comes from a counter-based generator, "
-                "and attacks on floating point are out of scope; use Opacus with torchcsprng"
-            )
+        check_type("secure_mode", secure_mode, bool, "True or False")
         check_type("hide_unprotected", hide_unprotected, bool, "True or False")
         super().__init__(accountant)
-        self.secure_mode = False
+        self.secure_mode = secure_mode
         self.hide_unprotected = hide_unprotected
         self._dataset: Any = None
 
@@ -222,7 +222,7 @@ class PrivacyEngine(Checkpoints):
             adaptive_threshold=adaptive_threshold, data_parallel_group=data_parallel_group,
             cuda_graph=cuda_graph, sample_rate=sample_rate, steps=steps,
             noise_mechanism=noise_mechanism, examples_per_unit=examples_per_unit,
-            unit_ids=unit_ids,
+            unit_ids=unit_ids, secure_mode=self.secure_mode,
         )  # fmt: skip
         return self._build(settings)
 
@@ -287,15 +287,17 @@ class PrivacyEngine(Checkpoints):
                 "accountant has counted steps already: the total will be above target_epsilon",
                 stacklevel=2,
             )
-        noise_multiplier = noise_multiplier_for(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=rate,
-            steps=epochs * steps,
-            accountant=self.accountant.mechanism(),
-            epsilon_tolerance=epsilon_tolerance,
+        find = partial(
+            noise_multiplier_for, sample_rate=rate, steps=epochs * steps,
+            accountant=self.accountant.mechanism(), epsilon_tolerance=epsilon_tolerance,
             alphas=alphas,
-        )
+        )  # fmt: skip
+        if self.secure_mode:
+            certificate = forecast(
+                module, rate, -(-samples // each) if units is None else len(units)
+            )
+            find = partial(certificate.noise_multiplier, steps=epochs * steps, find=find)
+        noise_multiplier = find(target_epsilon=target_epsilon, target_delta=target_delta)
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -379,13 +381,22 @@ class PrivacyEngine(Checkpoints):
         }  # fmt: skip
         agree_on_settings(settings.compared() | own, ranks.everyone)
         model = build_model(settings, ranks, loader, self.hide_unprotected)
+        certificate = certificate_for(settings, ranks, model)
         criterion = build_criterion(settings, model)
         public = settings.public()
         count = partial(self._count, sample_rate=public["sample_rate"])
         optimizer = build_optimizer(settings, ranks, model, keys, count)
         self._runs.append(
             PrivateRun(
-                model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion
+                model,
+                optimizer,
+                loader,
+                ranks.everyone,
+                keys,
+                public,
+                self._account,
+                criterion,
+                certificate=certificate,
             )
         )
         return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))

@@ -29,6 +29,7 @@ class PrivacyStatement:
         accountant: which computed ε; of a registered noise mechanism, its own.
         epsilon: infinite if a step had no noise, or no known sampling.
         delta: δ.
+        secure: of secure noise, what ε and δ include: numbers by name; None for other noise.
     """
 
     relation: str
@@ -41,6 +42,7 @@ class PrivacyStatement:
     accountant: str
     epsilon: float
     delta: float
+    secure: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the attributes as numbers, strings and lists, in this order."""
@@ -61,12 +63,16 @@ class PrivacyStatement:
             ("sampler", self.sampler),
             ("accountant", self.accountant),
         ]
+        if self.secure is not None:
+            lines.append(("secure noise", "rounded to a grid, integers of ChaCha20; included are"))
+            lines += [("  " + name, value) for name, value in self.secure.items()]
         return "\n".join([first, *(f"  {name + ':':24}{_shown(value)}" for name, value in lines)])
 
 
 def statement_of(
-    runs: Sequence[Any], history: History, *, accountant: str, epsilon: float, delta: float
-) -> PrivacyStatement:
+    runs: Sequence[Any], history: History, *, accountant: str, epsilon: float, delta: float,
+    certificate: Any = None,
+) -> PrivacyStatement:  # fmt: skip
     """Returns the statement of an engine's runs.
 
     Args:
@@ -74,6 +80,7 @@ def statement_of(
         history: the history of the engine's accountant.
         accountant: its name.
         epsilon: as it computed it.
+        certificate: of secure noise (`noise.secure.certificate`), or None.
     """
     is_poisson = all(run.settings["poisson_sampling"] and not run.other_batches for run in runs)
     sigmas = [sigma for sigma, _, _ in history] or [run.optimizer.noise_multiplier for run in runs]
@@ -89,6 +96,7 @@ def statement_of(
         accountant=accountant,
         epsilon=epsilon if is_poisson else math.inf,
         delta=delta,
+        secure=certificate and certificate.described(history),
     )
 
 

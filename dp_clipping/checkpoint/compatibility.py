@@ -26,7 +26,10 @@ from dp_clipping.noise.keys import Keys, read_keys
 
 DATA = ("poisson_sampling", "num_samples", "num_units", "sample_rate")
 # Of what the account says ε: the unit of privacy and the noise; default: of a file without it.
-UNIT = {"examples_per_unit": 1, "unit_ids are given": False, "noise_mechanism": "gaussian"}
+UNIT = {
+    "examples_per_unit": 1, "unit_ids are given": False, "noise_mechanism": "gaussian",
+    "secure_mode": False,
+}  # fmt: skip
 NOISE = (
     "noise_multiplier", "max_grad_norm", "clipping", "clipping_function", "gamma",
     "loss_reduction", "expected_batch_size",

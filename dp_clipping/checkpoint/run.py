@@ -87,6 +87,7 @@ class PrivateRun:
         account: the engine's.
         start: position of the loader and number of steps at which the key came into use.
         other_batches: private steps on batches that the Poisson loader did not yield.
+        certificate: what the account of secure noise includes; None for other noise.
     """
 
     model: Model
@@ -99,6 +100,7 @@ class PrivateRun:
     criterion: Any
     start: tuple[int, int] = (0, 0)
     other_batches: int = 0
+    certificate: Any = None
 
     @property
     def poisson(self) -> PoissonLoader | None:

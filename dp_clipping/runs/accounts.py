@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 from dp_clipping.accounting.ledger import Account, Step
@@ -11,6 +11,7 @@ from dp_clipping.arguments.numbers import check_target, warn_of_delta
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import WrongType, by_name, check_count, check_type, shown
 from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of, refuse_mixed
+from dp_clipping.noise.secure.certificate import Certificate
 from dp_clipping.profiling.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -79,7 +80,11 @@ class Accounts:
                 "noise, and ε means nothing",
                 stacklevel=3,
             )
-        mechanism = self._mechanism
+        mechanism, certificate = self._mechanism, self._certificate
+        if certificate is not None:
+            return self._account.epsilon(
+                delta, partial(certificate.epsilon, account=self._account.of_history)
+            )
         return self._account.epsilon(delta, None if mechanism is None else mechanism.epsilon)
 
     @by_name("engine.privacy_statement(delta=1e-5)")
@@ -106,6 +111,7 @@ class Accounts:
             ),
             epsilon=self.get_epsilon(delta),
             delta=delta,
+            certificate=self._certificate,
         )
 
     def on_step(
@@ -180,6 +186,12 @@ class Accounts:
     def _mechanism(self) -> NoiseMechanism | None:
         """Returns the noise mechanism of all runs; None: Gaussian noise."""
         return mechanism_of(self._noise_mechanism)
+
+    @property
+    def _certificate(self) -> Certificate | None:
+        """Returns a certificate that holds for the secure noise of all runs; None without any."""
+        found = [run.certificate for run in self._runs if run.certificate is not None]
+        return reduce(Certificate.joined, found) if found else None
 
     def _refuse_other_noise(self, mechanism: str) -> None:
         """Raises ValueError if no account covers this noise and the steps so far."""

@@ -94,6 +94,7 @@ class PoissonLoader(DataLoader):
         batch_first: bool = True,
         rand_on_empty: bool = False,
         units: Units | None = None,
+        secure: bool = False,
     ) -> Self:
         """Returns the user's loader with Poisson batches in place of its own; the rest stays.
 
@@ -102,7 +103,8 @@ class PoissonLoader(DataLoader):
         data-parallel ranks. A Poisson batch without samples has zero length in the shape that the
         collate function makes, or with `rand_on_empty` one sample of random zeros and ones; tensors
         have their batch in dimension 1 with `batch_first=False`. `drop_last` means nothing
-        here. With `units` these are sampled (`PoissonSampler`).
+        here. With `units` these are sampled, and with `secure` by a cryptographic generator
+        (`PoissonSampler`).
         Raises ValueError, with what to use in its place, for loaders whose data cannot be
         sampled by index and samplers that do not visit every sample alike.
         """
@@ -115,6 +117,7 @@ class PoissonLoader(DataLoader):
             rank=rank,
             world_size=world_size,
             units=units,
+            secure=secure,
         )
         return cls(
             loader.dataset,

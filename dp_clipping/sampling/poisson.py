@@ -8,7 +8,8 @@ function of a secret key and its number: ranks need not communicate, workers may
 restores one number, and no seed of the user's has any influence.
 
 Whoever has the key can compute the batches. Philox (Salmon et al. 2011, "Parallel Random Numbers:
-As Easy as 1, 2, 3") is counter-based and not cryptographic.
+As Easy as 1, 2, 3") is counter-based and not cryptographic; ChaCha20, which secure mode takes, is
+both.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from dp_clipping.chacha import words64
 from dp_clipping.sampling.units import Units, fill_of
 
 KEY_BYTES = 32
@@ -30,15 +32,21 @@ OVER = (
 )
 
 
-def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Tensor:
+def included(
+    key: bytes, step: int, num_samples: int, sample_rate: float, secure: bool = False
+) -> Tensor:
     """Returns which samples are in Poisson batch `step`: bool [num_samples].
 
     Entry i is a function of (key, step, i) and the rate alone. The probability is `sample_rate`
-    rounded down to a multiple of 2⁻⁶⁴, so never above the accountant's. Raises
-    ValueError for a key of other than 32 bytes, a negative step, fewer than one sample and a rate
-    outside (0, 1].
+    rounded down to a multiple of 2⁻⁶⁴, so never above the accountant's. With `secure` the words
+    are ChaCha20's, else Philox's. Raises ValueError for a key of other than 32 bytes, a negative
+    step, fewer than one sample and a rate outside (0, 1].
     """
     _check_sampling(key, step, num_samples, sample_rate)
+    if secure:
+        message = step.to_bytes(8, "little")
+        own = hashlib.blake2b(message, key=key, person=b"secure sampling", digest_size=KEY_BYTES)
+        return torch.from_numpy(words64(own.digest(), num_samples) < int(sample_rate * 2**64))
     # Noise is keyed by the same kind of secret: the personalisation keeps the streams apart.
     derived = hashlib.blake2b(key=key, person=b"sampling", digest_size=16).digest()
     # The step is in the counter's second word and blocks of samples count in its first.
@@ -62,6 +70,8 @@ class PoissonSampler(Sampler[list[int]]):
 
     With `units` a sample is a unit of k examples: units are drawn, `num_samples` counts them, and a
     batch has k indices for each.
+
+    With `secure` the random words are cryptographic (`included`).
 
     Its attributes are many because a DataLoader knows a sampler by them, and a checkpoint restores
     it through them.
@@ -88,6 +98,7 @@ class PoissonSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
         units: Units | None = None,
+        secure: bool = False,
     ) -> None:
         _check_sampling(key, 0, num_samples, sample_rate)
         if steps < 1:
@@ -102,6 +113,7 @@ class PoissonSampler(Sampler[list[int]]):
         self.rank = rank
         self.world_size = world_size
         self.units = units
+        self.secure = secure
         self.position = self.step = 0
         self.yielded: deque[Drawn] | None = None
         self.on_batch: Callable[[int], object] | None = None
@@ -145,7 +157,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     def shares(self, step: int) -> list[list[int]]:
         """Returns Poisson batch `step` as one ascending list of indices for each rank."""
-        mask = included(self._key, step, self.num_samples, self.sample_rate)
+        mask = included(self._key, step, self.num_samples, self.sample_rate, self.secure)
         indices = mask.nonzero().flatten()
         shares = [indices[indices % self.world_size == r] for r in range(self.world_size)]
         if self.units is not None:

@@ -1,8 +1,8 @@
 """ChaCha20, integers of a rounded Gaussian, sum and division in one Triton kernel.
 
-The counterpart of `rounded_gaussian` and `source.add_plain`, equal to them to the last bit: products
-and sums are not contracted by the compiler (`enable_fp_fusion=False`). No branch depends on a
-secret. Traffic: n float32 values are read once and n of the output's dtype written.
+The counterpart of `rounded_gaussian` and `source.add_plain`, equal to them to the last bit: the
+compiler contracts no product with a sum (`enable_fp_fusion=False`). No branch depends on a secret.
+Traffic: n float32 values are read once and n of the output's dtype written.
 """
 
 from __future__ import annotations
