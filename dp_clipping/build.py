@@ -229,7 +229,7 @@ def build_optimizer(
     )
 
 
-def certificate_for(settings: Settings, ranks: Ranks, model: PrivateModel) -> Certificate | None:
+def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | None:
     """Returns what the account of secure noise includes; None for noise that is not secure.
 
     Raises:
@@ -241,8 +241,9 @@ def certificate_for(settings: Settings, ranks: Ranks, model: PrivateModel) -> Ce
     each, units = settings.examples_per_unit, settings.units
     try:
         return certificate_of(
-            sizes_of(model), settings.rates[0],
-            -(-len(dataset) // each) if units is None else len(units), ranks.data_ranks,
+            sizes_of(model),
+            settings.rates[0],
+            -(-len(dataset) // each) if units is None else len(units),
         )  # fmt: skip
     except BaseException:
         model.to_standard_module()
@@ -253,7 +254,7 @@ def forecast(module: nn.Module, sample_rate: float, units: int) -> Certificate:
     """Returns a certificate that is not better than the one which `make_private` will have."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     sizes = [ranks * p.numel() for p in module.parameters() if p.requires_grad]
-    return certificate_of(sizes, sample_rate, units, ranks)
+    return certificate_of(sizes, sample_rate, units)
 
 
 def sizes_of(model: PrivateModel) -> list[int]:

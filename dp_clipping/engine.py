@@ -381,7 +381,7 @@ class PrivacyEngine(Checkpoints):
         }  # fmt: skip
         agree_on_settings(settings.compared() | own, ranks.everyone)
         model = build_model(settings, ranks, loader, self.hide_unprotected)
-        certificate = certificate_for(settings, ranks, model)
+        certificate = certificate_for(settings, model)
         criterion = build_criterion(settings, model)
         public = settings.public()
         count = partial(self._count, sample_rate=public["sample_rate"])

@@ -45,8 +45,11 @@ class PrivacyStatement:
     secure: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the attributes as numbers, strings and lists, in this order."""
-        return asdict(self)
+        """Returns the attributes as numbers, strings and lists, in this order.
+
+        `secure`, a dict of numbers, is there for secure noise alone.
+        """
+        return {k: v for k, v in asdict(self).items() if k != "secure" or v is not None}
 
     def __str__(self) -> str:
         if math.isinf(self.epsilon):
@@ -71,7 +74,7 @@ class PrivacyStatement:
 
 def statement_of(
     runs: Sequence[Any], history: History, *, accountant: str, epsilon: float, delta: float,
-    certificate: Any = None,
+    secure: dict[str, Any] | None = None,
 ) -> PrivacyStatement:  # fmt: skip
     """Returns the statement of an engine's runs.
 
@@ -80,7 +83,7 @@ def statement_of(
         history: the history of the engine's accountant.
         accountant: its name.
         epsilon: as it computed it.
-        certificate: of secure noise (`noise.secure.certificate`), or None.
+        secure: what secure noise adds (`noise.secure.certificate`).
     """
     is_poisson = all(run.settings["poisson_sampling"] and not run.other_batches for run in runs)
     sigmas = [sigma for sigma, _, _ in history] or [run.optimizer.noise_multiplier for run in runs]
@@ -96,7 +99,7 @@ def statement_of(
         accountant=accountant,
         epsilon=epsilon if is_poisson else math.inf,
         delta=delta,
-        secure=certificate and certificate.described(history),
+        secure=secure,
     )
 
 

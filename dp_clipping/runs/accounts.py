@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from math import hypot
 from typing import TYPE_CHECKING, Any
 
 from dp_clipping.accounting.ledger import Account, Step
@@ -111,7 +112,7 @@ class Accounts:
             ),
             epsilon=self.get_epsilon(delta),
             delta=delta,
-            certificate=self._certificate,
+            secure=self._described_secure(),
         )
 
     def on_step(
@@ -192,6 +193,17 @@ class Accounts:
         """Returns a certificate that holds for the secure noise of all runs; None without any."""
         found = [run.certificate for run in self._runs if run.certificate is not None]
         return reduce(Certificate.joined, found) if found else None
+
+    def _described_secure(self) -> dict[str, Any] | None:
+        """Returns what ε includes of secure noise, and the grids of the coming steps."""
+        certificate = self._certificate
+        if certificate is None:
+            return None
+        stds = [
+            run.optimizer.noise_multiplier * hypot(*run.model.thresholds.clip_norms())
+            for run in self._runs
+        ]
+        return certificate.described(self._account.history, stds)
 
     def _refuse_other_noise(self, mechanism: str) -> None:
         """Raises ValueError if no account covers this noise and the steps so far."""

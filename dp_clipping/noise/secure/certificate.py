@@ -8,10 +8,10 @@ differ from the Gaussian mechanism of the textbooks.
 The sum of n contributions is off by at most γ n C(1 + 10⁻⁶) in norm, where a contribution takes
 part in m additions and γ = mu / (1 − mu) (N. Higham, Accuracy and stability of numerical
 algorithms, 2002, section 4.2), and neighbouring sums by twice as much: the attacks of S.
-Casacuberta, M. Shoate, S. Vadhan and C. Wagaman, Widespread underestimation of sensitivity in
-differentially private libraries and how to fix it (2022, arXiv:2207.10635). m is at most n and the
-number of ranks, in whichever order they are added. n is the number of units in a Poisson batch,
-which exceeds `most_units` with probability 2⁻¹²⁰ (Bernstein's inequality). A contribution counts as
+Casacuberta, M. Shoemate, S. Vadhan and C. Wagaman, Widespread underestimation of sensitivity in
+differentially private libraries and how to fix it (2022, arXiv:2207.10635). In whichever order, on
+however many ranks, m is below n: adding zeros is exact. n, the number of units in a Poisson batch,
+exceeds `most_units` with probability 2⁻¹²⁰ (Bernstein's inequality). A contribution counts as
 one number that is added: rounding within the gradient of one unit, over its tokens, is part of the
 contribution, whose norm is measured after it, and is not bounded here.
 
@@ -50,7 +50,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dp_clipping.accounting.ledger import History, count
-from dp_clipping.noise.secure.source import FINENESS
+from dp_clipping.noise.secure.source import FINENESS, grid_of
 
 EXACTNESS = 1e-6  # of a contribution's norm above C: what tests of every mode allow
 UNIT = 2.0**-24
@@ -78,19 +78,17 @@ class Certificate:
         dimension: d, of all parameters on all ranks.
         pairs: pairs of values that a step's noise is made of.
         most_units: n, units in a batch that are not exceeded but with probability 2⁻¹²⁰.
-        ranks: processes whose sums are added.
     """
 
     dimension: int
     pairs: int
     most_units: int
-    ranks: int
 
     @property
     def summation(self) -> float:
         """Returns 2γn: how far float32 summation may move neighbouring sums apart, over C."""
-        m = self.most_units + self.ranks
-        return 2 * self.most_units * m * UNIT / (1 - m * UNIT) if m * UNIT < 0.5 else math.inf
+        n = self.most_units
+        return 2 * n * n * UNIT / (1 - n * UNIT) if n * UNIT < 0.5 else math.inf
 
     @property
     def grid(self) -> float:
@@ -117,14 +115,12 @@ class Certificate:
         number = self.pairs * steps
         c = 2 * KAPPA + 2.0**-52 + 2.0**-78 * scale
         rho = 1.1 * number * 4.2 * (1.81 * KAPPA * scale + c) ** 2 / 2
-        best = _epsilon_of(rho, number, LOWEST_TAIL, scale)
         # The rarest event that costs next to nothing in ε.
+        epsilon = 1.05 * _epsilon_of(rho, number, LOWEST_TAIL, scale) + 1e-6
         tails = range(LOWEST_TAIL, 97)
-        j = max(j for j in tails if _epsilon_of(rho, number, j, scale) <= 1.05 * best + 1e-6)
+        j = max(j for j in tails if _epsilon_of(rho, number, j, scale) <= epsilon)
         # The other small probability is that of steps with more units than `most_units`.
-        return Distance(
-            _epsilon_of(rho, number, j, scale), (1 + steps) * 2.0**-120 + number * 2.0 ** (1 - j)
-        )
+        return Distance(epsilon, (1 + steps) * 2.0**-120 + number * 2.0 ** (1 - j))
 
     def epsilon(
         self, history: History, delta: float, account: Callable[[History, float], float]
@@ -171,17 +167,21 @@ class Certificate:
             )
         return found
 
-    def described(self, history: History) -> dict[str, Any]:
-        """Returns what the account of these steps includes, by name, for people and files."""
+    def described(self, history: History, stds: list[float]) -> dict[str, Any]:
+        """Returns what the account of these steps includes, by name, for people and files.
+
+        Args:
+            stds: σC of coming steps.
+        """
         distance = self.distance(count(history))
         effective = [self.effective(sigma) for sigma, _, _ in history]
         return {
             "effective multiplier": min(effective, default=None),
             "parameters": self.dimension,
-            "grid over noise": self.grid / self.dimension**0.5,
-            "grid bound over noise": self.grid,
-            "summation over C": self.summation,
-            "units in a batch": self.most_units,
+            "grid": [grid_of(std, self.dimension) for std in stds if std],
+            "grid bound / noise": self.grid,
+            "summation bound / C": self.summation,
+            "most units in a batch": self.most_units,
             "sampler epsilon": 2 * distance.epsilon,
             "sampler delta": distance.delta,
         }
@@ -190,7 +190,7 @@ class Certificate:
         """Returns a certificate that holds for the steps of both."""
         return Certificate(
             max(self.dimension, other.dimension), max(self.pairs, other.pairs),
-            max(self.most_units, other.most_units), max(self.ranks, other.ranks),
+            max(self.most_units, other.most_units),
         )  # fmt: skip
 
 
@@ -226,21 +226,20 @@ def most_units_of(mean: float, units: int) -> int:
     return min(units, math.ceil(mean + excess))
 
 
-def certificate_of(sizes: list[int], sample_rate: float, units: int, ranks: int) -> Certificate:
+def certificate_of(sizes: list[int], sample_rate: float, units: int) -> Certificate:
     """Returns the certificate of a run.
 
     Args:
         sizes: elements of each parameter, on all ranks.
         sample_rate: q.
         units: of the data set; a neighbour may have one more.
-        ranks: data-parallel processes.
 
     Raises:
         ValueError: if worst-case rounding of sums may move them by more than C.
     """
     units += 1
     found = Certificate(
-        sum(sizes), sum(-(-n // 2) for n in sizes), most_units_of(sample_rate * units, units), ranks
+        sum(sizes), sum(-(-n // 2) for n in sizes), most_units_of(sample_rate * units, units)
     )
     if found.summation > MOST_SUMMATION:
         raise ValueError(
