@@ -230,24 +230,13 @@ def build_optimizer(
 
 
 def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | None:
-    """Returns what the account of secure noise includes; None for noise that is not secure.
-
-    Raises:
-        ValueError: if there is none; the model is the user's network again.
-    """
+    """Returns what the account of secure noise includes; None for noise that is not secure."""
     if not settings.secure_mode or settings.policy is None:
         return None
     dataset: Any = settings.data_loader.dataset
-    each, units = settings.examples_per_unit, settings.units
-    try:
-        return certificate_of(
-            sizes_of(model),
-            settings.rates[0],
-            -(-len(dataset) // each) if units is None else len(units),
-        )  # fmt: skip
-    except BaseException:
-        model.to_standard_module()
-        raise
+    each, of_ids = settings.examples_per_unit, settings.units
+    units = -(-len(dataset) // each) if of_ids is None else len(of_ids)
+    return certificate_of(sizes_of(model), settings.rates[0], units)
 
 
 def forecast(module: nn.Module, sample_rate: float, units: int) -> Certificate:

@@ -159,9 +159,10 @@ class Accounts:
 
     def _count(self, optimizer: Any, sample_rate: float) -> None:
         """Counts a step, before it changes a parameter; once, also if it is made again."""
+        (run,) = (run for run in self._runs if run.optimizer is optimizer)
+        certificate = run.certificate and run.certificate.with_step(_additions(run))
         with self._account.unchanged():
             optimizer.hooks.run(optimizer)
-        (run,) = (run for run in self._runs if run.optimizer is optimizer)
         is_private = optimizer.model.policy is not None
         step = Step(
             run.keys.fingerprint,
@@ -176,6 +177,7 @@ class Accounts:
                 warnings.warn(OTHER_BATCH, stacklevel=TO_STEP)
             run.other_batches += 1
         self._account.count(step, key_is_fixed=run.keys.fixed)
+        run.certificate = certificate
 
     def _warn_of_delta(self, delta: float, units: int, stacklevel: int) -> None:
         """Warns, once per δ, of a δ that is too large for this number of units."""
@@ -233,3 +235,14 @@ class Accounts:
                         )
                 return run
         raise ValueError("module is not one that this engine's make_private returned")
+
+
+def _additions(run: PrivateRun) -> int:
+    """Returns in how many additions a unit's contribution to this step takes part, at most."""
+    assert run.certificate is not None
+    state, each = run.model.step_state, run.settings["examples_per_unit"]
+    largest = state.usage.largest
+    if largest is not None and any(len(one.norms) * each > largest for one in state.norms):
+        largest = None  # parts were put together again
+    part = None if largest is None else max(1, largest // each)
+    return run.certificate.additions_of(part, run.world_size)

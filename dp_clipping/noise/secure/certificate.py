@@ -10,10 +10,11 @@ part in m additions and γ = mu / (1 − mu) (N. Higham, Accuracy and stability 
 algorithms, 2002, section 4.2), and neighbouring sums by twice as much: the attacks of S.
 Casacuberta, M. Shoemate, S. Vadhan and C. Wagaman, Widespread underestimation of sensitivity in
 differentially private libraries and how to fix it (2022, arXiv:2207.10635). In whichever order, on
-however many ranks, m is below n: adding zeros is exact. n, the number of units in a Poisson batch,
-exceeds `most_units` with probability 2⁻¹²⁰ (Bernstein's inequality). A contribution counts as
-one number that is added: rounding within the gradient of one unit, over its tokens, is part of the
-contribution, whose norm is measured after it, and is not bounded here.
+however many ranks, m is below n: adding zeros is exact. Where `BatchMemoryManager` splits batches
+into parts of p, m is at most p + n/p and the number of ranks. n, the number of units in a Poisson
+batch, exceeds `most_units` with probability 2⁻¹²⁰ (Bernstein's inequality). A contribution counts
+as one number that is added: rounding within the gradient of one unit, over its tokens, is part of
+the contribution, whose norm is measured after it, and is not bounded here.
 
 **The grid.** Rounding two sums to multiples of g moves them apart by √d·g at most, and g is chosen
 so that this is at most 2⁻¹⁰ σC. In units of σC a neighbour moves the grid's sum by
@@ -46,7 +47,7 @@ If the mechanism with exact noise is (ε, δ)-private, then that with this noise
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dp_clipping.accounting.ledger import History, count
@@ -78,17 +79,46 @@ class Certificate:
         dimension: d, of all parameters on all ranks.
         pairs: pairs of values that a step's noise is made of.
         most_units: n, units in a batch that are not exceeded but with probability 2⁻¹²⁰.
+        additions: m, in which a contribution takes part; 0 before the first step.
     """
 
     dimension: int
     pairs: int
     most_units: int
+    additions: int
 
     @property
     def summation(self) -> float:
         """Returns 2γn: how far float32 summation may move neighbouring sums apart, over C."""
+        m = self.additions * UNIT
+        return 2 * self.most_units * m / (1 - m) if m < 0.5 else math.inf
+
+    def additions_of(self, part: int | None, ranks: int) -> int:
+        """Returns m for batches of which a rank sums parts of so many units at most, one by one.
+
+        Args:
+            part: None if it is not known.
+            ranks: that have other units.
+        """
         n = self.most_units
-        return 2 * n * n * UNIT / (1 - n * UNIT) if n * UNIT < 0.5 else math.inf
+        return n if part is None else min(n, part + -(-n // part) + ranks)
+
+    def with_step(self, additions: int) -> "Certificate":
+        """Returns the certificate with another step, of this m.
+
+        Raises:
+            ValueError: if rounding of their sums could move neighbours apart by more than C.
+        """
+        found = replace(self, additions=max(self.additions, additions))
+        if found.summation > MOST_SUMMATION:
+            raise ValueError(
+                f"secure_mode=True has no account for this batch: {self.most_units} units are "
+                f"possible, whose sum in float32 may move by {found.summation:.2g} of "
+                "max_grad_norm by rounding alone; add them up in parts, as with "
+                "BatchMemoryManager(data_loader=loader, max_physical_batch_size=64, "
+                "optimizer=optimizer) as loader:, or sample fewer"
+            )
+        return found
 
     @property
     def grid(self) -> float:
@@ -151,14 +181,21 @@ class Certificate:
             find: the same of the Gaussian mechanism, `find(target_epsilon=.., target_delta=..)`.
 
         Raises:
-            ValueError: if the grid alone moves sums too far, or the sampler is too far off.
+            ValueError: if rounding moves sums too far, or the sampler is too far off.
         """
+        whole = replace(self, additions=self.most_units)  # whether batches are split is not known
+        if whole.summation > MOST_SUMMATION:
+            raise ValueError(
+                "target_epsilon is for batches that are summed as a whole, of which "
+                f"secure_mode=True has no account with {self.most_units} units: give "
+                "engine.make_private(noise_multiplier=1.0, ..), and split batches with BatchMemoryManager"
+            )
         distance = self.distance(steps)
         left = target_epsilon - 2 * distance.epsilon
         found = math.inf
         if left > 0:
             share = SHARES[0] * target_delta * math.exp(-distance.epsilon)
-            found = self.nominal(find(target_epsilon=left, target_delta=share))
+            found = whole.nominal(find(target_epsilon=left, target_delta=share))
         if math.isinf(found):
             raise ValueError(
                 f"target_epsilon is {target_epsilon:g}: secure_mode=True cannot reach it, as the "
@@ -182,6 +219,7 @@ class Certificate:
             "grid bound / noise": self.grid,
             "summation bound / C": self.summation,
             "most units in a batch": self.most_units,
+            "most additions": self.additions,
             "sampler epsilon": 2 * distance.epsilon,
             "sampler delta": distance.delta,
         }
@@ -190,7 +228,7 @@ class Certificate:
         """Returns a certificate that holds for the steps of both."""
         return Certificate(
             max(self.dimension, other.dimension), max(self.pairs, other.pairs),
-            max(self.most_units, other.most_units),
+            max(self.most_units, other.most_units), max(self.additions, other.additions),
         )  # fmt: skip
 
 
@@ -227,25 +265,12 @@ def most_units_of(mean: float, units: int) -> int:
 
 
 def certificate_of(sizes: list[int], sample_rate: float, units: int) -> Certificate:
-    """Returns the certificate of a run.
+    """Returns the certificate of a run before its first step.
 
     Args:
         sizes: elements of each parameter, on all ranks.
         sample_rate: q.
         units: of the data set; a neighbour may have one more.
-
-    Raises:
-        ValueError: if worst-case rounding of sums may move them by more than C.
     """
-    units += 1
-    found = Certificate(
-        sum(sizes), sum(-(-n // 2) for n in sizes), most_units_of(sample_rate * units, units)
-    )
-    if found.summation > MOST_SUMMATION:
-        raise ValueError(
-            f"secure_mode=True has no certificate for a sample rate of {sample_rate:g}: a batch "
-            f"may have {found.most_units} units, whose sum in float32 may move by "
-            f"{found.summation:.2g} of max_grad_norm by rounding alone; expect at most about 2000 "
-            "units in a batch, as sample_rate=1000 / len(dataset)"
-        )
-    return found
+    most = most_units_of(sample_rate * (units + 1), units + 1)
+    return Certificate(sum(sizes), sum(-(-n // 2) for n in sizes), most, 0)

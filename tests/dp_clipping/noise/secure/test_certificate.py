@@ -7,14 +7,13 @@ import mpmath
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from dp_clipping.noise.secure.certificate import (
     EXACTNESS,
     KAPPA,
-    MOST_SUMMATION,
     Certificate,
     certificate_of,
     most_units_of,
@@ -22,7 +21,7 @@ from dp_clipping.noise.secure.certificate import (
 from dp_clipping.noise.secure.source import grid_of
 from tests.support import saved_runs
 
-LARGE = Certificate(10**9, 10**9 // 2, 300)
+LARGE = Certificate(10**9, 10**9 // 2, 300, 300)
 
 
 def gaussian(history, delta: float) -> float:
@@ -51,7 +50,7 @@ def _in_order(x: torch.Tensor) -> torch.Tensor:
 def test_float32_sums_are_off_by_no_more_than_stated_and_not_by_much_less():
     """Each of n numbers is at most 1, and the later ones are rounded at each addition."""
     n = 1000
-    bound = Certificate(1, 1, n).summation
+    bound = Certificate(1, 1, n, n).summation
     ones = torch.ones(n // 2)
     small = torch.full((n // 2,), 0.5 + 2.0**-15)  # at 512 a unit of float32 is 2⁻¹⁴
     with_it = torch.cat((ones, torch.tensor([1.0]), small))
@@ -80,24 +79,82 @@ def test_a_batch_has_more_units_with_a_probability_below_2_to_the_minus_120(samp
     assert most >= min(samples, samples * rate + 5 * (samples * rate) ** 0.5)
 
 
-def test_batches_whose_sums_are_not_bounded_are_refused():
-    assert certificate_of([10], 0.01, 100_000).summation < MOST_SUMMATION
+def test_parts_and_ranks_make_fewer_additions():
+    certificate = certificate_of([10], 0.01, 100_000)
+    n = certificate.most_units
+    assert (certificate.additions, certificate.summation) == (0, 0)
+    assert certificate.additions_of(None, 8) == n
+    assert certificate.additions_of(32, 8) == 32 + -(-n // 32) + 8
+    assert certificate.additions_of(1, 1) == certificate.additions_of(10**6, 1) == n
+    one, other = certificate.with_step(90), certificate.with_step(50)
+    assert one.additions == one.with_step(50).additions == one.joined(other).additions == 90
+
+
+def step_of(run, microbatch: int | None = None):
+    """Makes one step, or raises; returns what its statement says of secure noise."""
+    for x, y in saved_runs.batches(run, microbatch):
+        run.criterion(run.model(x), y).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        if run.optimizer.steps:
+            break
+    return run.engine.privacy_statement(1e-5).secure
+
+
+def large(**changes):
+    """Returns a run whose batches have 4500 of 9000 samples, in expectation."""
+    engine = PrivacyEngine(accountant="rdp", secure_mode=True)
+    return saved_runs.build(engine=engine, count=9000, sample_rate=0.5, steps=2, **changes)
+
+
+def test_sums_that_rounding_may_move_too_far_are_refused():
+    run = large()
+    with pytest.raises(ValueError, match=r"no account for this batch: .* BatchMemoryManager\("):
+        step_of(run)
+    assert run.optimizer.steps == run.engine.get_epsilon(1e-6) == 0
+    secure = step_of(large(), 100)
+    most = secure["most units in a batch"]
+    assert 5000 < most < 6000
+    assert secure["most additions"] == 100 + -(-most // 100) + 1
+    assert secure["summation bound / C"] < 0.2
+    plain = saved_runs.build(count=9000, sample_rate=0.5, steps=2)
+    saved_runs.train(plain, 1)
+    network = nn.Linear(3, 2)
     with pytest.raises(
-        ValueError, match=r"no certificate for a sample rate of 0\.5: .*as sample_r"
+        ValueError, match=r"has no account with \d+ units: give engine.make_private\("
     ):
-        certificate_of([10], 0.5, 100_000)
-    network = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="no certificate"):
-        PrivacyEngine(secure_mode=True).make_private(
-            module=network, optimizer=torch.optim.SGD(network.parameters()),
-            data_loader=DataLoader(TensorDataset(torch.randn(9000, 2)), batch_size=4500),
-            noise_multiplier=1.0, max_grad_norm=1.0,
+        PrivacyEngine(secure_mode=True).make_private_with_epsilon(
+            module=network, optimizer=torch.optim.SGD(network.parameters()), target_epsilon=3.0,
+            data_loader=DataLoader(saved_runs.data(9000), batch_size=4500), target_delta=1e-6,
+            epochs=1, max_grad_norm=1.0,
         )  # fmt: skip
-    PrivacyEngine().make_private(
-        module=network, optimizer=torch.optim.SGD(network.parameters()),
-        data_loader=DataLoader(TensorDataset(torch.randn(9000, 2)), batch_size=4500),
-        noise_multiplier=1.0, max_grad_norm=1.0,
+
+
+def test_units_and_parts_that_were_joined_again_are_counted_as_they_are_added():
+    run = saved_runs.build(
+        engine=PrivacyEngine(accountant="rdp", secure_mode=True), count=3000, examples_per_unit=2,
+        sample_rate=0.2, steps=3,
     )  # fmt: skip
+    most = most_units_of(0.2 * 1501, 1501)
+    assert step_of(run, 20)["most additions"] == 10 + -(-most // 10) + 1
+    x, y = next(iter(run.loader))
+    run.optimizer.step_state.usage.largest = 20  # of a batch that has more in a backward
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    assert run.engine.privacy_statement(1e-5).secure["most additions"] == most
+
+
+def test_a_resumed_run_includes_the_steps_before(tmp_path):
+    run = saved_runs.build(engine=PrivacyEngine(accountant="rdp", secure_mode=True))
+    saved_runs.train(run, 1)
+    saved_runs.save(run, tmp_path / "file")
+    again = saved_runs.build(engine=PrivacyEngine(accountant="rdp", secure_mode=True))
+    saved_runs.load(again, tmp_path / "file")
+    assert again.engine._runs[0].certificate == run.engine._runs[0].certificate
+    assert again.engine._runs[0].certificate.additions == 25
+    again.engine._runs[0].certificate = certificate_of([10**6], 1.0, 200)
+    saved_runs.load(again, tmp_path / "file")
+    assert again.engine._runs[0].certificate == Certificate(10**6, 10**6 // 2, 201, 25)
 
 
 # ---- the grid ------------------------------------------------------------------------------------
@@ -149,11 +206,13 @@ def test_the_log_ratio_of_squares_with_moved_sides(kappa):
 
 
 def test_the_distance_grows_with_parameters_and_steps_and_is_small():
-    assert Certificate(10**6, 5 * 10**5, 300).distance(10**4).epsilon < 3e-6
+    assert Certificate(10**6, 5 * 10**5, 300, 0).distance(10**4).epsilon < 3e-6
     assert 1e-4 < LARGE.distance(10**4).epsilon < 2e-3
     assert LARGE.distance(10**4).delta < 1e-12
     assert LARGE.distance(0).epsilon == 0
-    found = [Certificate(d, d // 2, 300).distance(n) for d in (10, 10**5, 10**9) for n in (1, 900)]
+    found = [
+        Certificate(d, d // 2, 300, 0).distance(n) for d in (10, 10**5, 10**9) for n in (1, 900)
+    ]
     for name in ("epsilon", "delta"):
         values = [getattr(distance, name) for distance in found]
         assert values == sorted(values)
@@ -206,6 +265,7 @@ def test_the_statement_names_what_is_included():
         "effective multiplier": certificate.effective(0.8), "parameters": parameters,
         "grid": [grid_of(0.8 * 0.7, parameters)], "grid bound / noise": 2**-10,
         "summation bound / C": certificate.summation, "most units in a batch": 25,
+        "most additions": 25,
         "sampler epsilon": 2 * certificate.distance(2).epsilon,
         "sampler delta": certificate.distance(2).delta,
     }  # fmt: skip
