@@ -239,10 +239,11 @@ def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | No
     return certificate_of(sizes_of(model), settings.rates[0], units)
 
 
-def forecast(module: nn.Module, sample_rate: float, units: int) -> Certificate:
+def forecast(module: Any, sample_rate: float, units: int) -> Certificate:
     """Returns a certificate that is not better than the one which `make_private` will have."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    sizes = [ranks * p.numel() for p in module.parameters() if p.requires_grad]
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    sizes = [ranks * p.numel() for p in parameters if p.requires_grad]
     return certificate_of(sizes, sample_rate, units)
 
 

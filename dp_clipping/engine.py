@@ -78,9 +78,8 @@ class PrivacyEngine(Checkpoints):
 
     Args:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
-        secure_mode: noise and sampling come from a cryptographic generator, sums are rounded to a
-            grid and get integer noise, and ε includes what rounding costs: see "Secure noise" in
-            docs/mechanisms.md.
+        secure_mode: noise and batches come from a cryptographic generator, noise is of integers on
+            a grid, and ε includes what all rounding costs (docs/mechanisms.md).
         hide_unprotected: reading what ε does not cover raises RuntimeError: per-sample norms, the
             count of non-finite samples, the loss in training, `check`.
     """
@@ -279,7 +278,8 @@ class PrivacyEngine(Checkpoints):
         epochs = 1 if epochs is None else epochs
         check_target(target_epsilon, target_delta, epochs)
         samples = len(cast(Any, data_loader.dataset))
-        self._warn_of_delta(target_delta, -(-samples // each) if units is None else len(units), 3)
+        number = -(-samples // each) if units is None else len(units)
+        self._warn_of_delta(target_delta, number, 3)
         rate, steps = rates_of(data_loader, rate, steps, units)
         if len(self.accountant) > 0:
             warnings.warn(
@@ -293,20 +293,14 @@ class PrivacyEngine(Checkpoints):
             alphas=alphas,
         )  # fmt: skip
         if self.secure_mode:
-            certificate = forecast(
-                module, rate, -(-samples // each) if units is None else len(units)
+            find = partial(
+                forecast(module, rate, number).noise_multiplier, steps=epochs * steps, find=find
             )
-            find = partial(certificate.noise_multiplier, steps=epochs * steps, find=find)
         noise_multiplier = find(target_epsilon=target_epsilon, target_delta=target_delta)
         return self.make_private(
-            module=module,
-            optimizer=optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            **arguments,
-        )
+            module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
+            noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, **arguments,
+        )  # fmt: skip
 
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """Compares a private step with one non-private backward per sample: `print` the result.
@@ -381,24 +375,15 @@ class PrivacyEngine(Checkpoints):
         }  # fmt: skip
         agree_on_settings(settings.compared() | own, ranks.everyone)
         model = build_model(settings, ranks, loader, self.hide_unprotected)
-        certificate = certificate_for(settings, model)
         criterion = build_criterion(settings, model)
         public = settings.public()
         count = partial(self._count, sample_rate=public["sample_rate"])
         optimizer = build_optimizer(settings, ranks, model, keys, count)
-        self._runs.append(
-            PrivateRun(
-                model,
-                optimizer,
-                loader,
-                ranks.everyone,
-                keys,
-                public,
-                self._account,
-                criterion,
-                certificate=certificate,
-            )
+        run = PrivateRun(
+            model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion
         )
+        run.certificate = certificate_for(settings, model)
+        self._runs.append(run)
         return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))
 
     def _note_dataset(self, loader: DataLoader) -> None:

@@ -139,7 +139,7 @@ class Certificate:
 
     def distance(self, steps: int) -> Distance:
         """Returns how far the noise of so many steps is from that of exact rounded Gaussians."""
-        if steps == 0:
+        if self.pairs * steps == 0:
             return Distance(0.0, 0.0)
         scale = 2.0 ** (FINENESS + 1) * self.dimension**0.5  # s is below it
         number = self.pairs * steps
@@ -188,7 +188,8 @@ class Certificate:
             raise ValueError(
                 "target_epsilon is for batches that are summed as a whole, of which "
                 f"secure_mode=True has no account with {self.most_units} units: give "
-                "engine.make_private(noise_multiplier=1.0, ..), and split batches with BatchMemoryManager"
+                "engine.make_private(noise_multiplier=1.0, ..), and split batches with "
+                "BatchMemoryManager"
             )
         distance = self.distance(steps)
         left = target_epsilon - 2 * distance.epsilon
