@@ -21,6 +21,8 @@ from dp_clipping.distributed.dtensor import shard_again
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.model import PrivateModel, is_private
 from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
+from dp_clipping.noise.secure.certificate import Certificate, certificate_of
+from dp_clipping.noise.secure.source import SecureNoise
 from dp_clipping.noise.sources import source_of
 from dp_clipping.optimizer import Hook, PrivateOptimizer
 from dp_clipping.sampling.loader import PoissonLoader, batch_size_of
@@ -149,7 +151,10 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
         rand_on_empty=settings.rand_on_empty,
         units=settings.units,
         scheme=scheme_of(
-            settings.sampling, units=settings.units_of_data, sample_rate=settings.rates[0]
+            settings.sampling,
+            units=settings.units_of_data,
+            sample_rate=settings.rates[0],
+            secure=settings.secure_mode,
         ),
     )
 
@@ -222,8 +227,41 @@ def build_optimizer(
         count=count,
         agreement=agreement,
         cuda_graph=settings.cuda_graph,
-        noise_source=source_of(settings.noise_mechanism),
+        noise_source=(
+            SecureNoise(sum(sizes_of(model)))
+            if settings.secure_mode and settings.policy is not None
+            else source_of(settings.noise_mechanism)
+        ),
     )
+
+
+def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | None:
+    """Returns what the account of secure noise includes; None for noise that is not secure."""
+    if not settings.secure_mode or settings.policy is None:
+        return None
+    dataset: Any = settings.data_loader.dataset
+    each, of_ids = settings.examples_per_unit, settings.units
+    units = -(-len(dataset) // each) if of_ids is None else len(of_ids)
+    return certificate_of(sizes_of(model), settings.rates[0], units)
+
+
+def forecast(module: Any, sample_rate: float, units: int) -> Certificate:
+    """Returns a certificate that is not better than the one which `make_private` will have."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    sizes = [ranks * p.numel() for p in parameters if p.requires_grad]
+    return certificate_of(sizes, sample_rate, units)
+
+
+def sizes_of(model: PrivateModel) -> list[int]:
+    """Returns the elements of each trained parameter, on all ranks together."""
+    if model.policy is None:
+        return []
+    slices = {} if model.sharding is None else model.sharding.slices
+    return [
+        sum(length for _, length in slices[p]) if p in slices else p.numel()
+        for p in model.capture.parameters
+    ]
 
 
 def _group_of(module: nn.Module) -> dist.ProcessGroup | None:

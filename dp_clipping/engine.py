@@ -30,6 +30,8 @@ from dp_clipping.build import (
     build_loader,
     build_model,
     build_optimizer,
+    certificate_for,
+    forecast,
     keys_for,
     ranks_of,
     refuse_private,
@@ -70,7 +72,8 @@ class PrivacyEngine(Checkpoints):
 
     Args:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
-        secure_mode: not supported: the noise is counter-based, not cryptographic.
+        secure_mode: noise and batches come from a cryptographic generator, noise is of integers on
+            a grid, and ε includes what all rounding costs (docs/mechanisms.md).
         hide_unprotected: reading what ε does not cover raises RuntimeError: per-sample norms, the
             count of non-finite samples, the loss in training, `check`.
     """
@@ -79,14 +82,10 @@ class PrivacyEngine(Checkpoints):
     def __init__(
         self, *, accountant: str = "prv", secure_mode: bool = False, hide_unprotected: bool = False
     ):
-        if secure_mode:
-            raise ValueError(
-                "secure_mode=True is not supported: noise comes from a counter-based generator, "
-                "and attacks on floating point are out of scope; use Opacus with torchcsprng"
-            )
+        check_type("secure_mode", secure_mode, bool, "True or False")
         check_type("hide_unprotected", hide_unprotected, bool, "True or False")
         super().__init__(accountant)
-        self.secure_mode = False
+        self.secure_mode = secure_mode
         self.hide_unprotected = hide_unprotected
         self._dataset: Any = None
 
@@ -222,7 +221,7 @@ class PrivacyEngine(Checkpoints):
             adaptive_threshold=adaptive_threshold, data_parallel_group=data_parallel_group,
             cuda_graph=cuda_graph, sample_rate=sample_rate, steps=steps,
             noise_mechanism=noise_mechanism, examples_per_unit=examples_per_unit,
-            unit_ids=unit_ids, sampling=sampling,
+            unit_ids=unit_ids, sampling=sampling, secure_mode=self.secure_mode,
         )  # fmt: skip
         return self._build(settings)
 
@@ -277,25 +276,21 @@ class PrivacyEngine(Checkpoints):
                 "accountant has counted steps already: the total will be above target_epsilon",
                 stacklevel=2,
             )
-        noise_multiplier = noise_multiplier_for(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=training.rate,
-            steps=epochs * training.batches,
-            accountant=self.accountant.mechanism(),
-            mechanism=training.mechanism,
-            epsilon_tolerance=epsilon_tolerance,
-            alphas=alphas,
-        )
+        find = partial(
+            noise_multiplier_for, sample_rate=training.rate, steps=epochs * training.batches,
+            accountant=self.accountant.mechanism(), mechanism=training.mechanism,
+            epsilon_tolerance=epsilon_tolerance, alphas=alphas,
+        )  # fmt: skip
+        if self.secure_mode:
+            find = partial(
+                forecast(module, training.rate, training.units).noise_multiplier,
+                steps=epochs * training.batches, find=find,
+            )  # fmt: skip
+        noise_multiplier = find(target_epsilon=target_epsilon, target_delta=target_delta)
         return self.make_private(
-            module=module,
-            optimizer=optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            **arguments,
-        )
+            module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
+            noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, **arguments,
+        )  # fmt: skip
 
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """Compares a private step with one non-private backward per sample: `print` the result.
@@ -374,11 +369,11 @@ class PrivacyEngine(Checkpoints):
         public = settings.public()
         count = partial(self._count, sample_rate=public["sample_rate"])
         optimizer = build_optimizer(settings, ranks, model, keys, count)
-        self._runs.append(
-            PrivateRun(
-                model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion
-            )
+        run = PrivateRun(
+            model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion
         )
+        run.certificate = certificate_for(settings, model)
+        self._runs.append(run)
         return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))
 
     def _note_dataset(self, loader: DataLoader) -> None:

@@ -29,16 +29,20 @@ OVER = (
 )
 
 
-def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Tensor:
+def included(
+    key: bytes, step: int, num_samples: int, sample_rate: float, secure: bool = False
+) -> Tensor:
     """Returns which samples are in Poisson batch `step`: bool [num_samples].
 
     Entry i is a function of (key, step, i) and the rate alone. The probability is `sample_rate`
-    rounded down to a multiple of 2⁻⁶⁴, so never above the accountant's. Raises
-    ValueError for a key of other than 32 bytes, a negative step, fewer than one sample and a rate
-    outside (0, 1].
+    rounded down to a multiple of 2⁻⁶⁴, so never above the accountant's. With `secure` the words
+    are ChaCha20's, else Philox's. Raises ValueError for a key of other than 32 bytes, a negative
+    step, fewer than one sample and a rate outside (0, 1].
     """
     _check_sampling(key, step, num_samples, sample_rate)
-    return torch.from_numpy(words(key, b"sampling", step, num_samples) < int(sample_rate * 2**64))
+    return torch.from_numpy(
+        words(key, b"sampling", step, num_samples, secure) < int(sample_rate * 2**64)
+    )
 
 
 class Scheme:
@@ -62,13 +66,16 @@ class Scheme:
 
 
 class Poisson(Scheme):
-    """Each unit takes part in each batch with probability `rate`, independently."""
+    """Each unit takes part in each batch with probability `rate`, independently.
 
-    def __init__(self, units: int, rate: float) -> None:
-        self.units, self.rate = units, rate
+    With `secure` the random words are cryptographic.
+    """
+
+    def __init__(self, units: int, rate: float, *, secure: bool = False) -> None:
+        self.units, self.rate, self.secure = units, rate, secure
 
     def batch(self, key: bytes, number: int) -> Tensor:
-        return included(key, number, self.units, self.rate).nonzero().flatten()
+        return included(key, number, self.units, self.rate, self.secure).nonzero().flatten()
 
     def split(self, units: Tensor, ranks: int) -> list[Tensor]:
         """Returns for rank r the units i with i % ranks == r: a unit is always on the same rank."""

@@ -65,14 +65,15 @@ class BallsInBins(Scheme):
         return words // np.uint64(2**64 // self.batches) if self.batches > 1 else 0 * words
 
 
-def scheme_of(sampling: str, *, units: int, sample_rate: float) -> Scheme:
+def scheme_of(sampling: str, *, units: int, sample_rate: float, secure: bool = False) -> Scheme:
     """Returns the scheme of a `sampling` of `make_private`.
 
     Args:
         units: how many there are in the data.
         sample_rate: q; schemes with epochs have 1/q batches in each.
+        secure: words of Poisson sampling are cryptographic; no other sampling goes with it.
     """
     if sampling in FIXED:
         fixed = {"balls_in_bins": BallsInBins, "cyclic": Cyclic}[sampling]
         return fixed(units, round(1 / sample_rate))
-    return Poisson(units, sample_rate)
+    return Poisson(units, sample_rate, secure=secure)

@@ -298,12 +298,12 @@ def check_earlier_alone(got, total, earlier, offset) -> None:
 def test_rows_that_32_bits_do_not_count(monkeypatch):
     monkeypatch.setattr(kernels, "LONGEST", 8)
     place = (Span(0, 3, 5, 9, 4), Span(20, 100, 19, 40, 2))
-    pieces = kernels._within_reach(place)
+    pieces = kernels.within_reach(place)
     assert [(r.local_start, r.offset, r.length) for r in pieces if r.local_start >= 20] == [
         (20, 100, 8), (28, 108, 8), (36, 116, 3), (39, 140, 8), (47, 148, 8), (55, 156, 3),
     ]  # fmt: skip
     assert {run.count for run in pieces} == {1}
-    assert kernels._within_reach(place[:1]) == place[:1]
+    assert kernels.within_reach(place[:1]) == place[:1]
 
 
 BODIES = [
