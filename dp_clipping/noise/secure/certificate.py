@@ -51,7 +51,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dp_clipping.accounting.ledger import History, count
-from dp_clipping.noise.secure.source import FINENESS, grid_of
+
+FINENESS = 10  # √d·g is at most 2⁻¹⁰ of σC
 
 EXACTNESS = 1e-6  # of a contribution's norm above C: what tests of every mode allow
 UNIT = 2.0**-24
@@ -61,6 +62,14 @@ MOST_SUMMATION = 1.0  # β from which on the worst case of rounding is no bound 
 SHARES = (0.99, 0.9, 0.5)  # of δ for the mechanism; the rest is for the sampler
 LOWEST_TAIL = 64  # of j
 LARGEST_EXPONENT = 700
+
+
+def grid_of(std: float, dimension: int) -> float:
+    """Returns g, the largest power of two that is at most std·2⁻¹⁰/√dimension.
+
+    Rounding two sums to multiples of g can move them apart by √d·g.
+    """
+    return 2.0 ** math.floor(math.log2(std) - math.log2(dimension) / 2 - FINENESS)
 
 
 @dataclass(frozen=True)

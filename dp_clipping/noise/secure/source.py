@@ -7,7 +7,6 @@ is a function of the integer n + k alone: no bit of it tells more of the sum tha
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,19 +18,11 @@ from dp_clipping.kernels.launch.tiles import triton
 from dp_clipping.noise.add_noise import check_scales
 from dp_clipping.noise.gaussian import SECRET_BYTES
 from dp_clipping.noise.kernel import StreamTable
+from dp_clipping.noise.secure.certificate import grid_of
 from dp_clipping.noise.secure.kernel import add_integers_kernel_launch
 from dp_clipping.noise.secure.rounded_gaussian import CHUNK, rounded, values_at
 
-FINENESS = 10  # √d·g is at most 2⁻¹⁰ of σC
 LARGEST = 2.0**51  # of |sum / g|, to which it is limited: far above what norms allow
-
-
-def grid_of(std: float, dimension: int) -> float:
-    """Returns g, the largest power of two that is at most std·2⁻¹⁰/√dimension.
-
-    Rounding two sums to multiples of g can move them apart by √d·g.
-    """
-    return 2.0 ** math.floor(math.log2(std) - math.log2(dimension) / 2 - FINENESS)
 
 
 class SecureNoise:
