@@ -345,7 +345,7 @@ class PrivateOptimizer(Optimizer):
 
     def _guard(self, optimizer: Optimizer) -> None:
         """Refuses a step of another optimizer, which would apply sums without noise."""
-        # A hook of all optimizers must keep none alive: a sharded one holds its wrapper and all else.
+        # A hook of all optimizers keeps none alive: a sharded one holds its wrapper, and so all.
         me, given = weakref.ref(self), weakref.ref(optimizer)
 
         def refuse(other: Optimizer, *_: Any) -> None:
