@@ -1,0 +1,149 @@
+"""The scaling law: loss from model size, steps and noise-batch ratio, and its fit.
+
+R. McKenna et al., "Scaling Laws for Differentially Private Language Models" (ICML 2025,
+arXiv:2501.18914), appendix E, equations 2 and 3:
+
+    L(M, T, σ̄) = E + A / M^α + B / T^β + C · s(σ̄)^γ / M^α₂,   s(σ̄) = sigmoid((ln σ̄ + 8) / 1.6)
+
+M is the number of parameters, T the number of steps, σ̄ = σ / batch the noise-batch ratio: the
+standard deviation of the noise on the mean clipped gradient, in units of C. The paper has the
+number of examples in place of T, which was 1,024 T in all of its runs, so B absorbs the factor.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from measure.files import write_atomically
+
+CENTRE, WIDTH = 8.0, 1.6  # of equation 2
+BOUNDS = ((0.02, 2.0), (0.02, 2.0), (0.1, 4.0), (-0.5, 0.5))  # α, β, γ, α₂ that a fit may find
+STARTS = ((0.47, 0.12, 0.95, -0.07), (0.3, 0.5, 1.5, 0.0), (0.1, 1.0, 2.0, 0.1))
+
+
+class Observation(NamedTuple):
+    """The loss that a training of M parameters reached after T steps at a noise-batch ratio."""
+
+    parameters: float
+    steps: float
+    ratio: float
+    loss: float
+
+
+class Exponents(NamedTuple):
+    alpha: float
+    beta: float
+    gamma: float
+    alpha2: float
+
+
+@dataclass(frozen=True)
+class Law:
+    """A fitted law. Ranges are (least, most) of what it was fitted to; `tokens` are per example.
+
+    `deviation` is the mean of |predicted / observed − 1| over what it was fitted to.
+    """
+
+    coefficients: tuple[float, float, float, float]  # E, A, B, C
+    exponents: Exponents
+    parameters: tuple[float, float]
+    steps: tuple[float, float]
+    ratios: tuple[float, float]
+    tokens: int
+    unit: str
+    source: str
+    deviation: float
+
+    def loss(self, parameters: Any, steps: Any, ratio: Any) -> Any:
+        """Returns the predicted loss; numbers or arrays that broadcast."""
+        terms = terms_of(self.exponents, parameters, steps, ratio)
+        return sum(c * term for c, term in zip(self.coefficients, terms, strict=True))
+
+    def beyond(self, parameters: float, steps: float, ratio: float) -> list[str]:
+        """Names what lies outside of the ranges that the law was fitted to."""
+        asked = {"parameters": parameters, "steps": steps, "ratios": ratio}
+        found = []
+        for name, value in asked.items():
+            low, high = getattr(self, name)
+            if not 0.99 * low <= value <= 1.01 * high:
+                found.append(f"{name} {value:,.3g}, fitted on {low:,.3g} to {high:,.3g}")
+        return found
+
+    def save(self, path: Path) -> None:
+        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "Law":
+        """Reads what `save` wrote; raises ValueError if the file is none."""
+        try:
+            found = json.loads(path.read_text())
+            pairs = {n: tuple(found.pop(n)) for n in ("parameters", "steps", "ratios")}
+            exponents = Exponents(
+                **dict(zip(Exponents._fields, found.pop("exponents"), strict=True))
+            )
+            return cls(coefficients=tuple(found.pop("coefficients")), exponents=exponents, **pairs,
+                       **found)  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"--law {path}: is no law ({error}): give published, or the folder of a finished "
+                "python -m experiments.plan_privacy --calibrate FOLDER"
+            ) from error
+
+
+def terms_of(exponents: Exponents, parameters: Any, steps: Any, ratio: Any) -> list[Any]:
+    """Returns the terms that E, A, B and C are factors of."""
+    alpha, beta, gamma, alpha2 = exponents
+    parameters, steps = np.asarray(parameters, float), np.asarray(steps, float)
+    noise = 1 / (1 + np.exp(-(np.log(ratio) + CENTRE) / WIDTH))
+    return [1.0, parameters**-alpha, steps**-beta, noise**gamma * parameters**-alpha2]
+
+
+def coefficients_for(
+    exponents: Exponents, seen: Sequence[Observation]
+) -> tuple[tuple[float, ...], np.ndarray]:
+    """Returns E, A, B, C of 0 or more with the least squared relative errors, and these errors."""
+    from scipy.optimize import nnls
+
+    parameters, steps, ratio, loss = np.array(seen, float).T
+    terms = terms_of(exponents, parameters, steps, ratio)
+    columns = np.stack([np.broadcast_to(term, loss.shape) / loss for term in terms], axis=1)
+    sizes = columns.max(axis=0)  # columns of one size, or nnls would drop the small ones
+    found, _ = nnls(columns / sizes, np.ones_like(loss))
+    return tuple((found / sizes).tolist()), columns @ (found / sizes) - 1
+
+
+def fit(seen: Sequence[Observation], exponents: Exponents | None = None, **of_law: Any) -> Law:
+    """Fits the law to observed losses; exponents that are given stay as they are.
+
+    Raises ValueError for fewer than eight observations, the number of unknowns.
+    """
+    if len(seen) < 8:
+        raise ValueError(
+            f"a law has 8 unknowns and {len(seen)} losses to fit them: train more runs"
+        )
+    if exponents is None:
+        exponents = best_exponents(seen)
+    coefficients, errors = coefficients_for(exponents, seen)
+    parameters, steps, ratios, _ = np.array(seen, float).T
+    ranges = {"parameters": parameters, "steps": steps, "ratios": ratios}
+    found = {name: (float(x.min()), float(x.max())) for name, x in ranges.items()}
+    deviation = float(np.abs(errors).mean())
+    return Law(coefficients, exponents, **(found | of_law), deviation=deviation)
+
+
+def best_exponents(seen: Sequence[Observation]) -> Exponents:
+    """Searches the exponents; for each, E, A, B and C are the best ones (variable projection)."""
+    from scipy.optimize import minimize
+
+    def squares(x: np.ndarray) -> float:
+        return float((coefficients_for(Exponents(*x), seen)[1] ** 2).sum())
+
+    tried = [minimize(squares, start, method="Nelder-Mead", bounds=BOUNDS,
+                      options={"xatol": 1e-4, "fatol": 1e-10, "maxiter": 4000})
+             for start in STARTS]  # fmt: skip
+    best = min(tried, key=lambda one: one.fun)
+    return Exponents(*map(float, best.x))
