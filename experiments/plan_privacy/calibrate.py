@@ -108,5 +108,5 @@ def side_by_side(row: dict) -> str:
         f"predicted {predicted:.3f} nats per byte, measured {measured:.3f}: "
         f"{predicted / measured - 1:+.1%}\n"
         f"predicted {row['predicted_seconds']:.0f} s, measured {row['seconds']:.0f} s; "
-        f"epsilon {row['epsilon']:.3f} at delta {row['config']['delta']:.2g}, measured by the engine"
+        f"epsilon {row['epsilon']:.3f} at delta {row['config']['delta']:.2g}, by the engine"
     )

@@ -21,6 +21,7 @@ import numpy as np
 from measure.files import write_atomically
 
 CENTRE, WIDTH = 8.0, 1.6  # of equation 2
+LEVEL = 0.3  # weight of a slope d ln L / d ln T or M that should be 0, beside a relative error of L
 BOUNDS = ((0.02, 2.0), (0.02, 2.0), (0.1, 4.0), (-0.5, 0.5))  # α, β, γ, α₂ that a fit may find
 STARTS = ((0.47, 0.12, 0.95, -0.07), (0.3, 0.5, 1.5, 0.0), (0.1, 1.0, 2.0, 0.1))
 
@@ -32,6 +33,18 @@ class Observation(NamedTuple):
     steps: float
     ratio: float
     loss: float
+
+
+class Optimum(NamedTuple):
+    """An observation that no training of the same FLOPs improves on.
+
+    `by_steps` and `by_parameters` say how fast ln σ̄ grows with ln T and ln M if the batch shrinks
+    accordingly, at the same (ε, δ); None where the search for it ended at a limit.
+    """
+
+    seen: Observation
+    by_steps: float
+    by_parameters: float | None
 
 
 class Exponents(NamedTuple):
@@ -98,49 +111,76 @@ def terms_of(exponents: Exponents, parameters: Any, steps: Any, ratio: Any) -> l
     """Returns the terms that E, A, B and C are factors of."""
     alpha, beta, gamma, alpha2 = exponents
     parameters, steps = np.asarray(parameters, float), np.asarray(steps, float)
-    noise = 1 / (1 + np.exp(-(np.log(ratio) + CENTRE) / WIDTH))
-    return [1.0, parameters**-alpha, steps**-beta, noise**gamma * parameters**-alpha2]
+    noise = noise_term(ratio) ** gamma
+    return [1.0, parameters**-alpha, steps**-beta, noise * parameters**-alpha2]
+
+
+def noise_term(ratio: Any) -> Any:
+    """Returns s(σ̄)."""
+    return 1 / (1 + np.exp(-(np.log(ratio) + CENTRE) / WIDTH))
+
+
+def equations(
+    exponents: Exponents, seen: Sequence[Observation], optima: Sequence[Optimum]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns matrix and right side of the equations that E, A, B and C should satisfy.
+
+    One for each loss, relative to it, and one for each direction in which an optimum is level.
+    """
+    parameters, steps, ratio, loss = np.array(seen, float).T
+    terms = terms_of(exponents, parameters, steps, ratio)
+    rows = [np.stack([np.broadcast_to(term, loss.shape) / loss for term in terms], axis=1)]
+    alpha, beta, gamma, alpha2 = exponents
+    for one in optima:
+        size, many, at, reached = one.seen
+        _, of_size, of_steps, of_noise = terms_of(exponents, size, many, at)
+        by_noise = gamma * (1 - noise_term(at)) / WIDTH * of_noise
+        level = [[0, 0, -beta * of_steps, one.by_steps * by_noise]]
+        if one.by_parameters is not None:
+            by_size = one.by_parameters * by_noise - alpha2 * of_noise
+            level.append([0, -alpha * of_size, 0, by_size])
+        rows.append(LEVEL * np.array(level, float) / reached)
+    matrix = np.concatenate(rows)
+    return matrix, np.concatenate([np.ones(len(loss)), np.zeros(len(matrix) - len(loss))])
 
 
 def coefficients_for(
-    exponents: Exponents, seen: Sequence[Observation]
+    exponents: Exponents, seen: Sequence[Observation], optima: Sequence[Optimum] = ()
 ) -> tuple[tuple[float, ...], np.ndarray]:
-    """Returns E, A, B, C of 0 or more with the least squared relative errors, and these errors."""
+    """Returns E, A, B, C of 0 or more with the least squared errors, and the errors."""
     from scipy.optimize import nnls
 
-    parameters, steps, ratio, loss = np.array(seen, float).T
-    terms = terms_of(exponents, parameters, steps, ratio)
-    columns = np.stack([np.broadcast_to(term, loss.shape) / loss for term in terms], axis=1)
-    sizes = columns.max(axis=0)  # columns of one size, or nnls would drop the small ones
-    found, _ = nnls(columns / sizes, np.ones_like(loss))
-    return tuple((found / sizes).tolist()), columns @ (found / sizes) - 1
+    matrix, right = equations(exponents, seen, optima)
+    sizes = np.abs(matrix[: len(seen)]).max(axis=0)  # nnls would drop columns of small numbers
+    found, _ = nnls(matrix / sizes, right)
+    return tuple((found / sizes).tolist()), matrix @ (found / sizes) - right
 
 
-def fit(seen: Sequence[Observation], exponents: Exponents | None = None, **of_law: Any) -> Law:
-    """Fits the law to observed losses; exponents that are given stay as they are.
+def fit(seen: Sequence[Observation], optima: Sequence[Optimum] = (), **of_law: Any) -> Law:
+    """Fits a law to observed losses, and to optima among them where they are known.
 
-    Raises ValueError for fewer than eight observations, the number of unknowns.
+    `of_law` are the law's other fields; ranges default to those of the observations. Raises
+    ValueError for fewer than eight observations, the number of unknowns.
     """
     if len(seen) < 8:
         raise ValueError(
             f"a law has 8 unknowns and {len(seen)} losses to fit them: train more runs"
         )
-    if exponents is None:
-        exponents = best_exponents(seen)
-    coefficients, errors = coefficients_for(exponents, seen)
+    exponents = best_exponents(seen, optima)
+    coefficients, errors = coefficients_for(exponents, seen, optima)
     parameters, steps, ratios, _ = np.array(seen, float).T
     ranges = {"parameters": parameters, "steps": steps, "ratios": ratios}
     found = {name: (float(x.min()), float(x.max())) for name, x in ranges.items()}
-    deviation = float(np.abs(errors).mean())
+    deviation = float(np.abs(errors[: len(seen)]).mean())
     return Law(coefficients, exponents, **(found | of_law), deviation=deviation)
 
 
-def best_exponents(seen: Sequence[Observation]) -> Exponents:
+def best_exponents(seen: Sequence[Observation], optima: Sequence[Optimum] = ()) -> Exponents:
     """Searches the exponents; for each, E, A, B and C are the best ones (variable projection)."""
     from scipy.optimize import minimize
 
     def squares(x: np.ndarray) -> float:
-        return float((coefficients_for(Exponents(*x), seen)[1] ** 2).sum())
+        return float((coefficients_for(Exponents(*x), seen, optima)[1] ** 2).sum())
 
     tried = [minimize(squares, start, method="Nelder-Mead", bounds=BOUNDS,
                       options={"xatol": 1e-4, "fatol": 1e-10, "maxiter": 4000})

@@ -1,7 +1,7 @@
 """Chooses model size, steps and batch for a budget: the lowest loss that a law predicts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -94,9 +94,9 @@ class Planner:
         if not found:
             raise ValueError(
                 f"--compute {self.budget.flops:.2g} FLOPs: no training of {min(self.sizes):,.3g} "
-                f"parameters or more, {self.law.steps[0]:,.0f} steps or more and a noise-batch ratio "
-                f"up to {self.law.ratios[1]:.2g} fits; give more compute or examples, or other "
-                "--parameters"
+                f"parameters or more, {self.law.steps[0]:,.0f} steps or more and a noise-batch "
+                f"ratio up to {self.law.ratios[1]:.2g} fits; give more compute or examples, or "
+                "other --parameters"
             )
         return min(found, key=lambda one: one.loss)
 
@@ -122,7 +122,3 @@ class Planner:
 def sizes_of(law: Law, count: int = 9) -> list[float]:
     """Returns model sizes over the range of a law."""
     return np.geomspace(*law.parameters, count).tolist()
-
-
-def with_flops(budget: Budget, flops: float) -> Budget:
-    return replace(budget, flops=flops)

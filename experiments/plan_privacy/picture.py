@@ -1,0 +1,99 @@
+"""Draws a plan: predicted loss against batch and against compute, and a law against its runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.plan_privacy.law import Observation
+from experiments.plan_privacy.plan import Candidate, Planner
+from measure.curves import COLOURS
+from measure.picture import save_picture
+
+MOST = 6  # sizes that are drawn
+INK, FAINT, CHOSEN = "#222222", "#6B6B6B", "#D55E00"
+
+
+def draw_plan(
+    path: Path,
+    planner: Planner,
+    chosen: Candidate,
+    title: str,
+    measured: float | None = None,
+    seen: Sequence[Observation] = (),
+) -> None:
+    """Writes the picture; with `seen`, what the law was fitted to, a third panel compares it."""
+    from matplotlib.figure import Figure
+
+    panels = 3 if seen else 2
+    figure = Figure(figsize=(5.2 * panels, 4.9), dpi=150, facecolor="white")
+    axes = figure.subplots(1, panels)
+    figure.subplots_adjust(left=0.06, right=0.985, top=0.76, bottom=0.13, wspace=0.24)
+    _draw_batches(axes[0], planner, chosen, measured)
+    _draw_compute(axes[1], planner, chosen, measured)
+    if seen:
+        _draw_fit(axes[2], planner, seen, chosen, measured)
+    sentence = (
+        f"Predicted best: {chosen.parameters:,.3g} parameters, {chosen.steps:,.0f} steps of "
+        f"{chosen.batch:,.0f}, loss {chosen.loss:.3f}"
+    )
+    if measured is not None:
+        sentence += f"; measured {measured:.3f} ({chosen.loss / measured - 1:+.1%})"
+    figure.text(0.02, 0.935, sentence, fontsize=13, weight="bold", color=INK)
+    law = f"Law: {planner.law.source}; loss in {planner.law.unit}"
+    figure.text(0.02, 0.875, f"{title}. {law}", fontsize=8.5, color=FAINT)
+    save_picture(figure, path, f"{sentence}. {title}. {law}")
+
+
+def _draw_batches(axes: Any, planner: Planner, chosen: Candidate, measured: float | None) -> None:
+    every = -(-len(planner.sizes) // MOST)
+    for place, size in enumerate(sorted(planner.sizes)[::every]):
+        own = planner.along(size)
+        axes.plot([one.batch for one in own], [one.loss for one in own], lw=1.6,
+                  color=COLOURS[place % len(COLOURS)], label=f"{size:,.2g}")  # fmt: skip
+    _mark(axes, chosen.batch, chosen, measured)
+    axes.legend(title="parameters", frameon=False, fontsize=8, title_fontsize=8)
+    _finish(axes, "Loss against batch, at this compute", "batch, examples", is_log=True)
+
+
+def _draw_compute(axes: Any, planner: Planner, chosen: Candidate, measured: float | None) -> None:
+    curve = planner.curve()
+    flops = [each for each, _ in curve]
+    axes.plot(flops, [one.loss for _, one in curve], color=INK, lw=1.8)
+    _mark(axes, chosen.flops(planner.law.tokens), chosen, measured)
+    _finish(axes, "Loss of the best training against compute", "FLOPs", is_log=True)
+
+
+def _draw_fit(
+    axes: Any,
+    planner: Planner,
+    seen: Sequence[Observation],
+    chosen: Candidate,
+    measured: float | None,
+) -> None:
+    predicted = [float(planner.law.loss(*one[:3])) for one in seen]
+    observed = [one.loss for one in seen]
+    ends = [min(observed + predicted), max(observed + predicted)]
+    axes.plot(ends, ends, color=FAINT, lw=0.9, ls=":")
+    axes.plot(
+        observed, predicted, ".", ms=6, color=COLOURS[4], mew=0, label="runs it was fitted to"
+    )
+    if measured is not None:
+        axes.plot([measured], [chosen.loss], "*", ms=13, color=CHOSEN, label="the run it predicted")
+    axes.legend(frameon=False, fontsize=8)
+    _finish(axes, "Predicted against measured loss", "measured", is_log=False)
+
+
+def _mark(axes: Any, x: float, chosen: Candidate, measured: float | None) -> None:
+    axes.plot([x], [chosen.loss], "*", ms=13, color=CHOSEN, zorder=5, label="predicted")
+    if measured is not None:
+        axes.plot([x], [measured], "x", ms=8, mew=2, color=INK, zorder=6, label="measured")
+
+
+def _finish(axes: Any, title: str, label: str, *, is_log: bool) -> None:
+    if is_log:
+        axes.set_xscale("log")
+    axes.set_title(title, loc="left", size=10, color=INK)
+    axes.set_xlabel(label, size=9, color=FAINT)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8, color=FAINT, labelcolor=INK)
+    axes.grid(axis="y", color="#E4E4E4", lw=0.6)
