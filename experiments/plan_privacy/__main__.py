@@ -55,6 +55,9 @@ def plan(options: Options) -> int:
     chosen = planner.exact(planner.best(), options.accountant)
     print(table(planner, throughput, options.gpus))
     print(describe(planner, chosen, options.accountant))
+    enough = planner.enough(planner.best())
+    if enough < budget.flops / 2:
+        print(f"{enough:.1e} FLOPs reach this loss to within 1%: --compute {enough:.0e}")
     if throughput:
         print(f"expected: {hours_of(chosen, law, throughput, options.gpus):,.1f} hours on "
               f"{options.gpus} GPUs; {throughput.source}")  # fmt: skip

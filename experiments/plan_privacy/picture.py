@@ -9,7 +9,8 @@ from experiments.plan_privacy.plan import Candidate, Planner
 from measure.curves import COLOURS
 from measure.picture import save_picture
 
-MOST = 6  # sizes that are drawn
+MOST = 5  # sizes that are drawn, and the chosen one
+ROOM = 1.6  # losses up to so many times the chosen one are shown
 INK, FAINT, CHOSEN = "#222222", "#6B6B6B", "#D55E00"
 
 
@@ -33,34 +34,45 @@ def draw_plan(
     if seen:
         _draw_fit(axes[2], planner, seen, chosen, measured)
     sentence = (
-        f"Predicted best: {chosen.parameters:,.3g} parameters, {chosen.steps:,.0f} steps of "
+        f"Predicted best: {short(chosen.parameters)} parameters, {chosen.steps:,.0f} steps of "
         f"{chosen.batch:,.0f}, loss {chosen.loss:.3f}"
     )
     if measured is not None:
         sentence += f"; measured {measured:.3f} ({chosen.loss / measured - 1:+.1%})"
     figure.text(0.02, 0.935, sentence, fontsize=13, weight="bold", color=INK)
     law = f"Law: {planner.law.source}; loss in {planner.law.unit}"
-    figure.text(0.02, 0.875, f"{title}. {law}", fontsize=8.5, color=FAINT)
+    figure.text(0.02, 0.885, title, fontsize=8.5, color=FAINT)
+    figure.text(0.02, 0.845, law, fontsize=8.5, color=FAINT)
     save_picture(figure, path, f"{sentence}. {title}. {law}")
+
+
+def short(count: float) -> str:
+    """Returns a number of parameters in words: 66.5 M."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f}"
 
 
 def _draw_batches(axes: Any, planner: Planner, chosen: Candidate, measured: float | None) -> None:
     every = -(-len(planner.sizes) // MOST)
-    for place, size in enumerate(sorted(planner.sizes)[::every]):
+    sizes = sorted({*sorted(planner.sizes)[::every], chosen.parameters})
+    for place, size in enumerate(sizes):
         own = planner.along(size)
         axes.plot([one.batch for one in own], [one.loss for one in own], lw=1.6,
-                  color=COLOURS[place % len(COLOURS)], label=f"{size:,.2g}")  # fmt: skip
+                  color=COLOURS[place % len(COLOURS)], label=short(size))  # fmt: skip
     _mark(axes, chosen.batch, chosen, measured)
-    axes.legend(title="parameters", frameon=False, fontsize=8, title_fontsize=8)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, min(high, ROOM * chosen.loss))
+    axes.legend(title="parameters", frameon=False, fontsize=8, title_fontsize=8, loc="best")
     _finish(axes, "Loss against batch, at this compute", "batch, examples", is_log=True)
 
 
 def _draw_compute(axes: Any, planner: Planner, chosen: Candidate, measured: float | None) -> None:
     curve = planner.curve()
-    flops = [each for each, _ in curve]
-    axes.plot(flops, [one.loss for _, one in curve], color=INK, lw=1.8)
+    axes.plot([each for each, _ in curve], [one.loss for _, one in curve], color=INK, lw=1.8)
     _mark(axes, chosen.flops(planner.law.tokens), chosen, measured)
-    _finish(axes, "Loss of the best training against compute", "FLOPs", is_log=True)
+    _finish(axes, "Loss of the best training, by at most so much compute", "FLOPs", is_log=True)
 
 
 def _draw_fit(

@@ -11,6 +11,7 @@ from experiments.plan_privacy.law import Law
 from experiments.plan_privacy.noise import NoiseTable, exact_noise
 
 TRIED = 80  # numbers of steps that are compared for a model size
+CLOSE = 0.01  # a loss so much higher is as good
 SPREAD = 100.0  # the curve of loss and compute goes so far to both sides of the budget
 
 
@@ -92,21 +93,30 @@ class Planner:
         """Returns the candidate of all sizes with the lowest predicted loss."""
         found = [one for size in self.sizes if (one := self.best_of(size, flops))]
         if not found:
+            law = self.law
             raise ValueError(
-                f"--compute {self.budget.flops:.2g} FLOPs: no training of {min(self.sizes):,.3g} "
-                f"parameters or more, {self.law.steps[0]:,.0f} steps or more and a noise-batch "
-                f"ratio up to {self.law.ratios[1]:.2g} fits; give more compute or examples, or "
-                "other --parameters"
+                f"--compute {flops or self.budget.flops:.2g} FLOPs: no training of "
+                f"{min(self.sizes):,.3g} parameters or more, {law.steps[0]:,.0f} steps or more and "
+                f"a noise-batch ratio up to {law.ratios[1]:.2g} fits; give more compute or "
+                "examples, or other --parameters"
             )
         return min(found, key=lambda one: one.loss)
 
     def curve(self, points: int = 41) -> list[tuple[float, Candidate]]:
-        """Returns (FLOPs, the best of them), around the budget, where there is one."""
-        middle, found = self.budget.flops, []
+        """Returns (FLOPs, the best training that needs at most so many), around the budget."""
+        middle = self.budget.flops
+        found: list[tuple[float, Candidate]] = []
         for flops in np.geomspace(middle / SPREAD, middle * SPREAD, points).tolist():
-            if any(self.along(size, flops) for size in self.sizes):
-                found.append((flops, self.best(flops)))
+            own = [one for size in self.sizes if (one := self.best_of(size, flops))]
+            own += [one for _, one in found[-1:]]
+            if own:
+                found.append((flops, min(own, key=lambda one: one.loss)))
         return found
+
+    def enough(self, chosen: Candidate) -> float:
+        """Returns the FLOPs, up to the budget, that reach the loss to within `CLOSE`."""
+        reached = [flops for flops, one in self.curve() if one.loss <= (1 + CLOSE) * chosen.loss]
+        return min([self.budget.flops, *reached])
 
     def exact(self, chosen: Candidate, accountant: str) -> Candidate:
         """Returns it with whole steps and batch, σ by an accountant, and the loss of these."""
