@@ -54,7 +54,7 @@ def plan(options: Options) -> int:
     planner = Planner(law, budget, sizes)
     chosen = planner.exact(planner.best(), options.accountant)
     print(table(planner, throughput, options.gpus))
-    print(describe(planner, chosen, options.accountant))
+    print(describe(law, budget, chosen, options.accountant))
     enough = planner.enough(planner.best())
     if enough < budget.flops / 2:
         print(f"{enough:.1e} FLOPs reach this loss to within 1%: --compute {enough:.0e}")
@@ -81,7 +81,7 @@ def check(options: Options, folder: Path) -> int:
     print(f"law: {law.source}; {law.deviation:.1%} off on average there")
     planner, width, chosen = calibrate.plan_check(law, budget, options.accountant)
     print(title_of(budget), table(planner, None, 1), sep="\n")
-    print(describe(planner, chosen, options.accountant), flush=True)
+    print(describe(law, budget, chosen, options.accountant), flush=True)
     speed = calibrate.speed_of(folder)
     row = calibrate.checked(folder, text, width, chosen, budget, speed)
     print(calibrate.side_by_side(row))
@@ -132,17 +132,17 @@ def table(planner: Planner, throughput: Throughput | None, gpus: int) -> str:
     return format_table(columns, rows, f"Best of each size; loss in {planner.law.unit}")
 
 
-def describe(planner: Planner, chosen: Candidate, accountant: str) -> str:
+def describe(law: Law, budget: Budget, chosen: Candidate, accountant: str) -> str:
     """Says the chosen training, the call that makes it private, and where the law is left."""
-    batch, steps, examples = int(chosen.batch), int(chosen.steps), planner.budget.examples
+    batch, steps = int(chosen.batch), int(chosen.steps)
     lines = [
         f"chosen: {chosen.parameters:,.3g} parameters, {steps:,} steps of {batch:,} examples, σ "
         f"{chosen.sigma:.3f} by {accountant}, σ / batch {chosen.ratio:.2e}: predicted loss "
         f"{chosen.loss:.3f}",
         f"engine.make_private(.., noise_multiplier={chosen.sigma:.4f}, "
-        f"sample_rate={batch / examples!r}, steps={steps}, expected_batch_size={batch})",
+        f"sample_rate={batch / budget.examples!r}, steps={steps}, expected_batch_size={batch})",
     ]
-    beyond = planner.law.beyond(chosen.parameters, chosen.steps, chosen.ratio)
+    beyond = law.beyond(chosen.parameters, chosen.steps, chosen.ratio)
     if beyond:
         lines.append(f"beyond what the law was fitted to: {'; '.join(beyond)}")
     return "\n".join(lines)

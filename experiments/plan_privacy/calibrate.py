@@ -1,7 +1,7 @@
 """Fits the law to short private runs on text, then predicts a longer one and trains it."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +15,8 @@ WIDTHS = (24, 40, 64)  # of the runs that the law is fitted to
 RATIOS = tuple(2.0**-k for k in (11, 10, 9, 8))
 MARKS = (48, 64, 96, 128, 192)  # steps after which a run's held-out loss is taken
 BATCH = 64
-PLANNED = (24, 32, 40, 48, 56, 64)  # widths that the check may choose
+PLANNED = (32, 48, 56)  # widths that the check may choose: of no fitting run
+STRETCH = 1.5  # so much longer than a fitting run the check may be
 FIT, CHECK = "fit", "check"  # kinds of rows
 
 
@@ -59,8 +60,9 @@ def observations(rows: list[dict]) -> list[Observation]:
 
 def plan_check(law: Law, budget: Budget, accountant: str) -> tuple[Planner, int, Candidate]:
     """Returns planner, width and candidate of the check: the best of `PLANNED` for the budget."""
+    low, high = law.steps
     widths = {parameters_of(width): width for width in PLANNED}
-    planner = Planner(law, budget, list(widths))
+    planner = Planner(replace(law, steps=(low, STRETCH * high)), budget, list(widths))
     chosen = planner.exact(planner.best(), accountant)
     return planner, widths[int(chosen.parameters)], chosen
 
