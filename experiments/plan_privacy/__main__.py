@@ -23,7 +23,7 @@ from experiments.plan_privacy.picture import draw_plan
 from experiments.plan_privacy.plan import Budget, Candidate, Planner, sizes_of
 from experiments.plan_privacy.published import published_law
 from experiments.plan_privacy.runs import CONTEXT
-from measure import Column, Results, format_table
+from measure import Column, format_table
 from measure.command_line import check_file, check_folder, ending_quietly, is_alone, refuse
 
 HOUR = 3600
@@ -77,15 +77,15 @@ def check(options: Options, folder: Path) -> int:
               "and one within the budget")  # fmt: skip
         return 0
     check_folder("--calibrate", folder, create=True)
-    law = calibrate.calibrated(folder, text, runs, lambda line: print(line, flush=True))
-    print(f"law: {law.source}; {law.deviation:.1%} off on average there")
+    calibrate.train_runs(folder, text, runs, lambda line: print(line, flush=True))
+    law = calibrate.law_of(folder)
+    print(f"law: {law.source}; {law.deviation:.1%} off on average on runs left out")
     planner, width, chosen = calibrate.plan_check(law, budget, options.accountant)
     print(title_of(budget), table(planner, None, 1), sep="\n")
     print(describe(law, budget, chosen, options.accountant), flush=True)
-    speed = calibrate.speed_of(folder)
-    row = calibrate.checked(folder, text, width, chosen, budget, speed)
+    row = calibrate.checked(folder, text, width, chosen, budget, law.source)
     print(calibrate.side_by_side(row))
-    seen = calibrate.observations(Results(folder).rows())
+    seen = calibrate.observations(calibrate.fitting_rows(folder))
     draw_plan(options.output, planner, chosen, title_of(budget), row["measured_loss"], seen)
     print(f"picture: {options.output}")
     return 0
@@ -93,7 +93,7 @@ def check(options: Options, folder: Path) -> int:
 
 def law_of(name: str) -> Law:
     """Returns the published law, or that of a folder."""
-    return published_law() if name == PUBLISHED else Law.load(Path(name) / "law.json")
+    return published_law() if name == PUBLISHED else calibrate.law_of(Path(name))
 
 
 def budget_of(options: Options, examples: int, flops: float) -> Budget:

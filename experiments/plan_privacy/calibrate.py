@@ -6,7 +6,8 @@ from itertools import product
 from pathlib import Path
 
 from examples.private_text import Text
-from experiments.plan_privacy.law import Law, Observation, fit
+from experiments.plan_privacy.curves import Curves, interpolate
+from experiments.plan_privacy.law import Law, Observation
 from experiments.plan_privacy.plan import Budget, Candidate, Planner
 from experiments.plan_privacy.runs import CONTEXT, SmallRun, parameters_of, train
 from measure import OK, Results, cell_key, environment
@@ -28,8 +29,8 @@ def config_of(kind: str, run: SmallRun, text: Text) -> dict:
     return {"kind": kind, **asdict(run), "context": CONTEXT, "data_digest": text.digest}
 
 
-def calibrated(folder: Path, text: Text, runs: list[SmallRun], say: Callable[[str], None]) -> Law:
-    """Trains the runs that the folder lacks; returns the law of all of them, also in `law.json`."""
+def train_runs(folder: Path, text: Text, runs: list[SmallRun], say: Callable[[str], None]) -> None:
+    """Trains the runs that the folder lacks."""
     results = Results(folder)
     for number, run in enumerate(runs, start=1):
         config = config_of(FIT, run, text)
@@ -38,14 +39,24 @@ def calibrated(folder: Path, text: Text, runs: list[SmallRun], say: Callable[[st
             row = {"kind": FIT, "status": OK, "config": config, **found}
             results.record(row | {"environment": environment()})
             say(f"run {number} of {len(runs)}: {describe(run, found)}")
-    keys = {cell_key(config_of(FIT, run, text)) for run in runs}
-    rows = [row for row in results.rows() if row["key"] in keys]
-    law = fit(
+
+
+def law_of(folder: Path) -> Curves:
+    """Returns the law of a folder's runs; raises ValueError if they are not of one text."""
+    rows = fitting_rows(folder)
+    if len({row["config"]["data_digest"] for row in rows}) != 1:
+        raise ValueError(
+            f"{folder}: has no finished runs of one text; give another folder to python -m "
+            "experiments.plan_privacy --calibrate FOLDER"
+        )
+    return interpolate(
         observations(rows), tokens=CONTEXT, unit="nats per byte",
         source=f"{len(rows)} private runs of this package in {folder.name}",
     )  # fmt: skip
-    law.save(folder / "law.json")
-    return law
+
+
+def fitting_rows(folder: Path) -> list[dict]:
+    return [row for row in Results(folder).rows() if row.get("kind") == FIT]
 
 
 def observations(rows: list[dict]) -> list[Observation]:
@@ -53,7 +64,6 @@ def observations(rows: list[dict]) -> list[Observation]:
     return [
         Observation(row["parameters"], int(step), row["config"]["ratio"], loss)
         for row in rows
-        if row["kind"] == FIT
         for step, loss in row["losses"].items()
     ]
 
@@ -68,11 +78,11 @@ def plan_check(law: Law, budget: Budget, accountant: str) -> tuple[Planner, int,
 
 
 def checked(
-    folder: Path, text: Text, width: int, chosen: Candidate, budget: Budget, speed: float
+    folder: Path, text: Text, width: int, chosen: Candidate, budget: Budget, law: str
 ) -> dict:
     """Trains the planned run, or reads it; returns its row with prediction and measurement.
 
-    `speed` is FLOP/s of the fitting runs, from which its time is predicted.
+    `law` names the law. Its time is predicted from FLOP/s of the fitting runs.
     """
     results = Results(folder)
     run = SmallRun(width, int(chosen.steps), int(chosen.batch), chosen.ratio, seed=1)
@@ -81,8 +91,8 @@ def checked(
         found = train(run, text, [run.steps], budget.delta)
         row = {
             "kind": CHECK, "status": OK, "config": config, **found,
-            "sigma": chosen.sigma, "predicted_loss": chosen.loss,
-            "predicted_seconds": chosen.flops(CONTEXT) / speed,
+            "law": law, "sigma": chosen.sigma, "predicted_loss": chosen.loss,
+            "predicted_seconds": chosen.flops(CONTEXT) / speed_of(folder),
             "measured_loss": found["losses"][run.steps],
         }  # fmt: skip
         results.record(row | {"environment": environment()})
@@ -91,7 +101,7 @@ def checked(
 
 def speed_of(folder: Path) -> float:
     """Returns FLOP/s of the fitting runs together, at 6 · M FLOPs per token."""
-    rows = [row for row in Results(folder).rows() if row["kind"] == FIT]
+    rows = fitting_rows(folder)
     flops = sum(6 * row["parameters"] * row["tokens"] for row in rows)
     return flops / sum(row["seconds"] for row in rows)
 

@@ -9,7 +9,8 @@ The models are BERTs of 4.5 M to 335 M parameters, masked language modelling of 
 tokens, BookCorpus and Wikipedia, DP-Adam.
 """
 
-from experiments.plan_privacy.law import Law, Observation, Optimum, fit
+from experiments.plan_privacy.law import Law, Observation
+from experiments.plan_privacy.parametric import Optimum, fit
 
 SOURCE = (
     "fitted to table 2 of McKenna et al. 2025 (arXiv:2501.18914): BERTs of 4.5 M to 335 M "
