@@ -40,7 +40,7 @@ def draw_plan(
     if measured is not None:
         sentence += f"; measured {measured:.3f} ({chosen.loss / measured - 1:+.1%})"
     figure.text(0.02, 0.935, sentence, fontsize=13, weight="bold", color=INK)
-    law = f"Law: {planner.law.source}; loss in {planner.law.unit}"
+    law = f"Law: {planner.law.source}"
     figure.text(0.02, 0.885, title, fontsize=8.5, color=FAINT)
     figure.text(0.02, 0.845, law, fontsize=8.5, color=FAINT)
     save_picture(figure, path, f"{sentence}. {title}. {law}")
@@ -65,14 +65,15 @@ def _draw_batches(axes: Any, planner: Planner, chosen: Candidate, measured: floa
     low, high = axes.get_ylim()
     axes.set_ylim(low, min(high, ROOM * chosen.loss))
     axes.legend(title="parameters", frameon=False, fontsize=8, title_fontsize=8, loc="best")
-    _finish(axes, "Loss against batch, at this compute", "batch, examples", is_log=True)
+    title = f"Loss, {planner.law.unit}, against batch"
+    _finish(axes, title, "batch, examples, at this compute", is_log=True)
 
 
 def _draw_compute(axes: Any, planner: Planner, chosen: Candidate, measured: float | None) -> None:
     curve = planner.curve()
     axes.plot([each for each, _ in curve], [one.loss for _, one in curve], color=INK, lw=1.8)
     _mark(axes, chosen.flops(planner.law.tokens), chosen, measured)
-    _finish(axes, "Loss of the best training, by at most so much compute", "FLOPs", is_log=True)
+    _finish(axes, "Loss of the best training against compute", "FLOPs, at most", is_log=True)
 
 
 def _draw_fit(
@@ -104,8 +105,20 @@ def _mark(axes: Any, x: float, chosen: Candidate, measured: float | None) -> Non
 def _finish(axes: Any, title: str, label: str, *, is_log: bool) -> None:
     if is_log:
         axes.set_xscale("log")
+        _label_decades(axes)
     axes.set_title(title, loc="left", size=10, color=INK)
     axes.set_xlabel(label, size=9, color=FAINT)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8, color=FAINT, labelcolor=INK)
     axes.grid(axis="y", color="#E4E4E4", lw=0.6)
+
+
+def _label_decades(axes: Any) -> None:
+    """Labels 1, 2 and 5 of each decade if there are few, otherwise the decades alone."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_xlim()
+    if high < 30 * low:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

@@ -12,17 +12,18 @@ from dp_clipping import PrivacyEngine
 from examples.private_text import Text
 from experiments.plan_privacy import calibrate, options, plan, runs
 from experiments.plan_privacy.__main__ import hours_of, main
-from experiments.plan_privacy.law import (
+from experiments.plan_privacy.curves import curve_of, interpolate, left_out
+from experiments.plan_privacy.law import Observation
+from experiments.plan_privacy.noise import NoiseTable, exact_noise, nodes
+from experiments.plan_privacy.options import Throughput, parse, throughput_of
+from experiments.plan_privacy.parametric import (
     Exponents,
-    Law,
-    Observation,
     Optimum,
+    ParametricLaw,
     coefficients_for,
     equations,
     fit,
 )
-from experiments.plan_privacy.noise import NoiseTable, exact_noise, nodes
-from experiments.plan_privacy.options import Throughput, parse, throughput_of
 from experiments.plan_privacy.plan import Budget, Candidate, Planner
 from experiments.plan_privacy.published import DELTA, TABLE_2, optima, published_law
 from measure import OK, Results
@@ -30,13 +31,14 @@ from measure.picture import read_picture
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "results/plan-privacy-stdlib"
-TRUE = Law(
-    (1.0, 20.0, 30.0, 4.0), Exponents(0.3, 0.6, 1.2, -0.1), (1e4, 1e6), (50.0, 800.0),
-    (1e-4, 1e-1), 64, "nats", "made up", 0.0,
+TRUE = ParametricLaw(
+    parameters=(1e4, 1e6), steps=(50.0, 800.0), ratios=(1e-4, 1e-1), tokens=64, unit="nats",
+    source="made up", deviation=0.0, coefficients=(1.0, 20.0, 30.0, 4.0),
+    exponents=Exponents(0.3, 0.6, 1.2, -0.1),
 )  # fmt: skip
 
 
-def grid(law: Law) -> list[Observation]:
+def grid(law: ParametricLaw) -> list[Observation]:
     """Losses of the law on a grid within its ranges."""
     points = [
         (m, t, r)
@@ -77,6 +79,43 @@ def test_the_equations_of_an_optimum_are_the_slopes_of_the_loss():
     expected = [TRUE.loss(*seen[:3]) / 3, 0.3 * by_steps / h / 3, 0.3 * by_size / h / 3]
     assert weighed == pytest.approx(expected, rel=1e-3)
     assert len(equations(TRUE.exponents, [seen], [Optimum(seen, 0.7, None)])[0]) == 2
+
+
+def test_curves_are_the_runs_and_the_middle_between_them_is_the_geometric_mean():
+    assert curve_of([1, 4, 16, 64], [2 + 3 * t**-0.5 for t in (1, 4, 16, 64)]) == pytest.approx(
+        (2, 3, 0.5), rel=0.05
+    )
+    seen = grid(TRUE)
+    law = interpolate(seen, tokens=64, unit="nats", source="test")
+    for one in seen:
+        assert law.loss(*one[:3]) == pytest.approx(one.loss, rel=0.01)
+    (low, high), at = sorted({one.parameters for one in seen})[1:3], (200.0, TRUE.ratios[0])
+    middle = law.loss(math.sqrt(low * high), *at)
+    assert middle == pytest.approx(math.sqrt(law.loss(low, *at) * law.loss(high, *at)))
+    several = law.loss(np.array([low, high]), 200.0, TRUE.ratios[0])
+    assert several.tolist() == [law.loss(low, *at), law.loss(high, *at)]
+    ratios = sorted({one.ratio for one in seen})[:2]
+    quarter = math.exp(0.75 * math.log(ratios[0]) + 0.25 * math.log(ratios[1]))
+    ends = [math.log(law.loss(low, 200.0, ratio)) for ratio in ratios]
+    assert math.log(law.loss(low, 200.0, quarter)) == pytest.approx(0.75 * ends[0] + 0.25 * ends[1])
+    assert law.loss(1e9, 100.0, 1.0) == law.loss(1e6, 100.0, 0.1)  # the nearest
+    assert law.loss(1e6, 3200.0, 0.1) < law.loss(1e6, 800.0, 0.1)  # but further steps
+
+
+def test_the_deviation_of_curves_is_of_runs_that_were_left_out():
+    """One size of four is wrong by a tenth: its neighbours know nothing of that."""
+    seen = grid(TRUE)
+    sizes = sorted({one.parameters for one in seen})
+    wrong = [one._replace(loss=1.1 * one.loss) if one[0] == sizes[1] else one for one in seen]
+    errors = [predicted / loss - 1 for predicted, loss in left_out(wrong)]
+    right = [predicted / loss - 1 for predicted, loss in left_out(seen)]
+    assert len(errors) == (2 + 2) * 16
+    assert np.mean(errors[:16]) == pytest.approx((1 + np.mean(right[:16])) / 1.1 - 1, abs=1e-3)
+    made = interpolate(wrong, tokens=64, unit="nats", source="test")
+    assert made.deviation == pytest.approx(np.abs(errors).mean())
+    for few in (seen[:16], [one for one in seen if one.steps < 100], seen[:-8]):
+        with pytest.raises(ValueError, match="are no grid of runs with three losses each"):
+            interpolate(few, tokens=64, unit="nats", source="test")
 
 
 def test_the_published_law_has_the_losses_and_optima_of_the_paper():
@@ -236,7 +275,7 @@ PLAN = ["--examples", "1e8", "--compute", "1e21"]
         ([*PLAN, "--data", "stdlib"], "--data is the text of --calibrate: python -m"),
         (["--calibrate", "x", *PLAN], "--examples does not go with --calibrate"),
         (["--calibrate", "x", "--compute", "1e9", "--law", "y"], "--law does not go with"),
-        ([*PLAN, "--law", "nowhere"], "--law nowhere/law.json: is no law"),
+        ([*PLAN, "--law", "nowhere"], "nowhere: has no finished runs of one text"),
         ([*PLAN, "--throughput-from", "nowhere"], "has no finished private row"),
         ([*PLAN, "--delta", "1e-7"], "not below 1 / examples"),
         ([*PLAN, "--output", "."], "--output .: is a folder, name a file"),
@@ -372,38 +411,57 @@ def test_calibration_is_resumed_and_checked(text, counted, quick, tmp_path):
     wanted = calibrate.fitting_runs()
     assert len({(run.width, run.ratio) for run in wanted}) == 12
     assert {run.noise_multiplier for run in wanted} == {64 * 2.0**-k for k in (8, 9, 10, 11)}
-    calibrate.calibrated(folder, text, wanted[:4], lines.append)
-    law = calibrate.calibrated(folder, text, wanted, lines.append)
+    calibrate.train_runs(folder, text, wanted[:4], lines.append)
+    calibrate.train_runs(folder, text, wanted, lines.append)
     assert len(counted) == len(lines) == 12
-    assert law.deviation < 0.01
-    assert law.tokens == 64
-    assert Law.load(folder / "law.json") == law
-    assert calibrate.calibrated(folder, text, wanted, lines.append) == law
+    law = calibrate.law_of(folder)
+    assert law.deviation < 0.02
+    assert (law.tokens, len(law.sizes), len(law.noises)) == (64, 3, 4)
+    calibrate.train_runs(folder, text, wanted, lines.append)
     assert len(counted) == 12
-    calibrate.calibrated(folder, replace(text, digest="other"), wanted[:4], lines.append)
-    assert len(counted) == 16  # another text
 
-    budget = Budget(2.0, 1e-4, 360, 2e10)
-    wide = replace(law, ratios=(1e-9, 1.0))
-    _, width, chosen = calibrate.plan_check(wide, budget, "rdp")
+    budget = Budget(2.0, 1e-6, 100_000, 6e11)
+    _, width, chosen = calibrate.plan_check(law, budget, "rdp")
     assert runs.parameters_of(width) == chosen.parameters
     assert width in calibrate.PLANNED
+    assert min(calibrate.MARKS) <= chosen.steps <= 1.5 * max(calibrate.MARKS)
     speed = calibrate.speed_of(folder)
-    row = calibrate.checked(folder, text, width, chosen, budget, speed)
+    row = calibrate.checked(folder, text, width, chosen, budget, "law")
     assert (counted[-1].steps, counted[-1].batch) == (chosen.steps, chosen.batch)
     assert counted[-1].noise_multiplier == pytest.approx(chosen.sigma)
     assert row["predicted_loss"] == chosen.loss == pytest.approx(row["measured_loss"], rel=0.02)
-    assert speed == sum(6 * r["parameters"] * r["tokens"] for r in rows_of(folder)) / 32
+    flops = sum(6 * r["parameters"] * r["tokens"] for r in calibrate.fitting_rows(folder))
+    assert speed == flops / (12 * 2.0)
     assert row["predicted_seconds"] == pytest.approx(chosen.flops(64) / speed)
     done = len(counted)
-    assert calibrate.checked(folder, text, width, chosen, budget, speed) == row
+    assert calibrate.checked(folder, text, width, chosen, budget, "law") == row
     assert len(counted) == done
     shown = {**row, "predicted_loss": 2.2, "measured_loss": 2.0, "predicted_seconds": 9.0}
     assert calibrate.side_by_side(shown).startswith(
         "predicted 2.200 nats per byte, measured 2.000: +10.0%\npredicted 9 s, measured 2 s; "
-        "epsilon 1.900 at delta 0.0001"
+        "epsilon 1.900 at delta 1e-06"
     )
 
+    calibrate.train_runs(folder, replace(text, digest="other"), wanted[:4], lines.append)
+    assert len(counted) == done + 4
+    with pytest.raises(ValueError, match="has no finished runs of one text"):
+        calibrate.law_of(folder)
 
-def rows_of(folder: Path) -> list[dict]:
-    return [row for row in Results(folder).rows() if row["kind"] == calibrate.FIT]
+
+def test_the_check_of_the_documents_is_the_stored_one():
+    """Its size, steps and noise are those of no run that its law was fitted to."""
+    document = (ROOT / "docs/planning.md").read_text()
+    rows = Results(STORED).rows()
+    fitted = [row["config"] for row in rows if row["kind"] == calibrate.FIT]
+    checks = [row for row in rows if row["kind"] == calibrate.CHECK]
+    assert len(fitted) == 12
+    assert len(checks) == 2
+    for row in checks:
+        config = row["config"]
+        assert config["width"] not in {one["width"] for one in fitted}
+        assert row["epsilon"] <= config["epsilon"] == 2.0
+        predicted, measured = row["predicted_loss"], row["measured_loss"]
+        error = f"{predicted / measured - 1:+.1%}".replace("-", "−").replace("%", " %")
+        assert f"| {predicted:.3f} | {measured:.3f} | {error} |" in document
+    law = calibrate.law_of(STORED)
+    assert f"{law.deviation:.1%}".replace("%", " %") in document
