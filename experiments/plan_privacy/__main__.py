@@ -46,7 +46,9 @@ def plan(options: Options) -> int:
     flops = options.compute or options.gpu_hours * HOUR * throughput.flops_per_second
     budget = budget_of(options, options.examples, flops)
     sizes = options.parameters or tuple(sizes_of(law))
-    print(f"{title_of(budget)}\nlaw: {law.source}; {law.deviation:.1%} off on average there")
+    print(
+        f"{title_of(budget)}\nlaw: {law.source}; {law.deviation:.1%} off on average {law.compared}"
+    )
     if options.dry_run:
         print(f"{len(sizes)} model sizes, {law.steps[0]:,.0f} to {law.steps[1]:,.0f} steps: not "
               "searched")  # fmt: skip
@@ -79,7 +81,7 @@ def check(options: Options, folder: Path) -> int:
     check_folder("--calibrate", folder, create=True)
     calibrate.train_runs(folder, text, runs, lambda line: print(line, flush=True))
     law = calibrate.law_of(folder)
-    print(f"law: {law.source}; {law.deviation:.1%} off on average on runs left out")
+    print(f"law: {law.source}; {law.deviation:.1%} off on average {law.compared}")
     planner, width, chosen = calibrate.plan_check(law, budget, options.accountant)
     print(title_of(budget), table(planner, None, 1), sep="\n")
     print(describe(law, budget, chosen, options.accountant), flush=True)
@@ -143,8 +145,11 @@ def describe(law: Law, budget: Budget, chosen: Candidate, accountant: str) -> st
         f"sample_rate={batch / budget.examples!r}, steps={steps}, expected_batch_size={batch})",
     ]
     beyond = law.beyond(chosen.parameters, chosen.steps, chosen.ratio)
+    at_end = law.at_end(chosen.parameters, chosen.steps)
     if beyond:
         lines.append(f"beyond what the law was fitted to: {'; '.join(beyond)}")
+    elif at_end:
+        lines.append(f"at the end of what the law was fitted to: {', '.join(at_end)}")
     return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ class Curves(Law):
     sizes: tuple[float, ...]
     noises: tuple[float, ...]
     fits: tuple[tuple[tuple[float, float, float], ...], ...]
+    compared = "on runs left out of its fit"
 
     def loss(self, parameters: Any, steps: Any, ratio: Any) -> Any:
         """Beyond its sizes and ratios the nearest ones count; beyond its steps the curves do."""

@@ -7,7 +7,7 @@ paper's formula, `curves` its interpolation between measured runs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class Law:
     unit: str
     source: str
     deviation: float
+    compared: ClassVar[str] = "on what it was fitted to"
 
     def loss(self, parameters: Any, steps: Any, ratio: Any) -> Any:
         """Returns the predicted loss; numbers or arrays that broadcast."""
@@ -50,6 +51,13 @@ class Law:
             if not 0.99 * low <= value <= 1.01 * high:
                 found.append(f"{name} {value:,.3g}, fitted on {low:,.3g} to {high:,.3g}")
         return found
+
+    def at_end(self, parameters: float, steps: float) -> list[str]:
+        """Names the ranges at whose end this lies: beyond it there may be a better training."""
+        asked = {"parameters": parameters, "steps": steps}
+        ends = {name: getattr(self, name) for name in asked}
+        return [f"{value:,.3g} {name}" for name, value in asked.items()
+                if not 1.01 * ends[name][0] < value < 0.99 * ends[name][1]]  # fmt: skip
 
 
 def ranges_of(seen: Sequence[Observation]) -> dict[str, tuple[float, float]]:

@@ -135,7 +135,7 @@ def throughput_of(folder: Path) -> Throughput:
     for row in newest_rows(folder / "results.jsonl"):
         if row.get("status") != OK or not all(row.get(name) for name in needed):
             continue
-        if row["mode"] != "no_dp":
+        if row["mode"] != "no_dp" and "parameters" in row.get("config", {}):
             tokens = row["seq_length"] * row["total_batch_size"] / row["num_gpus"]
             found.append((tokens / row["median_time_ms"] * 1e3, row))
     if not found:
