@@ -3,12 +3,13 @@
     python -m experiments.plan_privacy --epsilon 2 --examples 1e8 --compute 1e21
     python -m experiments.plan_privacy --epsilon 2 --examples 1e8 --gpu-hours 5000 --gpus 8 \\
         --throughput-from results/llama-3.2-1b-2xh200
-    python -m experiments.plan_privacy --calibrate my_runs --epsilon 2 --compute 2e12
+    python -m experiments.plan_privacy --calibrate my_runs --epsilon 2 --compute 1.2e12
 
-The law is that of McKenna et al. 2025, "Scaling Laws for Differentially Private Language Models":
-loss from model size, steps and noise-batch ratio. It was fitted to BERTs. Other models and data
-have other losses, and `--calibrate` fits the same form to small runs of your own, then predicts a
-larger one and trains it. docs/planning.md says how far each carries.
+The law is the formula of McKenna et al. 2025, "Scaling Laws for Differentially Private Language
+Models": loss from model size, steps and noise-batch ratio, fitted here to the twenty trainings that
+the paper prints. These are BERTs: other models and data have other losses. `--calibrate` trains
+small transformers, interpolates between them, then predicts a further training and trains it.
+docs/planning.md says how far each law carries.
 """
 
 import sys

@@ -13,7 +13,7 @@ from measure.results import newest_rows
 PROGRAM = "experiments.plan_privacy"
 PUBLISHED = "published"
 CALL = f"python -m {PROGRAM} --epsilon 2 --examples 1e8 --compute 1e21"
-CALIBRATE = f"python -m {PROGRAM} --calibrate my_runs --epsilon 2 --compute 2e12"
+CALIBRATE = f"python -m {PROGRAM} --calibrate my_runs --epsilon 2 --compute 1.2e12"
 MEASURED = "--tokens-per-second 67800 --measured-parameters 1.24e9"
 
 _share = requires(lambda x: 0 < x < 1, "is {}: give a number between 0 and 1")
@@ -57,7 +57,7 @@ class Options:
     gpus: int = option(1, "that work at this rate", metavar="N", check=positive)
 
     law: str = option(PUBLISHED, group="law", metavar="LAW", help=(
-        "published: of the paper's BERTs; or the folder of your own --calibrate"))
+        "published: fitted to the paper's BERTs; or the folder of your own --calibrate"))
     parameters: tuple[float, ...] | None = option(None, metavar="M", check=positive, help=(
         "model sizes to choose from (default: nine over the law's range)"))
     calibrate: Path | None = option(None, metavar="FOLDER", help=(
