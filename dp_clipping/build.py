@@ -149,7 +149,10 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
         rand_on_empty=settings.rand_on_empty,
         units=settings.units,
         scheme=scheme_of(
-            settings.sampling, units=settings.units_of_data, sample_rate=settings.rates[0]
+            settings.sampling,
+            units=settings.units_of_data,
+            sample_rate=settings.rates[0],
+            max_batch_size=settings.max_batch_size,
         ),
     )
 
