@@ -5,8 +5,8 @@ import pytest
 from dp_clipping.accounting.truncated_poisson import epsilon
 
 # with dp-accounting 0.6.0:
-# PLDAccountant().compose(SelfComposedDpEvent(
-#     TruncatedSubsampledGaussianDpEvent(units + 1, q, max_batch_size, sigma), steps)).get_epsilon(1e-5)
+# event = TruncatedSubsampledGaussianDpEvent(units + 1, q, max_batch_size, sigma)
+# PLDAccountant().compose(SelfComposedDpEvent(event, steps)).get_epsilon(1e-5)
 EPSILONS = [  # σ, q, steps, units, max_batch_size, ε
     (2.0, 0.25, 60, 24, 8, 9.548839),
     (4.0, 0.1, 100, 1000, 110, 1.855858),
@@ -31,7 +31,7 @@ def test_a_lower_cap_and_more_units_cost_more():
 def test_the_worse_one_of_both_neighbours_counts():
     """Where almost all batches are truncated, fewer units are more often in one.
 
-    dp-accounting 0.6.0, as above: 20 units 1.252632, 1.188747 of 21.
+    dp-accounting 0.6.0, with units in place of units + 1: 1.252632 of 20, and 1.188747 of 21.
     """
     found = epsilon([[(4.0, 0.5, 10)]], 1e-5, units=20, max_batch_size=2)
     assert found == pytest.approx(1.252632, rel=2e-3)
