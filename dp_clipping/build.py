@@ -155,6 +155,7 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
             units=settings.units_of_data,
             sample_rate=settings.rates[0],
             secure=settings.secure_mode,
+            max_batch_size=settings.max_batch_size,
         ),
     )
 

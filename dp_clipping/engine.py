@@ -135,6 +135,7 @@ class PrivacyEngine(Checkpoints):
         examples_per_unit: int = 1,
         unit_ids: Sequence[Hashable] | None = None,
         sampling: str = "poisson",
+        max_batch_size: int | None = None,
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Returns model, optimizer, criterion and loader for private training.
 
@@ -196,9 +197,12 @@ class PrivacyEngine(Checkpoints):
             unit_ids: the unit of each example of the data set, at most k examples of each.
                 Default: k consecutive examples of the data set are a unit.
             sampling: how the units of a batch are chosen, each with an account of its own:
-                `"poisson"`, `"balls_in_bins"` (every unit in one batch of each epoch, which it
-                chooses at random), or `"cyclic"` (every unit in the same batch of each epoch; ε is
-                for replacing a unit by an empty one). See docs/mechanisms.md.
+                `"poisson"`; `"truncated_poisson"` (at most `max_batch_size`); `"balls_in_bins"`
+                (every unit in one batch of each epoch, which it chooses at random); `"cyclic"`
+                (every unit in the same batch of each epoch; ε is for replacing a unit by an empty
+                one). See docs/mechanisms.md.
+            max_batch_size: the most units of a batch, of all ranks together; of more a random
+                subset is kept.
 
         Raises:
             ValueError: for an argument that is out of range or differs between ranks, for an
@@ -221,7 +225,8 @@ class PrivacyEngine(Checkpoints):
             adaptive_threshold=adaptive_threshold, data_parallel_group=data_parallel_group,
             cuda_graph=cuda_graph, sample_rate=sample_rate, steps=steps,
             noise_mechanism=noise_mechanism, examples_per_unit=examples_per_unit,
-            unit_ids=unit_ids, sampling=sampling, secure_mode=self.secure_mode,
+            unit_ids=unit_ids, sampling=sampling, max_batch_size=max_batch_size,
+            secure_mode=self.secure_mode,
         )  # fmt: skip
         return self._build(settings)
 

@@ -4,6 +4,7 @@ Files:
 
     ledger            the engine's account, by noise key
     mechanism         noise and sampling together: what an account's steps release
+    truncated_poisson ε of truncated Poisson batches
     balls_in_bins     ε of balls-in-bins batches
     cyclic            ε of cyclic batches
     target_epsilon    the noise multiplier that ends a training at a given ε

@@ -3,7 +3,7 @@
 from functools import partial, reduce
 from typing import Any
 
-from dp_clipping.accounting import balls_in_bins, cyclic
+from dp_clipping.accounting import balls_in_bins, cyclic, truncated_poisson
 from dp_clipping.accounting.ledger import History, joined
 from dp_clipping.accounting.mechanism import (
     ADD_OR_REMOVE,
@@ -12,7 +12,7 @@ from dp_clipping.accounting.mechanism import (
     Mechanism,
     dp_accounting,
 )
-from dp_clipping.kinds import check_type
+from dp_clipping.kinds import check_count, check_type
 from dp_clipping.noise.correlated import EXAMPLE, CorrelatedNoise
 from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of
 from dp_clipping.sampling.schemes import FIXED, SAMPLINGS
@@ -21,6 +21,7 @@ from dp_clipping.sampling.schemes import FIXED, SAMPLINGS
 def check_sampling(
     sampling: Any,
     *,
+    max_batch_size: Any = None,
     sample_rate: float | None = None,
     poisson_sampling: bool = True,
     noise_mechanism: Any = DEFAULT.name,
@@ -35,8 +36,23 @@ def check_sampling(
             f"noise_mechanism={noise_mechanism!r} does not go with sampling={sampling!r}, for "
             f"which no account of correlated noise is known: {EXAMPLE}"
         )
+    if max_batch_size is not None and sampling != "truncated_poisson":
+        raise ValueError(
+            f'max_batch_size is for sampling="truncated_poisson", and sampling is {sampling!r}: '
+            "leave it out; BatchMemoryManager(max_physical_batch_size=..) splits larger batches"
+        )
     if sampling == "poisson":
         return
+    if sampling == "truncated_poisson":
+        wanted = "the most units that a batch of all ranks may have, a whole number of 1 or more"
+        if max_batch_size is None:
+            raise ValueError(
+                f"max_batch_size is missing: give {wanted}, as make_private(.., "
+                'sampling="truncated_poisson", max_batch_size=128)'
+            )
+        check_count("max_batch_size", max_batch_size, wanted)
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size is {max_batch_size}: give {wanted}")
     is_registered = not is_correlated and noise_mechanism != DEFAULT.name
     for is_given, what, instead in (
         (not poisson_sampling, "poisson_sampling=False, which leaves the loader's own batches",
@@ -50,14 +66,23 @@ def check_sampling(
             raise ValueError(f"sampling={sampling!r} does not go with {what}: {instead}")
 
 
-def accounted(noise_mechanism: str | CorrelatedNoise, sampling: str) -> Mechanism:
+def accounted(
+    noise_mechanism: str | CorrelatedNoise, sampling: str, *, units: int,
+    max_batch_size: int | None = None,
+) -> Mechanism:  # fmt: skip
     """Returns the mechanism of these settings, whose account covers a run's steps.
+
+    Args:
+        units: of privacy, in the data.
+        max_batch_size: as given, for truncated Poisson sampling.
 
     Raises:
         ImportError: dp-accounting is needed and not installed.
         ValueError: no account is known of both together.
     """
-    check_sampling(sampling, noise_mechanism=noise_mechanism)
+    check_sampling(
+        sampling, max_batch_size=max_batch_size, noise_mechanism=noise_mechanism
+    )  # fmt: skip
     if sampling != "poisson":
         dp_accounting(f'sampling="{sampling}"')
     if isinstance(noise_mechanism, CorrelatedNoise):
@@ -66,6 +91,16 @@ def accounted(noise_mechanism: str | CorrelatedNoise, sampling: str) -> Mechanis
             f"Gaussian mechanism of {noise_mechanism} on the steps that use one unit "
             "(dp-accounting)",
             partial(cyclic.epsilon, sensitivity=noise_mechanism.sensitivity), in_order=True,
+        )  # fmt: skip
+    if sampling == "truncated_poisson":
+        assert max_batch_size is not None
+        limits = f"at most {max_batch_size} of {units} units"
+        return Mechanism(
+            f"gaussian, truncated_poisson, {limits}", "truncated_poisson", ADD_OR_REMOVE,
+            f"privacy loss distribution of truncated batches, {limits} (dp-accounting)",
+            partial(
+                truncated_poisson.epsilon, units=units, max_batch_size=int(max_batch_size)
+            ),
         )  # fmt: skip
     if sampling == "balls_in_bins":
         return Mechanism(

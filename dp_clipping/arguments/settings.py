@@ -78,6 +78,7 @@ class Settings:
     examples_per_unit: int
     unit_ids: Sequence[Hashable] | None
     sampling: str
+    max_batch_size: int | None
     secure_mode: bool = False  # the engine's
 
     def __post_init__(self) -> None:
@@ -101,14 +102,16 @@ class Settings:
         check_kernel_options(self.norm_algorithm, self.memory_budget, self.tile_size)
         check_rates(self.sample_rate, self.steps, self.poisson_sampling)
         check_sampling(
-            self.sampling, sample_rate=self.sample_rate, poisson_sampling=self.poisson_sampling,
-            noise_mechanism=self.noise_mechanism,
+            self.sampling, max_batch_size=self.max_batch_size, sample_rate=self.sample_rate,
+            poisson_sampling=self.poisson_sampling, noise_mechanism=self.noise_mechanism,
         )  # fmt: skip
         check_units(
             self.examples_per_unit, self.unit_ids, poisson_sampling=self.poisson_sampling,
             rand_on_empty=self.rand_on_empty,
         )  # fmt: skip
         object.__setattr__(self, "examples_per_unit", int(self.examples_per_unit))
+        if self.max_batch_size is not None:
+            object.__setattr__(self, "max_batch_size", int(self.max_batch_size))
         numbers = ["noise_multiplier", "max_grad_norm", "gamma"]
         if self.expected_batch_size is not None:
             check_expected_batch_size(self.expected_batch_size)
@@ -147,7 +150,10 @@ class Settings:
     @cached_property
     def mechanism(self) -> Mechanism:
         """Returns what a step releases: noise and sampling together, with its account."""
-        return accounted(self.noise_mechanism, self.sampling)
+        return accounted(
+            self.noise_mechanism, self.sampling, units=self.units_of_data,
+            max_batch_size=self.max_batch_size,
+        )  # fmt: skip
 
     def with_batch_size(self, world_size: int) -> "Settings":
         """Returns these settings with the loader's batch size, if no other one is expected."""
@@ -172,6 +178,7 @@ class Settings:
             "expected_batch_size": self.expected_batch_size,
             "poisson_sampling": self.poisson_sampling,
             "sampling": self.sampling,
+            "max_batch_size": self.max_batch_size,
             "num_samples": len(dataset),
             "sample_rate": self.rates[0],
             "examples_per_unit": self.examples_per_unit,
@@ -222,9 +229,10 @@ def sampled(loader: DataLoader, arguments: Mapping[str, Any]) -> Sampled:
     is_poisson = arguments.get("poisson_sampling", True)
     sampling = arguments.get("sampling", "poisson")
     check_rates(rate, steps, is_poisson)
-    noise = arguments.get("noise_mechanism", "gaussian")
+    noise, cap = arguments.get("noise_mechanism", "gaussian"), arguments.get("max_batch_size")
     check_sampling(
-        sampling, sample_rate=rate, poisson_sampling=is_poisson, noise_mechanism=noise
+        sampling, max_batch_size=cap, sample_rate=rate, poisson_sampling=is_poisson,
+        noise_mechanism=noise,
     )  # fmt: skip
     each, unit_ids = arguments.get("examples_per_unit", 1), arguments.get("unit_ids")
     check_units(
@@ -233,8 +241,9 @@ def sampled(loader: DataLoader, arguments: Mapping[str, Any]) -> Sampled:
     )  # fmt: skip
     units = given_units(loader, each, unit_ids, is_poisson)
     samples = len(cast(Any, loader.dataset))
+    number = -(-samples // each) if units is None else len(units)
     return Sampled(
         *rates_of(loader, rate, steps, units, sampling),
-        -(-samples // each) if units is None else len(units),
-        accounted(noise, sampling),
+        number,
+        accounted(noise, sampling, units=number, max_batch_size=cap),
     )

@@ -28,7 +28,7 @@ DATA = ("poisson_sampling", "num_samples", "num_units", "sample_rate")
 # Of what the account says ε: the unit of privacy and the mechanism; default: of a file without it.
 UNIT = {
     "examples_per_unit": 1, "unit_ids are given": False, "noise_mechanism": "gaussian",
-    "sampling": "poisson", "secure_mode": False,
+    "sampling": "poisson", "max_batch_size": None, "secure_mode": False,
 }  # fmt: skip
 NOISE = (
     "noise_multiplier", "max_grad_norm", "clipping", "clipping_function", "gamma",
@@ -81,6 +81,9 @@ def _check_run(
         _check_same(name, there[name], here[name], path)
     for name, default in UNIT.items():
         _check_same(name, there.get(name, default), here[name], path)
+    if here["sampling"] == "truncated_poisson":  # its account depends on their number
+        for name in ("num_samples", "num_units"):
+            _check_same(name, there[name], here[name], path)
     _check_tensors("trainable parameter", there["parameters"], here["parameters"], path)
     if snapshot.module_kwargs.get("strict", True):
         of_network = run.model.network.state_dict()

@@ -10,8 +10,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from dp_clipping.arguments.checks import check_units, given_units, rates_of
+from dp_clipping.arguments.accounted import check_sampling
+from dp_clipping.arguments.checks import check_units
 from dp_clipping.arguments.numbers import check_noise_multiplier, check_target
+from dp_clipping.arguments.settings import Sampled, sampled
 from dp_clipping.kinds import WrongType, by_name, check_type, shown
 
 LOG = logging.getLogger(__name__)
@@ -21,7 +23,11 @@ OPTIMIZERS = (  # that read `.grad` in `step()`, and nowhere else
 GIVEN_BY_TRAINER = (
     "module", "optimizer", "data_loader", "criterion", "wrap_model", "noise_multiplier",
     "max_grad_norm", "sample_rate", "steps", "poisson_sampling", "expected_batch_size",
-    "batch_first", "cuda_graph", "examples_per_unit", "unit_ids",
+    "batch_first", "cuda_graph", "examples_per_unit", "unit_ids", "sampling", "max_batch_size",
+)  # fmt: skip
+
+SAMPLED = (
+    "sample_rate", "steps", "sampling", "max_batch_size", "examples_per_unit", "unit_ids",
 )  # fmt: skip
 
 
@@ -42,6 +48,8 @@ class PrivacyArguments:
         sample_rate: probability of each sample to be in a batch, as a public constant. Default:
             1 / batches of an epoch.
         steps: batches of an epoch, as a public constant. Default: as the Trainer counts them.
+        sampling: how the units of a batch are chosen, as of `PrivacyEngine.make_private`.
+        max_batch_size: with `sampling="truncated_poisson"`, the most units of a batch.
         pad_batches: every microbatch has `per_device_train_batch_size` rows; see
             `BatchMemoryManager`.
         log_unprotected: also logs what ε does not cover: the training loss, tokens that were seen
@@ -65,6 +73,8 @@ class PrivacyArguments:
     accountant: str = "prv"
     sample_rate: float | None = None
     steps: int | None = None
+    sampling: str = "poisson"
+    max_batch_size: int | None = None
     pad_batches: bool = False
     log_unprotected: bool = False
     key_folder: str | None = None
@@ -85,6 +95,10 @@ class PrivacyArguments:
             self.examples_per_unit, self.unit_ids, poisson_sampling=True,
             rand_on_empty=bool(self.options.get("rand_on_empty")),
         )  # fmt: skip
+        check_sampling(
+            self.sampling, max_batch_size=self.max_batch_size, sample_rate=self.sample_rate,
+            noise_mechanism=self.options.get("noise_mechanism", "gaussian"),
+        )  # fmt: skip
         for name in ("pad_batches", "log_unprotected", "new_keys"):
             check_type(name, getattr(self, name), bool, "True or False")
         for name in self.options:
@@ -94,19 +108,19 @@ class PrivacyArguments:
                     "it out, or write it as an argument of PrivacyArguments, if it is one"
                 )
 
-    def rates(self, loader: DataLoader) -> tuple[float, int]:
-        """Returns the probability of a unit to be in a batch, and the batches of an epoch."""
-        units = given_units(loader, self.examples_per_unit, self.unit_ids, True)
-        return rates_of(loader, self.sample_rate, self.steps, units)
+    def sampled(self, loader: DataLoader) -> Sampled:
+        """Returns how the training samples its data, and the account of that."""
+        return sampled(loader, {name: getattr(self, name) for name in SAMPLED})
 
-    def noise_for(self, sample_rate: float, steps: int) -> float:
+    def noise_for(self, training: Sampled, steps: int) -> float:
         """Returns σ for a training of `steps` steps."""
         if self.noise_multiplier is not None:
             return self.noise_multiplier
         assert self.target_epsilon is not None
         return noise_multiplier_for(
             target_epsilon=self.target_epsilon, target_delta=self.target_delta,
-            sample_rate=sample_rate, steps=steps, accountant=self.accountant,
+            sample_rate=training.rate, steps=steps, accountant=self.accountant,
+            mechanism=training.mechanism,
         )  # fmt: skip
 
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dp_clipping.accounting.statement import PrivacyStatement
-from dp_clipping.accounting.target_epsilon import epsilon_at_end
 from dp_clipping.engine import PrivacyEngine
 from dp_clipping.integrations.adapters import adapters_of, refuse_unreached, warn_of_still
 from dp_clipping.integrations.logical_batches import LogicalBatches, Microbatches
 from dp_clipping.integrations.padding import refuse_padding
 from dp_clipping.integrations.trainer_arguments import (
+    SAMPLED,
     PrivacyArguments,
     arguments_of_loop,
     refuse_arguments,
@@ -150,8 +150,8 @@ class PrivateTrainer(Trainer):
         return args.train_batch_size * self._accumulation_steps * args.world_size
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:
-        _, steps = self.privacy.rates(dataloader)
-        return super().set_initial_training_values(args, _Epoch(dataloader.dataset, steps))
+        batches = self.privacy.sampled(dataloader).batches
+        return super().set_initial_training_values(args, _Epoch(dataloader.dataset, batches))
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
         """Returns None: a sample's loss does not depend on the others' tokens."""
@@ -186,15 +186,13 @@ class PrivateTrainer(Trainer):
             network = self._data_parallel(network)
         self.model.train()  # from_pretrained and an evaluation leave it otherwise
         self.create_optimizer()
-        rate, _ = privacy.rates(loader)
+        training = privacy.sampled(loader)
         self.model_wrapped, self.optimizer, self.criterion, loader = self.engine.make_private(
             module=network, optimizer=self.optimizer, data_loader=loader,
             criterion=self._user_loss and _without_count(self._user_loss),
-            noise_multiplier=privacy.noise_for(rate, max_steps),
+            noise_multiplier=privacy.noise_for(training, max_steps),
             max_grad_norm=privacy.max_grad_norm, wrap_model=False,
-            sample_rate=privacy.sample_rate, steps=privacy.steps,
-            examples_per_unit=privacy.examples_per_unit, unit_ids=privacy.unit_ids,
-            **privacy.options,
+            **{name: getattr(privacy, name) for name in SAMPLED}, **privacy.options,
         )  # fmt: skip
         if self._user_loss is not None:
             self.compute_loss_func = _with_count(self.criterion)
@@ -206,14 +204,11 @@ class PrivateTrainer(Trainer):
 
     def _refuse_above_target(self, max_steps: int) -> None:
         """Raises ValueError if a resumed run would end above its `target_epsilon`."""
-        privacy, account = self.privacy, self.engine.accountant
+        privacy = self.privacy
         if privacy.target_epsilon is None:
             return
-        rate, _ = privacy.rates(self._made[1].loader)
-        epsilon = epsilon_at_end(
-            account, self.optimizer.noise_multiplier, rate, max_steps - self.optimizer.steps,
-            privacy.target_delta,
-        )  # fmt: skip
+        left = max_steps - self.optimizer.steps
+        epsilon = self.engine.epsilon_at_end(self.optimizer, left, privacy.target_delta)
         if epsilon > privacy.target_epsilon:
             raise ValueError(
                 f"epsilon would end at {epsilon:.3f}, above target_epsilon="

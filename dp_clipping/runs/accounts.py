@@ -6,9 +6,10 @@ from functools import partial, reduce
 from math import hypot
 from typing import TYPE_CHECKING, Any
 
-from dp_clipping.accounting.ledger import Account, Step
+from dp_clipping.accounting.ledger import Account, Step, joined
 from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
+from dp_clipping.accounting.target_epsilon import epsilon_at_end
 from dp_clipping.arguments.numbers import check_target, warn_of_delta
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import WrongType, by_name, check_count, check_type, shown
@@ -89,6 +90,17 @@ class Accounts:
             delta,
             lambda _, delta: certificate.epsilon(self._account.history, delta, account=of_gaussian),
         )
+
+    def epsilon_at_end(self, optimizer: Any, steps: int, delta: float) -> float:
+        """Returns ε after `steps` more steps of an optimizer that `make_private` has returned."""
+        (run,) = (run for run in self._runs if run.optimizer is optimizer)
+        more = [(optimizer.noise_multiplier, run.settings["sample_rate"], max(0, steps))]
+        if self._mechanism.epsilon is None:
+            return epsilon_at_end(self.accountant, *more[0], delta)
+        parts = self._account.parts()
+        first, part = parts.get(run.keys.fingerprint, (0, []))
+        parts[run.keys.fingerprint] = first, joined(part, more if steps > 0 else [])
+        return self._mechanism.epsilon([part for _, part in parts.values()], delta)
 
     @by_name("engine.privacy_statement(delta=1e-5)")
     def privacy_statement(self, delta: float) -> PrivacyStatement:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dp_clipping.sampling.poisson import Poisson, Scheme
+from dp_clipping.sampling.poisson import Poisson, Scheme, included
 from dp_clipping.sampling.words import words
 
-SAMPLINGS = ("poisson", "balls_in_bins", "cyclic")
+SAMPLINGS = ("poisson", "truncated_poisson", "balls_in_bins", "cyclic")
 """What `sampling` of `make_private` may be."""
 
 FIXED = ("balls_in_bins", "cyclic")
@@ -41,6 +41,25 @@ class Cyclic(Scheme):
         return torch.from_numpy(np.sort(self._order[1][start:stop]))
 
 
+class TruncatedPoisson(Scheme):
+    """Poisson sampling; of more than `max_batch_size` units a random subset of that size is kept.
+
+    Every subset is as likely as another, whatever the units are. With several data-parallel ranks
+    `max_batch_size` bounds the batch of all together, and a rank has at most its part, rounded up.
+    """
+
+    def __init__(self, units: int, rate: float, max_batch_size: int) -> None:
+        self.units, self.rate, self.max_batch_size = units, rate, max_batch_size
+
+    def batch(self, key: bytes, number: int) -> Tensor:
+        drawn = included(key, number, self.units, self.rate).nonzero().flatten()
+        if len(drawn) <= self.max_batch_size:
+            return drawn
+        lots = words(key, b"truncation", number, self.units)[drawn.numpy()]
+        kept = np.argsort(lots, kind="stable")[: self.max_batch_size]
+        return drawn[torch.from_numpy(np.sort(kept))]
+
+
 class BallsInBins(Scheme):
     """Each unit is in one of the `batches` batches of an epoch, which it chooses independently.
 
@@ -65,15 +84,21 @@ class BallsInBins(Scheme):
         return words // np.uint64(2**64 // self.batches) if self.batches > 1 else 0 * words
 
 
-def scheme_of(sampling: str, *, units: int, sample_rate: float, secure: bool = False) -> Scheme:
+def scheme_of(
+    sampling: str, *, units: int, sample_rate: float, max_batch_size: int | None = None,
+    secure: bool = False,
+) -> Scheme:  # fmt: skip
     """Returns the scheme of a `sampling` of `make_private`.
 
     Args:
         units: how many there are in the data.
         sample_rate: q; schemes with epochs have 1/q batches in each.
+        max_batch_size: the most units of a batch, for truncated Poisson sampling.
         secure: words of Poisson sampling are cryptographic; no other sampling goes with it.
     """
     if sampling in FIXED:
         fixed = {"balls_in_bins": BallsInBins, "cyclic": Cyclic}[sampling]
         return fixed(units, round(1 / sample_rate))
+    if max_batch_size is not None:
+        return TruncatedPoisson(units, sample_rate, max_batch_size)
     return Poisson(units, sample_rate, secure=secure)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dp_clipping import BatchMemoryManager, PrivacyEngine
-from dp_clipping.accounting import balls_in_bins, cyclic
+from dp_clipping.accounting import balls_in_bins, cyclic, truncated_poisson
 from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, ZERO_OUT
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from tests.dp_clipping.noise import test_mechanisms
@@ -24,7 +24,10 @@ DELTA = 1e-3
 EPOCH = SAMPLES // BATCH
 
 IN_ORDER = ["balls_in_bins", "cyclic"]
-SAMPLINGS = {name: {"sampling": name} for name in IN_ORDER}
+MOST = 5
+SAMPLINGS = {name: {"sampling": name} for name in IN_ORDER} | {
+    "truncated_poisson": {"sampling": "truncated_poisson", "max_batch_size": MOST}
+}
 every_sampling = pytest.mark.parametrize("name", SAMPLINGS)
 every_order = pytest.mark.parametrize("name", IN_ORDER)
 
@@ -84,6 +87,20 @@ def test_balls_in_bins_cost_less_than_poisson():
     statement = run.engine.privacy_statement(DELTA)
     assert (statement.sampler, statement.relation) == ("balls_in_bins", ADD_OR_REMOVE)
     assert "privacy loss distribution" in statement.accountant
+
+
+def test_truncated_batches_have_a_cap_and_its_cost():
+    run = build("truncated_poisson", max_batch_size=np.int64(MOST))
+    sizes = list(map(len, train(run, 5 * EPOCH)))
+    assert max(sizes) == MOST > min(sizes)
+    history = [(0.8, 1 / EPOCH, 5 * EPOCH)]
+    options = {"units": SAMPLES, "max_batch_size": MOST}
+    assert epsilon(run) == truncated_poisson.epsilon([history], DELTA, **options)
+    free = truncated_poisson.epsilon([history], DELTA, units=SAMPLES, max_batch_size=99)
+    assert epsilon(run) > 1.5 * free
+    statement = run.engine.privacy_statement(DELTA)
+    assert (statement.sampler, statement.relation) == ("truncated_poisson", ADD_OR_REMOVE)
+    assert "at most 5 of 24 units" in statement.accountant
 
 
 def test_poisson_is_what_it_was():
@@ -449,6 +466,41 @@ def test_a_sample_rate_is_refused(name):
 def test_unknown_samplings(wrong):
     with pytest.raises((ValueError, TypeError), match=r"sampling .*poisson, "):
         saved_runs.build(sampling=wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"sampling": "truncated_poisson"},
+            r"max_batch_size is missing: give .*max_batch_size=128",
+        ),
+        (
+            {"max_batch_size": 5},
+            r"is for sampling=\"truncated_poisson\", and sampling is 'poisson'",
+        ),
+        ({"max_batch_size": 5, "sampling": "cyclic"}, "and sampling is 'cyclic': leave it out"),
+        *(
+            ({"sampling": "truncated_poisson", "max_batch_size": wrong}, "max_batch_size is")
+            for wrong in (0, -1, 2.5, True, "5")
+        ),
+    ],
+)
+def test_caps(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        saved_runs.build(**options)
+
+
+def test_a_checkpoint_with_another_cap_or_other_data_is_refused(path):
+    run = build("truncated_poisson")
+    train(run, 1)
+    save(run, path)
+    for new_keys in (False, True):
+        for changes in ({"max_batch_size": 6}, {"count": SAMPLES + 1}):
+            with pytest.raises(ValueError, match=r"max_batch_size is 5|num_samples is 24"):
+                load(build("truncated_poisson", **changes), path, new_keys=new_keys)
+    with pytest.raises(ValueError, match="no account of both is known"):
+        build("truncated_poisson", engine=run.engine, max_batch_size=6)
 
 
 @every_sampling

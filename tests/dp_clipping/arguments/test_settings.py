@@ -21,7 +21,7 @@ DEFAULTS = {
     "norm_reduction": "async", "adaptive_threshold": None, "data_parallel_group": None,
     "cuda_graph": False, "sample_rate": None, "steps": None, "examples_per_unit": 1,
     "noise_mechanism": "gaussian",
-    "unit_ids": None, "sampling": "poisson",
+    "unit_ids": None, "sampling": "poisson", "max_batch_size": None,
 }  # fmt: skip
 
 

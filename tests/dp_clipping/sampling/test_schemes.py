@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dp_clipping.sampling.poisson import Poisson, PoissonSampler
-from dp_clipping.sampling.schemes import BallsInBins, Cyclic, scheme_of
+from dp_clipping.sampling.schemes import BallsInBins, Cyclic, TruncatedPoisson, scheme_of
 from dp_clipping.sampling.words import words
 from tests.support.draws import KEY, OTHER_KEY, joined
 
@@ -212,15 +212,102 @@ class TestBallsInBins:
 FROZEN_BINS = [4, 24, 26, 39, 40, 48]
 
 
+RATE, MOST, DRAWS = 0.2, 12, 3000  # of 60 units 12 are expected, so that half of all are truncated
+
+
+def is_truncated_poisson(scheme, most=MOST):
+    """Sizes are those of Poisson batches up to the cap; no unit and no pair is preferred."""
+    seen = members(scheme, KEY, range(DRAWS))
+    sizes = seen.sum(1)
+    likely = [math.comb(UNITS, n) * RATE**n * (1 - RATE) ** (UNITS - n) for n in range(most)]
+    likely.append(1 - sum(likely))
+    if sizes.max() > most:
+        return False
+    counts = np.bincount(sizes.numpy(), minlength=most + 1)[4:]
+    expected = DRAWS * np.array(likely)[4:]
+    if ((counts - expected) ** 2 / expected).sum() > len(counts) + 6 * math.sqrt(2 * len(counts)):
+        return False
+    if not chi_squared_is_small(seen.sum(0).numpy(), float(sizes.sum()) / UNITS):
+        return False
+    both = seen.double().T @ seen.double()
+    pairs = both[~torch.eye(UNITS, dtype=torch.bool)]
+    share = float((sizes * (sizes - 1)).sum()) / (UNITS * (UNITS - 1)) / DRAWS
+    bound = 6 * math.sqrt(DRAWS * share * (1 - share))
+    return bool(((pairs - DRAWS * share).abs() < bound).all())
+
+
+class KeepsTheFirst(TruncatedPoisson):
+    """A wrong one: what comes first in the data set stays."""
+
+    def batch(self, key, number):
+        return Poisson(self.units, self.rate).batch(key, number)[: self.max_batch_size]
+
+
+class KeepsAlike(TruncatedPoisson):
+    """A wrong one: the same units are preferred in every batch."""
+
+    def batch(self, key, number):
+        drawn = Poisson(self.units, self.rate).batch(key, number)
+        lots = words(key, b"truncation", 0, self.units)[drawn.numpy()]
+        return drawn[np.sort(np.argsort(lots)[: self.max_batch_size])]
+
+
+class DrawsAgain(TruncatedPoisson):
+    """A wrong one: draws until a batch is small enough."""
+
+    def batch(self, key, number):
+        for turn in range(99):
+            drawn = Poisson(self.units, self.rate).batch(key, 99 * number + turn)
+            if len(drawn) <= self.max_batch_size:
+                return drawn
+        raise AssertionError
+
+
+class AlwaysFull(TruncatedPoisson):
+    """A wrong one: each batch has a fixed size."""
+
+    def batch(self, key, number):
+        lots = words(key, b"truncation", number, self.units)
+        return torch.from_numpy(np.sort(np.argsort(lots)[: self.max_batch_size]))
+
+
+class TestTruncatedPoisson:
+    def test_a_random_part_of_a_batch_that_is_too_large_is_kept(self):
+        assert is_truncated_poisson(TruncatedPoisson(UNITS, RATE, MOST))
+
+    @pytest.mark.parametrize("wrong", [KeepsTheFirst, KeepsAlike, DrawsAgain, AlwaysFull])
+    def test_a_wrong_one_is_rejected(self, wrong):
+        assert not is_truncated_poisson(wrong(UNITS, RATE, MOST))
+
+    def test_poisson_batches_are_rejected(self):
+        assert not is_truncated_poisson(Poisson(UNITS, RATE))
+
+    def test_what_is_kept_is_of_the_poisson_batch(self):
+        scheme, poisson = TruncatedPoisson(UNITS, RATE, MOST), Poisson(UNITS, RATE)
+        for number in range(200):
+            found, whole = (one.batch(KEY, number).tolist() for one in (scheme, poisson))
+            assert len(found) == min(MOST, len(whole))
+            assert set(found) <= set(whole)
+            assert found == sorted(found)
+
+    def test_is_a_pure_function_and_stays_the_same(self):
+        # Written down once: a checkpoint of an earlier version must have the same batches.
+        assert TruncatedPoisson(60, 0.3, 10).batch(KEY, 5).tolist() == FROZEN_TRUNCATED
+
+
+FROZEN_TRUNCATED = [1, 3, 22, 26, 28, 30, 33, 46, 48, 57]
+
+
 # ---- of all schemes ------------------------------------------------------------------------------
 
-SCHEMES = ["balls_in_bins", "cyclic"]
+SCHEMES = ["truncated_poisson", "balls_in_bins", "cyclic"]
 
 
 @pytest.mark.parametrize("sampling", SCHEMES)
 class TestSampler:
     def sampler(self, sampling, **changes):
-        scheme = scheme_of(sampling, units=103, sample_rate=1 / 6)
+        most = 15 if sampling == "truncated_poisson" else None
+        scheme = scheme_of(sampling, units=103, sample_rate=1 / 6, max_batch_size=most)
         options = dict(num_samples=103, sample_rate=1 / 6, steps=6, key=KEY, scheme=scheme)
         return PoissonSampler(**options | changes)
 

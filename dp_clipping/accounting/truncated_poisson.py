@@ -1,0 +1,48 @@
+"""The account of truncated Poisson batches with independent Gaussian noise, by dp-accounting.
+
+Each unit is sampled with probability q, independently, and of more than `max_batch_size` sampled
+ones a uniformly random subset of that size is kept. Without truncation, a unit more or less changes
+a sum by C at most; with it, another unit may take its place, and the sum changes by 2C. The cost of
+that is in the privacy loss distribution, weighted by its probability, which is why the number of
+units counts (Chua et al. 2024, "Scalable DP-SGD: Shuffling vs. Poisson Subsampling";
+"Tighter Privacy Analysis for Truncated Poisson Sampling", arXiv 2508.15089).
+"""
+
+import math
+from collections.abc import Sequence
+
+from dp_clipping.accounting.ledger import History
+from dp_clipping.accounting.mechanism import dp_accounting
+
+WIDEST, NARROWEST, PART = 1e-3, 1e-6, 0.15
+"""The interval of privacy losses, as a part of a step's standard deviation, and its bounds. Losses
+are rounded to it so that ε only grows."""
+
+
+def epsilon(
+    histories: Sequence[History], delta: float, *, units: int, max_batch_size: int
+) -> float:
+    """Returns ε at δ of truncated Poisson steps, for adding or removing one unit.
+
+    Args:
+        units: in the data. A neighbour has one more or one less, and ε is the larger one of both:
+            more units are truncated more often, and fewer are sampled more often.
+        max_batch_size: the most units of a batch.
+    """
+    entries = [entry for history in histories for entry in history]
+    return max(_epsilon(entries, delta, larger, max_batch_size) for larger in (units, units + 1))
+
+
+def _epsilon(entries: History, delta: float, units: int, max_batch_size: int) -> float:
+    """Returns ε for two data sets of which the larger one has so many units."""
+    dp = dp_accounting('sampling="truncated_poisson"')
+    spread = min(
+        (rate * math.expm1(min(100.0, sigma**-2.0)) ** 0.5 for sigma, rate, _ in entries),
+        default=1.0,
+    )
+    interval = max(NARROWEST, min(WIDEST, PART * spread))
+    accountant = dp.pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, interval)
+    for sigma, rate, steps in entries:
+        event = dp.TruncatedSubsampledGaussianDpEvent(units, rate, max_batch_size, sigma)
+        accountant.compose(dp.SelfComposedDpEvent(event, steps))
+    return float(accountant.get_epsilon(delta))

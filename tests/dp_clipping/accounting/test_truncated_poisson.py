@@ -1,0 +1,46 @@
+"""The account of truncated Poisson batches is dp-accounting's, on a grid that is fine enough."""
+
+import pytest
+
+from dp_clipping.accounting.truncated_poisson import epsilon
+
+# with dp-accounting 0.6.0:
+# event = TruncatedSubsampledGaussianDpEvent(units + 1, q, max_batch_size, sigma)
+# PLDAccountant().compose(SelfComposedDpEvent(event, steps)).get_epsilon(1e-5)
+EPSILONS = [  # σ, q, steps, units, max_batch_size, ε
+    (2.0, 0.25, 60, 24, 8, 9.548839),
+    (4.0, 0.1, 100, 1000, 110, 1.855858),
+    (4.0, 0.1, 100, 1000, 140, 0.983257),
+]
+
+
+@pytest.mark.parametrize(("sigma", "rate", "steps", "units", "most", "expected"), EPSILONS)
+def test_epsilon_is_that_of_the_reference(sigma, rate, steps, units, most, expected):
+    found = epsilon([[(sigma, rate, steps)]], 1e-5, units=units, max_batch_size=most)
+    assert expected * (1 - 1e-6) <= found <= 1.005 * expected
+
+
+def test_a_lower_cap_and_more_units_cost_more():
+    def of(most, units=1000):
+        return epsilon([[(4.0, 0.1, 20)]], 1e-5, units=units, max_batch_size=most)
+
+    assert of(1001) <= of(140) < of(120) < of(110)
+    assert of(120) < of(120, units=1100)
+
+
+def test_the_worse_one_of_both_neighbours_counts():
+    """Where almost all batches are truncated, fewer units are more often in one.
+
+    dp-accounting 0.6.0, with units in place of units + 1: 1.252632 of 20, and 1.188747 of 21.
+    """
+    found = epsilon([[(4.0, 0.5, 10)]], 1e-5, units=20, max_batch_size=2)
+    assert found == pytest.approx(1.252632, rel=2e-3)
+
+
+def test_steps_of_all_keys_compose():
+    options = {"units": 100, "max_batch_size": 12}
+    one, other = [(4.0, 0.1, 20)], [(6.0, 0.1, 5)]
+    both = epsilon([one, other], 1e-5, **options)
+    assert both == pytest.approx(epsilon([[*one, *other]], 1e-5, **options), rel=1e-9)
+    assert both > epsilon([one], 1e-5, **options) > epsilon([other], 1e-5, **options) > 0
+    assert epsilon([], 1e-5, **options) == 0

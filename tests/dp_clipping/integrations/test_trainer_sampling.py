@@ -1,0 +1,54 @@
+"""`PrivacyArguments(sampling=)`: batches and ε of a Trainer are those of `make_private`."""
+
+import pytest
+import torch
+
+from tests.dp_clipping.integrations.conftest import privacy, trainer_of, weights
+
+SAMPLINGS = [
+    {"sampling": "balls_in_bins"},
+    {"sampling": "cyclic"},
+    {"sampling": "truncated_poisson", "max_batch_size": 3},
+]
+every_sampling = pytest.mark.parametrize("options", SAMPLINGS, ids=lambda x: x["sampling"])
+
+
+@every_sampling
+def test_a_target_is_met_and_a_run_resumes(options, tmp_path):
+    """Saved in the middle of an epoch, with dropout off."""
+    given = {
+        "max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 8,
+        "privacy": {"target_epsilon": 3.0, **options},
+    }  # fmt: skip
+    whole = trainer_of("gpt2", tmp_path, **given)
+    start = {name: x.clone() for name, x in whole.model.state_dict().items()}
+    whole.train()
+    statement = whole.privacy_statement()
+    assert statement.sampler == options["sampling"]
+    assert 2.99 <= statement.epsilon <= 3.0
+    resumed = trainer_of("gpt2", tmp_path, **given)
+    resumed.model.load_state_dict(start)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert resumed.privacy_statement() == statement
+    for name, x in weights(resumed).items():
+        assert torch.equal(x, weights(whole)[name]), name
+
+
+def test_a_resumed_run_that_would_end_above_its_target_is_refused(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "privacy": {
+        "target_epsilon": 3.0, "sampling": "cyclic"}}  # fmt: skip
+    trainer_of("gpt2", tmp_path, max_steps=2, **options).train()
+    longer = trainer_of("gpt2", tmp_path, max_steps=40, **options)
+    with pytest.raises(ValueError, match=r"epsilon would end at .*, above target_epsilon=3"):
+        longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_what_does_not_go_together():
+    with pytest.raises(ValueError, match="max_batch_size is missing"):
+        privacy(sampling="truncated_poisson")
+    with pytest.raises(ValueError, match=r"does not go with sample_rate.* give steps="):
+        privacy(sampling="balls_in_bins", sample_rate=0.1)
+    with pytest.raises(ValueError, match=r"options has sampling, .* of PrivacyArguments"):
+        privacy(options={"sampling": "cyclic"})
+    with pytest.raises(ValueError, match="does not go with noise_mechanism='laplace'"):
+        privacy(sampling="cyclic", options={"noise_mechanism": "laplace"})
