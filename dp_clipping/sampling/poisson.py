@@ -43,15 +43,16 @@ def included(
     step, fewer than one sample and a rate outside (0, 1].
     """
     _check_sampling(key, step, num_samples, sample_rate)
+    limit = int(sample_rate * 2**64)
     if secure:
         message = step.to_bytes(8, "little")
         own = hashlib.blake2b(message, key=key, person=b"secure sampling", digest_size=KEY_BYTES)
-        return torch.from_numpy(words64(own.digest(), num_samples) < int(sample_rate * 2**64))
+        return torch.from_numpy(words64(own.digest(), num_samples) < limit)
     # Noise is keyed by the same kind of secret: the personalisation keeps the streams apart.
     derived = hashlib.blake2b(key=key, person=b"sampling", digest_size=16).digest()
     # The step is in the counter's second word and blocks of samples count in its first.
     generator = np.random.Philox(key=int.from_bytes(derived, "little"), counter=step << 64)
-    return torch.from_numpy(generator.random_raw(num_samples) < int(sample_rate * 2**64))
+    return torch.from_numpy(generator.random_raw(num_samples) < limit)
 
 
 class Drawn(NamedTuple):
