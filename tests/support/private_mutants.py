@@ -36,6 +36,11 @@ CORRELATED_RUN = "tests/dp_clipping/test_correlated_noise.py"
 ALONE = "tests/dp_clipping/layers/registered/test_one_alone.py"
 OF_USERS = "tests/dp_clipping/layers/registered/test_module.py"
 STATE = "tests/dp_clipping/step/test_state.py"
+CHACHA = "tests/dp_clipping/test_chacha.py"
+SECURE = "tests/dp_clipping/noise/secure/test_secure_mode.py"
+SECURE_KERNEL = "tests/dp_clipping/noise/secure/test_kernel.py"
+ROUNDED = "tests/dp_clipping/noise/secure/test_rounded_gaussian.py"
+CERTIFICATE = "tests/dp_clipping/noise/secure/test_certificate.py"
 
 ROWS = [
     # ---- clipping
@@ -191,7 +196,7 @@ ROWS = [
     ("Gaussian steps count as a registered mechanism's", "noise/mechanisms.py",
      "(not has_runs and name != DEFAULT and history)", "False", MECHANISMS),
     ("a checkpoint goes on under another mechanism", "checkpoint/compatibility.py",
-     ', "noise_mechanism": "gaussian"}', "}", MECHANISMS),
+     ' "noise_mechanism": "gaussian",\n', "\n", MECHANISMS),
     # ---- correlated noise
     ("earlier noise has no weight", "noise/gaussian.py", ".mul_(weights[:, None])", "",
      CORRELATED),
@@ -265,4 +270,43 @@ ROWS = [
      "            steps += whole.pop()[2]", "            whole.pop()", LEDGER),
     ("a step too many is dropped", "accounting/ledger.py",
      "left = number - min(number, steps)", "left = number - min(number, steps + 1)", LEDGER),
+    # ---- secure noise
+    ("ChaCha20 has eight double rounds", "chacha.py", "DOUBLE_ROUNDS = 10", "DOUBLE_ROUNDS = 8",
+     CHACHA),
+    ("a ChaCha20 key counts up to 32 bits", "chacha.py",
+     "state[3, 1] = counters >> np.uint64(32)", "state[3, 1] = 0", CHACHA),
+    ("secure noise does not know the step", "noise/secure/source.py",
+     'step.to_bytes(8, "little"), digest_size=32', 'b"", digest_size=32', SECURE),
+    ("secure noise does not know the parameter", "noise/secure/source.py",
+     "own.update(parameter.encode())", 'own.update(b"")', SECURE),
+    ("sums are not rounded to the grid", "noise/secure/source.py",
+     "rounded(units) + values_at", "units + values_at", SECURE),
+    ("the grid is twice as wide", "noise/secure/source.py", "FINENESS)\n", "FINENESS + 1)\n",
+     SECURE),
+    ("pairs share words", "noise/secure/rounded_gaussian.py",
+     "(BLOCKS * groups[:, None] +", "(groups[:, None] +", ROUNDED),
+    ("one part of a product is left out", "noise/secure/rounded_gaussian.py",
+     "return p, e + (a[0] * b[1] + a[1] * b[0])", "return p, e", ROUNDED),
+    ("angles have 32 bits", "noise/secure/rounded_gaussian.py",
+     "(w1.astype(np.float64) + 0.5) * 2.0**-64)\n    p, e = two_prod(th, TWO_PI",
+     "(0 * w1 + 0.5) * 2.0**-64)\n    p, e = two_prod(th, TWO_PI", ROUNDED),
+    ("the kernel's words are of another block", "noise/secure/kernel.py",
+     "3 * o_group + 2, k0", "3 * o_group + 1, k0", SECURE_KERNEL, "check_many"),
+    ("the kernel writes behind a run's end", "noise/secure/kernel.py",
+     "tl.minimum(n - start, 16 * BLOCK)", "tl.minimum(n - start + 1, 16 * BLOCK)",
+     SECURE_KERNEL, "check_places"),
+    ("secure mode samples with Philox", "build.py",
+     "secure=settings.secure_mode,", "secure=False,", SECURE, "chacha"),
+    ("the grid costs nothing", "noise/secure/certificate.py",
+     "return 1 / (moved + self.grid)", "return 1 / moved", CERTIFICATE),
+    ("rounding of sums costs nothing", "noise/secure/certificate.py",
+     "return 2 * self.most_units * m / (1 - m) if m < 0.5 else math.inf", "return 0.0",
+     CERTIFICATE),
+    ("the sampler is exact", "noise/secure/certificate.py",
+     "return epsilon + 2 * distance.epsilon", "return epsilon", CERTIFICATE),
+    ("steps before a resume are forgotten", "checkpoint/restore.py",
+     "run.certificate.joined(Certificate(*details[\"certificate\"]))", "run.certificate",
+     CERTIFICATE),
+    ("parts that were joined are believed", "runs/accounts.py",
+     "        largest = None  # parts were put together again\n", "        pass\n", CERTIFICATE),
 ]  # fmt: skip

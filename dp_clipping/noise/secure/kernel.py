@@ -31,6 +31,7 @@ GROUP = reference.GROUP
 BLOCK = 128  # groups of one program; each gives 16 values
 LOOPS = 4  # blocks of one program
 RUN_WORDS = 12
+GROUPS = 7  # which of them counts a run's groups
 
 
 def add_integers_kernel_launch(
@@ -49,38 +50,44 @@ def add_integers_kernel_launch(
         places: where each total lies in its parameter; None: it is the whole.
         scale: the standard deviation of the integers.
     """
-    rows, groups = [], []
-    for i, (total, place) in enumerate(zip(totals, places, strict=True)):
-        n = total.numel()
-        own = within_reach((Span(0, 0, n, n, 1),) if place is None else place)
-        words = np.frombuffer(keys[i], dtype="<i8").tolist()
-        for run in own:
-            width = ceil_div(run.length + (0 if _is_aligned(run) else GROUP - 1), GROUP)
-            start = run.local_start
-            rows.append(
-                [
-                    total.data_ptr() + start * total.element_size(),
-                    outs[i].data_ptr() + start * outs[i].element_size(),
-                    *words, run.numel, run.count * width, run.length, width, run.stride, run.offset,
-                ]
-            )  # fmt: skip
-            groups.append(run.count * width)
-    if not any(groups):
-        return
     device = totals[0].device
-    pieces = pieces_of(tuple(groups), device, BLOCK * LOOPS)
-    scales = [_bits(1 / grid), _bits(scale), _bits(grid / divisor)]
-    table = table_on(device, rows)
-    _add_integers_kernel[(len(pieces),)](
-        table, pieces, table_on(device, scales), DTYPE=TRITON_DTYPES[outs[0].dtype],
-        FUSED=not INTERPRETED, RUN_WORDS=RUN_WORDS, LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    scales = table_on(device, [_bits(1 / grid), _bits(scale), _bits(grid / divisor)])
+    for has_rows in (False, True):
+        rows = [
+            row
+            for total, out, key, place in zip(totals, outs, keys, places, strict=True)
+            for row in _runs_of(total, out, key, place, has_rows)
+        ]
+        groups = tuple(row[GROUPS] for row in rows)
+        if not any(groups):
+            continue
+        pieces = pieces_of(groups, device, BLOCK * LOOPS)
+        _add_integers_kernel[(len(pieces),)](
+            table_on(device, rows), pieces, scales, DTYPE=TRITON_DTYPES[outs[0].dtype],
+            HAS_ROWS=has_rows, FUSED=not INTERPRETED, RUN_WORDS=RUN_WORDS, LOOPS=LOOPS,
+            BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
-def _is_aligned(run: Span) -> bool:
-    """Returns whether every row begins with a group."""
-    return run.offset % GROUP == 0 and (run.count == 1 or run.stride % GROUP == 0)
+def _runs_of(
+    total: Tensor, out: Tensor, key: bytes, place: Place | None, has_rows: bool
+) -> list[list[int]]:
+    """Returns the table's rows of a total's runs with several rows, or of those with one."""
+    n, found = total.numel(), []
+    for run in within_reach((Span(0, 0, n, n, 1),) if place is None else place):
+        if (run.count > 1) != has_rows:
+            continue
+        is_aligned = run.offset % GROUP == 0 and (not has_rows or run.stride % GROUP == 0)
+        width = ceil_div(run.length + (0 if is_aligned else GROUP - 1), GROUP)
+        found.append(
+            [
+                total.data_ptr() + run.local_start * total.element_size(),
+                out.data_ptr() + run.local_start * out.element_size(),
+                *np.frombuffer(key, dtype="<i8").tolist(), run.numel, run.count * width,
+                run.length, width, run.stride, run.offset,
+            ]
+        )  # fmt: skip
+    return found
 
 
 def _bits(x: float) -> int:
@@ -179,8 +186,7 @@ if triton is not None:
         bh = 2.0 + fh
         bl = (fh - (bh - 2.0)) + fl
         x = 0.5 * fh
-        y = 0.5 - 0.5 * (x - x * x)
-        y = y + y * (1.0 - bh * y)
+        y = 0.5 - 0.5 * (x * (1.0 - x * (1.0 - x)))
         y = y + y * (1.0 - bh * y)
         y = y + y * (1.0 - bh * y)
         q = fh * y
@@ -214,7 +220,6 @@ if triton is not None:
         )
         y = (0x5FE6EB50C7B537A9 - (h.to(tl.int64, bitcast=True) >> 1)).to(tl.float64, bitcast=True)
         half = 0.5 * h
-        y = y * (1.5 - (half * y) * y)
         y = y * (1.5 - (half * y) * y)
         y = y * (1.5 - (half * y) * y)
         y = y * (1.5 - (half * y) * y)
@@ -336,8 +341,8 @@ if triton is not None:
     @triton.jit
     def _add_integers_kernel(
         p_rows, p_pieces, p_scales,
-        DTYPE: tl.constexpr, FUSED: tl.constexpr, RUN_WORDS: tl.constexpr, LOOPS: tl.constexpr,
-        BLOCK: tl.constexpr,
+        DTYPE: tl.constexpr, HAS_ROWS: tl.constexpr, FUSED: tl.constexpr,
+        RUN_WORDS: tl.constexpr, LOOPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         i_row = tl.load(p_pieces + 2 * tl.program_id(0))
         i_piece = tl.load(p_pieces + 2 * tl.program_id(0) + 1)
@@ -356,23 +361,33 @@ if triton is not None:
         length, width = tl.load(p_row + 8), tl.load(p_row + 9)
         stride, offset = tl.load(p_row + 10), tl.load(p_row + 11)
         for i_loop in range(tl.minimum(LOOPS, tl.cdiv(n_left, BLOCK)).to(tl.int32)):
-            # Row and number in it of this block's groups: one division in 64 bits, for all.
             first = (i_piece * LOOPS + i_loop) * BLOCK
-            i_first = first // width
-            o_block = (first - i_first * width).to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
-            i_below = o_block // width.to(tl.uint32)
-            o_group = (o_block - i_below * width.to(tl.uint32)).to(tl.int64)
-            i_q = i_first + i_below.to(tl.int64)
-            o_start = offset + i_q * stride
-            b_noise = _integers(
-                (o_start >> 4) + o_group, scale, k0, k1, k2, k3, k4, k5, k6, k7, FUSED, BLOCK
-            )
-            o_r = (16 * o_group - (o_start & 15))[:, None] + tl.arange(0, 16)[None, :]
-            o_n = i_q[:, None] * length + o_r
-            m_n = ((o_r >= 0) & (o_r < length) & (o_n < n)).reshape(16 * BLOCK)
-            o_n = o_n.reshape(16 * BLOCK)
-            b_sum = tl.load(p_total + o_n, mask=m_n, other=0).to(tl.float64) * inverse
+            if HAS_ROWS:
+                # Row and number in it of this block's groups: one division in 64 bits, for all.
+                i_first = first // width
+                o_block = (first - i_first * width).to(tl.uint32) + tl.arange(0, BLOCK).to(
+                    tl.uint32
+                )
+                i_below = o_block // width.to(tl.uint32)
+                o_group = (o_block - i_below * width.to(tl.uint32)).to(tl.int64)
+                i_q = i_first + i_below.to(tl.int64)
+                o_start = offset + i_q * stride
+                o_r = (16 * o_group - (o_start & 15))[:, None] + tl.arange(0, 16)[None, :]
+                o_n = i_q[:, None] * length + o_r
+                m_n = ((o_r >= 0) & (o_r < length) & (o_n < n)).reshape(16 * BLOCK)
+                o_n = o_n.reshape(16 * BLOCK)
+                p_in, p_to = p_total + o_n, p_out + o_n
+                o_group += o_start >> 4
+            else:
+                start = 16 * first - (offset & 15)
+                o_n = tl.arange(0, 16 * BLOCK)
+                m_n = o_n >= tl.maximum(-start, 0).to(tl.int32)
+                m_n &= o_n < tl.minimum(n - start, 16 * BLOCK).to(tl.int32)
+                p_in, p_to = p_total + start + o_n, p_out + start + o_n
+                o_group = (offset >> 4) + first + tl.arange(0, BLOCK)
+            b_noise = _integers(o_group, scale, k0, k1, k2, k3, k4, k5, k6, k7, FUSED, BLOCK)
+            b_sum = tl.load(p_in, mask=m_n, other=0).to(tl.float64) * inverse
             b_sum = tl.where(b_sum > 2251799813685248.0, 2251799813685248.0, b_sum)
             b_sum = tl.where(b_sum < -2251799813685248.0, -2251799813685248.0, b_sum)
             b_out = ((_rounded(b_sum) + b_noise) * result_scale).to(tl.float32)
-            tl.store(p_out + o_n, b_out.to(DTYPE), mask=m_n)
+            tl.store(p_to, b_out.to(DTYPE), mask=m_n)

@@ -111,8 +111,8 @@ def radius(w0: Any, w1: Any, w2: Any, w3: Any) -> Two:
     bh, bl = fast_two_sum(2.0, fh)
     bl = bl + fl
     x = 0.5 * fh
-    y = 0.5 - 0.5 * (x - x * x)
-    for _ in range(3):
+    y = 0.5 - 0.5 * (x * (1.0 - x * (1.0 - x)))
+    for _ in range(2):
         y = y + y * (1.0 - bh * y)
     q = fh * y
     p, e = two_prod(q, bh)
@@ -134,7 +134,7 @@ def radius(w0: Any, w1: Any, w2: Any, w3: Any) -> Two:
     # The root of h + rest, from 1/√h.
     y = (RECIPROCAL_ROOT - (h.view(np.int64) >> 1)).view(np.float64)
     half = 0.5 * h
-    for _ in range(4):
+    for _ in range(3):
         y = y * (1.5 - (half * y) * y)
     r = h * y
     p, e = two_prod(r, r)
