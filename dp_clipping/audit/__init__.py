@@ -2,5 +2,11 @@
 
 Files:
 
-    bound         lower bounds on ε from guesses about canaries
+    audits        `PrivacyEngine.audit`: a run with canaries
+    canaries      units whose gradient is one coordinate of their own
+    copies        copies of a user's network and optimizer
+    attacks       guesses about which canaries were in the data
+    bound         lower bounds on ε from guesses
+    curve         ε(δ) as an account states it
+    report        both beside each other
 """

@@ -58,7 +58,7 @@ def epsilon_lower_bound(
         ValueError: as `p_value`, and unless 0 < confidence < 1.
     """
     _check(canaries, guesses, correct, delta)
-    _check_confidence(confidence)
+    check_confidence(confidence)
     refuted, possible = 0.0, LARGEST
 
     def is_refuted(epsilon: float) -> bool:
@@ -96,7 +96,7 @@ def refutes_curve(
         curve: pairs (ε_j, δ_j) with ε_j ≥ 0.
     """
     _check(canaries, guesses, correct, max(delta for _, delta in curve))
-    _check_confidence(confidence)
+    check_confidence(confidence)
     pairs = [(math.exp(-epsilon), delta) for epsilon, delta in curve]
 
     def least(x: float) -> float:
@@ -134,6 +134,6 @@ def _check(canaries: int, guesses: int, correct: int, delta: float) -> None:
         raise ValueError(f"delta is {delta}: give a number from 0 to 1")
 
 
-def _check_confidence(confidence: float) -> None:
+def check_confidence(confidence: float) -> None:
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}: give a number between 0 and 1, as 0.95")
