@@ -1,7 +1,9 @@
 """`PrivacyEngine.audit`: a private run with canaries, and what it tells about them."""
 
 import math
+from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from dp_clipping.audit.bound import check_confidence
 from dp_clipping.audit.canaries import LARGE, CanaryNetwork, Loss, Proxy, loss_of, tagged_loader
 from dp_clipping.audit.copies import Audited
 from dp_clipping.audit.curve import DELTAS, Curve, curve_of
+from dp_clipping.audit.records import TOLERANCE, RecordedSums, Step, record
 from dp_clipping.audit.report import AuditReport, bounds_of
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.kinds import by_name, check_count, check_number
@@ -24,6 +27,7 @@ AUDIT = (
     "engine.audit(module=network, optimizer=optimizer, data_loader=loader, criterion=criterion, "
     "noise_multiplier=1.0, max_grad_norm=1.0, delta=1e-5)"
 )
+RECORD = AUDIT.replace("audit", "record_sums").replace(", delta=1e-5", "")
 FEWEST = 16  # canaries
 
 
@@ -114,6 +118,82 @@ class Audits(Accounts):
             curve_guesses=bounds.curve_guesses,
         )  # fmt: skip
 
+    @by_name(RECORD)
+    def record_sums(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any = None,
+        data_loader: DataLoader,
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        units: int = 16,
+        removed: int = 4,
+        loss: Loss | None = None,
+        **arguments: Any,
+    ) -> RecordedSums:
+        """Records one step on data with and without one unit, for each of some: `print` the result.
+
+        One unit may move the clipped sum by at most C, and may not move the noise. Steps of what
+        `make_private` returns for copies of module and optimizer are compared by what they leave in
+        `.grad`: of all units, without one, and with that one's loss multiplied by −1000. The sample
+        rate is 1 here, so all units are in the batch. About 2·`removed` + 5 private runs of two
+        steps are made. Nothing of the user's is changed. The report is private data.
+
+        Args:
+            module, optimizer, criterion, data_loader, noise_multiplier, max_grad_norm, loss,
+                arguments: as of `audit`. `noise_multiplier=0` looks at sums alone.
+            units: so many of the data set, its first ones, are the batch.
+            removed: so many of these are removed, one at a time.
+
+        Raises:
+            RuntimeError: with `hide_unprotected=True`.
+            ValueError: as `audit`, and unless 1 ≤ removed < units.
+        """
+        self._refuse_hidden("engine.record_sums")
+        check_count("units", units, "a whole number of 2 or more, as units=16")
+        check_count("removed", removed, "a whole number of 1 or more, as removed=4")
+        check_number("noise_multiplier", noise_multiplier, "a number of at least 0, as 1.0")
+        audited = Audited(module, optimizer, criterion, data_loader, arguments)
+        members: dict[Any, list[int]] = {}
+        for index, unit in enumerate(audited.units()):
+            members.setdefault(unit, []).append(index)
+        own = list(members.values())[:units]
+        if not 1 <= removed < len(own):
+            raise ValueError(
+                f"removed is {removed}, and the batch has {len(own)} units: give fewer, and at "
+                "least 1, as units=16, removed=4"
+            )
+        with audited.untouched():
+            keys, _ = audited.seeds()
+
+            def run(
+                those: Sequence[int], weights: Sequence[float], sigma: float, seed: int = 0,
+                is_fixed: bool = True,
+            ) -> list[Step]:  # fmt: skip
+                torch.manual_seed(seed)
+                engine = type(self)(accountant=self.accountant.mechanism())
+                return _replay(
+                    engine, audited, [own[u] for u in those], weights, max_grad_norm, loss,
+                    is_fixed, noise_multiplier=sigma, noise_generator=keys,
+                    expected_batch_size=len(own),
+                )  # fmt: skip
+
+            def differs(is_fixed: bool) -> bool:
+                several = range(len(own)), [1.0] * len(own), 0.0
+                one, other = (run(*several, seed, is_fixed)[0] for seed in (0, 1))
+                return float((one.total - other.total).norm()) > TOLERANCE * one.clip_norm
+
+            in_evaluation = differs(False)
+            is_random = in_evaluation and differs(True)
+            mechanism = arguments.get("noise_mechanism", "gaussian")
+            return record(
+                partial(run, is_fixed=in_evaluation), len(own), removed, noise_multiplier,
+                in_evaluation=in_evaluation, is_random=is_random,
+                independent=isinstance(mechanism, str),
+            )  # fmt: skip
+
     def _refuse_hidden(self, what: str) -> None:
         if getattr(self, "hide_unprotected", False):
             raise RuntimeError(
@@ -184,3 +264,44 @@ def _run(
         spreads.append(sigma * state.sensitivity / clip_norm)
         optimizer.zero_grad()
     return torch.stack(gradients), torch.tensor(spreads, dtype=torch.float64)
+
+
+def _replay(
+    engine: Any, audited: Audited, units: Sequence[Sequence[int]], weights: Sequence[float],
+    max_grad_norm: float | list[float], loss: Loss | None, is_fixed: bool, **more: Any,
+) -> list[Step]:  # fmt: skip
+    """Returns two steps of a private run on these units, from the same parameters.
+
+    Args:
+        units: the examples of each.
+        weights: of each unit's losses.
+        is_fixed: the network's modules are in evaluation.
+    """
+    module, optimizer, criterion = audited.copied()
+    for child in module.modules() if is_fixed else ():
+        child.training = child is module
+    rows = [(i, weight) for own, weight in zip(units, weights, strict=True) for i in own]
+    arguments = dict(audited.arguments) | more | {"sample_rate": 1.0, "steps": 2}
+    if arguments.get("examples_per_unit", 1) > 1:
+        arguments["unit_ids"] = [unit for unit, own in enumerate(units) for _ in own]
+    if arguments.get("adaptive_threshold") is not None:
+        arguments["adaptive_threshold"] = deepcopy(arguments["adaptive_threshold"])
+    model, private, criterion, loader = engine.make_private(
+        module=module, optimizer=optimizer, criterion=criterion, max_grad_norm=max_grad_norm,
+        data_loader=tagged_loader(audited.loader, rows, audited.batch_first), **arguments,
+    )  # fmt: skip
+    parameters = private.model.capture.parameters
+    start = [p.detach().clone() for p in parameters]
+    divisor = private.expected_batch_size if criterion.loss_reduction == "mean" else 1.0
+    steps = []
+    for tags, batch in loader:
+        tags, batch = (changed(x, lambda t: t.to(start[0].device)) for x in (tags, batch))
+        (loss_of(loss, model, criterion, batch) * tags.flatten()).backward()
+        private.step()
+        total = torch.cat([p.grad.double().cpu().flatten() for p in parameters]) * divisor
+        steps.append(Step(total, private.step_state.sensitivity))
+        private.zero_grad()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, start, strict=True):
+                parameter.copy_(value)
+    return steps
