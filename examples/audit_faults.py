@@ -164,30 +164,20 @@ def divided_by_batch() -> AbstractContextManager:
     return patch.object(GradientNoise, "_how", how)
 
 
-BY_AUDIT: dict[str, Fault] = {
-    "half-noise": half_noise,
-    "noise-of-microbatches": noise_of_microbatches,
-    "no-noise-on-one-shard": no_noise_on_one_shard,
-    "reused-noise": reused_noise,
-    "no-clipping": no_clipping,
-    "clipping-of-the-mean": clipping_of_the_mean,
-    "every-sample-twice": every_sample_twice,
-    "same-batch-always": same_batch_always,
-    "twice-the-rate": twice_the_rate,
+AUDIT, RECORD = "audit", "record_sums"
+FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
+    "half-noise": (half_noise, (AUDIT, RECORD)),
+    "noise-of-microbatches": (noise_of_microbatches, (AUDIT, RECORD)),
+    "no-noise-on-one-shard": (no_noise_on_one_shard, (AUDIT, RECORD)),
+    "reused-noise": (reused_noise, (AUDIT, RECORD)),
+    "noise-from-data": (noise_from_data, (RECORD,)),
+    "no-clipping": (no_clipping, (AUDIT, RECORD)),
+    "clipping-of-the-mean": (clipping_of_the_mean, (RECORD,)),
+    "clipping-of-the-sum": (clipping_of_the_sum, (RECORD,)),
+    "norm-without-weights": (norm_without_weights, (RECORD,)),
+    "every-sample-twice": (every_sample_twice, (AUDIT, RECORD)),
+    "same-batch-always": (same_batch_always, (AUDIT,)),
+    "twice-the-rate": (twice_the_rate, (AUDIT,)),
+    "divided-by-batch": (divided_by_batch, (RECORD,)),
 }
-"""Faults that `engine.audit` finds."""
-
-BY_RECORD: dict[str, Fault] = {
-    "half-noise": half_noise,
-    "noise-of-microbatches": noise_of_microbatches,
-    "no-noise-on-one-shard": no_noise_on_one_shard,
-    "reused-noise": reused_noise,
-    "noise-from-data": noise_from_data,
-    "no-clipping": no_clipping,
-    "clipping-of-the-mean": clipping_of_the_mean,
-    "clipping-of-the-sum": clipping_of_the_sum,
-    "norm-without-weights": norm_without_weights,
-    "every-sample-twice": every_sample_twice,
-    "divided-by-batch": divided_by_batch,
-}
-"""Faults that `engine.record_sums` finds."""
+"""Name -> what breaks the library, and the methods of the engine that find it."""

@@ -2,11 +2,12 @@
 
 Files:
 
-    audits        `PrivacyEngine.audit`: a run with canaries
+    audits        `PrivacyEngine.audit` and `record_sums`
     canaries      units whose gradient is one coordinate of their own
     copies        copies of a user's network and optimizer
     attacks       guesses about which canaries were in the data
     bound         lower bounds on ε from guesses
     curve         ε(δ) as an account states it
     report        both beside each other
+    records       one step on data with and without a unit
 """

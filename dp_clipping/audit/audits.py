@@ -284,8 +284,7 @@ def _replay(
     arguments = dict(audited.arguments) | more | {"sample_rate": 1.0, "steps": 2}
     if arguments.get("examples_per_unit", 1) > 1:
         arguments["unit_ids"] = [unit for unit, own in enumerate(units) for _ in own]
-    if arguments.get("adaptive_threshold") is not None:
-        arguments["adaptive_threshold"] = deepcopy(arguments["adaptive_threshold"])
+    arguments["adaptive_threshold"] = None  # it changes C after a step, not in it
     model, private, criterion, loader = engine.make_private(
         module=module, optimizer=optimizer, criterion=criterion, max_grad_norm=max_grad_norm,
         data_loader=tagged_loader(audited.loader, rows, audited.batch_first), **arguments,

@@ -114,7 +114,9 @@ class RecordedSums:
     def __str__(self) -> str:
         rows = [["unit removed", "moves the sum by / C", f"loss times {HOSTILE:g}"]]
         for unit, (distance, hostile) in enumerate(zip(self.distances, self.hostile, strict=True)):
-            rows.append([str(unit), *(f"{float(d) / self.clip_norm:.6f}" for d in (distance, hostile))])
+            rows.append(
+                [str(unit), *(f"{float(d) / self.clip_norm:.6f}" for d in (distance, hostile))]
+            )
         noise = (
             f"noise: standard deviation {self.noise_std:.4g}, stated "
             f"{self.noise_multiplier * self.clip_norm:.4g}; one unit moves it by "
@@ -164,7 +166,8 @@ def record(
         error = float(square.std(correction=0)) / math.sqrt(len(square)) / (2 * std)
         chance = DEVIATIONS * error + TOLERANCE * std
         if independent:
-            repetition = float(torch.nn.functional.cosine_similarity(*noises, dim=0))
+            norms = noises[0].norm() * noises[1].norm()
+            repetition = float(noises[0] @ noises[1] / norms) if norms else 0.0
     return RecordedSums(
         whole.clip_norm, torch.stack(distances), torch.stack(hostile), float(noise_multiplier),
         noise_std, chance, depends, repetition, len(whole.total), in_evaluation, is_random,
