@@ -84,7 +84,8 @@ class RecordedSums:
             ]
         found, most = [], self.clip_norm * (1 + TOLERANCE)
         for name, distances in (
-            ("unit {}", self.distances), (f"unit {{}} with its loss times {HOSTILE:g}", self.hostile)
+            ("unit {}", self.distances),
+            (f"unit {{}} with its loss times {HOSTILE:g}", self.hostile),
         ):  # fmt: skip
             worst = int(distances.argmax())
             if not float(distances.max()) <= most:
