@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from ddp import wrap
 from dp_clipping import PrivacyEngine
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from examples.audit_faults import AUDIT, FAULTS
@@ -236,12 +238,20 @@ class TestRefusals:
             with pytest.raises(ValueError, match="private already"):
                 PrivacyEngine().audit(**{**arguments, "module": module})
 
-    def test_a_wrapped_network(self):
+    @pytest.mark.parametrize("name", ["ddp_bucketed", "zero2", "fsdp", "fully_shard", "torch"])
+    def test_wrapped_and_sharded_networks(self, name, one_rank):
         net = network()
         arguments = given(net)
-        net.gradient_ready = lambda parameter: None
-        with pytest.raises(ValueError, match="module is wrapped or sharded"):
-            PrivacyEngine().audit(**arguments)
+        if name == "fully_shard":
+            module = fully_shard(net)
+            arguments["optimizer"] = torch.optim.Adam(net.parameters())
+        elif name == "torch":
+            module = nn.parallel.DistributedDataParallel(net)
+        else:
+            module = wrap(name, net)
+        for attack in (PrivacyEngine().audit, PrivacyEngine().record_sums):
+            with pytest.raises(ValueError, match="module is wrapped or sharded, .* before ddp.wrap"):
+                attack(**{**arguments, "module": module})
 
     def test_hidden_engines(self):
         with pytest.raises(RuntimeError, match="hide_unprotected"):
