@@ -12,10 +12,10 @@ from torch import Tensor
 
 IN, BOTH = "in", "in and out"
 TESTS = (
-    ("likelihood", BOTH, 16), ("likelihood", IN, 64), ("closeness", BOTH, 16),
-    ("variation", BOTH, 16),
+    ("likelihood", BOTH, 16, 0.7), ("likelihood", IN, 64, 0.1), ("closeness", BOTH, 16, 0.1),
+    ("variation", BOTH, 16, 0.1),
 )  # fmt: skip
-"""Attack, side, and of how many canaries one is guessed.
+"""Attack, side, of how many canaries one is guessed, and the test's part of 1 − confidence.
 Few, since each of them makes the others' bounds lower."""
 
 
@@ -29,12 +29,14 @@ class Guesses:
             half as many, and guessed not to be are as many of the lowest.
         made: guesses.
         correct: how many of these were right.
+        share: the part of all errors that the bounds from these guesses may make.
     """
 
     attack: str
     side: str
     made: int
     correct: int
+    share: float
 
     def __str__(self) -> str:
         return f"{self.correct} of {self.made} guesses right ({self.attack}, {self.side})"
@@ -87,10 +89,10 @@ def guesses(y: Tensor, spread: Tensor, sample_rate: float, included: Tensor) -> 
         "variation": variation(y),
     }
     found = []
-    for attack, side, part in TESTS:
+    for attack, side, part, share in TESTS:
         made = max(2, len(included) // part // 2 * 2)
         coins = included[scores[attack].argsort(descending=True)]
         top = made if side == IN else made // 2
         bottom = ~coins[len(coins) - (made - top) :]
-        found.append(Guesses(attack, side, made, int(coins[:top].sum() + bottom.sum())))
+        found.append(Guesses(attack, side, made, int(coins[:top].sum() + bottom.sum()), share))
     return found

@@ -9,6 +9,7 @@ from dp_clipping.audit.bound import epsilon_lower_bound, refutes_curve
 from dp_clipping.audit.curve import Curve
 
 LESS, MORE = (0.7, 0.5), (1.25, 1.5, 2.0, 3.0, 5.0)  # noise, in multiples of what is stated
+OF_CURVE = 0.8  # of 1 − confidence, for the bound that refutes more
 
 
 @dataclass(frozen=True)
@@ -104,20 +105,28 @@ def bounds_of(
 ) -> Bounds:  # fmt: skip
     """Returns lower bounds that hold together with this confidence.
 
-    Each of the tests may be wrong with an equal part of 1 − `confidence` (C. Bonferroni, 1936).
+    Each test may be wrong with a part of 1 − `confidence` that is fixed before the run, and the
+    parts add up to 1 (C. Bonferroni, 1936).
 
     Args:
         guesses: of all attacks. Which there are must not depend on the canaries' coins.
         curve: the account's (ε, δ) with noise of so many times the stated standard deviation.
     """
-    each = 1 - (1 - confidence) / (2 * len(guesses))
-    found = [epsilon_lower_bound(canaries, g.made, g.correct, delta, each) for g in guesses]
+
+    def bound(g: Guesses) -> float:
+        level = 1 - (1 - confidence) * (1 - OF_CURVE) * g.share
+        return epsilon_lower_bound(canaries, g.made, g.correct, delta, level)
+
+    def refuted(g: Guesses, pairs: Curve) -> bool:
+        level = 1 - (1 - confidence) * OF_CURVE * g.share
+        return refutes_curve(canaries, g.made, g.correct, pairs, level)
+
+    found = list(map(bound, guesses))
     best = max(range(len(found)), key=found.__getitem__)
 
     def refuting(scale: float) -> Guesses | None:
         pairs = curve(scale)
-        those = (g for g in guesses if refutes_curve(canaries, g.made, g.correct, pairs, each))
-        return next(those, None) if pairs else None
+        return next((g for g in guesses if refuted(g, pairs)), None) if pairs else None
 
     scale, witness = 1.0, refuting(1.0)
     if witness is not None:

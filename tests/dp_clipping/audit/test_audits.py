@@ -18,7 +18,6 @@ NARROW = {"sample_rate": 0.25, "steps": 32, "noise_multiplier": 4.0}
 RARE = {"sample_rate": 0.05, "steps": 64, "noise_multiplier": 2.0}
 SHORT = {"sample_rate": 0.5, "steps": 8, "noise_multiplier": 3.0}
 SMALL = {"canaries": 400, "sample_rate": 0.5, "steps": 3}
-SETTINGS = {"same-batch-always": RARE}
 QUICK = ("no-noise-on-one-shard", "no-clipping")
 
 
@@ -113,7 +112,7 @@ class TestFaults:
         ],
     )
     def test_a_fault_is_found(self, name):
-        setting = SHORT if name in QUICK else SETTINGS.get(name, NARROW)
+        setting = RARE if name == "same-batch-always" else SHORT
         with FAULTS[name][0]():
             found = audited(**setting)
         assert not found.ok
@@ -250,7 +249,9 @@ class TestRefusals:
         else:
             module = wrap(name, net)
         for attack in (PrivacyEngine().audit, PrivacyEngine().record_sums):
-            with pytest.raises(ValueError, match="module is wrapped or sharded, .* before ddp.wrap"):
+            with pytest.raises(
+                ValueError, match="module is wrapped or sharded, .* before ddp.wrap"
+            ):
                 attack(**{**arguments, "module": module})
 
     def test_hidden_engines(self):
