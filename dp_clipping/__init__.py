@@ -26,6 +26,7 @@ A private step calls, from the top down:
     checkpoint/   saving and loading
     profiling/    the profiling switch
     integrations/ training loops of other libraries: `PrivateTrainer` for Hugging Face
+    audit/        `PrivacyEngine.audit`: canaries, and the ε that guesses about them refute
     verification/ `PrivacyEngine.check`, and the reference that every mode is compared with
 """
 

@@ -24,6 +24,7 @@ from dp_clipping.arguments.opacus_names import (
     refuse_opacus,
 )
 from dp_clipping.arguments.settings import Settings, sampled
+from dp_clipping.audit.audits import Audits
 from dp_clipping.build import (
     TO_USER,
     build_criterion,
@@ -61,21 +62,20 @@ MAKE_WITH_EPSILON = (
 )
 
 
-class PrivacyEngine(Checkpoints):
+class PrivacyEngine(Checkpoints, Audits):
     """Makes a network, its optimizer, criterion and loader private, and counts the privacy spent.
 
     Create one engine per data set. Call `make_private` once, train with the four objects that it
     returns, and call `get_epsilon(delta)` for the ε of the steps so far. `save_checkpoint` and
-    `load_checkpoint` continue a run, and `check` compares a step with its definition.
-
-    It has the public methods of Opacus's engine. `dp_clipping.build` makes the objects.
+    `load_checkpoint` continue a run, `check` compares a step with its definition, and `audit`
+    attacks a run. It has the public methods of Opacus's engine.
 
     Args:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
         secure_mode: noise and batches come from a cryptographic generator, noise is of integers on
             a grid, and ε includes what all rounding costs (docs/mechanisms.md).
         hide_unprotected: reading what ε does not cover raises RuntimeError: per-sample norms, the
-            count of non-finite samples, the loss in training, `check`.
+            count of non-finite samples, the loss in training, `check`, `audit`.
     """
 
     @by_name(f'PrivacyEngine(accountant="prv"), and then {MAKE}', release="hide_unprotected")
