@@ -61,8 +61,8 @@ class AuditReport:
             )
         if self.refuted_noise <= self.noise_multiplier:
             found.append(
-                f"the run is less private than one with noise multiplier {self.refuted_noise:.3g}, "
-                f"and {self.noise_multiplier:.3g} is stated"
+                f"the run is not as private as with noise multiplier {self.refuted_noise:.3g}, and "
+                f"{self.noise_multiplier:.3g} is stated"
             )
         return found
 

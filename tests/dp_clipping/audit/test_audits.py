@@ -250,7 +250,7 @@ class TestRefusals:
             module = wrap(name, net)
         for attack in (PrivacyEngine().audit, PrivacyEngine().record_sums):
             with pytest.raises(
-                ValueError, match="module is wrapped or sharded, .* before ddp.wrap"
+                ValueError, match=r"module is wrapped or sharded, .* before ddp\.wrap"
             ):
                 attack(**{**arguments, "module": module})
 
