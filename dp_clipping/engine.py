@@ -95,6 +95,8 @@ class PrivacyEngine(Checkpoints, Audits):
         warnings.warn("release is now hide_unprotected", DeprecationWarning, stacklevel=2)
         return self.hide_unprotected
 
+    _refuse_private = staticmethod(refuse_private)
+
     # ---- what a user calls ----------------------------------------------------------------------
 
     @by_name(

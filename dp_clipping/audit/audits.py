@@ -1,7 +1,7 @@
 """`PrivacyEngine.audit`: a private run with canaries, and what it tells about them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -33,6 +33,8 @@ FEWEST = 16  # canaries
 
 class Audits(Accounts):
     """Audits of private runs of copies."""
+
+    _refuse_private: Callable[..., None]  # the engine's
 
     @by_name(AUDIT)
     def audit(
@@ -79,7 +81,7 @@ class Audits(Accounts):
             ValueError: for what has no stated ε (no noise, `poisson_sampling=False`, mode `no_dp`),
                 for a module that is wrapped, sharded or private already, and as `make_private`.
         """
-        self._refuse_hidden("engine.audit")
+        self._refuse_engine("engine.audit")
         check_count("canaries", canaries, f"a whole number of at least {FEWEST}")
         check_number("delta", delta, "a number above 0, below 1")
         check_number("confidence", confidence, "a number between 0 and 1, as 0.95")
@@ -94,6 +96,7 @@ class Audits(Accounts):
                 "noise_multiplier=0 states no epsilon that an audit could refute: give more, as "
                 f"{AUDIT}"
             )
+        self._refuse_private(module, optimizer, criterion, data_loader)
         audited = Audited(module, optimizer, criterion, data_loader, arguments)
         with audited.untouched():
             keys, draw = audited.seeds()
@@ -151,10 +154,11 @@ class Audits(Accounts):
             RuntimeError: with `hide_unprotected=True`.
             ValueError: as `audit`, and unless 1 ≤ removed < units.
         """
-        self._refuse_hidden("engine.record_sums")
+        self._refuse_engine("engine.record_sums")
         check_count("units", units, "a whole number of 2 or more, as units=16")
         check_count("removed", removed, "a whole number of 1 or more, as removed=4")
         check_number("noise_multiplier", noise_multiplier, "a number of at least 0, as 1.0")
+        self._refuse_private(module, optimizer, criterion, data_loader)
         audited = Audited(module, optimizer, criterion, data_loader, arguments)
         members: dict[Any, list[int]] = {}
         for index, unit in enumerate(audited.units()):
@@ -194,19 +198,25 @@ class Audits(Accounts):
                 independent=isinstance(mechanism, str),
             )  # fmt: skip
 
-    def _refuse_hidden(self, what: str) -> None:
+    def _refuse_engine(self, what: str) -> None:
         if getattr(self, "hide_unprotected", False):
             raise RuntimeError(
                 f"{what} shows what ε does not cover: it is off with hide_unprotected=True; use "
                 "PrivacyEngine(hide_unprotected=False) for it, in private"
             )
+        if getattr(self, "secure_mode", False):
+            raise ValueError(
+                f"{what} runs with keys of a seed, which secure noise never has: audit the same "
+                "training with PrivacyEngine(secure_mode=False); tests of secure noise are apart"
+            )
 
     def _curve(self, scale: float) -> Curve:
         """Returns the (ε, δ) that the account states, with noise of `scale` times its σ."""
         history = [(sigma * scale, rate, steps) for sigma, rate, steps in self.accountant.history]
-        if self._mechanism is None:
+        epsilon = self._mechanism.epsilon
+        if epsilon is None:
             return curve_of(self.accountant, history)
-        return [(self._mechanism.epsilon(history, delta), delta) for delta in DELTAS]
+        return [(epsilon([history], delta), delta) for delta in DELTAS]
 
 
 def _make_private(

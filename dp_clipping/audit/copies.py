@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from dp_clipping.arguments.checks import check_loader, check_rates, check_units, given_units
 from dp_clipping.arguments.checks import rates_of as rates
-from dp_clipping.build import refuse_private
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.sampling.loader import expected_batch_size_of
 from dp_clipping.validation import replicas
@@ -43,7 +42,6 @@ class Audited:
     arguments: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        refuse_private(self.module, self.optimizer, self.criterion, self.loader)
         check_loader(self.loader)
         for name, instead in ONE_PROCESS.items():
             if self.arguments.get(name):
@@ -52,6 +50,11 @@ class Audited:
             raise ValueError(
                 "poisson_sampling=False has no stated epsilon that an audit could refute: leave it "
                 "out"
+            )
+        if self.arguments.get("sampling", "poisson") != "poisson":
+            raise ValueError(
+                f"sampling={self.arguments['sampling']!r} is not for an audit, whose attacks are on "
+                'Poisson batches: audit sampling="poisson", the default'
             )
         if self.arguments.get("grad_sample_mode") == "no_dp":
             raise ValueError(

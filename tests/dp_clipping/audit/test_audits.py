@@ -212,6 +212,7 @@ class TestRefusals:
         [
             ({"noise_multiplier": 0}, "noise_multiplier=0 states no epsilon"),
             ({"poisson_sampling": False}, "poisson_sampling=False has no stated epsilon"),
+            ({"sampling": "cyclic"}, "sampling='cyclic' is not for an audit"),
             ({"grad_sample_mode": "no_dp"}, "clips nothing"),
             ({"cuda_graph": True}, "cuda_graph is not for an audit"),
             ({"canaries": 3}, "canaries is 3: give 16 or more"),
@@ -257,6 +258,12 @@ class TestRefusals:
     def test_hidden_engines(self):
         with pytest.raises(RuntimeError, match="hide_unprotected"):
             PrivacyEngine(hide_unprotected=True).audit(**given(network()))
+
+    def test_secure_engines(self):
+        engine = PrivacyEngine(secure_mode=True)
+        for attack in (engine.audit, engine.record_sums):
+            with pytest.raises(ValueError, match="keys of a seed"):
+                attack(**given(network()))
 
 
 def test_an_infinite_bound_is_shown():
