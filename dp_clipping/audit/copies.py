@@ -53,7 +53,7 @@ class Audited:
             )
         if self.arguments.get("sampling", "poisson") != "poisson":
             raise ValueError(
-                f"sampling={self.arguments['sampling']!r} is not for an audit, whose attacks are on "
+                f"sampling={self.arguments['sampling']!r} is not for an audit: its attacks are on "
                 'Poisson batches: audit sampling="poisson", the default'
             )
         if self.arguments.get("grad_sample_mode") == "no_dp":
