@@ -151,6 +151,12 @@ class Account:
             return 0.0
         if of is not None:
             self._note_others()
+            if OTHERS in self._parts:
+                raise RuntimeError(
+                    "engine.accountant has steps that no run of this engine has made, and ε comes "
+                    "from an account of other noise or sampling, which does not cover them: let "
+                    "them be counted by an accountant of their own"
+                )
             return max(0.0, float(of([list(part) for _, part in self._parts.values()], delta)))
         return max(0.0, float(self.accountant.get_epsilon(delta)))
 

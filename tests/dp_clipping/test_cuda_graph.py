@@ -199,6 +199,20 @@ def test_graphs_of_kinds_of_network_are_those_of_an_eager_run(kind, full_float32
     assert runs[0].engine.accountant.history == runs[2].engine.accountant.history
 
 
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("sampling", ["truncated_poisson", "balls_in_bins", "cyclic"])
+def test_graphs_of_other_samplings_are_those_of_an_eager_run(sampling):
+    options = {"max_batch_size": 7} if sampling == "truncated_poisson" else {}
+    runs = [build(transformer(), sampling=sampling, **options) for _ in range(2)]
+    assert sum(replays for *_, replays in train(runs[0], 20, True)) >= 8
+    train(runs[1], 20, False)
+    torch.testing.assert_close(weights(runs[0]), weights(runs[1]), rtol=0, atol=2e-5)
+    statements = [run.engine.privacy_statement(1e-3) for run in runs]
+    assert statements[0] == statements[1]
+    assert statements[0].steps == 20
+
+
 class Masked(nn.Module):
     """Makes a mask of its inputs only where nothing may look at them, as transformers does."""
 

@@ -428,6 +428,15 @@ def test_two_runs_of_one_engine_add_up(name):
 
 
 @every_sampling
+def test_steps_that_somebody_else_counts_are_not_covered(name):
+    run = build(name)
+    train(run, 1)
+    run.engine.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    with pytest.raises(RuntimeError, match="steps that no run of this engine has made"):
+        epsilon(run)
+
+
+@every_sampling
 def test_an_engine_counts_one_sampling(name):
     run = build(name)
     with pytest.raises(ValueError, match=r"is 'gaussian', and this .* PrivacyEngine for each"):
