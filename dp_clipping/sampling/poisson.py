@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from dp_clipping.chacha import words64
+from dp_clipping.chacha import blocks, words
 from dp_clipping.sampling.units import Units, fill_of
 
 KEY_BYTES = 32
@@ -45,14 +45,31 @@ def included(
     _check_sampling(key, step, num_samples, sample_rate)
     limit = int(sample_rate * 2**64)
     if secure:
-        message = step.to_bytes(8, "little")
-        own = hashlib.blake2b(message, key=key, person=b"secure sampling", digest_size=KEY_BYTES)
-        return torch.from_numpy(words64(own.digest(), num_samples) < limit)
+        return torch.from_numpy(_securely(key, step, num_samples, limit))
     # Noise is keyed by the same kind of secret: the personalisation keeps the streams apart.
     derived = hashlib.blake2b(key=key, person=b"sampling", digest_size=16).digest()
     # The step is in the counter's second word and blocks of samples count in its first.
     generator = np.random.Philox(key=int.from_bytes(derived, "little"), counter=step << 64)
     return torch.from_numpy(generator.random_raw(num_samples) < limit)
+
+
+def _securely(key: bytes, step: int, count: int, limit: int) -> np.ndarray:
+    """Returns which of `count` words of 64 bits, by ChaCha20, are below `limit`: bool [count].
+
+    The first 16 bits of a word decide but for one in 65,536, whose others come from another key.
+    """
+
+    def own(part: bytes) -> bytes:
+        message = step.to_bytes(8, "little") + part
+        derived = hashlib.blake2b(message, key=key, person=b"secure sampling", digest_size=32)
+        return derived.digest()
+
+    first = words(own(b"first"), count, 16)
+    mask = first < limit >> 48
+    (open_,) = np.nonzero(first == limit >> 48)
+    rest = blocks(own(b"rest"), open_.astype(np.uint64))[:2].astype(np.uint64)
+    mask[open_] = (rest[0] << 16 | rest[1] & 0xFFFF) < limit & ((1 << 48) - 1)
+    return mask
 
 
 class Drawn(NamedTuple):

@@ -144,7 +144,7 @@ def test_no_noise_and_no_privacy_are_what_they_were():
     assert engine.privacy_statement(1e-3).secure is None
 
 
-def test_batches_are_of_chacha(monkeypatch):
+def test_batches_are_of_chacha():
     run = build()
     key = run.engine._runs[0].keys.sampling
     (drawn, *_) = saved_runs.train(run, 1)
@@ -163,6 +163,22 @@ def test_secure_sampling_takes_each_sample_with_its_probability():
     others = [(KEY, 1), (KEY, 2), (bytes(32), 1), (KEY, 2**33)]
     assert len({tuple(included(k, s, 200, 0.5, True).tolist()) for k, s in others}) == 4
     assert included(KEY, 0, 50, 1.0, True).all()
+
+
+def test_secure_sampling_decides_by_64_bits():
+    """A sample whose first 16 bits are those of the rate is in with what its other 48 bits say."""
+    samples, top, found = 300_000, 20_000, []
+
+    def mask(step: int, more: float) -> torch.Tensor:
+        return included(KEY, step, samples, (top + more) / 2**16, True)
+
+    for step in range(100):
+        undecided = mask(step, 0) != mask(step, 1)
+        assert torch.equal(mask(step, 2**-40), mask(step, 0)) or undecided.any()
+        found.append(mask(step, 0.25)[undecided])
+    share = torch.cat(found).double()
+    assert 300 < len(share) < 600  # one of 65,536
+    assert abs(share.mean() - 0.25) < 4 * (0.25 * 0.75 / len(share)) ** 0.5
 
 
 def test_a_run_is_resumed_bit_for_bit(tmp_path):
