@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import MODES, PrivacyEngine, register_noise_mechanism
@@ -16,8 +17,10 @@ from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.secure.rounded_gaussian import values_at
 from dp_clipping.noise.secure.source import SecureNoise, grid_of, stream_keys
 from dp_clipping.sampling.poisson import included
+from lm.parallel import parallelize
 from tests.dp_clipping.distributed import test_fsdp1, test_fsdp2
 from tests.support import replicas, saved_runs
+from tests.support.meshes import square
 from tests.support.sharded_steps import whole_parameters
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
@@ -280,18 +283,29 @@ def trained(context, variant, shard):
     return found, statement.secure["parameters"], statement.epsilon
 
 
+def tensor_parallel(context, network):
+    mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
+    return parallelize(network, mesh)
+
+
+def on_a_mesh(context, network):
+    return parallelize(network, square("data", "tensor"))
+
+
 @pytest.mark.parametrize(
-    ("variant", "shard"),
+    ("ranks", "variant", "shard"),
     [
-        ("ddp_bucketed", None), ("torch_ddp", None), ("zero1", None), ("zero2", None),
-        ("fsdp", None), ("", test_fsdp2.sharded), ("", test_fsdp1.sharded),
+        (2, "ddp_bucketed", None), (2, "torch_ddp", None), (2, "zero1", None), (2, "zero2", None),
+        (2, "fsdp", None), (2, "", test_fsdp2.sharded), (2, "", test_fsdp1.sharded),
+        (2, "", test_fsdp1.at_the_root), (2, "", tensor_parallel),
+        (4, "", on_a_mesh), (3, "", test_fsdp2.at_the_root),
     ],
 )  # fmt: skip
-def test_ranks_have_the_noise_of_one_process(cpu_ranks, variant, shard):
+def test_ranks_have_the_noise_of_one_process(cpu_ranks, ranks, variant, shard):
     alone = on_ranks()
     replicas.train(alone, 3)
     statement = alone.engine.privacy_statement(1e-3)
-    for found, dimension, epsilon in cpu_ranks.run(2, trained, variant, shard):
+    for found, dimension, epsilon in cpu_ranks.run(ranks, trained, variant, shard):
         assert dimension == statement.secure["parameters"]
         assert epsilon == statement.epsilon
         for one, other in zip(found, whole_parameters(alone), strict=True):
