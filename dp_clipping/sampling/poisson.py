@@ -11,14 +11,17 @@ Whoever has the key can compute the batches. `schemes` has other ways to choose 
 `PoissonSampler` deals out batches alike.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from dp_clipping import chacha
 from dp_clipping.sampling.units import Units, fill_of
 from dp_clipping.sampling.words import words
 
@@ -40,9 +43,29 @@ def included(
     step, fewer than one sample and a rate outside (0, 1].
     """
     _check_sampling(key, step, num_samples, sample_rate)
-    return torch.from_numpy(
-        words(key, b"sampling", step, num_samples, secure) < int(sample_rate * 2**64)
-    )
+    limit = int(sample_rate * 2**64)
+    if secure:
+        return torch.from_numpy(_securely(key, step, num_samples, limit))
+    return torch.from_numpy(words(key, b"sampling", step, num_samples) < limit)
+
+
+def _securely(key: bytes, step: int, count: int, limit: int) -> np.ndarray:
+    """Returns which of `count` words of 64 bits, by ChaCha20, are below `limit`: bool [count].
+
+    The first 16 bits of a word decide but for one in 65,536, whose others come from another key.
+    """
+
+    def own(part: bytes) -> bytes:
+        message = step.to_bytes(8, "little") + part
+        derived = hashlib.blake2b(message, key=key, person=b"secure sampling", digest_size=32)
+        return derived.digest()
+
+    first = chacha.words(own(b"first"), count, 16)
+    mask = first < limit >> 48
+    (open_,) = np.nonzero(first == limit >> 48)
+    rest = chacha.blocks(own(b"rest"), open_.astype(np.uint64))[:2].astype(np.uint64)
+    mask[open_] = (rest[0] << 16 | rest[1] & 0xFFFF) < limit & ((1 << 48) - 1)
+    return mask
 
 
 class Scheme:

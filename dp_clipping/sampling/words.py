@@ -7,27 +7,20 @@ import hashlib
 
 import numpy as np
 
-from dp_clipping.chacha import words64
 
-
-def words(key: bytes, purpose: bytes, number: int, count: int, secure: bool = False) -> np.ndarray:
+def words(key: bytes, purpose: bytes, number: int, count: int) -> np.ndarray:
     """Returns the first `count` random words of a stream, uint64.
 
-    Word i is a function of (key, purpose, number, i) alone. Whoever has the key can compute it.
+    Word i is a function of (key, purpose, number, i) alone. Whoever has the key can compute it:
     Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") is counter-based and
-    not cryptographic; ChaCha20, which secure mode takes, is both.
+    not cryptographic.
 
     Args:
         key: the sampling key of a run, 32 bytes.
         purpose: keeps apart the streams of different uses, at most 16 bytes.
         number: of a batch or an epoch, 0 or more.
         count: how many words.
-        secure: ChaCha20 in place of Philox.
     """
-    if secure:
-        message = number.to_bytes(8, "little") + purpose
-        own = hashlib.blake2b(message, key=key, person=b"secure sampling", digest_size=32)
-        return words64(own.digest(), count)
     # Noise is keyed by the same kind of secret: the personalisation keeps the streams apart.
     derived = hashlib.blake2b(key=key, person=purpose, digest_size=16).digest()
     # The number is in the counter's second word, and blocks of words count in its first.

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from dp_clipping.chacha import blocks, words64
+from dp_clipping.chacha import CHUNK, blocks, words
 
 KEY = bytes(range(32))
 # Section 2.3.2: key 00 .. 1f, counter 1, nonce 00:00:00:09:00:00:00:4a:00:00:00:00.
@@ -43,11 +43,20 @@ def test_blocks_do_not_depend_on_what_else_is_asked_for():
     assert len({together[:, i].tobytes() for i in range(len(counters))}) == len(counters)
 
 
-def test_words_are_the_bytes_of_the_stream_in_order():
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+def test_words_are_the_bytes_of_the_stream_in_order(bits):
     stream = blocks(KEY, np.arange(3, dtype=np.uint64)).T.astype("<u4").tobytes()
-    expected = [int.from_bytes(stream[8 * i : 8 * i + 8], "little") for i in range(20)]
-    assert words64(KEY, 20).tolist() == expected
-    assert words64(KEY, 0).tolist() == []
+    size = bits // 8
+    expected = [int.from_bytes(stream[size * i : size * (i + 1)], "little") for i in range(20)]
+    assert words(KEY, 20, bits).tolist() == expected
+    assert words(KEY, 0, bits).tolist() == []
+
+
+def test_chunks_join():
+    counters = np.arange(CHUNK - 2, 2 * CHUNK + 3, dtype=np.uint64)
+    together = blocks(KEY, counters)
+    for i in (0, 1, CHUNK - 1, CHUNK, len(counters) - 1):
+        assert (together[:, i : i + 1] == blocks(KEY, counters[i : i + 1])).all()
 
 
 def test_a_key_of_another_length_is_refused():

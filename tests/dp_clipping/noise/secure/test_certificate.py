@@ -223,13 +223,13 @@ def test_the_distance_grows_with_parameters_and_steps_and_is_small():
 
 
 def test_epsilon_has_everything():
-    history, delta = [(1.0, 1.0, 1)], 1e-6
-    found = LARGE.epsilon(history, delta, gaussian)
-    distance = LARGE.distance(1)
+    history, delta, distance = [(1.0, 1.0, 1)], 1e-6, LARGE.distance(1)
     effective = [(LARGE.effective(1.0), 1.0, 1)]
-    assert found >= gaussian(effective, delta) + 2 * distance.epsilon
-    assert found <= gaussian(effective, 0.98 * delta) + 2.01 * distance.epsilon
-    assert found > gaussian(history, delta)
+    of_mechanism = gaussian(effective, 0.99 * delta * math.exp(-distance.epsilon))
+    found = LARGE.epsilon(history, delta, gaussian)
+    assert found == pytest.approx(of_mechanism + 2 * distance.epsilon, rel=1e-9)
+    assert distance.epsilon > 1e-6 > 1e-8 * found
+    assert found > gaussian(effective, delta) > gaussian(history, delta)
 
 
 def test_epsilon_is_infinite_where_delta_is_below_that_of_the_sampler():

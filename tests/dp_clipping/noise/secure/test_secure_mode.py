@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import MODES, PrivacyEngine, register_noise_mechanism
@@ -16,8 +17,10 @@ from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.secure.rounded_gaussian import values_at
 from dp_clipping.noise.secure.source import SecureNoise, grid_of, stream_keys
 from dp_clipping.sampling.poisson import included
+from lm.parallel import parallelize
 from tests.dp_clipping.distributed import test_fsdp1, test_fsdp2
 from tests.support import replicas, saved_runs
+from tests.support.meshes import square
 from tests.support.sharded_steps import whole_parameters
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
@@ -144,7 +147,7 @@ def test_no_noise_and_no_privacy_are_what_they_were():
     assert engine.privacy_statement(1e-3).secure is None
 
 
-def test_batches_are_of_chacha(monkeypatch):
+def test_batches_are_of_chacha():
     run = build()
     key = run.engine._runs[0].keys.sampling
     (drawn, *_) = saved_runs.train(run, 1)
@@ -163,6 +166,22 @@ def test_secure_sampling_takes_each_sample_with_its_probability():
     others = [(KEY, 1), (KEY, 2), (bytes(32), 1), (KEY, 2**33)]
     assert len({tuple(included(k, s, 200, 0.5, True).tolist()) for k, s in others}) == 4
     assert included(KEY, 0, 50, 1.0, True).all()
+
+
+def test_secure_sampling_decides_by_64_bits():
+    """A sample whose first 16 bits are those of the rate is in with what its other 48 bits say."""
+    samples, top, found = 300_000, 20_000, []
+
+    def mask(step: int, more: float) -> torch.Tensor:
+        return included(KEY, step, samples, (top + more) / 2**16, True)
+
+    for step in range(100):
+        undecided = mask(step, 0) != mask(step, 1)
+        assert torch.equal(mask(step, 2**-40), mask(step, 0)) or undecided.any()
+        found.append(mask(step, 0.25)[undecided])
+    share = torch.cat(found).double()
+    assert 300 < len(share) < 600  # one of 65,536
+    assert abs(share.mean() - 0.25) < 4 * (0.25 * 0.75 / len(share)) ** 0.5
 
 
 def test_a_run_is_resumed_bit_for_bit(tmp_path):
@@ -264,18 +283,29 @@ def trained(context, variant, shard):
     return found, statement.secure["parameters"], statement.epsilon
 
 
+def tensor_parallel(context, network):
+    mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
+    return parallelize(network, mesh)
+
+
+def on_a_mesh(context, network):
+    return parallelize(network, square("data", "tensor"))
+
+
 @pytest.mark.parametrize(
-    ("variant", "shard"),
+    ("ranks", "variant", "shard"),
     [
-        ("ddp_bucketed", None), ("torch_ddp", None), ("zero1", None), ("zero2", None),
-        ("fsdp", None), ("", test_fsdp2.sharded), ("", test_fsdp1.sharded),
+        (2, "ddp_bucketed", None), (2, "torch_ddp", None), (2, "zero1", None), (2, "zero2", None),
+        (2, "fsdp", None), (2, "", test_fsdp2.sharded), (2, "", test_fsdp1.sharded),
+        (2, "", test_fsdp1.at_the_root), (2, "", tensor_parallel),
+        (4, "", on_a_mesh), (3, "", test_fsdp2.at_the_root),
     ],
 )  # fmt: skip
-def test_ranks_have_the_noise_of_one_process(cpu_ranks, variant, shard):
+def test_ranks_have_the_noise_of_one_process(cpu_ranks, ranks, variant, shard):
     alone = on_ranks()
     replicas.train(alone, 3)
     statement = alone.engine.privacy_statement(1e-3)
-    for found, dimension, epsilon in cpu_ranks.run(2, trained, variant, shard):
+    for found, dimension, epsilon in cpu_ranks.run(ranks, trained, variant, shard):
         assert dimension == statement.secure["parameters"]
         assert epsilon == statement.epsilon
         for one, other in zip(found, whole_parameters(alone), strict=True):
