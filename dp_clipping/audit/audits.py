@@ -298,7 +298,8 @@ def _replay(
         (loss_of(loss, model, criterion, batch) * tags.flatten()).backward()
         private.step()
         total = torch.cat([p.grad.double().cpu().flatten() for p in parameters]) * divisor
-        steps.append(Step(total, private.step_state.sensitivity))
+        precision = max(torch.finfo(p.grad.dtype).eps for p in parameters)
+        steps.append(Step(total, private.step_state.sensitivity, precision))
         private.zero_grad()
         with torch.no_grad():
             for parameter, value in zip(parameters, start, strict=True):

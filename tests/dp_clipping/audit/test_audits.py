@@ -254,6 +254,16 @@ class TestRefusals:
             ):
                 attack(**{**arguments, "module": module})
 
+    def test_an_optimizer_of_other_parameters(self):
+        with pytest.raises(ValueError, match="optimizer"):
+            audited(optimizer=torch.optim.SGD(network().parameters(), lr=0.1))
+
+    def test_a_network_that_cannot_be_copied(self):
+        net = network()
+        net.kept = net(torch.ones(1, 6))
+        with pytest.raises(ValueError, match=r"trains a copy, and copy\.deepcopy"):
+            audited(net=net)
+
     def test_hidden_engines(self):
         with pytest.raises(RuntimeError, match="hide_unprotected"):
             PrivacyEngine(hide_unprotected=True).audit(**given(network()))
