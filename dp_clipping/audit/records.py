@@ -177,7 +177,9 @@ def record(
         if independent:
             norms = noises[0].norm() * noises[1].norm()
             repetition = float(noises[0] @ noises[1] / norms) if norms else 0.0
+    rounding = 2 * whole.precision * float(whole.total.norm())
     return RecordedSums(
         whole.clip_norm, torch.stack(distances), torch.stack(hostile), float(noise_multiplier),
-        noise_std, chance, 2 * whole.precision * float(whole.total.norm()), noise_rounding, depends, repetition, len(whole.total), in_evaluation, is_random,
+        noise_std, chance, rounding, noise_rounding, depends, repetition, len(whole.total),
+        in_evaluation, is_random,
     )  # fmt: skip

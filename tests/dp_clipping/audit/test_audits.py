@@ -87,6 +87,10 @@ class TestTheRightProduct:
         assert found.ok, found.faults
         assert found.guesses.correct > 0.8 * found.guesses.made
 
+    def test_split_batches_give_the_same_report(self):
+        few = {"canaries": 64, "sample_rate": 0.5, "steps": 2, "noise_multiplier": 0.5}
+        assert str(audited(**few)) == str(audited(**few, max_physical_batch_size=10))
+
     def test_an_epoch_by_default(self):
         found = audited(canaries=64)
         assert (found.steps, found.sample_rate) == (3, pytest.approx(1 / 3))
