@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from dp_clipping.audit.report import AuditReport, bounds_of
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.kinds import by_name, check_count, check_number
 from dp_clipping.runs.accounts import Accounts
+from dp_clipping.sampling.memory_manager import BatchMemoryManager
 from dp_clipping.verification.one_by_one import changed
 
 AUDIT = (
@@ -50,6 +52,7 @@ class Audits(Accounts):
         delta: float = 1e-5,
         confidence: float = 0.95,
         loss: Loss | None = None,
+        max_physical_batch_size: int | None = None,
         **arguments: Any,
     ) -> AuditReport:
         """Trains a copy privately, with canaries, and bounds ε from below: `print` the result.
@@ -73,6 +76,7 @@ class Audits(Accounts):
             confidence: the probability that the bounds are right.
             loss: called as `loss(model, criterion, batch)`; returns what the criterion returns.
                 Default: `criterion(model(x), y)` of a pair.
+            max_physical_batch_size: splits batches, as `BatchMemoryManager` does.
             arguments: further arguments of `make_private`. `steps` is the length of the run, by
                 default an epoch. `noise_generator` fixes the canaries too.
 
@@ -107,7 +111,7 @@ class Audits(Accounts):
                 engine, audited, included, noise_multiplier, max_grad_norm,
                 noise_generator=keys, sample_rate=rate, steps=steps,
             )  # fmt: skip
-            y, spread = _run(*private, included, loss)
+            y, spread = _run(*private, included, loss, max_physical_batch_size)
             epsilon = engine.get_epsilon(delta)
             bounds = bounds_of(
                 canaries, guesses(y, spread, rate, included), engine._curve, delta, confidence
@@ -250,8 +254,9 @@ def _make_private(
 
 
 def _run(
-    model: Any, optimizer: Any, criterion: Any, loader: Any, included: Tensor, loss: Loss | None
-) -> tuple[Tensor, Tensor]:
+    model: Any, optimizer: Any, criterion: Any, loader: Any, included: Tensor, loss: Loss | None,
+    most: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Trains for an epoch; returns y [steps, m] and s [steps] of `audit.attacks`, float64."""
     private, table = optimizer.model, optimizer.model.network.table.weight
     factor = LARGE * math.hypot(*private.thresholds.clip_norms())
@@ -260,19 +265,27 @@ def _run(
     )
     group, is_mean = private.capture.groups[table], criterion.loss_reduction == "mean"
     gradients, spreads, sigma = [], [], optimizer.noise_multiplier
-    for ids, batch in loader:
-        ids, batch = (changed(x, lambda t: t.to(table.device)) for x in (ids, batch))
-        proxy = Proxy(model, ids)
-        is_own = (ids.flatten() == len(included)).to(table.dtype)
-        total = loss_of(loss, proxy, criterion, batch) * is_own + canary_loss(proxy.values)
-        total.backward()
-        optimizer.step()
-        state = optimizer.step_state
-        clip_norm = state.clip_norms[group]
-        divisor = optimizer.expected_batch_size if is_mean else 1.0
-        gradients.append(table.grad[:-1, 0].double().cpu() * divisor / clip_norm)
-        spreads.append(sigma * state.sensitivity / clip_norm)
-        optimizer.zero_grad()
+    split = nullcontext(loader) if most is None else BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=most, optimizer=optimizer
+    )  # fmt: skip
+    with split as parts:
+        for ids, batch in parts:
+            ids, batch = (changed(x, lambda t: t.to(table.device)) for x in (ids, batch))
+            proxy = Proxy(model, ids)
+            is_own = (ids.flatten() == len(included)).to(table.dtype)
+            total = loss_of(loss, proxy, criterion, batch) * is_own + canary_loss(proxy.values)
+            total.backward()
+            taken = optimizer.steps
+            optimizer.step()
+            if optimizer.steps == taken:  # more parts of the batch follow
+                optimizer.zero_grad()
+                continue
+            state = optimizer.step_state
+            clip_norm = state.clip_norms[group]
+            divisor = optimizer.expected_batch_size if is_mean else 1.0
+            gradients.append(table.grad[:-1, 0].double().cpu() * divisor / clip_norm)
+            spreads.append(sigma * state.sensitivity / clip_norm)
+            optimizer.zero_grad()
     return torch.stack(gradients), torch.tensor(spreads, dtype=torch.float64)
 
 
@@ -308,7 +321,8 @@ def _replay(
         (loss_of(loss, model, criterion, batch) * tags.flatten()).backward()
         private.step()
         total = torch.cat([p.grad.double().cpu().flatten() for p in parameters]) * divisor
-        steps.append(Step(total, private.step_state.sensitivity))
+        precision = max(torch.finfo(p.grad.dtype).eps for p in parameters)
+        steps.append(Step(total, private.step_state.sensitivity, precision))
         private.zero_grad()
         with torch.no_grad():
             for parameter, value in zip(parameters, start, strict=True):

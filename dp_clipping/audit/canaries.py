@@ -73,8 +73,11 @@ class CanaryNetwork(nn.Module):
     def __init__(self, network: nn.Module, canaries: int):
         super().__init__()
         self.network = network
-        device = next(network.parameters()).device
-        self.table = nn.Embedding(canaries + 1, 1, padding_idx=canaries, device=device)
+        first = next(network.parameters())
+        dtype = torch.float64 if first.dtype is torch.float64 else torch.float32
+        self.table = nn.Embedding(
+            canaries + 1, 1, padding_idx=canaries, device=first.device, dtype=dtype
+        )
         nn.init.zeros_(self.table.weight)
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any, Tensor]:

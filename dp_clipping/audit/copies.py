@@ -15,9 +15,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments.checks import check_loader, check_rates, check_units, given_units
-from dp_clipping.arguments.checks import rates_of as rates
+from dp_clipping.arguments.checks import (
+    check_loader,
+    check_optimizer,
+    check_rates,
+    check_units,
+    given_units,
+    rates_of,
+)
 from dp_clipping.distributed.detect import sharding_of
+from dp_clipping.kinds import check_type
 from dp_clipping.sampling.loader import expected_batch_size_of
 from dp_clipping.validation import replicas
 
@@ -42,6 +49,7 @@ class Audited:
     arguments: Mapping[str, Any]
 
     def __post_init__(self) -> None:
+        check_type("module", self.module, nn.Module, "a torch.nn.Module, the network")
         check_loader(self.loader)
         for name, instead in ONE_PROCESS.items():
             if self.arguments.get(name):
@@ -61,17 +69,14 @@ class Audited:
                 'grad_sample_mode="no_dp" clips nothing and adds no noise: audit the mode that '
                 'trains privately, as grad_sample_mode="flash_bookkeeping"'
             )
-        kinds = (*replicas(),)
-        if (
-            hasattr(self.module, "gradient_ready")
-            or isinstance(self.module, kinds)
-            or (isinstance(self.module, nn.Module) and sharding_of(self.module) is not None)
-        ):
+        is_wrapped = hasattr(self.module, "gradient_ready") or isinstance(self.module, replicas())
+        if is_wrapped or sharding_of(self.module) is not None:
             raise ValueError(
                 "module is wrapped or sharded, and an audit runs on a copy in one process: give "
                 "the network before ddp.wrap(..), fully_shard(..) or parallelize_module(..), and "
                 "an optimizer over its parameters"
             )
+        check_optimizer(self.optimizer, self.module)
 
     @property
     def batch_first(self) -> bool:
@@ -96,7 +101,7 @@ class Audited:
         check_rates(rate, steps, True)
         each = self.arguments.get("examples_per_unit", 1)
         units = given_units(self.loader, each, self.arguments.get("unit_ids"), True)
-        return rates(self.loader, rate, steps, units)
+        return rates_of(self.loader, rate, steps, units)
 
     def expected_batch_size(self) -> float:
         given = self.arguments.get("expected_batch_size")
@@ -105,7 +110,14 @@ class Audited:
 
     def copied(self) -> tuple[nn.Module, Optimizer, Any]:
         """Returns copies of module, optimizer and criterion that share nothing with these."""
-        module, optimizer, criterion = copy.deepcopy((self.module, self.optimizer, self.criterion))
+        try:
+            copied = copy.deepcopy((self.module, self.optimizer, self.criterion))
+        except Exception as error:
+            raise ValueError(
+                "an audit trains a copy, and copy.deepcopy((module, optimizer, criterion)) fails: "
+                f"{error}"
+            ) from error
+        module, optimizer, criterion = copied
         optimizer.zero_grad()
         return module.train(), optimizer, criterion
 

@@ -28,10 +28,12 @@ class Step:
     Attributes:
         total: all parameters in one vector [n].
         clip_norm: C.
+        precision: the largest relative rounding error of a number of `.grad`.
     """
 
     total: Tensor
     clip_norm: float
+    precision: float
 
 
 Replay = Callable[[Sequence[int], Sequence[float], float], list[Step]]
@@ -49,6 +51,8 @@ class RecordedSums:
         noise_multiplier: σ as stated; 0: the noise was not looked at.
         noise_std: the standard deviation of the noise on a sum, over all numbers.
         chance: by how much chance may move `noise_std`.
+        rounding: by how much rounding of `.grad` may move a sum; `noise_rounding`, the noise, as a
+            multiple of σC.
         noise_depends_on_data: the largest difference of the noise with a unit and without it, as a
             multiple of σC.
         repetition: the correlation of the noise of two steps.
@@ -64,6 +68,8 @@ class RecordedSums:
     noise_multiplier: float
     noise_std: float
     chance: float
+    rounding: float
+    noise_rounding: float
     noise_depends_on_data: float
     repetition: float
     numbers: int
@@ -82,7 +88,7 @@ class RecordedSums:
                 "two replays of the same step differ: the network or the criterion is random in "
                 "evaluation too, say by torch.rand, so sums cannot be compared"
             ]
-        found, most = [], self.clip_norm * (1 + TOLERANCE)
+        found, most = [], self.clip_norm * (1 + TOLERANCE) + self.rounding
         for name, distances in (
             ("unit {}", self.distances),
             (f"unit {{}} with its loss times {HOSTILE:g}", self.hostile),
@@ -100,7 +106,7 @@ class RecordedSums:
                     f"the noise has standard deviation {self.noise_std:.4g}, and {std:.4g} is "
                     "stated"
                 )
-            if not self.noise_depends_on_data <= TOLERANCE:
+            if not self.noise_depends_on_data <= TOLERANCE + self.noise_rounding:
                 found.append(
                     f"the noise depends on the data: one unit moves it by "
                     f"{self.noise_depends_on_data:.3g} standard deviations"
@@ -155,10 +161,12 @@ def record(
         moved = replay(everyone, weights, 0.0)[0]
         distances.append((whole.total - without.total).norm())
         hostile.append((moved.total - without.total).norm())
-    noise_std = chance = depends = repetition = 0.0
+    noise_std = chance = depends = repetition = noise_rounding = 0.0
     if noise_multiplier and first is not None:
         std = noise_multiplier * whole.clip_norm
         noises = [step.total - whole.total for step in replay(everyone, ones, noise_multiplier)]
+        largest = max(float((noise + whole.total).abs().max()) for noise in noises)
+        noise_rounding = 2 * whole.precision * largest / std
         other = replay(everyone[1:], ones[1:], noise_multiplier)[0].total - first.total
         depends = float((other - noises[0]).abs().max()) / std
         square = noises[0].square()
@@ -169,7 +177,9 @@ def record(
         if independent:
             norms = noises[0].norm() * noises[1].norm()
             repetition = float(noises[0] @ noises[1] / norms) if norms else 0.0
+    rounding = 2 * whole.precision * float(whole.total.norm())
     return RecordedSums(
         whole.clip_norm, torch.stack(distances), torch.stack(hostile), float(noise_multiplier),
-        noise_std, chance, depends, repetition, len(whole.total), in_evaluation, is_random,
+        noise_std, chance, rounding, noise_rounding, depends, repetition, len(whole.total),
+        in_evaluation, is_random,
     )  # fmt: skip

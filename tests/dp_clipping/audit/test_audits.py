@@ -87,6 +87,10 @@ class TestTheRightProduct:
         assert found.ok, found.faults
         assert found.guesses.correct > 0.8 * found.guesses.made
 
+    def test_split_batches_give_the_same_report(self):
+        few = {"canaries": 64, "sample_rate": 0.5, "steps": 2, "noise_multiplier": 0.5}
+        assert str(audited(**few)) == str(audited(**few, max_physical_batch_size=10))
+
     def test_an_epoch_by_default(self):
         found = audited(canaries=64)
         assert (found.steps, found.sample_rate) == (3, pytest.approx(1 / 3))
@@ -254,6 +258,16 @@ class TestRefusals:
                 ValueError, match=r"module is wrapped or sharded, .* before ddp\.wrap"
             ):
                 attack(**{**arguments, "module": module})
+
+    def test_an_optimizer_of_other_parameters(self):
+        with pytest.raises(ValueError, match="optimizer"):
+            audited(optimizer=torch.optim.SGD(network().parameters(), lr=0.1))
+
+    def test_a_network_that_cannot_be_copied(self):
+        net = network()
+        net.kept = net(torch.ones(1, 6))
+        with pytest.raises(ValueError, match=r"trains a copy, and copy\.deepcopy"):
+            audited(net=net)
 
     def test_hidden_engines(self):
         with pytest.raises(RuntimeError, match="hide_unprotected"):

@@ -76,6 +76,15 @@ def test_settings(changes):
     assert 0.45 < float(found.hostile.min()) <= 0.5 * 1.001
 
 
+def test_numbers_of_16_bit():
+    net = network().bfloat16()
+    x, y = given(net)["data_loader"].dataset.tensors
+    loader = DataLoader(TensorDataset(x.bfloat16(), y), batch_size=8)
+    found = recorded(net, data_loader=loader)
+    assert found.ok, found.faults
+    assert found.noise_depends_on_data > 1e-3  # which rounding of `.grad` explains
+
+
 def test_dropout_is_off():
     found = recorded(network(dropout=0.5))
     assert found.in_evaluation
