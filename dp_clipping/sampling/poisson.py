@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from dp_clipping import chacha
+from dp_clipping.sampling import chacha
 from dp_clipping.sampling.units import Units, fill_of
 from dp_clipping.sampling.words import words
 

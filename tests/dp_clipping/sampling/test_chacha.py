@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from dp_clipping.chacha import CHUNK, blocks, words
+from dp_clipping.sampling.chacha import CHUNK, blocks, words
 
 KEY = bytes(range(32))
 # Section 2.3.2: key 00 .. 1f, counter 1, nonce 00:00:00:09:00:00:00:4a:00:00:00:00.
