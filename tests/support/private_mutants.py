@@ -36,7 +36,7 @@ CORRELATED_RUN = "tests/dp_clipping/test_correlated_noise.py"
 ALONE = "tests/dp_clipping/layers/registered/test_one_alone.py"
 OF_USERS = "tests/dp_clipping/layers/registered/test_module.py"
 STATE = "tests/dp_clipping/step/test_state.py"
-CHACHA = "tests/dp_clipping/test_chacha.py"
+CHACHA = "tests/dp_clipping/sampling/test_chacha.py"
 SECURE = "tests/dp_clipping/noise/secure/test_secure_mode.py"
 SECURE_KERNEL = "tests/dp_clipping/noise/secure/test_kernel.py"
 ROUNDED = "tests/dp_clipping/noise/secure/test_rounded_gaussian.py"
@@ -271,8 +271,8 @@ ROWS = [
     ("a step too many is dropped", "accounting/ledger.py",
      "left = number - min(number, steps)", "left = number - min(number, steps + 1)", LEDGER),
     # ---- secure noise
-    ("ChaCha20 has eight double rounds", "sampling/chacha.py", "DOUBLE_ROUNDS = 10", "DOUBLE_ROUNDS = 8",
-     CHACHA),
+    ("ChaCha20 has eight double rounds", "sampling/chacha.py",
+     "DOUBLE_ROUNDS = 10", "DOUBLE_ROUNDS = 8", CHACHA),
     ("a ChaCha20 key counts up to 32 bits", "sampling/chacha.py",
      "state[3, 1] = counters >> np.uint64(32)", "state[3, 1] = 0", CHACHA),
     ("secure noise does not know the step", "noise/secure/source.py",
