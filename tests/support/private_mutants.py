@@ -33,6 +33,11 @@ CONTRIBUTIONS = "tests/dp_clipping/verification/test_contributions.py"
 MECHANISMS = "tests/dp_clipping/noise/test_mechanisms.py"
 CORRELATED = "tests/dp_clipping/noise/test_correlated.py"
 CORRELATED_RUN = "tests/dp_clipping/test_correlated_noise.py"
+SAMPLINGS = "tests/dp_clipping/test_samplings.py"
+SCHEMES = "tests/dp_clipping/sampling/test_schemes.py"
+BINS = "tests/dp_clipping/accounting/test_balls_in_bins.py"
+TRUNCATED = "tests/dp_clipping/accounting/test_truncated_poisson.py"
+CYCLIC = "tests/dp_clipping/accounting/test_cyclic.py"
 ALONE = "tests/dp_clipping/layers/registered/test_one_alone.py"
 OF_USERS = "tests/dp_clipping/layers/registered/test_module.py"
 STATE = "tests/dp_clipping/step/test_state.py"
@@ -217,6 +222,36 @@ ROWS = [
      ", sensitivity=noise_mechanism.sensitivity", "", CORRELATED_RUN, "epsilon"),
     ("correlated noise on Poisson batches", "arguments/accounted.py",
      'if is_correlated and sampling != "cyclic":', "if False:", CORRELATED_RUN, "go_with"),
+    # ---- other samplings
+    ("an unused batch is lost", "sampling/loader.py",
+     "self.usage.unused_from if in_order else self.position", "self.position", SAMPLINGS,
+     "comes_again"),
+    ("a step out of order is taken", "checkpoint/run.py",
+     "if in_order and number != self.next_batch:", "if False:", SAMPLINGS, "out_of_order"),
+    ("new keys go on in the middle of an epoch", "checkpoint/restore.py",
+     "rekey(run.keys.sampling, run.start[0])", "rekey(run.keys.sampling)", SAMPLINGS, "new_keys"),
+    ("steps of two keys are those of one", "accounting/ledger.py",
+     "of([list(part) for _, part in self._parts.values()], delta)",
+     "of([list(self.history)], delta)", SAMPLINGS, "two_runs"),
+    ("a checkpoint goes on under another sampling", "checkpoint/compatibility.py",
+     '"sampling": "poisson", ', "", SAMPLINGS, "another_sampling"),
+    ("mass is rounded down", "accounting/balls_in_bins.py",
+     "found.mass * np.clip((found.values - low) / (high - low), 0, 1)", "0 * found.mass", BINS),
+    ("steps to come are not there", "accounting/balls_in_bins.py",
+     "found = added(found, constant(batches - steps))", "pass", BINS),
+    ("the last epoch's noise counts for all", "accounting/balls_in_bins.py",
+     "min(sigma, here)", "here", BINS),
+    ("bins are the same in each epoch", "sampling/schemes.py",
+     'b"balls in bins", epoch', 'b"balls in bins", 0', SCHEMES),
+    ("the first units of a batch are kept", "sampling/schemes.py",
+     "drawn[torch.from_numpy(np.sort(kept))]", "drawn[: self.max_batch_size]", SCHEMES),
+    ("a cyclic batch has neighbours of the data", "sampling/schemes.py",
+     'np.argsort(words(key, b"cyclic", 0, self.units), kind="stable")', "np.arange(self.units)",
+     SCHEMES),
+    ("a neighbour has one unit less only", "accounting/truncated_poisson.py",
+     "in (units, units + 1)", "in (units,)", TRUNCATED),
+    ("a place in the cycle is the mean one", "accounting/cyclic.py",
+     ".max(initial=0.0)", ".mean()", CYCLIC),
     # ---- clipping functions of users
     ("a gradient whose squares underflow is scaled up", "clipping/coefficients.py",
      "bound * clip_norms / (norms + LOST)", "bound * clip_norms / (norms + 1e-300)", COEFFICIENTS),
