@@ -36,19 +36,22 @@ if TYPE_CHECKING:
     from dp_clipping.engine import PrivacyEngine
     from dp_clipping.layers.registered.registry import LinearProduct, register_layer
     from dp_clipping.modes import MODES
+    from dp_clipping.noise.correlated import CorrelatedNoise
     from dp_clipping.noise.mechanisms import register_noise_mechanism
     from dp_clipping.sampling.memory_manager import BatchMemoryManager
     from dp_clipping.verification.contributions import check_clipping_function
 
 __all__ = [
-    "MODES", "BatchMemoryManager", "LinearProduct", "PrivacyEngine", "check_clipping_function",
-    "register_clipping_function", "register_layer", "register_noise_mechanism",
+    "MODES", "BatchMemoryManager", "CorrelatedNoise", "LinearProduct", "PrivacyEngine",
+    "check_clipping_function", "register_clipping_function", "register_layer",
+    "register_noise_mechanism",
 ]  # fmt: skip
 
 
 _HOMES = {
     "MODES": "dp_clipping.modes",
     "BatchMemoryManager": "dp_clipping.sampling.memory_manager",
+    "CorrelatedNoise": "dp_clipping.noise.correlated",
     "LinearProduct": "dp_clipping.layers.registered.registry",
     "PrivacyEngine": "dp_clipping.engine",
     "check_clipping_function": "dp_clipping.verification.contributions",

@@ -16,19 +16,17 @@ With more dimensions a box may take several spans, one for each row of what lies
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.distributed.dtensor import is_sharded
-from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.torch_compat import strided_shard
 
 if TYPE_CHECKING:
@@ -71,17 +69,6 @@ def place_of(parameter: Tensor) -> Place | None:
         return None
     box, whole = box_of(parameter), tuple(parameter.shape)
     return None if box == tuple((0, n) for n in whole) else spans_of(box, whole)
-
-
-def places_of(sharding: Sharding, parameters: Iterable[Parameter]) -> list[Place | None]:
-    """Returns the place of this rank's part in each parameter; None if the rank has all of it."""
-    return [_flat_place(sharding, p) if p in sharding.slices else place_of(p) for p in parameters]
-
-
-def _flat_place(sharding: Sharding, parameter: Parameter) -> Place:
-    """Returns that of FSDP1's slice of a flattened parameter."""
-    start, length = sharding.slices[parameter][dist.get_rank(sharding.shards)]
-    return (Span(0, start, length, length, 1),) if length else ()
 
 
 def slices_of(parameter: Tensor) -> tuple[slice, ...]:

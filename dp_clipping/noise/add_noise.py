@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dp_clipping.distributed.placement import Place
+from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.noise import kernel as kernels
 from dp_clipping.noise.gaussian import (
     GAUSSIAN,
@@ -32,8 +32,9 @@ def add_noise(
     place: Place | None = None,
     out: Tensor | None = None,
     values: Values = GAUSSIAN,
+    earlier: Sequence[tuple[float, NoiseStream]] = (),
 ) -> Tensor:
-    """Returns `(total + std·z) / divisor`, computed in float32 and cast to `dtype` last.
+    """Returns `(total + std·(z + Σ w·z')) / divisor`, computed in float32 and cast to `dtype` last.
 
     Args:
         total: any shape and strides, float32 (or float64, for tests: then computed in float64 on
@@ -46,6 +47,7 @@ def add_noise(
         place: where the elements of `total` lie in the parameter, instead of `offset`: each gets
             the noise of its place there. None: from `offset` on.
         values: how words become z; kernels make normal numbers alone.
+        earlier: each w, and the stream of its z', if noise of earlier steps is added again.
         out: receives the result if given; same shape and device, may be `total` itself.
 
     Returns:
@@ -66,15 +68,20 @@ def add_noise(
     )
     flat_total, flat_target = total.contiguous().view(-1), target.view(-1)
     if values is not GAUSSIAN or not kernels.serves(total):
-        add_noise_plain(flat_total, flat_target, stream, std, divisor, offset, place, values)
-    elif place is None or std == 0:
+        add_noise_plain(
+            flat_total, flat_target, stream, std, divisor, offset, place, values, earlier
+        )
+    elif std == 0 or (place is None and not earlier):
         with torch.cuda.device_of(flat_total):
             kernels.add_noise_kernel_launch(flat_total, flat_target, stream, std, divisor, offset)
     else:
+        n = total.numel()
+        place = (Span(0, offset, n, n, 1),) if place is None else place
         with torch.cuda.device_of(flat_total):
             kernels.add_noise_to_parts_kernel_launch(
-                [flat_total], [flat_target], [stream], [place], std, divisor
-            )
+                [flat_total], [flat_target], [stream], [place], std, divisor,
+                [(weight, [other]) for weight, other in earlier],
+            )  # fmt: skip
     return out if target is out else out.copy_(target)
 
 
@@ -83,6 +90,7 @@ def add_noise_to_all(
     totals: list[Tensor], streams: list[NoiseStream], *, std: float, divisor: float,
     dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
     table: kernels.StreamTable | None = None, values: Values = GAUSSIAN,
+    earlier: Sequence[tuple[float, list[NoiseStream]]] = (),
 ) -> list[Tensor]:  # fmt: skip
     """Returns `add_noise` of each total with its stream, in few launches and in order.
 
@@ -91,15 +99,26 @@ def add_noise_to_all(
         dtypes: the dtypes of the results.
         places: where each total lies in its parameter; None: it is the whole.
         values: how words become z.
-        table: where a CUDA graph that is captured reads the streams of whole parameters.
+        table: where a CUDA graph that is captured reads the streams of whole parameters. It has
+            none of earlier steps.
+        earlier: each w, and a stream of z' per total.
     """
     places = [None] * len(totals) if places is None else places
     if std == 0 or values is not GAUSSIAN or not all(map(kernels.serves, totals)):
         return [
             add_noise(
-                total, stream, std=std, divisor=divisor, dtype=dtype, place=place, values=values
+                total,
+                stream,
+                std=std,
+                divisor=divisor,
+                dtype=dtype,
+                place=place,
+                values=values,
+                earlier=[(weight, others[i]) for weight, others in earlier],
             )
-            for total, stream, dtype, place in zip(totals, streams, dtypes, places, strict=True)
+            for i, (total, stream, dtype, place) in enumerate(
+                zip(totals, streams, dtypes, places, strict=True)
+            )
         ]
     _check_scales(std, divisor)
     for dtype in set(dtypes):
@@ -120,13 +139,16 @@ def add_noise_to_all(
         numbers = [i for i, other in enumerate(kinds) if other == kind]
         sums, noisy = [totals[i] for i in numbers], [results[i] for i in numbers]
         own: list[kernels.Stream] = [streams[i] for i in numbers]
+        more = [(weight, [others[i] for i in numbers]) for weight, others in earlier]
         with torch.cuda.device_of(sums[0]):
             parts = [place for i in numbers if (place := places[i]) is not None]
             if parts:
-                kernels.add_noise_to_parts_kernel_launch(sums, noisy, own, parts, std, divisor)
+                kernels.add_noise_to_parts_kernel_launch(
+                    sums, noisy, own, parts, std, divisor, more
+                )
             else:
                 make = None if table is None else partial(table.take, numbers)
-                kernels.add_noise_to_all_kernel_launch(sums, noisy, own, std, divisor, make)
+                kernels.add_noise_to_all_kernel_launch(sums, noisy, own, std, divisor, make, more)
     return results
 
 

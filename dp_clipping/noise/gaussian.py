@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -115,24 +115,26 @@ def standard_normal(
 def add_noise_plain(
     total: Tensor, out: Tensor, stream: NoiseStream, std: float, divisor: float, offset: int,
     place: Place | None = None, values: Values | None = None,
+    earlier: Sequence[tuple[float, NoiseStream]] = (),
 ) -> None:  # fmt: skip
-    """Writes `out ← (total + std·z) / divisor` for contiguous `total` and `out` of shape [n].
+    """Writes `out ← (total + std·(z + Σ w·z')) / divisor`; `total` and `out` contiguous, [n].
 
-    `values`: how words become z; default: normal numbers.
+    Args:
+        values: how words become z; default: normal numbers.
+        earlier: each w, and the stream of its z'.
     """
     values = values or GAUSSIAN
     if std == 0:
         torch.div(total, divisor, out=out)
         return
-    device = total.device
-    generated = (
-        _chunks(total.numel(), stream, offset, device, values)
-        if place is None
-        else (piece for run in place for piece in _chunks_of_run(run, stream, device, values))
-    )
-    for part, z in generated:
-        noisy = z.to(total.dtype).mul_(std).add_(total[part])
-        torch.div(noisy, divisor, out=out[part])
+    place = (Span(0, offset, total.numel(), total.numel(), 1),) if place is None else place
+    streams = [stream, *(of_earlier for _, of_earlier in earlier)]
+    generated = [_chunks_of_place(place, own, total.device, values) for own in streams]
+    for (part, z), *others in zip(*generated, strict=True):
+        noise = z.to(total.dtype)
+        for (weight, _), (_, other) in zip(earlier, others, strict=True):
+            noise.add_(other.to(total.dtype), alpha=weight)
+        torch.div(noise.mul_(std).add_(total[part]), divisor, out=out[part])
 
 
 def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -177,6 +179,14 @@ def _chunks(
         values = made.of(philox(counters, stream))[max(0, -start) : numel - start]
         start = max(0, start)
         yield slice(start, start + values.numel()), values
+
+
+def _chunks_of_place(
+    place: Place, stream: NoiseStream, device: torch.device | str, made: Values
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yields `_chunks` of all runs: pairs (where in the part, its values), in order."""
+    for run in place:
+        yield from _chunks_of_run(run, stream, device, made)
 
 
 def _chunks_of_run(

@@ -8,6 +8,7 @@ On an H200 (torch 2.11, Triton 3.6) `randn_like`, add, divide and copy of 2²⁸
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -27,10 +28,13 @@ from dp_clipping.kernels.launch.tiles import (
 if triton is not None:
     import triton.language as tl
 
+    from dp_clipping.noise.registers import _noise_of, _quotient
+
 BLOCK = 256  # counters of one program; each gives four values
 LOOPS = 16  # blocks of one program where many tensors share a launch
 ROW_WORDS = 6  # address of the sum, of the result, size, seed, two counter words
 RUN_WORDS = 11  # those, then counters in all, length of a row, counters of a row, stride, offset
+EARLIER_WORDS = 4  # behind a row, for each earlier stream: seed, two counter words, weight's bits
 LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bits
 
 
@@ -48,6 +52,10 @@ class Stream(Protocol):
 
     @property
     def counter_3(self) -> int: ...
+
+
+Earlier = Sequence[tuple[float, Sequence[Stream]]]
+"""Weights of earlier streams, and with each its streams: as many as there are totals."""
 
 
 def serves(total: Tensor) -> bool:
@@ -115,9 +123,19 @@ def _words_in_rows(streams: Sequence[Stream]) -> list[tuple[int, int, int]]:
     ]
 
 
+def _earlier_words(earlier: Earlier) -> list[list[int]]:
+    """Returns what stands behind the row of each total: `EARLIER_WORDS` of each earlier stream."""
+    rows: list[list[int]] = [[] for _ in earlier[0][1]]
+    for weight, streams in earlier:
+        (bits,) = struct.unpack("<I", struct.pack("<f", weight))
+        for row, words in zip(rows, _words_in_rows(streams), strict=True):
+            row += (*words, bits)
+    return rows
+
+
 def add_noise_to_all_kernel_launch(
     totals: list[Tensor], outs: list[Tensor], streams: list[Stream], std: float, divisor: float,
-    make_table: Callable[[list[list[int]]], Tensor] | None = None,
+    make_table: Callable[[list[list[int]]], Tensor] | None = None, earlier: Earlier = (),
 ) -> None:  # fmt: skip
     """Launches `add_noise_kernel_launch` for many tensors, each from the start of its stream.
 
@@ -128,6 +146,7 @@ def add_noise_to_all_kernel_launch(
         totals: tensors of any sizes, float32, contiguous, on one device.
         outs: tensors of one dtype, contiguous; each may be its total itself.
         make_table: takes the rows to the device; default: copies them.
+        earlier: further noise, which is generated in the same registers and added with its weight.
     """
     sizes = tuple([total.numel() for total in totals])
     pieces = _pieces(sizes, totals[0].device)
@@ -141,17 +160,19 @@ def add_noise_to_all_kernel_launch(
             sums, results, sizes, _words_in_rows(streams), strict=True
         )
     ]
+    if earlier:
+        rows = [row + more for row, more in zip(rows, _earlier_words(earlier), strict=True)]
     table = table_on(totals[0].device, rows) if make_table is None else make_table(rows)
     _add_noise_to_all_kernel[(len(pieces),)](
-        table, pieces, float(std), float(divisor), 1 / divisor,
-        DTYPE=TRITON_DTYPES[outs[0].dtype], ROW_WORDS=ROW_WORDS, LOOPS=LOOPS, BLOCK=BLOCK,
-        num_warps=4,
+        table, pieces, len(earlier), float(std), float(divisor), 1 / divisor,
+        DTYPE=TRITON_DTYPES[outs[0].dtype], ROW_WORDS=ROW_WORDS,
+        EARLIER_WORDS=EARLIER_WORDS if earlier else 0, LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 def add_noise_to_parts_kernel_launch(
     totals: list[Tensor], outs: list[Tensor], streams: list[Stream], places: list[Place],
-    std: float, divisor: float,
+    std: float, divisor: float, earlier: Earlier = (),
 ) -> None:  # fmt: skip
     """Adds noise to parts of parameters: each element gets the value of its place in the whole.
 
@@ -160,6 +181,7 @@ def add_noise_to_parts_kernel_launch(
     end inside of a counter, those at both ends are generated for some of their values only. Where
     none does, elements lie as the counters do, and addresses need no row.
     """
+    behind = _earlier_words(earlier) if earlier else [[]] * len(totals)
     runs = [(i, run) for i, place in enumerate(places) for run in _within_reach(place)]
     for aligned in (True, False):
         alike = [(i, run) for i, run in runs if _is_aligned(run) == aligned]
@@ -172,7 +194,7 @@ def add_noise_to_parts_kernel_launch(
                 outs[i].data_ptr() + run.local_start * outs[i].element_size(), run.numel,
                 _signed(streams[i].key_0 | streams[i].key_1 << 32, 64),
                 streams[i].counter_2, streams[i].counter_3,
-                run.count * width, run.length, width, run.stride, run.offset,
+                run.count * width, run.length, width, run.stride, run.offset, *behind[i],
             )
             for (i, run), width in zip(alike, widths, strict=True)
         ]  # fmt: skip
@@ -180,9 +202,9 @@ def add_noise_to_parts_kernel_launch(
         pieces = _pieces(tuple(counters), totals[0].device)
         table = table_on(totals[0].device, rows)
         _add_noise_to_parts_kernel[(len(pieces),)](
-            table, pieces, float(std), float(divisor), 1 / divisor,
-            DTYPE=TRITON_DTYPES[outs[0].dtype], ALIGNED=aligned, RUN_WORDS=RUN_WORDS, LOOPS=LOOPS,
-            BLOCK=BLOCK, num_warps=4,
+            table, pieces, len(earlier), float(std), float(divisor), 1 / divisor,
+            DTYPE=TRITON_DTYPES[outs[0].dtype], ALIGNED=aligned, RUN_WORDS=RUN_WORDS,
+            EARLIER_WORDS=EARLIER_WORDS if earlier else 0, LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
 
 
@@ -230,100 +252,6 @@ def _signed(word: int, bits: int) -> int:
 
 
 if triton is not None:
-
-    @triton.jit
-    def _words(first, seed, c2, c3, BLOCK: tl.constexpr):
-        """Returns the four words [BLOCK] uint32 of this program's counters, starting at `first`."""
-        return _words_at(first + tl.program_id(0).to(tl.int64) * BLOCK, seed, c2, c3, BLOCK)
-
-    @triton.jit
-    def _words_at(first, seed, c2, c3, BLOCK: tl.constexpr):
-        """Returns the four words [BLOCK] uint32 of the counters from `first` on."""
-        return _words_of(first + tl.arange(0, BLOCK), seed, c2, c3)
-
-    @triton.jit
-    def _words_of(o_counter, seed, c2, c3):
-        """Returns the four words uint32 of int64 counters, by Philox4x32-10."""
-        x0, x1 = o_counter.to(tl.uint32), (o_counter >> 32).to(tl.uint32)
-        x2, x3 = c2.to(tl.uint32, bitcast=True), c3.to(tl.uint32, bitcast=True)
-        seed = seed.to(tl.int64)  # the interpreter passes a small one as 32 bits
-        k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-        for _ in tl.static_range(10):
-            # One multiplication gives both halves; `tl.philox` multiplies once for each.
-            p0, p1 = x0.to(tl.uint64) * 0xD2511F53, x2.to(tl.uint64) * 0xCD9E8D57
-            x0 = (p1 >> 32).to(tl.uint32) ^ x1 ^ k0
-            x2 = (p0 >> 32).to(tl.uint32) ^ x3 ^ k1
-            x1, x3 = p1.to(tl.uint32), p0.to(tl.uint32)
-            k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
-            k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
-        return x0, x1, x2, x3
-
-    @triton.jit
-    def _normals(w_radius, w_angle):
-        """Computes Box-Muller on two words [BLOCK], without a library's special cases."""
-        b_radius = _radius(w_radius)
-        b_cos, b_sin = _cos_sin(w_angle)
-        return b_radius * b_cos, b_radius * b_sin
-
-    @triton.jit
-    def _radius(w):
-        """Computes √(−2 ln u), u = (w + ½)/2³² in (0, 1] rounded to float32 as in the reference.
-
-        u = 2ᵉ(1 + f) with |f| ≤ 1/3, so that −2 ln u = −2 ln 2 · e + f·p(f). Over all words the
-        root of this sum is off by less than 1.8e-7 (3.2e-7 where products are rounded before they
-        are added), and a GPU's root adds 2⁻²³ of itself: less than 9.3e-7 together. The sum is not
-        negative anywhere; it is zero where u rounds to 1.
-        """
-        b_u = w.to(tl.float32) * 2.0**-32 + 2.0**-33
-        b_bits = b_u.to(tl.int32, bitcast=True)
-        b_exponent = (b_bits - 0x3F2AAAAB) & -0x800000  # e · 2²³; the bits subtracted are 2/3's
-        f = (b_bits - b_exponent).to(tl.float32, bitcast=True) - 1.0
-        p = 0.32557014 * f - 0.34344143
-        p = p * f + 0.32435727
-        p = p * f - 0.39576316
-        p = p * f + 0.5004274
-        p = p * f - 0.66675776
-        p = p * f + 0.99999326
-        p = p * f - 2.0
-        return tl.sqrt(tl.fma(b_exponent.to(tl.float32), -1.6525917e-07, p * f))
-
-    @triton.jit
-    def _cos_sin(w):
-        """Computes cosine and sine of w·π/2³¹, off by less than 9e-8 each.
-
-        The angle is q quarter turns and a rest πt of at most an eighth. The low 30 bits of w, read
-        as a signed integer, are 2³¹t: exact, so that only their conversion to float32 rounds the
-        angle. Both polynomials in t are within 7.2e-8 of their functions for every float32 in
-        [−¼, ¼], of which the terms left out are 5e-9; the conversion is the rest.
-        """
-        t = (w << 2).to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-33
-        u = t * t
-        b_sin = ((-0.5829332 * u + 2.5491157) * u - 5.1676884) * u + 3.1415925
-        b_sin *= t
-        b_cos = (((0.22875105 * u - 1.3347361) * u + 4.0586963) * u - 4.934802) * u + 1.0
-        q = tl.add(w, 1 << 29, sanitize_overflow=False) >> 30  # wraps as a turn does
-        m_odd = (q & 1) != 0
-        b_first, b_second = tl.where(m_odd, b_sin, b_cos), tl.where(m_odd, b_cos, b_sin)
-        b_first = tl.where(((q + 1) & 2) != 0, -b_first, b_first)
-        return b_first, tl.where((q & 2) != 0, -b_second, b_second)
-
-    @triton.jit
-    def _normals_of(w0, w1, w2, w3, BLOCK: tl.constexpr):
-        """Returns four values per counter, z0 z1 z2 z3 side by side: [4·BLOCK]."""
-        z0, z1 = _normals(w0, w1)
-        z2, z3 = _normals(w2, w3)
-        return tl.join(tl.join(z0, z2), tl.join(z1, z3)).reshape(4 * BLOCK)
-
-    @triton.jit
-    def _quotient(b_sum, divisor, inverse):
-        """Computes b_sum / divisor from `inverse` = 1 / divisor, rounded by one Newton step.
-
-        A library's division does the same, but looks at each value first, for those whose exponent
-        could leave the range. Here an infinite sum gives NaN.
-        """
-        b_q = b_sum * inverse
-        return tl.fma(tl.fma(-b_q, divisor, b_sum), inverse, b_q)
-
     # The key and the counter change with every step: no compiled variant may depend on them, nor
     # on whether a key happens to fit in 32 bits.
     @triton.jit(do_not_specialize=["first", "seed", "c2", "c3"])
@@ -335,19 +263,20 @@ if triton is not None:
         m_n = (o_n >= 0) & (o_n < n)
         b_sum = tl.load(p_total + o_n, mask=m_n, other=0)
         if ADD_NOISE:
-            w0, w1, w2, w3 = _words(first, seed, c2, c3, BLOCK)
-            b_sum += std * _normals_of(w0, w1, w2, w3, BLOCK)
+            o_counter = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            b_sum += std * _noise_of(o_counter, seed, c2, c3, p_total, 0, 0, BLOCK)
         b_out = _quotient(b_sum, divisor, inverse)
         tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["n_earlier"])
     def _add_noise_to_all_kernel(
-        p_rows, p_pieces, std, divisor, inverse,
-        DTYPE: tl.constexpr, ROW_WORDS: tl.constexpr, LOOPS: tl.constexpr, BLOCK: tl.constexpr,
+        p_rows, p_pieces, n_earlier, std, divisor, inverse,
+        DTYPE: tl.constexpr, ROW_WORDS: tl.constexpr, EARLIER_WORDS: tl.constexpr,
+        LOOPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         i_row = tl.load(p_pieces + 2 * tl.program_id(0))
         i_piece = tl.load(p_pieces + 2 * tl.program_id(0) + 1)
-        p_row = p_rows + ROW_WORDS * i_row
+        p_row = p_rows + (ROW_WORDS + EARLIER_WORDS * n_earlier) * i_row
         p_total = tl.load(p_row).to(tl.pointer_type(tl.float32))
         p_out = tl.load(p_row + 1).to(tl.pointer_type(DTYPE))
         n, seed = tl.load(p_row + 2), tl.load(p_row + 3)
@@ -357,19 +286,21 @@ if triton is not None:
             o_n = 4 * first + tl.arange(0, 4 * BLOCK)
             m_n = o_n < n
             b_sum = tl.load(p_total + o_n, mask=m_n, other=0)
-            w0, w1, w2, w3 = _words_at(first, seed, c2, c3, BLOCK)
-            b_sum += std * _normals_of(w0, w1, w2, w3, BLOCK)
+            o_counter = first + tl.arange(0, BLOCK)
+            b_sum += std * _noise_of(
+                o_counter, seed, c2, c3, p_row + ROW_WORDS, n_earlier, EARLIER_WORDS, BLOCK
+            )
             tl.store(p_out + o_n, _quotient(b_sum, divisor, inverse).to(DTYPE), mask=m_n)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["n_earlier"])
     def _add_noise_to_parts_kernel(
-        p_rows, p_pieces, std, divisor, inverse,
-        DTYPE: tl.constexpr, ALIGNED: tl.constexpr, RUN_WORDS: tl.constexpr, LOOPS: tl.constexpr,
-        BLOCK: tl.constexpr,
+        p_rows, p_pieces, n_earlier, std, divisor, inverse,
+        DTYPE: tl.constexpr, ALIGNED: tl.constexpr, RUN_WORDS: tl.constexpr,
+        EARLIER_WORDS: tl.constexpr, LOOPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         i_row = tl.load(p_pieces + 2 * tl.program_id(0))
         i_piece = tl.load(p_pieces + 2 * tl.program_id(0) + 1)
-        p_row = p_rows + RUN_WORDS * i_row
+        p_row = p_rows + (RUN_WORDS + EARLIER_WORDS * n_earlier) * i_row
         p_total = tl.load(p_row).to(tl.pointer_type(tl.float32))
         p_out = tl.load(p_row + 1).to(tl.pointer_type(DTYPE))
         n, seed = tl.load(p_row + 2), tl.load(p_row + 3)
@@ -386,7 +317,6 @@ if triton is not None:
             o_counter = (o_block - i_below * width.to(tl.uint32)).to(tl.int64)
             i_q = i_first + i_below.to(tl.int64)
             o_start = offset + i_q * stride
-            w0, w1, w2, w3 = _words_of((o_start >> 2) + o_counter, seed, c2, c3)
             if ALIGNED:
                 o_n = 4 * first + tl.arange(0, 4 * BLOCK)
                 m_n = o_n < n
@@ -396,5 +326,8 @@ if triton is not None:
                 m_n = ((o_r >= 0) & (o_r < length) & (o_n < n)).reshape(4 * BLOCK)
                 o_n = o_n.reshape(4 * BLOCK)
             b_sum = tl.load(p_total + o_n, mask=m_n, other=0)
-            b_sum += std * _normals_of(w0, w1, w2, w3, BLOCK)
+            b_sum += std * _noise_of(
+                (o_start >> 2) + o_counter, seed, c2, c3, p_row + RUN_WORDS, n_earlier,
+                EARLIER_WORDS, BLOCK,
+            )  # fmt: skip
             tl.store(p_out + o_n, _quotient(b_sum, divisor, inverse).to(DTYPE), mask=m_n)

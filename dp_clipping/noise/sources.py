@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dp_clipping.distributed.placement import Place
 from dp_clipping.noise.add_noise import add_noise_to_all
+from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.gaussian import GAUSSIAN, NoiseStream, Values
 from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.noise.mechanisms import mechanism_of
@@ -64,11 +65,40 @@ class IndependentNoise:
         )  # fmt: skip
 
 
-def source_of(noise_mechanism: str) -> NoiseSource:
+class RegeneratedNoise:
+    """Correlated noise, for which each step generates the noise of the last steps again.
+
+    Args:
+        noise: how many steps, and their weights.
+    """
+
+    def __init__(self, noise: CorrelatedNoise) -> None:
+        self.noise = noise
+
+    def add(
+        self, totals: list[Tensor], parameters: Sequence[str], *, key: bytes, step: int, std: float,
+        divisor: float, dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
+        table: StreamTable | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Returns (total + std·Σ_j w_j z_{step-j}) / divisor of each total; one pass over them."""
+        _, *weights = self.noise.weights(step + 1)
+        own, *others = (
+            NoiseStream.derive_all(key, step=step - j, parameters=parameters, share=0)
+            for j in range(1 + len(weights))
+        )
+        return add_noise_to_all(
+            totals, own, std=std, divisor=divisor, dtypes=dtypes, places=places, table=table,
+            earlier=list(zip(weights, others, strict=True)),
+        )  # fmt: skip
+
+
+def source_of(noise_mechanism: str | CorrelatedNoise) -> NoiseSource:
     """Returns the source of a noise mechanism's noise.
 
     Raises:
         ValueError: for a mechanism that was not registered.
     """
+    if isinstance(noise_mechanism, CorrelatedNoise):
+        return RegeneratedNoise(noise_mechanism)
     mechanism = mechanism_of(noise_mechanism)
     return IndependentNoise(GAUSSIAN if mechanism is None else mechanism.values)

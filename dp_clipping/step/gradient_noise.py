@@ -5,9 +5,12 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn import Parameter
 
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.distributed.placement import Piece, Place, Span, places_of
+from dp_clipping.distributed.placement import Piece, Place, Span, place_of
+from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
@@ -41,7 +44,7 @@ class GradientNoise:
             self._names = [model.capture.names[p] for p in model.capture.parameters]
         self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
         if model.sharding is not None:
-            self._places = places_of(model.sharding, model.capture.parameters)
+            self._places = [_place_in(model.sharding, p) for p in model.capture.parameters]
 
     @property
     def fingerprint(self) -> str:
@@ -132,3 +135,12 @@ class GradientNoise:
             "std": self.std_multiplier() * self.model.step_state.sensitivity,
             "divisor": settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
         }
+
+
+def _place_in(sharding: Sharding, parameter: Parameter) -> Place | None:
+    """Returns the place of this rank's part of a parameter; None if the rank has all of it."""
+    if parameter not in sharding.slices:
+        return place_of(parameter)
+    # FSDP1's slice of a flattened parameter
+    start, length = sharding.slices[parameter][dist.get_rank(sharding.shards)]
+    return (Span(0, start, length, length, 1),) if length else ()

@@ -11,6 +11,7 @@ import torch
 from dp_clipping.distributed.placement import Span, spans_of
 from dp_clipping.noise import gaussian as noise
 from dp_clipping.noise import kernel as kernels
+from dp_clipping.noise import registers
 from dp_clipping.noise.add_noise import add_noise, add_noise_to_all
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
 
@@ -33,7 +34,8 @@ STREAMS = [
 
 @triton.jit(do_not_specialize=["first", "seed", "c2", "c3"])
 def _store_words(p_out, first, seed, c2, c3, BLOCK: tl.constexpr):
-    w0, w1, w2, w3 = kernels._words(first, seed, c2, c3, BLOCK)
+    o_counter = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    w0, w1, w2, w3 = registers._words_of(o_counter, seed, c2, c3)
     o_row = tl.program_id(0) * 4 * BLOCK + tl.arange(0, BLOCK)
     tl.store(p_out + o_row, w0.to(tl.int64))
     tl.store(p_out + o_row + BLOCK, w1.to(tl.int64))
@@ -60,8 +62,8 @@ def _store_box_muller(p_words, p_out, BLOCK: tl.constexpr):
     """Of each word its radius and its angle's cosine and sine."""
     o_word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     words = tl.load(p_words + o_word).to(tl.uint32)
-    b_cos, b_sin = kernels._cos_sin(words)
-    tl.store(p_out + 3 * o_word, kernels._radius(words))
+    b_cos, b_sin = registers._cos_sin(words)
+    tl.store(p_out + 3 * o_word, registers._radius(words))
     tl.store(p_out + 3 * o_word + 1, b_cos)
     tl.store(p_out + 3 * o_word + 2, b_sin)
 
@@ -247,6 +249,52 @@ def check_places(device: str) -> None:
             assert guard[-4:].isnan().all()
 
 
+EARLIER = [
+    (weight, NoiseStream.derive(bytes(32), step=4 - i, parameter="weight", share=1))
+    for i, weight in enumerate((-0.5, -0.125, 1 / 3))
+]
+
+
+def check_earlier(device: str) -> None:
+    """Noise of earlier steps joins in registers: whole tensors, parts, and nothing outside."""
+    sizes = [1, 5, PROGRAM + 3, PROGRAM * kernels.LOOPS + 3]
+    totals = [torch.linspace(-9, 9, n, device=device) for n in sizes]
+    place = (Span(0, 3, 5, 9, 7), Span(35, 2**34 - 9, 8, 12, 3), Span(59, 2**40, 300, 1, 1))
+    for earlier in (EARLIER[:1], EARLIER):
+        for dtype in (torch.float32, torch.float16):
+            options = {"std": 3.0, "divisor": 7.0, "earlier": earlier, "place": None, "offset": 5}
+            for total in totals:
+                guard = torch.full((total.numel() + 8,), torch.nan, dtype=dtype, device=device)
+                add_noise(total, STREAMS[0], out=guard[:-8], **options)
+                check_earlier_alone(guard[:-8], total, earlier, 5)
+                assert guard[-8:].isnan().all()
+            whole = add_noise(totals[2], STREAMS[0], **options | {"dtype": dtype, "offset": 0})
+            many = add_noise_to_all(
+                [totals[1].clone(), totals[2].clone(), torch.zeros(359, device=device)],
+                [STREAMS[4], STREAMS[0], STREAMS[0]], std=3.0, divisor=7.0, dtypes=[dtype] * 3,
+                places=[None, None, place],
+                earlier=[(weight, [STREAMS[1], own, own]) for weight, own in earlier],
+            )  # fmt: skip
+            assert torch.equal(many[1], whole)
+            start = 0
+            for run in place:
+                for q in range(run.count):
+                    part = many[2][start : (start := start + run.length)]
+                    zeros = torch.zeros(run.length, device=device)
+                    check_earlier_alone(part, zeros, earlier, run.offset + q * run.stride)
+
+
+def check_earlier_alone(got, total, earlier, offset) -> None:
+    """Against float64: (total + 3(z + Σ w·z')) / 7."""
+    z = [
+        weight * standard_normal(len(total), s, offset=offset, device=total.device).double()
+        for weight, s in [(1.0, STREAMS[0]), *earlier]
+    ]
+    exact = (total.double() + 3 * sum(z)) / 7
+    rounding = HALF_STEP[got.dtype] * exact.abs() + 3e-6
+    assert ((got.double() - exact).abs() <= rounding).all()
+
+
 def test_rows_that_32_bits_do_not_count(monkeypatch):
     monkeypatch.setattr(kernels, "LONGEST", 8)
     place = (Span(0, 3, 5, 9, 4), Span(20, 100, 19, 40, 2))
@@ -260,7 +308,7 @@ def test_rows_that_32_bits_do_not_count(monkeypatch):
 
 BODIES = [
     check_words, check_box_muller, check_noise, check_result, check_layouts, check_slices,
-    check_many, check_parts, check_places,
+    check_many, check_parts, check_places, check_earlier,
 ]  # fmt: skip
 
 

@@ -1,0 +1,147 @@
+"""Correlated noise: against the dense matrices that define it, and jax_privacy's sensitivities."""
+
+import math
+
+import numpy
+import pytest
+import torch
+
+from dp_clipping import CorrelatedNoise
+from dp_clipping.distributed.placement import spans_of
+from dp_clipping.noise.gaussian import NoiseStream, standard_normal
+from dp_clipping.noise.sources import IndependentNoise, source_of
+
+KEY = bytes(range(32))
+SHAPES = {"weight": (33, 35), "bias": (7,)}
+
+
+def dense(bands: int, steps: int) -> torch.Tensor:
+    """W [n, n]: coefficient j of √(1 - x) is (-1)^j · binomial(1/2, j)."""
+    matrix = torch.zeros(steps, steps, dtype=torch.float64)
+    for j in range(min(bands, steps)):
+        binomial = math.prod((0.5 - i) / (i + 1) for i in range(j))
+        value = torch.tensor((-1) ** j * binomial, dtype=torch.float64)
+        matrix += torch.diag(value.expand(steps - j), -j)
+    return matrix
+
+
+def noises(bands: int, steps: int, name: str) -> torch.Tensor:
+    """W z, [steps, numel], from the z of independent noise."""
+    streams = [NoiseStream.derive(KEY, step=step, parameter=name, share=0) for step in range(steps)]
+    numel = math.prod(SHAPES[name])
+    z = [standard_normal(numel, stream, device="cpu").double() for stream in streams]
+    return dense(bands, steps) @ torch.stack(z)
+
+
+def added(bands: int, step: int, totals: list, names: list[str], **options) -> list:
+    defaults = {"std": 3.0, "divisor": 7.0, "dtypes": [total.dtype for total in totals]}
+    return source_of(CorrelatedNoise(bands)).add(
+        totals, names, key=KEY, step=step, **(defaults | options)
+    )
+
+
+@pytest.mark.parametrize("bands", [1, 2, 8, 40])
+def test_a_step_adds_its_row_of_the_dense_matrix(bands):
+    steps = 12
+    for name, shape in SHAPES.items():
+        expected = noises(bands, steps, name)
+        total = torch.linspace(-9, 9, math.prod(shape)).view(shape)
+        for step in range(steps):
+            exact = (total.double() + 3 * expected[step].view(shape)) / 7
+            for dtype, error in ((torch.float32, 2e-6), (torch.float64, 1e-12)):
+                (found,) = added(bands, step, [total.to(dtype)], [name])
+                assert found.dtype == dtype
+                torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=error)
+
+
+def test_parts_have_the_noise_of_their_places():
+    box = ((5, 20), (4, 8))
+    exact = noises(8, 10, "weight")[9].view(SHAPES["weight"])[5:25, 4:12] * 3 / 7
+    whole = noises(8, 10, "bias")[9] * 3 / 7
+    totals = [torch.zeros(20, 8), torch.zeros(7), torch.zeros(0)]
+    places = [spans_of(box, SHAPES["weight"]), None, ()]
+    part, bias, empty = added(8, 9, totals, ["weight", "bias", "weight"], places=places)
+    torch.testing.assert_close(part.double(), exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(bias.double(), whole, rtol=1e-6, atol=1e-6)
+    assert empty.numel() == 0
+
+
+def test_one_band_is_independent_noise_and_no_noise_is_none():
+    total = torch.linspace(-1, 1, 7)
+    options = {"key": KEY, "step": 4, "divisor": 2.0, "dtypes": [torch.float32]}
+    (one,) = source_of(CorrelatedNoise(1)).add([total.clone()], ["bias"], std=0.5, **options)
+    (independent,) = IndependentNoise().add([total.clone()], ["bias"], std=0.5, **options)
+    assert torch.equal(one, independent)
+    (none,) = source_of(CorrelatedNoise(8)).add([total.clone()], ["bias"], std=0.0, **options)
+    assert torch.equal(none, total / 2)
+
+
+def test_sums_of_steps_keep_less_noise():
+    """What prefix sums keep: rows of W added up, against n of independent noise."""
+    steps = 400
+    kept = dense(16, steps).cumsum(0).square().sum(1).mean() / ((steps + 1) / 2)
+    names = ["weight"]
+    total = torch.zeros(SHAPES["weight"], dtype=torch.float64)
+    for step in range(60):
+        total += added(16, step, [torch.zeros_like(total)], names, std=1.0, divisor=1.0)[0]
+    exact = dense(16, 60).sum(0).square().sum()
+    assert 0.85 * exact < total.square().mean() < 1.15 * exact
+    assert kept < 0.06
+
+
+# bands, steps, batches, and the sensitivity that jax_privacy 2.0.0 gives, in 64 bits:
+# coefficients = toeplitz.inverse_coef(w, n=steps), and then sqrt of toeplitz.
+# minsep_sensitivity_squared(coefficients, min_sep=batches, max_participations=k, n=steps)
+REFERENCE = [
+    (1, 1, 1, 1.0), (1, 60, 20, 1.732050808), (2, 60, 20, 2.000001272), (8, 1, 20, 1.0),
+    (8, 19, 20, 1.365194989), (8, 60, 20, 2.476540654), (8, 65, 20, 2.812705769),
+    (8, 64, 1, 34.718774529), (4, 30, 7, 3.075881713), (64, 60, 20, 3.166867111),
+    (16, 1000, 50, 6.740066731), (8, 40, 100, 1.369443266),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bands", "steps", "batches", "expected"), REFERENCE)
+def test_sensitivity_is_that_of_jax_privacy(bands, steps, batches, expected):
+    noise = CorrelatedNoise(bands)
+    assert noise.sensitivity(steps, batches) == pytest.approx(expected, rel=1e-8)
+    noise.sensitivity(steps + 9, batches)  # longer in between
+    assert noise.sensitivity(steps, batches) == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize(("bands", "steps", "batches"), [(8, 60, 20), (3, 47, 5), (100, 33, 9)])
+def test_no_unit_moves_more(bands, steps, batches):
+    """Every position in the cycle, and gradients of any directions, against the dense inverse."""
+    inverse = torch.linalg.inv(dense(bands, steps))
+    assert (inverse >= -1e-15).all()
+    most = CorrelatedNoise(bands).sensitivity(steps, batches)
+    norms = []
+    generator = torch.Generator().manual_seed(0)
+    for first in range(min(batches, steps)):
+        mine = torch.zeros(steps, dtype=torch.float64)
+        mine[first::batches] = 1
+        norms.append((inverse @ mine).norm().item())
+        directions = torch.randn(steps, 3, dtype=torch.float64, generator=generator)
+        directions = mine[:, None] * directions / directions.norm(dim=1, keepdim=True)
+        assert (inverse @ directions).norm() <= most
+    assert max(norms) == pytest.approx(most, rel=1e-12)
+
+
+def test_it_is_a_value():
+    assert CorrelatedNoise(bands=numpy.int64(8)) == CorrelatedNoise(8)
+    assert type(CorrelatedNoise(numpy.int32(8)).bands) is int
+    assert str(CorrelatedNoise(8)) == "correlated noise of 8 bands"
+    assert CorrelatedNoise(8).weights(3) == (1.0, -0.5, -0.125)
+    assert CorrelatedNoise(2).weights(3) == (1.0, -0.5)
+    assert CorrelatedNoise(2).sensitivity(0, 5) == 0
+
+
+@pytest.mark.parametrize("bands", [0, -1, 2.0, True, "8", None])
+def test_bands_that_are_none(bands):
+    with pytest.raises(ValueError, match=r"bands .*CorrelatedNoise\(bands=8\), sampling="):
+        CorrelatedNoise(bands)
+
+
+def test_steps_that_are_none():
+    for steps, batches in ((-1, 5), (5, 0)):
+        with pytest.raises(ValueError, match="give steps ≥ 0 and batches ≥ 1"):
+            CorrelatedNoise(8).sensitivity(steps, batches)
