@@ -42,6 +42,7 @@ from dp_clipping.kinds import by_name, check_type
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.runs.checkpoints import Checkpoints
 from dp_clipping.validation import check_module
@@ -131,7 +132,7 @@ class PrivacyEngine(Checkpoints):
         cuda_graph: bool = False,
         sample_rate: float | None = None,
         steps: int | None = None,
-        noise_mechanism: str = "gaussian",
+        noise_mechanism: str | CorrelatedNoise = "gaussian",
         examples_per_unit: int = 1,
         unit_ids: Sequence[Hashable] | None = None,
         sampling: str = "poisson",
@@ -186,8 +187,9 @@ class PrivacyEngine(Checkpoints):
                 Default: 1 / len(data_loader), which depends on the size of the data. A sample more
                 or less can change it, and the guarantee then covers only data of one size.
             steps: batches of an epoch, which the returned loader yields. Default: 1 / q, rounded.
-            noise_mechanism: `"gaussian"`, or a name given to
-                `dp_clipping.register_noise_mechanism`, whose account then says ε.
+            noise_mechanism: `"gaussian"`, a name given to `dp_clipping.register_noise_mechanism`,
+                whose account then says ε, or `CorrelatedNoise(bands=8)` with `sampling="cyclic"`,
+                for which σ and C must stay the same.
             examples_per_unit: k: so many consecutive examples are one unit of privacy (a user, a
                 document), which is sampled and clipped as a whole: the gradient of a unit, summed
                 over its examples, has at most norm C. A unit with fewer is filled up with examples
@@ -259,7 +261,8 @@ class PrivacyEngine(Checkpoints):
                 "noise_multiplier is what target_epsilon determines: leave it out, or call "
                 "make_private(noise_multiplier=..)"
             )
-        if arguments.get("noise_mechanism", "gaussian") != "gaussian":
+        noise = arguments.get("noise_mechanism", "gaussian")
+        if noise != "gaussian" and not isinstance(noise, CorrelatedNoise):
             raise ValueError(
                 "target_epsilon is for Gaussian noise: find the noise with the epsilon function of "
                 "your mechanism, and call make_private(noise_multiplier=.., noise_mechanism=..)"

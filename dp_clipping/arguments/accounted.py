@@ -13,6 +13,7 @@ from dp_clipping.accounting.mechanism import (
     dp_accounting,
 )
 from dp_clipping.kinds import check_count, check_type
+from dp_clipping.noise.correlated import EXAMPLE, CorrelatedNoise
 from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of
 from dp_clipping.sampling.schemes import FIXED, SAMPLINGS
 
@@ -29,6 +30,12 @@ def check_sampling(
     check_type("sampling", sampling, str, f"one of {', '.join(SAMPLINGS)}")
     if sampling not in SAMPLINGS:
         raise ValueError(f"sampling {sampling!r} is unknown: choose one of {', '.join(SAMPLINGS)}")
+    is_correlated = isinstance(noise_mechanism, CorrelatedNoise)
+    if is_correlated and sampling != "cyclic":
+        raise ValueError(
+            f"noise_mechanism={noise_mechanism!r} does not go with sampling={sampling!r}, for "
+            f"which no account of correlated noise is known: {EXAMPLE}"
+        )
     if max_batch_size is not None and sampling != "truncated_poisson":
         raise ValueError(
             f'max_batch_size is for sampling="truncated_poisson", and sampling is {sampling!r}: '
@@ -46,10 +53,11 @@ def check_sampling(
         check_count("max_batch_size", max_batch_size, wanted)
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size is {max_batch_size}: give {wanted}")
+    is_registered = not is_correlated and noise_mechanism != DEFAULT.name
     for is_given, what, instead in (
         (not poisson_sampling, "poisson_sampling=False, which leaves the loader's own batches",
          "leave it out"),
-        (noise_mechanism != DEFAULT.name, f"noise_mechanism={noise_mechanism!r}, whose account is "
+        (is_registered, f"noise_mechanism={noise_mechanism!r}, whose account is "
          "for Poisson batches", 'leave it out, or give sampling="poisson"'),
         (sample_rate is not None and sampling in FIXED, "sample_rate, as each unit is in one batch "
          "of each epoch", "give steps=, the number of batches of an epoch, a public constant"),
@@ -59,8 +67,9 @@ def check_sampling(
 
 
 def accounted(
-    noise_mechanism: str, sampling: str, *, units: int, max_batch_size: int | None = None
-) -> Mechanism:
+    noise_mechanism: str | CorrelatedNoise, sampling: str, *, units: int,
+    max_batch_size: int | None = None,
+) -> Mechanism:  # fmt: skip
     """Returns the mechanism of these settings, whose account covers a run's steps.
 
     Args:
@@ -76,6 +85,13 @@ def accounted(
     )  # fmt: skip
     if sampling != "poisson":
         dp_accounting(f'sampling="{sampling}"')
+    if isinstance(noise_mechanism, CorrelatedNoise):
+        return Mechanism(
+            f"{noise_mechanism}, cyclic", "cyclic", ZERO_OUT,
+            f"Gaussian mechanism of {noise_mechanism} on the steps that use one unit "
+            "(dp-accounting)",
+            partial(cyclic.epsilon, sensitivity=noise_mechanism.sensitivity), in_order=True,
+        )  # fmt: skip
     if sampling == "truncated_poisson":
         assert max_batch_size is not None
         limits = f"at most {max_batch_size} of {units} units"

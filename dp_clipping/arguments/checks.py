@@ -16,6 +16,7 @@ from dp_clipping.arguments.numbers import check_max_grad_norm, check_noise_multi
 from dp_clipping.clipping.coefficients import check_range, known_clipping_functions
 from dp_clipping.kinds import WrongType, check_count, check_number, check_type, is_count, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.mechanisms import mechanism_of
 from dp_clipping.planning.plan import NORM_ALGORITHMS
 from dp_clipping.sampling.loader import batches_of
@@ -52,14 +53,19 @@ def check_arguments(
 
 
 def check_mechanism(
-    noise_mechanism: str, adaptive_threshold: AdaptiveThreshold | None, cuda_graph: bool
-) -> None:
-    """Raises ValueError for settings that do not go with a registered mechanism."""
-    if mechanism_of(noise_mechanism) is None:
+    noise_mechanism: str | CorrelatedNoise, adaptive_threshold: AdaptiveThreshold | None,
+    cuda_graph: bool,
+) -> None:  # fmt: skip
+    """Raises ValueError for an unknown mechanism, or settings that do not go with it."""
+    check_type(
+        "noise_mechanism", noise_mechanism, (str, CorrelatedNoise),
+        '"gaussian", CorrelatedNoise(bands=8), or the name of a registered one',
+    )  # fmt: skip
+    if isinstance(noise_mechanism, str) and mechanism_of(noise_mechanism) is None:
         return
     for name, is_given in (
         ("adaptive_threshold, whose noisy counts its account does not cover", adaptive_threshold),
-        ("cuda_graph=True, whose kernel makes Gaussian noise", cuda_graph),
+        ("cuda_graph=True, whose kernel makes independent Gaussian noise", cuda_graph),
     ):
         if is_given:
             raise ValueError(

@@ -31,6 +31,7 @@ from dp_clipping.kinds import plain
 from dp_clipping.modes import Policy, policy_of
 from dp_clipping.noise import mechanisms
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.sampling.loader import expected_batch_size_of
 from dp_clipping.sampling.units import Units
 
@@ -71,7 +72,7 @@ class Settings:
     cuda_graph: bool
     sample_rate: float | None
     steps: int | None
-    noise_mechanism: str
+    noise_mechanism: str | CorrelatedNoise
     examples_per_unit: int
     unit_ids: Sequence[Hashable] | None
     sampling: str
@@ -219,9 +220,10 @@ def sampled(loader: DataLoader, arguments: Mapping[str, Any]) -> Sampled:
     is_poisson = arguments.get("poisson_sampling", True)
     sampling = arguments.get("sampling", "poisson")
     check_rates(rate, steps, is_poisson)
-    cap = arguments.get("max_batch_size")
+    cap, noise = arguments.get("max_batch_size"), arguments.get("noise_mechanism", "gaussian")
     check_sampling(
-        sampling, max_batch_size=cap, sample_rate=rate, poisson_sampling=is_poisson
+        sampling, max_batch_size=cap, sample_rate=rate, poisson_sampling=is_poisson,
+        noise_mechanism=noise,
     )  # fmt: skip
     each, unit_ids = arguments.get("examples_per_unit", 1), arguments.get("unit_ids")
     check_units(
@@ -234,5 +236,5 @@ def sampled(loader: DataLoader, arguments: Mapping[str, Any]) -> Sampled:
     return Sampled(
         *rates_of(loader, rate, steps, units, sampling),
         number,
-        accounted("gaussian", sampling, units=number, max_batch_size=cap),
+        accounted(noise, sampling, units=number, max_batch_size=cap),
     )

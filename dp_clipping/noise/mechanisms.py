@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.accounting.ledger import History
+from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.gaussian import Values, uniform
 
 Quantile = Callable[[Tensor], Tensor]
@@ -109,8 +110,10 @@ def mechanism_of(name: str) -> NoiseMechanism | None:
     return _REGISTERED[name]
 
 
-def described(name: str) -> str:
+def described(name: str | CorrelatedNoise) -> str:
     """Returns a name for ranks and checkpoints to compare, with a hash of what it computes."""
+    if isinstance(name, CorrelatedNoise):
+        return str(name)
     mechanism = mechanism_of(name)
     if mechanism is None:
         return name

@@ -15,7 +15,13 @@ from dp_clipping.noise.mechanisms import mechanism_of
 
 
 class NoiseSource(Protocol):
-    """Adds the noise of a step to clipped sums. It keeps nothing from one step to the next."""
+    """Adds the noise of a step to clipped sums. It keeps nothing from one step to the next.
+
+    Attributes:
+        spans_steps: noise of earlier steps is in that of a step, so σ and C must never change.
+    """
+
+    spans_steps: bool
 
     def add(
         self, totals: list[Tensor], parameters: Sequence[str], *, key: bytes, step: int, std: float,
@@ -49,6 +55,8 @@ class IndependentNoise:
         values: how random words become noise; default: normal numbers.
     """
 
+    spans_steps = False
+
     def __init__(self, values: Values = GAUSSIAN) -> None:
         self.values = values
 
@@ -71,6 +79,8 @@ class RegeneratedNoise:
     Args:
         noise: how many steps, and their weights.
     """
+
+    spans_steps = True
 
     def __init__(self, noise: CorrelatedNoise) -> None:
         self.noise = noise

@@ -33,13 +33,15 @@ class FixedSettings:
     ):
         self.model, self.noise, self.current, self.agreement = model, noise, current, agreement
         model.step_state.settings = _in_floats(current())
+        self._first = self._scales(model.thresholds.clip_norms())
         model.step_state.on_open = self.fix
 
     def fix(self) -> None:
         """Fixes the settings; called when a step's first backward begins.
 
         Raises:
-            ValueError: for one out of range.
+            ValueError: for one out of range, or another σ or C than in the first step where the
+                noise of earlier steps is in that of this one.
         """
         state, settings = self.model.step_state, self.current()
         check_noise_multiplier(settings.noise_multiplier)
@@ -47,8 +49,25 @@ class FixedSettings:
         check_loss_reduction(settings.loss_reduction)
         state.settings = _in_floats(settings)
         check_noise(self.noise.std_multiplier(), state.sensitivity)
+        if self.noise.source.spans_steps:
+            self._refuse_changed()
         if self.agreement is not None:
             self.agreement.begin(self._public())
+
+    def _scales(self, clip_norms: list[float]) -> dict[str, object]:
+        settings = self.model.step_state.settings
+        multiplier = None if settings is None else settings.noise_multiplier
+        return {"noise_multiplier": multiplier, "max_grad_norm": list(map(float, clip_norms))}
+
+    def _refuse_changed(self) -> None:
+        """Raises ValueError if σ or C is not that of `make_private`."""
+        for name, value in self._scales(self.model.step_state.clip_norms).items():
+            if value != self._first[name]:
+                raise ValueError(
+                    f"{name} was {self._first[name]} at make_private and is {value}: correlated "
+                    "noise takes back noise of earlier steps, whose scale must be the same; leave "
+                    'its scheduler out, or give make_private(.., noise_mechanism="gaussian")'
+                )
 
     def agree(self) -> None:
         """Raises RuntimeError, after dropping the sums, if ranks have other settings."""

@@ -1,0 +1,233 @@
+"""`make_private(.., noise_mechanism=CorrelatedNoise(bands=b), sampling="cyclic")` end to end."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import CorrelatedNoise, PrivacyEngine
+from dp_clipping.accounting.mechanism import ZERO_OUT
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.gaussian import NoiseStream, standard_normal
+from tests.dp_clipping import test_samplings as samplings
+from tests.dp_clipping.noise.test_correlated import dense
+from tests.support import saved_runs
+from tests.support.saved_runs import BATCH, load, save, state, train
+
+DELTA, EPOCH = samplings.DELTA, samplings.EPOCH
+CORRELATED = {"noise_mechanism": CorrelatedNoise(bands=3), "sampling": "cyclic"}
+
+pytestmark = pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed")
+
+
+@pytest.fixture(autouse=True)
+def _as_a_sampling(monkeypatch):
+    """Lets the tests of samplings run with correlated noise."""
+    monkeypatch.setitem(samplings.SAMPLINGS, "correlated", CORRELATED)
+
+
+def build(**changes):
+    return saved_runs.build(**CORRELATED | changes)
+
+
+# ---- noise ---------------------------------------------------------------------------------------
+
+
+def released(steps: int, run, key: bytes, name: str = "weight") -> torch.Tensor:
+    """Rows of W z of one parameter [steps, numel], in units of σC."""
+    numel = run.model.network.weight.numel()
+    z = [
+        standard_normal(
+            numel, NoiseStream.derive(key, step=t, parameter=name, share=0), device="cpu"
+        )
+        for t in range(steps)
+    ]
+    return dense(3, steps) @ torch.stack(z).double()
+
+
+def zeros(**changes):
+    """A run whose gradients are zero, so that its steps are noise: of σC = 1, lr 1."""
+    network = nn.Linear(40, 25, bias=False)
+    engine = PrivacyEngine(accountant="rdp")
+    dataset = TensorDataset(torch.zeros(8, 40), torch.zeros(8, dtype=torch.long))
+    options = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "expected_batch_size": 1}
+    made = engine.make_private(
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
+        data_loader=DataLoader(dataset, batch_size=2), **CORRELATED | options | changes,
+    )  # fmt: skip
+    return engine, *made
+
+
+def test_steps_have_the_rows_of_the_dense_matrix():
+    engine, model, optimizer, criterion, loader = zeros()
+    (run,) = engine._runs
+    weight = run.model.network.weight
+    found = []
+    for _ in range(2):
+        for x, y in loader:
+            before = weight.detach().clone()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((before - weight.detach()).flatten())
+    expected = released(len(found), run, run.keys.noise)
+    for row, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(row.double(), exact, rtol=1e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("new_keys", [False, True])
+def test_a_resumed_run_takes_back_noise_of_before(new_keys, tmp_path):
+    run = build()
+    train(run, 4)
+    save(run, tmp_path / "file")
+    train(run, 3)
+    again = build(seed=1)
+    load(again, tmp_path / "file", new_keys=new_keys)
+    train(again, 3)
+    assert (state(again) == state(run)) != new_keys
+    parts = [[(0.8, 1 / 6, 4)], [(0.8, 1 / 6, 3)]] if new_keys else [[(0.8, 1 / 6, 7)]]
+    assert samplings.epsilon(again) == again.engine._mechanism.epsilon(parts, DELTA)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        samplings.test_metrics_have_the_epsilon_of_the_sampling,
+        samplings.test_no_noise_and_no_privacy,
+        samplings.test_each_unit_is_in_one_batch_of_an_epoch,
+        samplings.test_a_batch_that_no_step_used_comes_again,
+        samplings.test_a_step_out_of_order_is_refused_and_changes_nothing,
+        samplings.test_another_batch_is_refused,
+        samplings.test_microbatches_are_one_batch,
+        samplings.test_a_batch_left_half_way_comes_again,
+        samplings.test_steps_are_a_public_number_of_batches,
+        samplings.test_two_runs_of_one_engine_add_up,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_what_holds_for_cyclic_batches(check):
+    check("correlated")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [samplings.test_a_run_set_back_makes_the_same_steps, samplings.test_new_keys_begin_an_epoch],
+)
+def test_checkpoints_of_cyclic_batches(check, tmp_path):
+    check("correlated", tmp_path / "file")
+
+
+@pytest.mark.parametrize("target", [1.0, 6.0])
+def test_noise_for_a_target(target):
+    samplings.test_noise_for_a_target("correlated", target)
+
+
+# ---- the account ---------------------------------------------------------------------------------
+
+# bands, batches of an epoch, σ, [steps], ε at δ = 1e-5, with jax_privacy 2.0.0 and dp-accounting
+# 0.6.0, s as in noise/test_correlated: dp_accounting.get_epsilon_gaussian(σ / s, 1e-5)
+REFERENCE = [
+    (1, 20, 2.0, 60, 3.70863493), (8, 20, 2.0, 60, 5.61691171), (8, 20, 5.0, 1, 0.72552175),
+    (16, 50, 4.0, 1000, 8.11036124), (3, 6, 0.8, 7, 10.24330075), (64, 20, 10.0, 65, 1.40737601),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bands", "batches", "sigma", "steps", "expected"), REFERENCE)
+def test_epsilon_is_that_of_one_gaussian_mechanism(bands, batches, sigma, steps, expected):
+    run = build(noise_mechanism=CorrelatedNoise(bands))
+    found = run.engine._mechanism.epsilon([[(sigma, 1 / batches, steps)]], 1e-5)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_statement_says_what_it_is():
+    run = build()
+    train(run, EPOCH + 1)
+    statement = run.engine.privacy_statement(DELTA)
+    assert (statement.relation, statement.sampler) == (ZERO_OUT, "cyclic")
+    assert "correlated noise of 3 bands" in statement.accountant
+    assert statement.epsilon == run.engine.get_epsilon(DELTA)
+    cyclic = samplings.build("cyclic")
+    train(cyclic, EPOCH + 1)
+    assert statement.epsilon > cyclic.engine.get_epsilon(DELTA)  # of noise that adds up to less
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("noise_multiplier", 0.9), ("max_grad_norm", 0.6), ("noise_multiplier", np.float32(0.5))],
+)
+def test_another_scale_is_refused_before_the_step(name, value):
+    run = build()
+    train(run, 2)
+    before, spent = state(run), samplings.epsilon(run)
+    setattr(run.optimizer, name, value)
+    with pytest.raises(ValueError, match=rf"{name} was .* leave its scheduler out.*\"gaussian\""):
+        train(run, 1)
+    assert samplings.epsilon(run) == spent
+    assert run.optimizer.steps == 2
+    setattr(run.optimizer, name, {"noise_multiplier": 0.8, "max_grad_norm": 0.7}[name])
+    run.optimizer.zero_grad()
+    assert state(run) == before
+    train(run, 1)
+
+
+def test_another_scale_of_independent_noise_is_allowed():
+    run = samplings.build("cyclic")
+    train(run, 1)
+    run.optimizer.noise_multiplier = 0.9
+    train(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"sampling": "poisson"},
+            r"sampling='poisson', for which no account .*sampling=\"cyclic\"",
+        ),
+        ({"poisson_sampling": False}, "does not go with poisson_sampling=False.*leave it out"),
+        ({"sample_rate": 0.1}, "does not go with sample_rate.* give steps="),
+        ({"cuda_graph": True}, r"does not go with cuda_graph=True.*\"gaussian\""),
+        (
+            {"adaptive_threshold": AdaptiveThreshold(0.7, expected_batch_size=4.0)},
+            r"does not go with adaptive_threshold.*\"gaussian\"",
+        ),
+        ({"noise_mechanism": CorrelatedNoise}, r"noise_mechanism .*CorrelatedNoise\(bands=8\)"),
+        ({"noise_mechanism": 8}, r"noise_mechanism .*CorrelatedNoise\(bands=8\)"),
+    ],
+)
+def test_what_it_does_not_go_with(changes, message):
+    with pytest.raises(ValueError, match=message):
+        build(**changes)
+
+
+def test_an_epsilon_for_poisson_batches_is_refused():
+    network = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"no account of correlated noise"):
+        PrivacyEngine().make_private_with_epsilon(
+            module=network, optimizer=saved_runs.sgd(network.parameters()), max_grad_norm=1.0,
+            data_loader=DataLoader(saved_runs.data(), batch_size=BATCH), target_epsilon=2.0,
+            target_delta=1e-3, epochs=1, noise_mechanism=CorrelatedNoise(2),
+        )  # fmt: skip
+
+
+def test_an_engine_counts_one_mechanism(tmp_path):
+    run = build()
+    train(run, 1)
+    for other in (CorrelatedNoise(4), "gaussian"):
+        with pytest.raises(ValueError, match="use a PrivacyEngine for each"):
+            build(engine=run.engine, noise_mechanism=other)
+    save(run, tmp_path / "file")
+    with pytest.raises(ValueError, match=r"noise_mechanism is correlated noise of 3 bands .* 4 ba"):
+        load(build(noise_mechanism=CorrelatedNoise(4)), tmp_path / "file", new_keys=True)
+
+
+def test_epsilon_is_infinite_without_noise():
+    run = build(noise_multiplier=0)
+    train(run, 2)
+    assert math.isinf(samplings.epsilon(run))
