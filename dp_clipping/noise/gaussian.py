@@ -20,7 +20,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,13 +128,20 @@ def add_noise_plain(
         torch.div(total, divisor, out=out)
         return
     place = (Span(0, offset, total.numel(), total.numel(), 1),) if place is None else place
-    streams = [stream, *(of_earlier for _, of_earlier in earlier)]
-    generated = [_chunks_of_place(place, own, total.device, values) for own in streams]
-    for (part, z), *others in zip(*generated, strict=True):
+    if earlier:
+        stream = _joined([stream, *(of_earlier for _, of_earlier in earlier)], total.device)
+    weights = torch.tensor([1.0, *(w for w, _ in earlier)], dtype=total.dtype, device=total.device)
+    for part, z in _chunks_of_place(place, stream, total.device, values):
         noise = z.to(total.dtype)
-        for (weight, _), (_, other) in zip(earlier, others, strict=True):
-            noise.add_(other.to(total.dtype), alpha=weight)
-        torch.div(noise.mul_(std).add_(total[part]), divisor, out=out[part])
+        if earlier:
+            noise = noise.mul_(weights[:, None]).sum(0)
+        noisy = noise.mul_(std).add_(total[part])
+        torch.div(noisy, divisor, out=out[part])
+
+
+def _joined(streams: Sequence[NoiseStream], device: torch.device) -> NoiseStream:
+    """Returns streams as one, whose words are tensors [streams, 1]: `philox` makes all at once."""
+    return NoiseStream(*torch.tensor(streams, device=device)[..., None].unbind(1))  # type: ignore
 
 
 def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -144,12 +151,13 @@ def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tenso
         counters: [n], int64, read as 64 unsigned bits.
 
     Returns:
-        four tensors [n] of int64 in [0, 2³²).
+        four tensors [n] of int64 in [0, 2³²), or [streams, n] of several that are joined.
     """
     # A product of two 32-bit words wraps in int64, but all of its 64 bits are right. Its low half
     # is left with the high half above it until it meets the next mask, which saves two passes.
-    x0, x1 = counters & WORD, counters >> 32
-    x2, x3 = torch.full_like(x0, stream.counter_2), torch.full_like(x0, stream.counter_3)
+    none = torch.zeros_like(counters & stream.key_0)  # of the shape of the result
+    x0, x1 = none + (counters & WORD), none + (counters >> 32)
+    x2, x3 = none + stream.counter_2, none + stream.counter_3
     k0, k1 = stream.key_0, stream.key_1
     p0, p1 = torch.empty_like(x0), torch.empty_like(x0)
     for _ in range(ROUNDS):
@@ -168,17 +176,30 @@ def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tenso
 def _chunks(
     numel: int, stream: NoiseStream, offset: int, device: torch.device | str, made: Values
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields (slice of [0, numel), its values [at most 4·CHUNK]), in order."""
-    each = made.per_counter
+    """Yields (slice of [0, numel), its values [m]), in order; [streams, m] of joined streams."""
+    each, size = made.per_counter, _chunk(stream)
     first, last = offset // each, (offset + numel + each - 1) // each
-    for begin in range(first, last, CHUNK):
-        counters = torch.arange(begin, min(begin + CHUNK, last), device=device)
+    for begin in range(first, last, size):
+        counters = torch.arange(begin, min(begin + size, last), device=device)
         start = (
             each * begin - offset
         )  # negative where the first counter has values before the slice
-        values = made.of(philox(counters, stream))[max(0, -start) : numel - start]
+        values = _values(counters, stream, made)[..., max(0, -start) : numel - start]
         start = max(0, start)
-        yield slice(start, start + values.numel()), values
+        yield slice(start, start + values.shape[-1]), values
+
+
+def _chunk(stream: NoiseStream) -> int:
+    """Returns how many counters are taken at once, of joined streams together."""
+    joined: Any = stream.key_0
+    return CHUNK if isinstance(joined, int) else max(1, CHUNK // len(joined))
+
+
+def _values(counters: Tensor, stream: NoiseStream, made: Values) -> Tensor:
+    """Returns the values of counters [n]: [n · per_counter], or [streams, n · per_counter]."""
+    w0, w1, w2, w3 = philox(counters, stream)
+    values = made.of((w0.view(-1), w1.view(-1), w2.view(-1), w3.view(-1)))
+    return values.view(*w0.shape[:-1], -1)
 
 
 def _chunks_of_place(
@@ -194,7 +215,7 @@ def _chunks_of_run(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields `_chunks` of a run: pairs (where in the part, its values), in order."""
     each = made.per_counter
-    if run.count == 1 or run.length > each * CHUNK:
+    if run.count == 1 or run.length > each * _chunk(stream):
         for q in range(run.count):
             start = run.local_start + q * run.length
             offset = run.offset + q * run.stride
@@ -203,17 +224,18 @@ def _chunks_of_run(
         return
     # Counters of a row, whichever of a counter's values it begins with.
     width = (run.length + 2 * each - 2) // each
-    rows = max(1, CHUNK // width)
+    rows = max(1, _chunk(stream) // width)
     lanes = torch.arange(run.length, device=device)
     for q in range(0, run.count, rows):
         number = torch.arange(q, min(q + rows, run.count), device=device)
         starts = number * run.stride + run.offset
         counters = starts.div(each, rounding_mode="floor")[:, None]
         counters = counters + torch.arange(width, device=device)
-        values = made.of(philox(counters.view(-1), stream)).view(len(starts), -1)
-        values = values.gather(1, (starts % each)[:, None] + lanes).view(-1)
+        values = _values(counters.view(-1), stream, made).unflatten(-1, (len(starts), -1))
+        mine = ((starts % each)[:, None] + lanes).expand(*values.shape[:-1], -1)
+        values = values.gather(-1, mine).flatten(-2)
         start = run.local_start + q * run.length
-        yield slice(start, start + values.numel()), values
+        yield slice(start, start + values.shape[-1]), values
 
 
 def _box_muller(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
