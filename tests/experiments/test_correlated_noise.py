@@ -1,0 +1,54 @@
+"""The comparison of correlated noise with Poisson DP-SGD, on few pictures."""
+
+import pytest
+import torch
+
+from dp_clipping import CorrelatedNoise
+from dp_clipping.accounting import cyclic
+from experiments import correlated_noise
+from experiments.correlated_noise import Options, main, split_of
+from measure.options import parser_of
+
+SMALL = (
+    "--pictures 256 --batches 8 --filters 2 --seeds 2 --epsilons 8 --bands 4 --learning-rates 4 16"
+)
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(correlated_noise, "HELD_OUT", 64)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")
+@pytest.mark.filterwarnings("ignore:delta is")
+def test_both_sides_spend_the_budget(capsys):
+    assert main(SMALL.split()) == 0
+    head, _, independent, correlated = capsys.readouterr().out.splitlines()
+    assert head.split()[:1] == ["ε"]
+    assert "independent, poisson" in independent
+    assert "4 bands, cyclic" in correlated
+    sigma = float(correlated.split()[4])
+    spent = cyclic.epsilon([[(sigma, 1 / 8, 8)]], 1e-5, CorrelatedNoise(4).sensitivity)
+    assert 7.9 < spent < 8.02
+    assert 0 < float(independent.split()[3]) < sigma
+
+
+def test_pictures_have_one_use_each():
+    options = Options(pictures=256, filters=2)
+    split = split_of(options)
+    features, digits = split.training.tensors
+    assert features.shape == (256, 64)
+    assert len(digits) == 256
+    everything = torch.cat((features, split.tuning[0], split.test[0]))
+    assert len(everything.unique(dim=0)) == 256 + 64 + 64
+    torch.testing.assert_close(everything.norm(dim=1), torch.ones(len(everything)))
+
+
+def test_options_say_their_defaults():
+    actions = parser_of(Options, prog="correlated_noise")._actions
+    assert all("(default: " in action.help for action in actions if action.dest != "help")
+    with pytest.raises(SystemExit):
+        main(["--bands", "0"])
