@@ -105,6 +105,9 @@ def test_a_resumed_run_takes_back_noise_of_before(new_keys, tmp_path):
         samplings.test_a_batch_left_half_way_comes_again,
         samplings.test_steps_are_a_public_number_of_batches,
         samplings.test_two_runs_of_one_engine_add_up,
+        samplings.test_several_losses_of_one_batch_are_one_step,
+        samplings.test_two_batches_before_a_step_are_refused,
+        samplings.test_opacus_batch_memory_manager_is_refused,
     ],
     ids=lambda check: check.__name__,
 )
@@ -118,6 +121,14 @@ def test_what_holds_for_cyclic_batches(check):
 )
 def test_checkpoints_of_cyclic_batches(check, tmp_path):
     check("correlated", tmp_path / "file")
+
+
+@pytest.mark.parametrize("ids", [None, [i // 3 * 2 for i in range(24)]])
+def test_units_are_protected_as_a_whole(ids):
+    run = build(examples_per_unit=4, unit_ids=ids)
+    train(run, 3)
+    batches = run.engine._runs[0].settings["sample_rate"] ** -1
+    assert samplings.epsilon(run) == run.engine._mechanism.epsilon([[(0.8, 1 / batches, 3)]], DELTA)
 
 
 @pytest.mark.parametrize("target", [1.0, 6.0])

@@ -11,7 +11,6 @@ import torch
 from dp_clipping.distributed.placement import Span, spans_of
 from dp_clipping.noise import gaussian as noise
 from dp_clipping.noise import kernel as kernels
-from dp_clipping.noise import registers
 from dp_clipping.noise.add_noise import add_noise, add_noise_to_all
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
 
