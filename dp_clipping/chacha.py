@@ -12,7 +12,7 @@ KEY_BYTES = 32
 WORDS = 16  # of a block
 DOUBLE_ROUNDS = 10
 CHUNK = 1 << 13  # blocks made at once: a row of the state fits the second-level cache
-TURNS = [(np.arange(4) + n) % 4 for n in range(4)]
+TURNS: list[Any] = [(np.arange(4) + n) % 4 for n in range(4)]
 CONSTANTS = np.frombuffer(b"expand 32-byte k", dtype="<u4")
 
 Words = Any  # uint32 arrays, for mypy, which does not read numpy

@@ -293,9 +293,8 @@ class PrivacyEngine(Checkpoints):
             alphas=alphas,
         )  # fmt: skip
         if self.secure_mode:
-            find = partial(
-                forecast(module, rate, number).noise_multiplier, steps=epochs * steps, find=find
-            )
+            certificate = forecast(module, data_loader, rate, number, arguments)
+            find = partial(certificate.noise_multiplier, steps=epochs * steps, find=find)
         noise_multiplier = find(target_epsilon=target_epsilon, target_delta=target_delta)
         return self.make_private(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
