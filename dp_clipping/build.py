@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from dp_clipping import cuda_graph
 from dp_clipping.arguments.checks import check_adaptive, check_optimizer
-from dp_clipping.arguments.numbers import check_noise
+from dp_clipping.arguments.numbers import check_expected_batch_size, check_noise
 from dp_clipping.arguments.settings import Settings
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import Agreement
@@ -25,7 +25,7 @@ from dp_clipping.noise.secure.certificate import Certificate, certificate_of
 from dp_clipping.noise.secure.source import SecureNoise
 from dp_clipping.noise.sources import source_of
 from dp_clipping.optimizer import Hook, PrivateOptimizer
-from dp_clipping.sampling.loader import PoissonLoader, batch_size_of
+from dp_clipping.sampling.loader import PoissonLoader, batch_size_of, expected_batch_size_of
 from dp_clipping.sampling.memory_manager import MicrobatchLoader
 from dp_clipping.sampling.schemes import scheme_of
 from dp_clipping.validation import check_module, warn_of_other_ranks
@@ -243,15 +243,26 @@ def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | No
     dataset: Any = settings.data_loader.dataset
     each, of_ids = settings.examples_per_unit, settings.units
     units = -(-len(dataset) // each) if of_ids is None else len(of_ids)
-    return certificate_of(sizes_of(model), settings.rates[0], units)
+    return certificate_of(sizes_of(model), settings.expected_batch_size, settings.rates[0], units)
 
 
-def forecast(module: Any, sample_rate: float, units: int) -> Certificate:
-    """Returns a certificate that is not better than the one which `make_private` will have."""
+def forecast(
+    module: Any, loader: DataLoader, sample_rate: float, units: int, arguments: dict[str, Any]
+) -> Certificate:
+    """Returns a certificate that is not better than the one which `make_private` will have.
+
+    Args:
+        arguments: further ones of `make_private`.
+    """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    expected = arguments.get("expected_batch_size")
+    if expected is None:
+        each = arguments.get("examples_per_unit", 1)
+        expected = expected_batch_size_of(loader, ranks, each)
+    check_expected_batch_size(expected)
     sizes = [ranks * p.numel() for p in parameters if p.requires_grad]
-    return certificate_of(sizes, sample_rate, units)
+    return certificate_of(sizes, float(expected), sample_rate, units)
 
 
 def sizes_of(model: PrivateModel) -> list[int]:

@@ -289,10 +289,8 @@ class PrivacyEngine(Checkpoints, Audits):
             epsilon_tolerance=epsilon_tolerance, alphas=alphas,
         )  # fmt: skip
         if self.secure_mode:
-            find = partial(
-                forecast(module, training.rate, training.units).noise_multiplier,
-                steps=epochs * training.batches, find=find,
-            )  # fmt: skip
+            certificate = forecast(module, data_loader, training.rate, training.units, arguments)
+            find = partial(certificate.noise_multiplier, steps=epochs * training.batches, find=find)
         noise_multiplier = find(target_epsilon=target_epsilon, target_delta=target_delta)
         return self.make_private(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,

@@ -27,17 +27,18 @@ multiple of g plus a rounded Gaussian is the multiple plus a Gaussian, rounded.
 **The sampler.** Two values are made together of uniform numbers u and t. But for an event, u < 2⁻ʲ
 or next to it, of probability below 2^(1−j), they differ from s·x and s·y of exact normal numbers by
 
-    κ(|x| + |y|)s + c,        κ = 2⁻⁶⁴ + π·2⁻⁶⁴,        c = 2⁻⁵² + 2⁻⁷⁸ s,
+    κ(|x| + |y|)s + c,        κ = 2⁻⁶³ + π·2⁻⁶⁴,        c = 2⁻⁵² + 2⁻⁷⁸ s,
 
 both differences added. That is arithmetic (`rounded_gaussian`), and moving t by up to 2⁻⁶⁵ turns to
-the fraction of 64 bits that stands for it; u, of 128 bits, is moved by less where u ≥ 2⁻⁶⁴. A pair
-of integers (k, l) has the probability of the square around it, whose sides are moved by so much. So
-the logarithm of its ratio to the exact probability is at most 2.04(κ(|k| + |l| + 1) + c), and the
-square of that has a mean of at most v = 4.2(1.81 κs + 2κ + c)². By Taylor's theorem the Rényi
-divergence of order α is below 1.1 αv/2 for a pair, if α times the largest logarithm is below 0.09
-where u ≥ 2⁻⁶⁴. If it is below 1 where u ≥ 2⁻ʲ, what lies between adds less than 3·2⁻⁶⁴/α. With
-ρ = N(1.1 v/2 + 3·2⁻⁶⁴/α²) for N pairs, the noise of all steps and exact noise are
-(ε_s, δ_s)-indistinguishable (I. Mironov, Rényi differential privacy, 2017, proposition 3),
+the fraction of 64 bits that stands for it; u, of 128 bits, is moved by less where u ≥ 2⁻⁶⁴, but for
+u so near 1 that both round to 0 in any case. A pair of integers (k, l) has the probability of the
+square around it, whose sides are moved by so much. So the logarithm of its ratio to the exact
+probability is at most 2.04(κ(|k| + |l| + 1) + c), and the square of that has a mean of at most
+v = 4.2(1.81 κs + 2κ + c)². By Taylor's theorem the Rényi divergence of order α is below 1.1 αv/2
+for a pair, if α times the largest logarithm is below 0.09 where u ≥ 2⁻⁶⁴. If it is below 1 where
+u ≥ 2⁻ʲ, what lies between adds less than 3·2⁻⁶⁴/α. With ρ = N(1.1 v/2 + 3·2⁻⁶⁴/α²) for N pairs, the
+noise of all steps and exact noise are (ε_s, δ_s)-indistinguishable (I. Mironov, Rényi differential
+privacy, 2017, proposition 3),
 
     ε_s = αρ + 120 ln 2 / (α − 1),    δ_s = 2⁻¹²⁰ + N·2^(1−j).
 
@@ -57,7 +58,7 @@ FINENESS = 10  # √d·g is at most 2⁻¹⁰ of σC
 EXACTNESS = 1e-6  # of a contribution's norm above C: what tests of every mode allow
 UNIT = 2.0**-24
 LOG_SMALL = 120 * math.log(2)  # of 2¹²⁰: events of less than its inverse are charged to δ
-KAPPA = (1 + math.pi) * 2.0**-64
+KAPPA = (2 + math.pi) * 2.0**-64
 MOST_SUMMATION = 1.0  # β from which on the worst case of rounding is no bound worth stating
 SHARES = (0.99, 0.9, 0.5)  # of δ for the mechanism; the rest is for the sampler
 LOWEST_TAIL = 64  # of j
@@ -152,8 +153,7 @@ class Certificate:
             return Distance(0.0, 0.0)
         scale = 2.0 ** (FINENESS + 1) * self.dimension**0.5  # s is below it
         number = self.pairs * steps
-        c = 2 * KAPPA + 2.0**-52 + 2.0**-78 * scale
-        rho = 1.1 * number * 4.2 * (1.81 * KAPPA * scale + c) ** 2 / 2
+        rho = 1.1 * number * 4.2 * (1.81 * KAPPA * scale + _offset(scale)) ** 2 / 2
         # The rarest event that costs next to nothing in ε.
         epsilon = 1.05 * _epsilon_of(rho, number, LOWEST_TAIL, scale) + 1e-6
         tails = range(LOWEST_TAIL, 97)
@@ -257,30 +257,39 @@ def _largest_logarithm(j: int, scale: float) -> float:
     """Returns a bound of a pair's log-ratio where u ≥ 2⁻ʲ, with the cell of u."""
     radius = (2 * j * math.log(2)) ** 0.5
     of_cell = 2.0 ** (j - 129) / radius**2
-    return 2.04 * (2**0.5 * radius * scale * (KAPPA + of_cell) + 2.0**-51)
+    return 2.04 * (2**0.5 * radius * scale * (KAPPA + of_cell) + _offset(scale))
 
 
-def most_units_of(mean: float, units: int) -> int:
+def _offset(scale: float) -> float:
+    """Returns 2κ + c."""
+    return 2 * KAPPA + 2.0**-52 + 2.0**-78 * scale
+
+
+def most_units_of(mean: float) -> int:
     """Returns a number that a Poisson batch exceeds with probability below 2⁻¹²⁰.
 
     Bernstein's inequality, P[n ≥ μ + t] ≤ exp(−t²/(2(μ + t/3))).
 
     Args:
         mean: μ, the expected number of units.
-        units: of the data set, which no batch exceeds.
     """
     third = LOG_SMALL / 3
-    excess = third + (third**2 + 2 * LOG_SMALL * mean) ** 0.5
-    return min(units, math.ceil(mean + excess))
+    return math.ceil(mean + third + (third**2 + 2 * LOG_SMALL * mean) ** 0.5)
 
 
-def certificate_of(sizes: list[int], sample_rate: float, units: int) -> Certificate:
+def certificate_of(
+    sizes: list[int], expected: float, sample_rate: float, units: int
+) -> Certificate:
     """Returns the certificate of a run before its first step.
+
+    With public rates it is the same for neighbouring data sets: the number of units counts only
+    where it makes batches larger than was declared.
 
     Args:
         sizes: elements of each parameter, on all ranks.
+        expected: the declared number of units in a batch, `expected_batch_size`.
         sample_rate: q.
         units: of the data set; a neighbour may have one more.
     """
-    most = most_units_of(sample_rate * (units + 1), units + 1)
+    most = most_units_of(max(1.05 * expected + 2, sample_rate * (units + 1)))
     return Certificate(sum(sizes), sum(-(-n // 2) for n in sizes), most, 0)
