@@ -202,5 +202,5 @@ def describe_plan(settings: Settings, hardware: Hardware, options: Options) -> s
         f"({settings.warmup_steps} of them warmup, not timed), results in {settings.output_dir}"
     )
     if not settings.has_private:  # whose steps keep more
-        lines += describe_memory(settings, world_size, hardware.device_type)
+        lines += describe_memory(settings, world_size, hardware.device_type, hardware.num_processes)
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """The predicted memory of a run: the table of `--dry-run`, and `memory.png`."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lm.memory import KINDS, MIB, VARIANTS, largest_model, predict_memory, total
 from measure import OK, Column, describe_failure, draw_memory, format_table
 
 COMPILED = "memory is not predicted with --compile, which changes what blocks keep for backward"
+MOST_BLOCKS = 1 << 10  # of the largest model that fits; looking for a deeper one takes seconds
 AT_THE_PEAK = (
     "kinds at the moment of the peak: no activations if it lies in the optimizer's step, few "
     "gradients if it lies early in backward"
@@ -32,10 +34,13 @@ def predictions(settings: Settings, world_size: int, on_gpu: bool) -> dict[str, 
     }
 
 
-def describe_memory(settings: Settings, world_size: int, device_type: str) -> list[str]:
+def describe_memory(
+    settings: Settings, world_size: int, device_type: str, local_ranks: int
+) -> list[str]:
     """Returns a table of each variant's predicted peak by kind; empty if none of them is known.
 
-    With GPUs it also names the deepest model of these widths that fits one of them.
+    It also names the deepest model of these widths that fits a GPU, or the memory of this machine,
+    which so many ranks share.
     """
     on_gpu = device_type == "cuda"
     capacity = torch.cuda.get_device_properties(0).total_memory if on_gpu else None
@@ -53,7 +58,9 @@ def describe_memory(settings: Settings, world_size: int, device_type: str) -> li
     if capacity:
         columns.append(Column("largest", "largest that fits", right=True))
     title = f"predicted memory at the peak of a step on {world_size} ranks, MiB per rank"
-    return ["", format_table(columns, rows, title), "", AT_THE_PEAK]
+    lines = ["", format_table(columns, rows, title), "", AT_THE_PEAK]
+    names = [row["name"] for row in rows]
+    return lines if on_gpu else lines + _largest_on_cpu(settings, names, world_size, local_ranks)
 
 
 def draw_predicted(
@@ -104,9 +111,38 @@ def _run(settings: Settings, world_size: int, on_gpu: bool) -> dict:
     }  # fmt: skip
 
 
+def machine_memory() -> int | None:
+    """Returns the bytes of memory that processes here may use, or None if that is not known."""
+    try:
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not on Windows
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()  # of a container
+    except OSError:
+        limit = "max"
+    return min(found, int(limit)) if limit.isdecimal() else found
+
+
+def _largest_on_cpu(
+    settings: Settings, names: Sequence[str], world_size: int, local_ranks: int
+) -> list[str]:
+    memory = machine_memory()
+    if memory is None:
+        return ["", "largest that fits: not known, as this system does not tell its memory"]
+    run = _run(settings, world_size, False)
+    return [
+        "",
+        f"largest that fits {memory / 2**30:,.1f} GiB, which {local_ranks} ranks here share, "
+        "without Python and libraries:",
+        *(f"  {name}: {_largest(name, settings, memory // local_ranks, run)}" for name in names),
+    ]
+
+
 def _largest(name: str, settings: Settings, capacity: int, run: dict) -> str:
     try:
-        found = largest_model(name, settings.model, capacity, **run)
+        found = largest_model(name, settings.model, capacity, MOST_BLOCKS, **run)
     except ValueError:
         return "not one block"
-    return f"{found.num_layers} blocks, {total_parameters(found) / 1e9:.2f} B parameters"
+    least = "at least " if found.num_layers == MOST_BLOCKS else ""
+    return f"{least}{found.num_layers} blocks, {total_parameters(found) / 1e9:.2f} B parameters"

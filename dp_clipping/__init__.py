@@ -9,6 +9,7 @@ A private step calls, from the top down:
     losses/       losses of a batch, one per sample, also where the network computes them
     arguments/    the arguments of `make_private`, checked once
     kinds, validation, modes     types, networks and modes that they may have
+    chacha        ChaCha20, the cryptographic generator of secure mode
     files, table  files written whole or not at all; aligned text tables
     torch_compat  interfaces of PyTorch that have no public name
     step/         forward, backward, norms, clipped sums, the gradient buffer
@@ -25,6 +26,7 @@ A private step calls, from the top down:
     checkpoint/   saving and loading
     profiling/    the profiling switch
     integrations/ training loops of other libraries: `PrivateTrainer` for Hugging Face
+    audit/        `PrivacyEngine.audit`: canaries, and the ε that guesses about them refute
     verification/ `PrivacyEngine.check`, and the reference that every mode is compared with
 """
 

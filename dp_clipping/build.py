@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from dp_clipping import cuda_graph
 from dp_clipping.arguments.checks import check_adaptive, check_optimizer
-from dp_clipping.arguments.numbers import check_noise
+from dp_clipping.arguments.numbers import check_expected_batch_size, check_noise
 from dp_clipping.arguments.settings import Settings
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import Agreement
@@ -21,9 +21,11 @@ from dp_clipping.distributed.dtensor import shard_again
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.model import PrivateModel, is_private
 from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
+from dp_clipping.noise.secure.certificate import Certificate, certificate_of
+from dp_clipping.noise.secure.source import SecureNoise
 from dp_clipping.noise.sources import source_of
 from dp_clipping.optimizer import Hook, PrivateOptimizer
-from dp_clipping.sampling.loader import PoissonLoader, batch_size_of
+from dp_clipping.sampling.loader import PoissonLoader, batch_size_of, expected_batch_size_of
 from dp_clipping.sampling.memory_manager import MicrobatchLoader
 from dp_clipping.sampling.schemes import scheme_of
 from dp_clipping.validation import check_module, warn_of_other_ranks
@@ -152,6 +154,7 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
             settings.sampling,
             units=settings.units_of_data,
             sample_rate=settings.rates[0],
+            secure=settings.secure_mode,
             max_batch_size=settings.max_batch_size,
         ),
     )
@@ -225,8 +228,52 @@ def build_optimizer(
         count=count,
         agreement=agreement,
         cuda_graph=settings.cuda_graph,
-        noise_source=source_of(settings.noise_mechanism),
+        noise_source=(
+            SecureNoise(sum(sizes_of(model)))
+            if settings.secure_mode and settings.policy is not None
+            else source_of(settings.noise_mechanism)
+        ),
     )
+
+
+def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | None:
+    """Returns what the account of secure noise includes; None for noise that is not secure."""
+    if not settings.secure_mode or settings.policy is None:
+        return None
+    dataset: Any = settings.data_loader.dataset
+    each, of_ids = settings.examples_per_unit, settings.units
+    units = -(-len(dataset) // each) if of_ids is None else len(of_ids)
+    return certificate_of(sizes_of(model), settings.expected_batch_size, settings.rates[0], units)
+
+
+def forecast(
+    module: Any, loader: DataLoader, sample_rate: float, units: int, arguments: dict[str, Any]
+) -> Certificate:
+    """Returns a certificate that is not better than the one which `make_private` will have.
+
+    Args:
+        arguments: further ones of `make_private`.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    expected = arguments.get("expected_batch_size")
+    if expected is None:
+        each = arguments.get("examples_per_unit", 1)
+        expected = expected_batch_size_of(loader, ranks, each)
+    check_expected_batch_size(expected)
+    sizes = [ranks * p.numel() for p in parameters if p.requires_grad]
+    return certificate_of(sizes, float(expected), sample_rate, units)
+
+
+def sizes_of(model: PrivateModel) -> list[int]:
+    """Returns the elements of each trained parameter, on all ranks together."""
+    if model.policy is None:
+        return []
+    slices = {} if model.sharding is None else model.sharding.slices
+    return [
+        sum(length for _, length in slices[p]) if p in slices else p.numel()
+        for p in model.capture.parameters
+    ]
 
 
 def _group_of(module: nn.Module) -> dist.ProcessGroup | None:

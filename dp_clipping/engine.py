@@ -24,12 +24,15 @@ from dp_clipping.arguments.opacus_names import (
     refuse_opacus,
 )
 from dp_clipping.arguments.settings import Settings, sampled
+from dp_clipping.audit.audits import Audits
 from dp_clipping.build import (
     TO_USER,
     build_criterion,
     build_loader,
     build_model,
     build_optimizer,
+    certificate_for,
+    forecast,
     keys_for,
     ranks_of,
     refuse_private,
@@ -59,34 +62,30 @@ MAKE_WITH_EPSILON = (
 )
 
 
-class PrivacyEngine(Checkpoints):
+class PrivacyEngine(Checkpoints, Audits):
     """Makes a network, its optimizer, criterion and loader private, and counts the privacy spent.
 
     Create one engine per data set. Call `make_private` once, train with the four objects that it
     returns, and call `get_epsilon(delta)` for the ε of the steps so far. `save_checkpoint` and
-    `load_checkpoint` continue a run, and `check` compares a step with its definition.
-
-    It has the public methods of Opacus's engine. `dp_clipping.build` makes the objects.
+    `load_checkpoint` continue a run, `check` compares a step with its definition, and `audit`
+    attacks a run. It has the public methods of Opacus's engine.
 
     Args:
         accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
-        secure_mode: not supported: the noise is counter-based, not cryptographic.
+        secure_mode: noise and batches come from a cryptographic generator, noise is of integers on
+            a grid, and ε includes what all rounding costs (docs/mechanisms.md).
         hide_unprotected: reading what ε does not cover raises RuntimeError: per-sample norms, the
-            count of non-finite samples, the loss in training, `check`.
+            count of non-finite samples, the loss in training, `check`, `audit`.
     """
 
     @by_name(f'PrivacyEngine(accountant="prv"), and then {MAKE}', release="hide_unprotected")
     def __init__(
         self, *, accountant: str = "prv", secure_mode: bool = False, hide_unprotected: bool = False
     ):
-        if secure_mode:
-            raise ValueError(
-                "secure_mode=True is not supported: noise comes from a counter-based generator, "
-                "and attacks on floating point are out of scope; use Opacus with torchcsprng"
-            )
+        check_type("secure_mode", secure_mode, bool, "True or False")
         check_type("hide_unprotected", hide_unprotected, bool, "True or False")
         super().__init__(accountant)
-        self.secure_mode = False
+        self.secure_mode = secure_mode
         self.hide_unprotected = hide_unprotected
         self._dataset: Any = None
 
@@ -95,6 +94,8 @@ class PrivacyEngine(Checkpoints):
         """Returns `hide_unprotected`, of which this is the old name."""
         warnings.warn("release is now hide_unprotected", DeprecationWarning, stacklevel=2)
         return self.hide_unprotected
+
+    _refuse_private = staticmethod(refuse_private)
 
     # ---- what a user calls ----------------------------------------------------------------------
 
@@ -227,6 +228,7 @@ class PrivacyEngine(Checkpoints):
             cuda_graph=cuda_graph, sample_rate=sample_rate, steps=steps,
             noise_mechanism=noise_mechanism, examples_per_unit=examples_per_unit,
             unit_ids=unit_ids, sampling=sampling, max_batch_size=max_batch_size,
+            secure_mode=self.secure_mode,
         )  # fmt: skip
         return self._build(settings)
 
@@ -281,25 +283,19 @@ class PrivacyEngine(Checkpoints):
                 "accountant has counted steps already: the total will be above target_epsilon",
                 stacklevel=2,
             )
-        noise_multiplier = noise_multiplier_for(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=training.rate,
-            steps=epochs * training.batches,
-            accountant=self.accountant.mechanism(),
-            mechanism=training.mechanism,
-            epsilon_tolerance=epsilon_tolerance,
-            alphas=alphas,
-        )
+        find = partial(
+            noise_multiplier_for, sample_rate=training.rate, steps=epochs * training.batches,
+            accountant=self.accountant.mechanism(), mechanism=training.mechanism,
+            epsilon_tolerance=epsilon_tolerance, alphas=alphas,
+        )  # fmt: skip
+        if self.secure_mode:
+            certificate = forecast(module, data_loader, training.rate, training.units, arguments)
+            find = partial(certificate.noise_multiplier, steps=epochs * training.batches, find=find)
+        noise_multiplier = find(target_epsilon=target_epsilon, target_delta=target_delta)
         return self.make_private(
-            module=module,
-            optimizer=optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            **arguments,
-        )
+            module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
+            noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, **arguments,
+        )  # fmt: skip
 
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """Compares a private step with one non-private backward per sample: `print` the result.
@@ -378,11 +374,11 @@ class PrivacyEngine(Checkpoints):
         public = settings.public()
         count = partial(self._count, sample_rate=public["sample_rate"])
         optimizer = build_optimizer(settings, ranks, model, keys, count)
-        self._runs.append(
-            PrivateRun(
-                model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion
-            )
+        run = PrivateRun(
+            model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion
         )
+        run.certificate = certificate_for(settings, model)
+        self._runs.append(run)
         return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))
 
     def _note_dataset(self, loader: DataLoader) -> None:

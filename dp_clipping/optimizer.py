@@ -345,14 +345,15 @@ class PrivateOptimizer(Optimizer):
 
     def _guard(self, optimizer: Optimizer) -> None:
         """Refuses a step of another optimizer, which would apply sums without noise."""
-        me = weakref.ref(self)
+        # A hook of all optimizers keeps none alive: a sharded one holds its wrapper, and so all.
+        me, given = weakref.ref(self), weakref.ref(optimizer)
 
         def refuse(other: Optimizer, *_: Any) -> None:
             owner = me()
             if owner is None or not owner.step_state.is_open:
                 return
             held = {p for group in getattr(other, "param_groups", []) for p in group["params"]}
-            if other is optimizer or not held.isdisjoint(owner.model.capture.groups):
+            if other is given() or not held.isdisjoint(owner.model.capture.groups):
                 raise RuntimeError(
                     "step() of the optimizer that make_private was given, or of another one over "
                     "the same parameters, would apply clipped sums without noise: call step() of "

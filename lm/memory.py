@@ -174,8 +174,9 @@ class _Step:
             return self.whole / self.ranks
         if self.variant != "torch_zero1":
             return self.whole
-        loads = [0] * self.ranks
-        for nbytes in sorted(self._gradients(), reverse=True):
+        gradients = self._gradients()
+        loads = [0] * min(self.ranks, len(gradients))  # further ranks get none
+        for nbytes in sorted(gradients, reverse=True):
             loads[loads.index(min(loads))] += nbytes
         return max(loads)
 
@@ -274,22 +275,27 @@ class _Step:
         yield 0, self.whole / self.ranks, (width + self.width) * outside
 
 
-def largest_model(variant: str, model: ModelConfig, capacity_bytes: float, **run) -> ModelConfig:
+def largest_model(
+    variant: str, model: ModelConfig, capacity_bytes: float, most_blocks: int = 1 << 16, **run
+) -> ModelConfig:
     """Returns the deepest model of these widths whose predicted peak is within the capacity.
 
+    It has at most `most_blocks`, because the prediction walks through all of them.
     `run` is as for `predict_memory`. Raises ValueError if one block does not fit.
     """
 
-    def fits(layers: int) -> bool:
-        kinds = predict_memory(variant, replace(model, num_layers=layers), **run)
-        return sum(kinds.values()) <= capacity_bytes
+    def peak(layers: int) -> int:
+        return sum(predict_memory(variant, replace(model, num_layers=layers), **run).values())
 
-    if not fits(1):
+    first, each = peak(1), peak(2) - peak(1)
+    if first > capacity_bytes:
         raise ValueError(f"{variant}: one block of width {model.d_model} does not fit")
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
+    low, high, step = 1, most_blocks + 1, 1
+    probe = int((capacity_bytes - first) // max(each, 1)) + 1  # if each block took as much
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        probe = min(max(probe, low + 1), high - 1)
+        fits = peak(probe) <= capacity_bytes
+        low, high = (probe, high) if fits else (low, probe)
+        probe += step if fits else -step
+        step *= 2
     return replace(model, num_layers=low)

@@ -10,6 +10,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -175,22 +176,23 @@ def _serve(
     )
     groups = {n: dist.new_group(list(range(n)), timeout=TIMEOUT) for n in range(1, size + 1)}
     pipe.send((True, "ready"))
-    while (task := pipe.recv()) is not None:
-        world_size, function, arguments = task
-        try:
-            torch.manual_seed(0)
-            context = Context(rank, world_size, device, groups[world_size])
-            before = _groups()
-            answer = function(context, *arguments)
-            by_some = groups_by_all and world_size < size and _groups() != before
-            assert not by_some, (
-                f"made a process group on {world_size} of the pool's {size} ranks: use "
-                "DeviceMesh.from_group(context.group, ..)"
-            )
-            pipe.send((True, answer))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
-        gc.collect()
-        gc.freeze()  # the rest, mostly modules, stays alive: later collections skip it
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the caller was killed
+        while (task := pipe.recv()) is not None:
+            world_size, function, arguments = task
+            try:
+                torch.manual_seed(0)
+                context = Context(rank, world_size, device, groups[world_size])
+                before = _groups()
+                answer = function(context, *arguments)
+                by_some = groups_by_all and world_size < size and _groups() != before
+                assert not by_some, (
+                    f"made a process group on {world_size} of the pool's {size} ranks: use "
+                    "DeviceMesh.from_group(context.group, ..)"
+                )
+                pipe.send((True, answer))
+            except BaseException:
+                pipe.send((False, traceback.format_exc()))
+            gc.collect()
+            gc.freeze()  # the rest, mostly modules, stays alive: later collections skip it
     dist.destroy_process_group()
     gc.collect()  # a gloo process that has built an optimizer may abort at exit without this

@@ -9,19 +9,40 @@ from torch.autograd.graph import get_gradient_edge
 
 from ddp.internals.gradients import Gradients
 from ddp.internals.watch import Watch
-from ddp.torch_compat import at_end_of_backward
+from ddp.torch_compat import at_end_of_backward, in_backward
 
 TensorsOrNone = tuple[Tensor | None, ...]
 
 
 @dataclass
 class Backward:
-    """A backward in progress.
+    """A backward in progress. One that fails leaves `running` or `is_entered` set.
 
-    `running` is set from its first hook to its end; a backward that fails leaves it set.
+    Attributes:
+        running: from its first gradient to its end.
+        is_entered: from the gradient of an output of the wrapped network to its end.
+        reduces: whether the one that was entered reduces gradients, so that other ranks may have
+            launched some.
     """
 
     running: bool = False
+    is_entered: bool = False
+    reduces: bool = False
+
+    def enter(self, reduces: bool) -> None:
+        """Called by autograd when it has the gradient of an output."""
+        self.is_entered, self.reduces = True, reduces
+        at_end_of_backward(self._leave)
+
+    def has_failed(self) -> bool:
+        """Returns whether the last backward has not come to its end."""
+        return self.running or (self.is_entered and not in_backward())  # that computes again
+
+    def forget(self) -> None:
+        self.running = self.is_entered = False
+
+    def _leave(self) -> None:
+        self.is_entered = False
 
 
 class Listener(Protocol):

@@ -11,7 +11,7 @@ from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
 from ddp.internals.hooks import Backward
 from ddp.internals.ownership import Owner, activate
-from ddp.internals.unused import agree_on_use, parameters_reached_by
+from ddp.internals.unused import agree_on_use, parameters_reached_by, tensors_in
 from ddp.internals.watch import Watch
 from ddp.schedule import Schedule
 
@@ -23,6 +23,7 @@ class Variant(Owner, Protocol):
     process_group: dist.ProcessGroup
     find_unused_parameters: bool
     require_backward_grad_sync: bool
+    gradients_come_by_hand: bool
     launches_in_backward: ClassVar[bool]
 
     def adopt_order(self, order: list[int]) -> None: ...
@@ -81,7 +82,7 @@ class Step:
 
     def begin(self) -> None:
         self.unfinished = False
-        self.backward.running = False
+        self.backward.forget()
         self.record = Record()
         self._used: set[int] = set()  # got a local gradient, under no_sync() too
         self._reached: set[int] = set()  # the forwards of this step lead to these
@@ -115,7 +116,7 @@ class Step:
         activate(variant)
         self._raise_if_changed(discard_in=variant)
         self._gradients.dtypes.conform()
-        if self.backward.running:  # the last one failed
+        if self.backward.has_failed():
             self.discard(variant)
         if variant.require_backward_grad_sync:
             self._complete_rounds(variant)
@@ -124,6 +125,11 @@ class Step:
         return variant.require_backward_grad_sync
 
     def end_forward(self, variant: Variant, output: Any) -> None:
+        if torch.is_grad_enabled() and not variant.gradients_come_by_hand:
+            reduces = bool(self._backward_reduces)
+            for x in tensors_in(output):
+                if x.grad_fn is not None:
+                    x.register_hook(lambda _gradient: self.backward.enter(reduces))
         trains = variant.training and torch.is_grad_enabled()
         if trains and variant.find_unused_parameters and self._awaits_backward:
             index = self._gradients.index
@@ -273,7 +279,8 @@ class Step:
         if every rank was stopped inside its backward; where one was not, it sees NaN.
         """
         self._gradients.drop()
-        if self._schedule.arrivals and variant.launches_in_backward:
+        failed_early = self.backward.is_entered and self.backward.reduces
+        if variant.launches_in_backward and (self._schedule.arrivals or failed_early):
             variant.launch_buckets(everything=True)
         variant.wait_for(*self._schedule.in_flight)
         self.begin()

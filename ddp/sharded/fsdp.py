@@ -19,6 +19,10 @@ arrived. Their gather, and the first block's, start while the optimizer steps th
 
 What remains: three transfers of the parameters' size in a step, in place of the two halves of an
 all-reduce, and the last reduce-scatter, which nothing hides.
+
+Read `start`, `wait`, `free` and `add_reduced` of `GatheredUnit` in units.py first, then this class.
+Skip at first what is there for steps that fail, or that go another way: call_order.py, `may_launch`
+and `_is_next`, the stand-ins for gradients in units.py, whole.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from ddp.base import DataParallel
 from ddp.buckets import Bucket, Gradient
@@ -36,7 +41,7 @@ from ddp.internals.unused import tensors_in
 from ddp.sharded.call_order import CallOrder, WayBack
 from ddp.sharded.interface import Sharded
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.units import Block, GatheredUnit, blocks_of
+from ddp.sharded.units import Block, GatheredUnit, blocks_of, cast, wait_for
 from ddp.sharded.whole import WholeOnDemand
 from ddp.torch_compat import at_end_of_backward, in_backward
 
@@ -95,11 +100,11 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_whole:
             return self.module(*args, **kwargs)
-        if self.step.backward.running and not in_backward():  # it has failed
+        if self.step.backward.has_failed() and not in_backward():
             self.step.discard(self)
         dtype = self._param_dtype
-        args = tuple(_cast(x, dtype) for x in args)
-        return super().forward(*args, **{key: _cast(x, dtype) for key, x in kwargs.items()})
+        args = tuple(cast(x, dtype) for x in args)
+        return super().forward(*args, **{key: cast(x, dtype) for key, x in kwargs.items()})
 
     def enter(self, block: Block) -> None:
         """Begins a block's forward: its parameters become whole, the next block's gather starts."""
@@ -160,6 +165,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.way_back.complete(self.start)
         if not self._is_ahead:
             self.free()
+            self.exchange("", wait_for)  # other ranks may be about to step
         self._is_ahead, self._new_way = False, WayBack()
         self.order.begin()
 
@@ -187,10 +193,6 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         names = (self.unit_of[b].name for b in self.schedule.buckets[self.schedule.launched :])
         return self.way_back.has_entered(next(filter(None, names), ""))
 
-    def before_forward(self) -> None:
-        super().before_forward()
-        self.free_cleared_gradients()
-
     def before_accumulation(self, i: int) -> None:
         self.wait_for(self.schedule.bucket_of[i])
         unit, member = self.place_of[self.gradients.parameters[i]]
@@ -217,7 +219,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     def wait(self, bucket: Bucket, handle: tuple[dist.Work, Tensor, Tensor]) -> None:
         work, own, _ = handle
-        self.unit_of[bucket].wait_for(work, "reduction")
+        wait_for(work, "reduction", self.unit_of[bucket].name)
         self.average(own)
         self.unit_of[bucket].add_reduced(own)
 
@@ -230,9 +232,12 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
-    def begin_step(self) -> None:
-        super().begin_step()
-        self.free()
+    def begin_step(self, units: list[FlatUnit]) -> None:
+        if not self._is_ahead:
+            self.free()
+        for unit in units:  # what another optimizer has gathered remains
+            if isinstance(unit, GatheredUnit):
+                unit.free()
 
     def publish(self, unit: FlatUnit) -> None:
         """Starts to gather what the next forward needs first, while other slices are stepped."""
@@ -240,10 +245,5 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         if isinstance(unit, GatheredUnit) and any(unit in block.units for block in first):
             self.count(collectives=1, nbytes=unit.start())
 
-    def end_step(self) -> None:
+    def end_step(self, parameters: list[Parameter]) -> None:
         self._is_ahead = True
-
-
-def _cast(x: Any, dtype: torch.dtype | None) -> Any:
-    floats = dtype is not None and isinstance(x, Tensor) and x.is_floating_point()
-    return x.to(dtype) if floats else x

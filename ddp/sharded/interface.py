@@ -19,12 +19,14 @@ from ddp.internals.optimizer import trainable
 from ddp.internals.step import Step
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer, refuse_not_reduced
-from ddp.torch_compat import reduce_scatter
+from ddp.torch_compat import all_gather, reduce_scatter
 
 UNFINISHED = (
     "gradients are on their way to other ranks: call finish_gradient_synchronization() after "
     "backward()"
 )
+
+STATUS_BYTES = 400  # of a message to other ranks
 
 
 class Sharded:
@@ -52,20 +54,40 @@ class Sharded:
         """Returns whether the backend's reduce-scatter can average. That of gloo only sums."""
         return dist.get_backend(self.process_group) == dist.Backend.NCCL
 
-    def free_cleared_gradients(self) -> None:
+    def before_forward(self) -> None:
         """Frees the slices of gradients that `zero_grad(set_to_none=True)` has cleared."""
+        super().before_forward()  # type: ignore[misc]  # of the variant
         absent = {self.gradients.parameters[i] for i in self.gradients.stand_ins}  # but reduced
         for unit in self.units:
             if all(p.grad is None and p not in absent for p in unit.parameters):
                 unit.gradient = None
 
-    def begin_step(self) -> None:
-        """Called by the optimizer before it steps the first unit.
+    def exchange(
+        self, status: str, wait: Callable[[dist.Work], object] = dist.Work.wait
+    ) -> Callable[[], list[str]]:
+        """Tells all ranks the status of this one, "" or its first bytes; a collective call.
 
-        Raises:
-            RuntimeError: before `finish_gradient_synchronization()`.
+        Returns a function that returns the status of each rank; only that waits for a GPU.
         """
-        self.refuse_unfinished()
+        world_size = dist.get_world_size(self.process_group)
+        if world_size == 1:
+            return lambda: [status]
+        on_cpu = "cpu:" in dist.get_backend_config(self.process_group)
+        device = torch.device("cpu") if on_cpu else self.units[0].shard.device
+        own = torch.zeros(STATUS_BYTES, dtype=torch.uint8, device=device)
+        if text := status.encode()[:STATUS_BYTES]:
+            own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        everyone = own.new_empty(world_size, STATUS_BYTES)
+        wait(all_gather(everyone.view(-1), own, self.process_group))
+
+        def read() -> list[str]:
+            rows = everyone.tolist() if everyone.any() else [[]] * world_size
+            return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+        return read
+
+    def begin_step(self, units: list[FlatUnit]) -> None:
+        """Called by an optimizer before it steps the first of `units`, on all ranks."""
 
     def refuse_unfinished(self) -> None:
         """Raises RuntimeError while gradients are on their way; `fsdp` has stand-ins for them."""
@@ -75,8 +97,8 @@ class Sharded:
     def publish(self, unit: FlatUnit) -> None:
         """Called by the optimizer when `unit.shard` holds its new values."""
 
-    def end_step(self) -> None:
-        """Called by the optimizer at the end: every reader of a parameter sees its new value."""
+    def end_step(self, parameters: list[Parameter]) -> None:
+        """Called by the optimizer at the end: every reader of `parameters` sees the new values."""
 
     def make_optimizer(
         self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
@@ -126,7 +148,7 @@ class Sharded:
             (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
             for unit in self.units
             for piece in unit.pieces
-            if (gradient := unit.gradient_of(piece)) is not None
+            if piece.numel and (gradient := unit.gradient_of(piece)) is not None
         ]
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from ddp.buckets import ALIGNMENT_BYTES
@@ -71,12 +71,16 @@ class FlatLayout:
         ]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """Returns what `rank` owns, in the order of the buffer."""
+        """Returns what `rank` owns, in the order of the buffer.
+
+        A parameter without elements belongs to one rank too, which has its state.
+        """
         low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
         found = []
         for member, (offset, shape) in enumerate(zip(self.offsets, self.shapes, strict=True)):
             begin, end = max(low, offset), min(high, offset + shape.numel())
-            if begin < end:
+            is_here = min(offset // self.slice_numel, self.world_size - 1) == rank
+            if begin < end or (is_here and not shape.numel()):
                 found.append(Piece(member, begin - offset, end - begin, begin - low))
         return found
 
@@ -89,7 +93,8 @@ def lay_out(shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> Fla
     return FlatLayout(tuple(shapes), tuple(offsets), numel, world_size)
 
 
-_units: weakref.WeakSet["FlatUnit"] = weakref.WeakSet()  # all that are alive
+_not_whole: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
+"""Memory that a plain optimizer must not step, also when the wrapper it belongs to has gone."""
 
 
 class FlatUnit:
@@ -116,7 +121,6 @@ class FlatUnit:
         self.shard: Tensor
         self.gradient: Tensor | None = None
         self._marks = torch.empty(0)
-        _units.add(self)
 
     def flatten(self) -> Tensor:
         """Returns a new flat buffer with the values of all parameters; the padding is zero."""
@@ -135,7 +139,7 @@ class FlatUnit:
         if self.gradient is None or stand_in is None:
             return None
         if version_of(stand_in):  # that one or another of the unit was written to
-            return self._cleared(piece, stand_in[(0,) * stand_in.dim()])
+            return self._cleared(piece, stand_in.as_strided((), ()))
         return self.gradient.narrow(0, piece.start, piece.numel)
 
     def gather(self, own: Tensor) -> list[Tensor]:
@@ -189,15 +193,26 @@ class FlatUnit:
 
     def _expanded_marks(self) -> list[Tensor]:
         shapes = self.layout.shapes
+        note_not_whole(self._marks)
         return [mark.expand(shape) for mark, shape in zip(self._marks, shapes, strict=True)]
 
 
-def has_stand_in(parameters: Iterable[Tensor]) -> bool:
-    """Returns whether some parameter's `.grad` is a stand-in of any unit."""
-    known = {address for unit in _units for address in unit.addresses()} - {0}
-    return bool(known) and any(
-        type(p.grad) is Tensor and p.grad.untyped_storage().data_ptr() in known for p in parameters
-    )  # a DTensor has no address
+def note_not_whole(memory: Tensor) -> None:
+    """Notes memory of stand-ins for gradients, or of parameters that a rank has a slice of."""
+    _not_whole.add(memory.untyped_storage())
+
+
+def not_whole(parameters: Iterable[Tensor]) -> Tensor | None:
+    """Returns a parameter that has a gradient and is not whole, or whose gradient is a stand-in."""
+    for p in parameters if _not_whole else ():
+        if (gradient := p.grad) is not None and any(map(_is_noted, (gradient, p))):
+            return p
+    return None
+
+
+def _is_noted(x: Tensor) -> bool:
+    is_plain = type(x) in (Tensor, Parameter) and x.layout == torch.strided  # a DTensor is not
+    return is_plain and x.untyped_storage() in _not_whole
 
 
 def _round_up(numel: int, unit: int) -> int:

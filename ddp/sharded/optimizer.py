@@ -10,19 +10,20 @@ over the network's parameters: learning-rate schedulers change its `param_groups
 is that of the optimizer on one process.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
-from itertools import accumulate, chain
+from functools import partial, wraps
+from itertools import accumulate
 from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddp.sharded.layout import FlatUnit, Piece, has_stand_in
+from ddp.internals.gradients import full_names
+from ddp.sharded.layout import FlatUnit, Piece, not_whole
+from ddp.sharded.state import IMPLEMENTATIONS, Part, cut, entries, gather
 
 NOT_ELEMENTWISE = (
     "{name} looks at whole tensors, and here each rank steps a slice of every tensor: use SGD, "
@@ -32,8 +33,9 @@ NOT_ELEMENTWISE = (
 
 
 PLAIN = (
-    "{name} steps whole parameters, and each rank has the gradient of its own slices only: build "
-    "it by model.make_optimizer({name}, lr=...), with the wrapper that reduced the gradients"
+    "{name} steps whole parameters, and of one of shape {shape} this rank has its own slice only, "
+    "or the gradient of that: build it by model.make_optimizer({name}, lr=...), with the wrapper "
+    "that reduced the gradients; if that was deleted, wrap the network and run a backward again"
 )
 
 
@@ -44,16 +46,25 @@ NOT_REDUCED = (
 )
 
 
+FAILED = (  # the error comes last: messages between ranks are cut
+    "optimizer.step() has failed on rank {rank}, and nothing has changed on any rank: {error}"
+)
+BROKEN = (
+    "a step was applied in part, for it has failed on rank {rank} and other ranks have stepped "
+    "their slices: load a checkpoint on all ranks, by optimizer.load_state_dict() too: {error}"
+)
+
+
 @register_optimizer_step_pre_hook
 def refuse_plain(optimizer: Optimizer, *_arguments: Any) -> None:
-    """Raises RuntimeError before a plain optimizer steps a parameter with a stand-in gradient."""
+    """Raises RuntimeError before a plain optimizer steps what is not whole, gradient or value."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if not isinstance(optimizer, ShardedOptimizer) and has_stand_in(parameters):
-        raise RuntimeError(PLAIN.format(name=type(optimizer).__name__))
+    if (p := not_whole(parameters)) is not None:
+        name, shape = type(optimizer).__name__, list(p.shape)
+        raise RuntimeError(PLAIN.format(name=name, shape=shape))
 
-
-Part = tuple[FlatUnit, list[tuple[Piece, Parameter]], Optimizer]
-"""A unit, this rank's pieces of it with the parameter that is stepped for each, and by which."""
 
 GROUPS = 4  # of units, each stepped at once
 
@@ -61,12 +72,14 @@ GROUPS = 4  # of units, each stepped at once
 class ShardedModel(Protocol):
     """The interface that the optimizer calls; `ddp.sharded.interface.Sharded` describes it."""
 
-    process_group: dist.ProcessGroup
+    module: nn.Module
     units: list[FlatUnit]
 
-    def begin_step(self) -> None: ...
+    def exchange(self, status: str) -> Callable[[], list[str]]: ...
+    def refuse_unfinished(self) -> None: ...
+    def begin_step(self, units: list[FlatUnit]) -> None: ...
     def publish(self, unit: FlatUnit) -> None: ...
-    def end_step(self) -> None: ...
+    def end_step(self, parameters: list[Parameter]) -> None: ...
 
 
 def refuse_not_reduced(units: list[FlatUnit]) -> None:
@@ -77,8 +90,34 @@ def refuse_not_reduced(units: list[FlatUnit]) -> None:
                 raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
 
 
+def together(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a `step` one in which a rank that fails before it has changed anything tells all.
+
+    It may fail in a hook, which PyTorch calls around `step`, in the closure, or be refused.
+    """
+    with_hooks = Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def begin(self: "ShardedOptimizer", *args: Any, **kwargs: Any) -> Any:
+        self._has_agreed = False
+        try:
+            return with_hooks(self, *args, **kwargs)
+        except Exception as error:
+            if not self._has_agreed:
+                self.model.exchange(self._tell(FAILED, error))
+            raise
+
+    begin.hooked = True  # type: ignore[attr-defined]  # PyTorch adds no hooks of its own
+    return begin
+
+
 class ShardedOptimizer(Optimizer):
     """Steps this rank's slices of a sharded model; other ranks step the rest.
+
+    `step` is a collective call. If a rank fails before it has changed anything, all ranks raise.
+
+    Several optimizers may each have some of the parameters, the same ones on every rank. A unit
+    is gathered by each optimizer that has a parameter of it.
 
     Args:
         model: the wrapper that owns the slices.
@@ -103,29 +142,35 @@ class ShardedOptimizer(Optimizer):
         self._is_built = False
         super().__init__(params, template.defaults)
         self.model, self.cls, self._is_built = model, type(template), True
+        self._make = partial(cls, **options)
+        self._broken = ""  # why the last step was applied in part
         group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         trained = {p for unit in model.units for p in unit.parameters}
         if unknown := [list(p.shape) for p in group_of if p not in trained]:
             raise ValueError(f"the wrapped network does not train parameters of shapes {unknown}")
         self._stepped_together: list[list[Part]] = []
-        for units in _in_groups(model.units):
+        self._units = [unit for unit in model.units if any(p in group_of for p in unit.parameters)]
+        self._held = [p for unit in self._units for p in unit.parameters if p in group_of]
+        for units in _in_groups(self._units):
             owned = [[(piece, _own(unit, piece)) for piece in unit.pieces] for unit in units]
             groups = [{**settings, "params": []} for settings in self._settings()]
             for unit, own in zip(units, owned, strict=True):
                 for piece, parameter in own:
                     if (number := group_of.get(unit.parameters[piece.member])) is not None:
                         groups[number]["params"].append(parameter)
-            inner = cls(groups, **options)
+            inner = self._make(groups)
             parts = [(unit, own, inner) for unit, own in zip(units, owned, strict=True)]
             self._stepped_together.append(parts)
         self._parts = [part for parts in self._stepped_together for part in parts]
         self._share_state(self._parts)
 
+    @together
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Steps this rank's slices, and returns when all parameters have their new values.
 
         Raises:
-            RuntimeError: if gradients were not reduced; nothing is changed.
+            RuntimeError: if gradients were not reduced, or if another rank has failed before it
+                has stepped; nothing is changed. If one fails later, the next step raises on all.
         """
         loss = None
         if closure is not None:
@@ -133,11 +178,36 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad():
             refuse_not_reduced(self.model.units)
-            self.model.begin_step()
+            self.model.refuse_unfinished()
+            self._agree()
+            self.model.begin_step(self._units)
+            failure = None
             for parts in self._stepped_together:
-                self._step(parts)
-            self.model.end_step()
+                try:
+                    if failure is None:
+                        self._step(parts)
+                except Exception as error:  # other ranks wait for this one's slices
+                    failure, self._broken = error, self._tell(BROKEN, error)
+                for unit, *_ in parts:
+                    self.model.publish(unit)
+            self.model.end_step(self._held)
+            if failure is not None:
+                raise failure
         return loss
+
+    def _agree(self) -> None:
+        """Returns once all ranks are about to step.
+
+        Raises:
+            RuntimeError: if one has failed, here or in its last step.
+        """
+        self._has_agreed = True
+        if message := next(filter(None, self.model.exchange(self._broken)()), ""):
+            raise RuntimeError(message)
+
+    def _tell(self, message: str, error: Exception) -> str:
+        text = f"{type(error).__name__}: {error}"
+        return message.format(rank=self.model.units[0].rank, error=text)
 
     def _step(self, parts: list[Part]) -> None:
         inner, known = parts[0][2], len(parts[0][2].state)
@@ -150,17 +220,16 @@ class ShardedOptimizer(Optimizer):
         inner.step()
         if len(inner.state) != known:
             self._share_state(parts)
-        for unit, own, _ in parts:
+        for _, own, _ in parts:
             for _, parameter in own:
                 parameter.grad = None
-            self.model.publish(unit)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks, in the format of `cls` on one process, on the CPU.
 
         A collective call: every rank must take part, and every rank gets the whole.
         """
-        own, self.state = self.state, self._whole_state()
+        own, self.state = self.state, gather(self._parts)
         try:
             return super().state_dict()
         finally:
@@ -173,20 +242,18 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ValueError: if it is that of another network; nothing is changed then.
         """
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        mine = chain.from_iterable(group["params"] for group in self.param_groups)
-        parameter_of = dict(zip(saved, mine, strict=False))  # numbers are compared below
+        names = full_names(self.model.module)
+        found = entries(state_dict, self.param_groups, names, self._make)
         piece_of = {
             unit.parameters[piece.member]: piece for unit, own, _ in self._parts for piece, _ in own
         }
         state = {}
-        for number, values in state_dict["state"].items():
-            if (parameter := parameter_of.get(number)) is None:
-                continue
-            cut = {k: _cut(k, v, parameter, piece_of.get(parameter)) for k, v in values.items()}
+        for parameter, values in found.values():
+            own = {k: cut(k, v, parameter, piece_of.get(parameter)) for k, v in values.items()}
             if parameter in piece_of:
-                state[parameter] = cut
+                state[parameter] = own
         super().load_state_dict({**state_dict, "state": {}})
+        self._broken = ""
         for parts in self._stepped_together:
             self._load(parts, state)
 
@@ -237,39 +304,6 @@ class ShardedOptimizer(Optimizer):
                 if parameter in inner.state:
                     self.state[unit.parameters[piece.member]] = inner.state[parameter]
 
-    def _whole_state(self) -> defaultdict[Tensor, Any]:
-        whole: defaultdict[Tensor, Any] = defaultdict(dict)
-        for unit, own, inner in self._parts:
-            mine = {
-                piece.member: {
-                    key: value.dtype if _is_elementwise(key, value, parameter) else _on_cpu(value)
-                    for key, value in inner.state[parameter].items()
-                }
-                for piece, parameter in own
-                if parameter in inner.state
-            }
-            everyone: list[dict[int, dict[str, Any]]] = [{}] * unit.layout.world_size
-            dist.all_gather_object(everyone, mine, group=unit.group)
-            found = {member: values for theirs in everyone for member, values in theirs.items()}
-            for member in sorted(found):
-                whole[unit.parameters[member]] = dict(found[member])
-            kinds = {
-                (key, value)
-                for values in found.values()
-                for key, value in values.items()
-                if isinstance(value, torch.dtype)
-            }
-            for key, dtype in sorted(kinds, key=str):
-                flat = torch.zeros_like(unit.shard, dtype=dtype)
-                for piece, parameter in own:
-                    value = inner.state.get(parameter, {}).get(key)
-                    if value is not None and value.dtype == dtype:
-                        flat.narrow(0, piece.start, piece.numel).copy_(value)
-                for member, values in enumerate(unit.gather(flat)):
-                    if found.get(member, {}).get(key) == dtype:
-                        whole[unit.parameters[member]][key] = values.to("cpu", copy=True)
-        return whole
-
 
 def _in_groups(units: list[FlatUnit]) -> list[list[FlatUnit]]:
     """Returns the units in order, in at most `GROUPS` groups of about as many elements."""
@@ -283,8 +317,7 @@ def _in_groups(units: list[FlatUnit]) -> list[list[FlatUnit]]:
 
 def treats_elements_alone(cls: Callable[..., Optimizer], options: dict[str, Any]) -> bool:
     """Returns whether stepping a matrix and stepping parts of it give the same, by trying it."""
-    implementations = ("capturable", "foreach", "fused")
-    options = {key: value for key, value in options.items() if key not in implementations}
+    options = {key: value for key, value in options.items() if key not in IMPLEMENTATIONS}
     start = torch.linspace(-1.0, 1.0, 16)
 
     def stepped(parts: list[Tensor]) -> Tensor:
@@ -309,38 +342,3 @@ def _own(unit: FlatUnit, piece: Piece) -> Parameter:
     own = Parameter(unit.shard.narrow(0, piece.start, piece.numel))
     own.grad_dtype = None
     return own
-
-
-def _is_elementwise(key: str, value: Any, piece: Tensor) -> bool:
-    """Returns whether a value of the state has one element for each of the parameter's.
-
-    Raises:
-        TypeError: if it has neither that nor a single one.
-    """
-    if not isinstance(value, Tensor) or key == "step" or value.dim() == 0:
-        return False
-    if value.shape != piece.shape:
-        raise TypeError(
-            f"the optimizer's {key} is {list(value.shape)} for {piece.numel()} elements"
-        )
-    return True
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _cut(key: str, value: Any, parameter: Parameter, piece: Piece | None) -> Any:
-    """Returns a piece's part of a whole value of a parameter's state, a copy."""
-    if not isinstance(value, Tensor):
-        return value
-    if key == "step" or (value.dim() == 0 and parameter.dim() > 0):
-        return value.clone()
-    if value.shape != parameter.shape:
-        raise ValueError(
-            f"the optimizer's state is of another network: {key} is {list(value.shape)} for a "
-            f"parameter {list(parameter.shape)}"
-        )
-    if piece is None:
-        return None
-    return value.reshape(-1).narrow(0, piece.offset, piece.numel).clone()

@@ -7,16 +7,19 @@ Its parameters are DTensors, which PyTorch gathers and reduces itself, so
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp.internals.gradients import Reduction
+from ddp.internals.gradients import Reduction, full_names
 from ddp.internals.optimizer import trainable
 from ddp.internals.replicas import Replicas, group_or_default
+from ddp.sharded.state import entries
 from ddp.sharded.units import parameters_by_block
 
 
@@ -80,9 +83,11 @@ class TorchFSDP(nn.Module):
         self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
     ) -> Optimizer:
         """Returns an optimizer over the DTensors, with a whole `state_dict` on every rank."""
-        optimizer = cls(trainable(self.module) if params is None else params, **options)
+        make = partial(cls, **options)
+        optimizer = make(trainable(self.module) if params is None else params)
         optimizer.register_state_dict_post_hook(_gather_state)
-        optimizer.register_load_state_dict_pre_hook(_shard_state)
+        shard = partial(_shard_state, names=full_names(self.module), make=make)
+        optimizer.register_load_state_dict_pre_hook(shard)
         return optimizer
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -130,10 +135,16 @@ def _gather_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def _shard_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def _shard_state(
+    optimizer: Optimizer,
+    state_dict: dict[str, Any],
+    names: dict[Parameter, str],
+    make: Callable[..., Optimizer],
+) -> dict[str, Any]:
     state = {
-        number: {key: _shard(value, parameters[number]) for key, value in values.items()}
-        for number, values in state_dict["state"].items()
+        number: {key: _shard(value, parameter) for key, value in values.items()}
+        for number, (parameter, values) in entries(
+            state_dict, optimizer.param_groups, names, make
+        ).items()
     }
     return {**state_dict, "state": state}

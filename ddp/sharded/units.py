@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
-from ddp.sharded.layout import FlatUnit
+from ddp.sharded.layout import FlatUnit, note_not_whole
 from ddp.torch_compat import all_gather, copy_, own_parameters, version_of
 
 NOT_TOGETHER = (
@@ -35,6 +35,21 @@ NOT_TOGETHER = (
     "rank, let all enter `with model.whole_parameters():`. After an error start all ranks again, "
     "from a checkpoint"
 )
+
+
+def cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """Returns an argument of a forward, converted if it is a tensor of floating-point numbers."""
+    floats = dtype is not None and isinstance(x, Tensor) and x.is_floating_point()
+    return x.to(dtype) if floats else x
+
+
+def wait_for(work: dist.Work, what: str = "gather", block: str = "") -> None:
+    """Waits for a collective of a block; an error of it says in a note what may have happened."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        error.add_note(NOT_TOGETHER.format(what=what, name=block or "what is in no block"))
+        raise
 
 
 class GatheredUnit(FlatUnit):
@@ -62,7 +77,10 @@ class GatheredUnit(FlatUnit):
         self.values = torch.empty_like(flat, dtype=dtype)
         self._views = self.layout.views(self.values)
         nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, device=flat.device)
-        self._freed = [nothing.to(dtype).expand(p.shape) for p in self.parameters]
+        nothing = nothing.to(dtype)
+        note_not_whole(nothing)
+        weakref.finalize(self, note_not_whole, self.values).atexit = False  # stale from then on
+        self._freed = [nothing.expand(p.shape) for p in self.parameters]
         self._work: dist.Work | None = None
         self._stand_ins: dict[int, Tensor] = {}
         self.awaited: set[int] = set()
@@ -101,6 +119,7 @@ class GatheredUnit(FlatUnit):
         if known is None or known.dtype != dtype or version_of(known):
             one = torch.full((), torch.nan, dtype=dtype, device=parameter.device)
             known = self._stand_ins[member] = one.expand(parameter.shape)
+            note_not_whole(one)
         return known
 
     def addresses(self) -> set[int]:
@@ -167,18 +186,10 @@ class GatheredUnit(FlatUnit):
                     part.add_(self.gradient.narrow(0, piece.start, piece.numel))
         self.gradient, self.kept = own, set()
 
-    def wait_for(self, work: dist.Work, what: str) -> None:
-        """Waits for a collective; an error of it says in a note what may have happened."""
-        try:
-            work.wait()
-        except RuntimeError as error:
-            error.add_note(NOT_TOGETHER.format(what=what, name=self.name or "what is in no block"))
-            raise
-
     def _wait_for_values(self) -> None:
         if self._work is not None:
             work, self._work = self._work, None
-            self.wait_for(work, "gather")
+            wait_for(work, "gather", self.name)
 
     def _show(self, values: Iterable[Tensor]) -> None:
         for parameter, value in zip(self.parameters, values, strict=True):

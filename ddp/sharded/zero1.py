@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 
 from ddp.base import DataParallel
 from ddp.bucketed import BucketedDDP
@@ -78,10 +79,6 @@ class Zero1DDP(Sharded, BucketedDDP):
             buckets.append(Bucket(members, unit.layout.offsets, unit.layout.numel, nbytes))
         return sorted(buckets, key=lambda bucket: max(position[i] for i in bucket.members))
 
-    def before_forward(self) -> None:
-        super().before_forward()
-        self.free_cleared_gradients()
-
     def launch(self, bucket: Bucket) -> dist.Work:
         buffer, unit = self.fill(bucket), self._unit_of[bucket.members]
         own = self.receiver(unit.layout.slice_of(buffer, unit.rank))
@@ -112,9 +109,8 @@ class Zero1DDP(Sharded, BucketedDDP):
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
-    def begin_step(self) -> None:
-        super().begin_step()
-        for unit in self.units:
+    def begin_step(self, units: list[FlatUnit]) -> None:
+        for unit in units:
             self._bind(unit)  # another wrapper of the same network may have moved them
 
     def publish(self, unit: FlatUnit) -> None:
@@ -122,11 +118,10 @@ class Zero1DDP(Sharded, BucketedDDP):
         self.step.finished.nbytes += unit.values.nbytes
         self._gathers.append(all_gather(unit.values, unit.shard, self.process_group))
 
-    def end_step(self) -> None:
+    def end_step(self, parameters: list[Parameter]) -> None:
         while self._gathers:
             self._gathers.pop(0).wait()
-        for unit in self.units:
-            increment_version(unit.parameters)  # a graph that has saved old values is refused
+        increment_version(parameters)  # a graph that has saved old values is refused
 
     # ---- how the network is divided ------------------------------------------------------------
 

@@ -29,9 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from dp_clipping.accounting.cyclic import batches_per_epoch
 from dp_clipping.accounting.ledger import History
-from dp_clipping.accounting.mechanism import dp_accounting
+from dp_clipping.accounting.mechanism import batches_per_epoch, dp_accounting
 
 RESOLUTION = 0.04
 """Ratio of neighbours in a grid, as a part of the relative standard deviation."""

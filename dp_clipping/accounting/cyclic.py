@@ -20,19 +20,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dp_clipping.accounting.ledger import History
-from dp_clipping.accounting.mechanism import dp_accounting
+from dp_clipping.accounting.mechanism import batches_per_epoch, dp_accounting
 
 Sensitivity = Callable[[int, int], float]
 """(steps, batches of an epoch) -> the largest norm by which one unit moves them, in units of C."""
-
-
-def batches_per_epoch(history: History) -> int:
-    """Returns b = 1/q, the smallest number of steps between two uses of a unit.
-
-    1, which counts each step as a use, if steps had different q.
-    """
-    found = {round(1 / rate) for _, rate, _ in history}
-    return found.pop() if len(found) == 1 else 1
 
 
 def uses(history: History) -> int:

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -159,6 +159,12 @@ class Account:
                 )
             return max(0.0, float(of([list(part) for _, part in self._parts.values()], delta)))
         return max(0.0, float(self.accountant.get_epsilon(delta)))
+
+    def of_history(self, history: History, delta: float) -> float:
+        """Returns ε of these steps with Gaussian noise, as this accountant computes it."""
+        other = copy(self.accountant)
+        other.history = history
+        return max(0.0, float(other.get_epsilon(delta)))
 
     def _refuse_lost(self) -> None:
         """Raises RuntimeError if the accountant's history lacks steps that were counted."""

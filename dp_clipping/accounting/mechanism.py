@@ -63,6 +63,15 @@ DEFAULT = Mechanism()
 """Gaussian noise on Poisson batches, which Opacus's accountants count."""
 
 
+def batches_per_epoch(history: History) -> int:
+    """Returns b = 1/q, the smallest number of steps between two uses of a unit.
+
+    1, which counts each step as a use, if steps had different q.
+    """
+    found = {round(1 / rate) for _, rate, _ in history}
+    return found.pop() if len(found) == 1 else 1
+
+
 def dp_accounting(what: str) -> ModuleType:
     """Returns the module `dp_accounting`, which is an optional dependency.
 

@@ -28,6 +28,7 @@ class PrivacyStatement:
         accountant: which computed ε; of a registered noise mechanism or another sampling, its own.
         epsilon: infinite if a step had no noise, or no known sampling.
         delta: δ.
+        secure: of secure noise, what ε and δ include: numbers by name; None for other noise.
     """
 
     relation: str
@@ -40,10 +41,14 @@ class PrivacyStatement:
     accountant: str
     epsilon: float
     delta: float
+    secure: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the attributes as numbers, strings and lists, in this order."""
-        return asdict(self)
+        """Returns the attributes as numbers, strings and lists, in this order.
+
+        `secure`, a dict of numbers, is there for secure noise alone.
+        """
+        return {k: v for k, v in asdict(self).items() if k != "secure" or v is not None}
 
     def __str__(self) -> str:
         if math.isinf(self.epsilon):
@@ -60,6 +65,9 @@ class PrivacyStatement:
             ("sampler", self.sampler),
             ("accountant", self.accountant),
         ]
+        if self.secure is not None:
+            lines.append(("secure noise", "rounded to a grid, integers of ChaCha20; included are"))
+            lines += [("  " + name, value) for name, value in self.secure.items()]
         return "\n".join([first, *(f"  {name + ':':24}{_shown(value)}" for name, value in lines)])
 
 
@@ -71,6 +79,7 @@ def statement_of(
     accountant: str,
     epsilon: float,
     delta: float,
+    secure: dict[str, Any] | None = None,
 ) -> PrivacyStatement:
     """Returns the statement of an engine's runs.
 
@@ -80,6 +89,7 @@ def statement_of(
         mechanism: what these steps release.
         accountant: the name of the engine's.
         epsilon: as it was computed.
+        secure: what secure noise adds (`noise.secure.certificate`).
     """
     is_known = all(run.settings["poisson_sampling"] and not run.other_batches for run in runs)
     sigmas = [sigma for sigma, _, _ in history] or [run.optimizer.noise_multiplier for run in runs]
@@ -95,6 +105,7 @@ def statement_of(
         accountant=mechanism.accountant or accountant,
         epsilon=epsilon if is_known else math.inf,
         delta=delta,
+        secure=secure,
     )
 
 

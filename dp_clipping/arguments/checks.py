@@ -74,6 +74,37 @@ def check_mechanism(
             )
 
 
+def check_secure(
+    module: Any, noise_mechanism: Any, adaptive_threshold: Any, noise_generator: Any,
+    cuda_graph: bool, sampling: str,
+) -> None:  # fmt: skip
+    """Raises ValueError for what secure noise is not made for, or has no certificate for."""
+    wide = [
+        name
+        for name, p in module.named_parameters()
+        if p.requires_grad and p.dtype == torch.float64
+    ]
+    for name, is_given, instead in (
+        ("noise_generator, whose seed others may know", noise_generator, "leave it out"),
+        ("adaptive_threshold, whose counts get other noise", adaptive_threshold, "leave it out"),
+        (
+            f"noise_mechanism={noise_mechanism!r}, whose noise is not of integers",
+            noise_mechanism != "gaussian", 'give noise_mechanism="gaussian"',
+        ),
+        ("cuda_graph=True, which draws noise of another generator", cuda_graph, "leave it out"),
+        (
+            f"sampling={sampling!r}, for which secure noise has no account",
+            sampling != "poisson", 'give sampling="poisson"',
+        ),
+        (f"parameters in float64, such as {wide[:1]}", wide, "give module=network.float()"),
+    ):  # fmt: skip
+        if is_given not in (None, False, []):
+            raise ValueError(
+                f"secure_mode=True does not go with {name}: {instead}, or build "
+                "PrivacyEngine() without secure_mode"
+            )
+
+
 def check_kinds(
     *,
     module: Any,

@@ -20,6 +20,7 @@ from dp_clipping.arguments.checks import (
     check_loader,
     check_mechanism,
     check_rates,
+    check_secure,
     check_units,
     given_units,
     rates_of,
@@ -40,7 +41,8 @@ from dp_clipping.sampling.units import Units
 class Settings:
     """The settings of one private run; `PrivacyEngine.make_private` explains each field.
 
-    There is a field for each argument. Numbers are converted to Python's own types.
+    There is a field for each argument, and `secure_mode` of the engine. Numbers are converted to
+    Python's own types.
 
     Raises:
         ValueError: for an argument of the wrong type or out of range, by name.
@@ -77,6 +79,7 @@ class Settings:
     unit_ids: Sequence[Hashable] | None
     sampling: str
     max_batch_size: int | None
+    secure_mode: bool = False  # the engine's
 
     def __post_init__(self) -> None:
         check_kinds(
@@ -91,6 +94,11 @@ class Settings:
             self.gamma,
         )  # fmt: skip
         check_mechanism(self.noise_mechanism, self.adaptive_threshold, self.cuda_graph)
+        if self.secure_mode:
+            check_secure(
+                self.module, self.noise_mechanism, self.adaptive_threshold, self.noise_generator,
+                self.cuda_graph, self.sampling,
+            )  # fmt: skip
         check_kernel_options(self.norm_algorithm, self.memory_budget, self.tile_size)
         check_rates(self.sample_rate, self.steps, self.poisson_sampling)
         check_sampling(
@@ -165,6 +173,7 @@ class Settings:
             "clipping_function": described(self.clipping_function),
             "gamma": self.gamma,
             "noise_mechanism": mechanisms.described(self.noise_mechanism),
+            "secure_mode": self.secure_mode,
             "loss_reduction": self.loss_reduction,
             "expected_batch_size": self.expected_batch_size,
             "poisson_sampling": self.poisson_sampling,
@@ -220,7 +229,7 @@ def sampled(loader: DataLoader, arguments: Mapping[str, Any]) -> Sampled:
     is_poisson = arguments.get("poisson_sampling", True)
     sampling = arguments.get("sampling", "poisson")
     check_rates(rate, steps, is_poisson)
-    cap, noise = arguments.get("max_batch_size"), arguments.get("noise_mechanism", "gaussian")
+    noise, cap = arguments.get("noise_mechanism", "gaussian"), arguments.get("max_batch_size")
     check_sampling(
         sampling, max_batch_size=cap, sample_rate=rate, poisson_sampling=is_poisson,
         noise_mechanism=noise,

@@ -28,7 +28,7 @@ DATA = ("poisson_sampling", "num_samples", "num_units", "sample_rate")
 # Of what the account says ε: the unit of privacy and the mechanism; default: of a file without it.
 UNIT = {
     "examples_per_unit": 1, "unit_ids are given": False, "noise_mechanism": "gaussian",
-    "sampling": "poisson", "max_batch_size": None,
+    "sampling": "poisson", "max_batch_size": None, "secure_mode": False,
 }  # fmt: skip
 NOISE = (
     "noise_multiplier", "max_grad_norm", "clipping", "clipping_function", "gamma",

@@ -222,6 +222,7 @@ def check_structure(path: Path, saved: Mapping[str, Any]) -> None:
         ("start", isinstance(details["start"], list | tuple) and len(details["start"]) == 2
          and all(map(_is_count, details["start"]))),
         ("other_batches", _is_count(details.get("other_batches", 0))),
+        ("certificate", _is_certificate(details.get("certificate"))),
         ("noise_multiplier", _is_number(details["noise_multiplier"])),
         ("max_grad_norm", all(map(_is_number, limits)) if isinstance(limits, list | tuple)
          else _is_number(limits)),
@@ -238,6 +239,10 @@ def _has_names(entry: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and value >= 0
+
+
+def _is_certificate(x: Any) -> bool:
+    return x is None or (isinstance(x, list) and len(x) == 4 and all(map(_is_count, x)))
 
 
 def _is_count(value: Any) -> bool:

@@ -29,6 +29,7 @@ from dp_clipping.checkpoint.file_format import (
 from dp_clipping.checkpoint.run import PrivateRun, Snapshot, agree, set_random_state
 from dp_clipping.distributed.dtensor import is_fsdp1, local
 from dp_clipping.noise.keys import Keys, fresh_keys
+from dp_clipping.noise.secure.certificate import Certificate
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,8 @@ def _apply(snapshot: Snapshot, resume: Resume, keys: Keys) -> None:
         optimizer.max_grad_norm = optimizer.adaptive_threshold.max_grad_norm
     # Of steps that are made or loaded: the account keeps those of this process too.
     run.other_batches = max(run.other_batches, details.get("other_batches", 0))
+    if run.certificate is not None:
+        run.certificate = run.certificate.joined(Certificate(*details["certificate"]))
     run.keys = keys
     optimizer.resume(details["steps"], run.keys.noise)
     _seek(run, details, same_keys=resume.keys is not None)

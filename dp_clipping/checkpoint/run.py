@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dp_clipping.noise.keys import Keys
+from dp_clipping.noise.secure.certificate import Certificate
 from dp_clipping.sampling.loader import PoissonLoader
 
 
@@ -88,6 +89,8 @@ class PrivateRun:
         start: position of the loader and number of steps at which the key came into use.
         other_batches: private steps on batches that the Poisson loader did not yield; with another
             sampling they are refused.
+        certificate: what the account of secure noise includes, for the steps so far; None for
+            other noise.
     """
 
     model: Model
@@ -100,6 +103,7 @@ class PrivateRun:
     criterion: Any
     start: tuple[int, int] = (0, 0)
     other_batches: int = 0
+    certificate: Certificate | None = None
 
     @property
     def poisson(self) -> PoissonLoader | None:

@@ -46,6 +46,7 @@ model that it is for.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -191,6 +192,7 @@ def _details(run: PrivateRun, random: list[dict[str, Tensor]]) -> dict[str, Any]
         "sampler": run.sampler_state(),
         "start": list(run.start),
         "other_batches": run.other_batches,
+        "certificate": None if run.certificate is None else list(astuple(run.certificate)),
         # As schedulers have left them; in "run" are the ones that make_private was given.
         "noise_multiplier": plain(run.optimizer.noise_multiplier),
         "max_grad_norm": plain(run.optimizer.max_grad_norm),

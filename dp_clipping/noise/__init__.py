@@ -9,6 +9,7 @@ Files:
     add_noise             adds it to clipped sums, by the kernel or its reference
     correlated            noise of which later steps take back a part
     sources               where the noise of a step comes from: what `noise_mechanism` chooses
+    secure                cryptographic noise of integers, for `secure_mode=True`
     keys                  the secret key of noise and sampling
     adaptive_threshold    a clipping threshold that follows a quantile of the norms
 """

@@ -120,7 +120,7 @@ def add_noise_to_all(
                 zip(totals, streams, dtypes, places, strict=True)
             )
         ]
-    _check_scales(std, divisor)
+    check_scales(std, divisor)
     for dtype in set(dtypes):
         _check_dtype(dtype)
     totals = [total.contiguous() for total in totals]
@@ -158,7 +158,7 @@ def _check(
 ) -> None:  # fmt: skip
     if total.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"noise joins a float32 sum, before the cast; got {total.dtype}")
-    _check_scales(std, divisor)
+    check_scales(std, divisor)
     check_offset(offset)
     if out is not None and (out.shape, out.device) != (total.shape, total.device):
         raise ValueError(
@@ -170,7 +170,8 @@ def _check(
     _check_dtype(out.dtype if out is not None else dtype)
 
 
-def _check_scales(std: float, divisor: float) -> None:
+def check_scales(std: float, divisor: float) -> None:
+    """Raises ValueError for a standard deviation or a divisor out of range."""
     if not (math.isfinite(std) and std >= 0):
         raise ValueError(f"std must be finite and not negative, got {std}")
     if not (math.isfinite(divisor) and divisor > 0):

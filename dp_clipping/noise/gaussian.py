@@ -8,6 +8,7 @@ The streams are counter-based, not cryptographic: Philox was designed to pass st
 and whoever sees exact values may work back to its key. Attacks on the floating-point grid of the
 noise are out of scope (I. Mironov, On significance of the least significant bits for differential
 privacy, 2012; N. Holohan and S. Braghin, Secure random sampling in differential privacy, 2021).
+`noise.secure` withstands both.
 
 Sources: M. Abadi et al., Deep learning with differential privacy (2016), for the mechanism;
 J. Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011), for Philox4x32-10;

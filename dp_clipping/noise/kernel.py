@@ -149,7 +149,7 @@ def add_noise_to_all_kernel_launch(
         earlier: further noise, which is generated in the same registers and added with its weight.
     """
     sizes = tuple([total.numel() for total in totals])
-    pieces = _pieces(sizes, totals[0].device)
+    pieces = pieces_of(sizes, totals[0].device)
     if not len(pieces):
         return
     sums = [total.data_ptr() for total in totals]
@@ -182,7 +182,7 @@ def add_noise_to_parts_kernel_launch(
     none does, elements lie as the counters do, and addresses need no row.
     """
     behind = _earlier_words(earlier) if earlier else [[]] * len(totals)
-    runs = [(i, run) for i, place in enumerate(places) for run in _within_reach(place)]
+    runs = [(i, run) for i, place in enumerate(places) for run in within_reach(place)]
     for aligned in (True, False):
         alike = [(i, run) for i, run in runs if _is_aligned(run) == aligned]
         if not alike:
@@ -199,7 +199,7 @@ def add_noise_to_parts_kernel_launch(
             for (i, run), width in zip(alike, widths, strict=True)
         ]  # fmt: skip
         counters = (4 * run.count * width for (_, run), width in zip(alike, widths, strict=True))
-        pieces = _pieces(tuple(counters), totals[0].device)
+        pieces = pieces_of(tuple(counters), totals[0].device)
         table = table_on(totals[0].device, rows)
         _add_noise_to_parts_kernel[(len(pieces),)](
             table, pieces, len(earlier), float(std), float(divisor), 1 / divisor,
@@ -214,7 +214,7 @@ def _is_aligned(run: Span) -> bool:
     return not any(n % 4 for n in (run.offset, *lengths))
 
 
-def _within_reach(place: Place) -> Place:
+def within_reach(place: Place) -> Place:
     """Returns the same place, in runs of rows that 32 bits count."""
     if all(run.length <= LONGEST for run in place):
         return place
@@ -233,9 +233,16 @@ def _within_reach(place: Place) -> Place:
 
 
 @kept_on_device(maxsize=8)
-def _pieces(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns which piece of which tensor each program serves: [programs, 2] int64."""
-    counts = [-(-n // (4 * BLOCK * LOOPS)) for n in sizes]
+def pieces_of(
+    sizes: tuple[int, ...], device: torch.device, each: int = 4 * BLOCK * LOOPS
+) -> Tensor:
+    """Returns which piece of which tensor each program serves: [programs, 2] int64.
+
+    Args:
+        sizes: of the tensors.
+        each: the size of a piece.
+    """
+    counts = [-(-n // each) for n in sizes]
     pairs = [
         torch.stack((torch.full((c,), i), torch.arange(c)), dim=1) for i, c in enumerate(counts)
     ]

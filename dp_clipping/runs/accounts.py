@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from math import hypot
 from typing import TYPE_CHECKING, Any
 
 from dp_clipping.accounting.ledger import Account, Step, joined
@@ -12,6 +13,7 @@ from dp_clipping.accounting.target_epsilon import epsilon_at_end
 from dp_clipping.arguments.numbers import check_target, warn_of_delta
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import WrongType, by_name, check_count, check_type, shown
+from dp_clipping.noise.secure.certificate import Certificate
 from dp_clipping.profiling.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -80,7 +82,14 @@ class Accounts:
                 "noise, and ε means nothing",
                 stacklevel=3,
             )
-        return self._account.epsilon(delta, self._mechanism.epsilon)
+        certificate = self._certificate
+        if certificate is None:
+            return self._account.epsilon(delta, self._mechanism.epsilon)
+        of_gaussian = self._account.of_history
+        return self._account.epsilon(
+            delta,
+            lambda _, delta: certificate.epsilon(self._account.history, delta, account=of_gaussian),
+        )
 
     def epsilon_at_end(self, optimizer: Any, steps: int, delta: float) -> float:
         """Returns ε after `steps` more steps of an optimizer that `make_private` has returned."""
@@ -114,6 +123,7 @@ class Accounts:
             accountant=self.accountant.mechanism(),
             epsilon=self.get_epsilon(delta),
             delta=delta,
+            secure=self._described_secure(),
         )
 
     def on_step(
@@ -161,6 +171,7 @@ class Accounts:
     def _count(self, optimizer: Any, sample_rate: float) -> None:
         """Counts a step, before it changes a parameter; once, also if it is made again."""
         (run,) = (run for run in self._runs if run.optimizer is optimizer)
+        certificate = run.certificate and run.certificate.with_step(_additions(run))
         is_private = optimizer.model.policy is not None
         if is_private and self._mechanism.sampler != DEFAULT.sampler:
             run.refuse_batch(self._mechanism.sampler, in_order=self._mechanism.in_order)
@@ -179,12 +190,30 @@ class Accounts:
                 warnings.warn(OTHER_BATCH, stacklevel=TO_STEP)
             run.other_batches += 1
         self._account.count(step, key_is_fixed=run.keys.fixed)
+        run.certificate = certificate
 
     def _warn_of_delta(self, delta: float, units: int, stacklevel: int) -> None:
         """Warns, once per δ, of a δ that is too large for this number of units."""
         if delta not in self._deltas:
             self._deltas.add(delta)
             warn_of_delta(delta, units, stacklevel + 1)
+
+    @property
+    def _certificate(self) -> Certificate | None:
+        """Returns a certificate that holds for the secure noise of all runs; None without any."""
+        found = [run.certificate for run in self._runs if run.certificate is not None]
+        return reduce(Certificate.joined, found) if found else None
+
+    def _described_secure(self) -> dict[str, Any] | None:
+        """Returns what ε includes of secure noise, and the grids of the coming steps."""
+        certificate = self._certificate
+        if certificate is None:
+            return None
+        stds = [
+            run.optimizer.noise_multiplier * hypot(*run.model.thresholds.clip_norms())
+            for run in self._runs
+        ]
+        return certificate.described(self._account.history, stds)
 
     def _refuse_other_mechanism(self, mechanism: Mechanism) -> None:
         """Raises ValueError if no account covers this mechanism and the steps so far."""
@@ -215,3 +244,14 @@ class Accounts:
                         )
                 return run
         raise ValueError("module is not one that this engine's make_private returned")
+
+
+def _additions(run: PrivateRun) -> int:
+    """Returns in how many additions a unit's contribution to this step takes part, at most."""
+    assert run.certificate is not None
+    state, each = run.model.step_state, run.settings["examples_per_unit"]
+    largest = state.usage.largest
+    if largest is not None and any(len(one.norms) * each > largest for one in state.norms):
+        largest = None  # parts were put together again
+    part = None if largest is None else max(1, largest // each)
+    return run.certificate.additions_of(part, run.world_size)

@@ -192,6 +192,7 @@ class MicrobatchLoader(DataLoader):
                 if poisson:
                     before = poisson.usage.steps
                     poisson.hand_over(place.number, left[0], first=first, last=len(left) == 1)
+                    poisson.usage.largest = self.batch_sampler.max_size
                     place.steps = before if first else place.steps
                 self.real = left.popleft().rows
                 if self._rows is not None:

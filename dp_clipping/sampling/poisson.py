@@ -11,14 +11,17 @@ Whoever has the key can compute the batches. `schemes` has other ways to choose 
 `PoissonSampler` deals out batches alike.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from dp_clipping.sampling import chacha
 from dp_clipping.sampling.units import Units, fill_of
 from dp_clipping.sampling.words import words
 
@@ -29,16 +32,40 @@ OVER = (
 )
 
 
-def included(key: bytes, step: int, num_samples: int, sample_rate: float) -> Tensor:
+def included(
+    key: bytes, step: int, num_samples: int, sample_rate: float, secure: bool = False
+) -> Tensor:
     """Returns which samples are in Poisson batch `step`: bool [num_samples].
 
     Entry i is a function of (key, step, i) and the rate alone. The probability is `sample_rate`
-    rounded down to a multiple of 2⁻⁶⁴, so never above the accountant's. Raises
-    ValueError for a key of other than 32 bytes, a negative step, fewer than one sample and a rate
-    outside (0, 1].
+    rounded down to a multiple of 2⁻⁶⁴, so never above the accountant's. With `secure` the words
+    are ChaCha20's, else Philox's. Raises ValueError for a key of other than 32 bytes, a negative
+    step, fewer than one sample and a rate outside (0, 1].
     """
     _check_sampling(key, step, num_samples, sample_rate)
-    return torch.from_numpy(words(key, b"sampling", step, num_samples) < int(sample_rate * 2**64))
+    limit = int(sample_rate * 2**64)
+    if secure:
+        return torch.from_numpy(_securely(key, step, num_samples, limit))
+    return torch.from_numpy(words(key, b"sampling", step, num_samples) < limit)
+
+
+def _securely(key: bytes, step: int, count: int, limit: int) -> np.ndarray:
+    """Returns which of `count` words of 64 bits, by ChaCha20, are below `limit`: bool [count].
+
+    The first 16 bits of a word decide but for one in 65,536, whose others come from another key.
+    """
+
+    def own(part: bytes) -> bytes:
+        message = step.to_bytes(8, "little") + part
+        derived = hashlib.blake2b(message, key=key, person=b"secure sampling", digest_size=32)
+        return derived.digest()
+
+    first = chacha.words(own(b"first"), count, 16)
+    mask = first < limit >> 48
+    (open_,) = np.nonzero(first == limit >> 48)
+    rest = chacha.blocks(own(b"rest"), open_.astype(np.uint64))[:2].astype(np.uint64)
+    mask[open_] = (rest[0] << 16 | rest[1] & 0xFFFF) < limit & ((1 << 48) - 1)
+    return mask
 
 
 class Scheme:
@@ -62,13 +89,16 @@ class Scheme:
 
 
 class Poisson(Scheme):
-    """Each unit takes part in each batch with probability `rate`, independently."""
+    """Each unit takes part in each batch with probability `rate`, independently.
 
-    def __init__(self, units: int, rate: float) -> None:
-        self.units, self.rate = units, rate
+    With `secure` the random words are cryptographic.
+    """
+
+    def __init__(self, units: int, rate: float, *, secure: bool = False) -> None:
+        self.units, self.rate, self.secure = units, rate, secure
 
     def batch(self, key: bytes, number: int) -> Tensor:
-        return included(key, number, self.units, self.rate).nonzero().flatten()
+        return included(key, number, self.units, self.rate, self.secure).nonzero().flatten()
 
     def split(self, units: Tensor, ranks: int) -> list[Tensor]:
         """Returns for rank r the units i with i % ranks == r: a unit is always on the same rank."""

@@ -85,18 +85,20 @@ class BallsInBins(Scheme):
 
 
 def scheme_of(
-    sampling: str, *, units: int, sample_rate: float, max_batch_size: int | None = None
-) -> Scheme:
+    sampling: str, *, units: int, sample_rate: float, max_batch_size: int | None = None,
+    secure: bool = False,
+) -> Scheme:  # fmt: skip
     """Returns the scheme of a `sampling` of `make_private`.
 
     Args:
         units: how many there are in the data.
         sample_rate: q; schemes with epochs have 1/q batches in each.
         max_batch_size: the most units of a batch, for truncated Poisson sampling.
+        secure: words of Poisson sampling are cryptographic; no other sampling goes with it.
     """
     if sampling in FIXED:
         fixed = {"balls_in_bins": BallsInBins, "cyclic": Cyclic}[sampling]
         return fixed(units, round(1 / sample_rate))
     if max_batch_size is not None:
         return TruncatedPoisson(units, sample_rate, max_batch_size)
-    return Poisson(units, sample_rate)
+    return Poisson(units, sample_rate, secure=secure)

@@ -33,6 +33,8 @@ class SampleUsage:
         rows: the rows of the batch that was yielded last, if zeros follow its samples; None: there
             are none.
         real: the first of these rows, which are samples.
+        largest: the most samples that a part of this batch has on a rank, if `BatchMemoryManager`
+            splits it; None: it is not split, or not by that.
         fill: bool for each sample of the (micro)batch that was yielded last, True where it only
             fills up a unit of privacy; None: there is no such one.
     """
@@ -51,6 +53,7 @@ class SampleUsage:
         self.holds_dummy = False
         self.rows: int | None = None
         self.real = 0
+        self.largest: int | None = None
         self.fill: Tensor | None = None
 
     def begin_iteration(self) -> None:
@@ -64,7 +67,7 @@ class SampleUsage:
         self.holds_dummy = is_dummy
         self.uses = 0
         self.is_unused = True
-        self.rows = None
+        self.rows = self.largest = None
 
     def pad(self, rows: int | None, real: int = 0) -> None:
         """Declares the first `real` of `rows` rows as samples; None: all are, from here on."""
@@ -169,5 +172,5 @@ class SampleUsage:
 
     def forget(self) -> None:
         """Stops counting: another loader (Opacus's BatchMemoryManager) takes the batches."""
-        self.handed = None
+        self.handed = self.largest = None
         self.is_unused = False

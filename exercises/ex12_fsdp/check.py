@@ -3,7 +3,9 @@
 Each block of the network has another number of parameters, which says what is gathered and reduced.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -242,6 +244,8 @@ def prefetch(rank: Rank) -> None:
 def traffic(rank: Rank) -> None:
     """Each block is gathered twice and reduce-scattered once, and nothing else is sent."""
     model = wrapped(rank)
+    for k, unit in enumerate(model.blocks):
+        unit.free = partial(marked, rank, k, unit.free)
     step(rank, model, 1)
     for event in rank.record.calls():
         if event.what not in GATHERS + SCATTERS:
@@ -250,6 +254,7 @@ def traffic(rank: Rank) -> None:
                 "reduce-scatters of gradients are needed"
             )
     for numel, k in block_of_size(rank, model).items():
+        expect_kept_once_gathered(rank, numel, k)
         calls = [e.what for e in rank.record.calls() if e.numel == numel]
         gathers, scatters = (sum(what in names for what in calls) for names in (GATHERS, SCATTERS))
         if (gathers, scatters) != (2, 1):
@@ -257,6 +262,33 @@ def traffic(rank: Rank) -> None:
                 f"block {k} was gathered {gathers} times and reduced {scatters} times; twice and "
                 "once will do"
             )
+
+
+def marked(rank: Rank, k: int, free: Callable[[], None]) -> None:
+    """Frees block k, and records that."""
+    rank.record.mark("free", k)
+    free()
+
+
+def expect_kept_once_gathered(rank: Rank, numel: int, k: int) -> None:
+    """Raises `Wrong` if block k, of so many numbers, was freed between its gather and its use."""
+    ahead, freed_by, at = False, None, None
+    for event in rank.record.events:
+        if event.what in ("forward", "backward"):
+            at = f"{event.what} of block {event.detail}"
+            if event.detail == k:
+                ahead, freed_by = False, None
+        elif event.what == "end of forward":
+            ahead, freed_by = False, None
+        elif event.what == "free" and event.detail == k and ahead:
+            freed_by = at
+        elif event.what in GATHERS and event.numel == numel:
+            if freed_by is not None:
+                raise Wrong(
+                    f"block {k} was gathered ahead, freed in the {freed_by}, and gathered again: "
+                    f"free a block after its own forward and backward only"
+                )
+            ahead = True
 
 
 def early(rank: Rank) -> None:

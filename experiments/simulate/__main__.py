@@ -16,20 +16,31 @@ from pathlib import Path
 
 from experiments.simulate.calibrate import Calibration, calibrate
 from lm.exchange import VARIANTS, Network
+from lm.memory import VARIANTS as KNOWN_MEMORY
 from lm.memory import predict_memory
 from lm.model import PRESETS
 from lm.shape import Shape
 from measure import Column, Results, format_table
 from measure.command_line import check_file, ending_quietly, is_alone, refuse
 from measure.curves import draw_efficiency
-from measure.options import option, parse_options, positive
+from measure.options import option, parse_options, positive, requires
+
+MOST_GPUS = 1_000_000  # a ring's latency is then seconds, and nothing like it was measured
+MEMORY_ONLY = tuple(name for name in KNOWN_MEMORY if name not in VARIANTS)
+NOTES = (
+    "contention of: the variant whose traces, or results, tell how computation and communication",
+    "  slow each other; another one's where a variant itself was not measured",
+    f"{' and '.join(MEMORY_ONLY)}: PyTorch decides inside what it sends when, and in which stream,",
+    "  so their steps are not predicted from these traces; measure them with benchmark_ddp.py",
+)
 
 
 # fmt: off
 @dataclass(frozen=True)
 class Options:
     traces: tuple[Path, ...] = option(help="folders that benchmark_ddp.py --profile wrote")
-    gpus: int = option(8, "ranks that the table is for", metavar="N", check=positive)
+    gpus: int = option(8, "ranks that the table is for", metavar="N", check=requires(
+        lambda n: 0 < n <= MOST_GPUS, f"{{}}: give a number of 1 to {MOST_GPUS:,} GPUs"))
     results: tuple[Path, ...] = option((), metavar="FOLDER", help=(
         "results of the benchmark at the traces' sizes, for times without the profiler"))
     validate: tuple[Path, ...] = option((), metavar="FOLDER", help=(
@@ -86,11 +97,14 @@ def table(found: Calibration, shape: Shape, gpus: int) -> str:
             "contention ms": 1e3 * o.contention, "tokens/s": gpus * shape.tokens / o.step,
             "efficiency": found.simulate("none", shape, 1).step / o.step,
             "GiB": sum(memory.values()) / 2**30,
-            "known": "yes" if name in ("none", *found.contention) else "–",
+            "contention of": None if name == "none" else found.known(name),
         })  # fmt: skip
-    formats = {"variant": None, "efficiency": ".1%", "tokens/s": ",.0f", "known": None}
+    for name in MEMORY_ONLY:
+        memory = predict_memory(name, shape.model, bucket_size_mb=shape.bucket_size_mb, **run)
+        rows.append({"variant": name, "GiB": sum(memory.values()) / 2**30})
+    formats = {"variant": None, "efficiency": ".1%", "tokens/s": ",.0f", "contention of": None}
     columns = [Column(key, None, formats.get(key, ".2f")) for key in rows[0]]
-    return format_table(columns, rows, f"Predicted for {gpus} ranks")
+    return "\n".join([format_table(columns, rows, f"Predicted for {gpus:,} ranks"), "", *NOTES])
 
 
 def measured(folder: Path) -> dict[tuple[Shape, int], dict[str, float]]:

@@ -62,8 +62,12 @@ class Calibration:
 
     def contention_of(self, variant: str) -> Contention:
         """Returns that of a variant that is known, otherwise of its like or of `ddp_bucketed`."""
-        likes = (variant, LIKE.get(variant), "ddp_bucketed", "ddp")
-        return next(self.contention[v] for v in likes if v in self.contention)
+        return self.contention[self.known(variant)]
+
+    def known(self, variant: str) -> str:
+        """Returns the variant whose contention a variant is given: itself where it was measured."""
+        likes = (variant, LIKE.get(variant, ""), "ddp_bucketed", "ddp")
+        return next(v for v in likes if v in self.contention)
 
     def matched(self, measured: Mapping[int, Mapping[str, float]]) -> "Calibration":
         """Returns this as of unprofiled steps at its shape: ranks -> variant -> seconds.

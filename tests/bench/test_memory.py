@@ -1,14 +1,17 @@
 """Predicted memory: the table that --dry-run prints, and the picture beside what was measured."""
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from bench.memory import draw_predicted, predictions
+from bench.memory import describe_memory, draw_predicted, machine_memory, predictions
 from bench.options import parse
 from bench.report import columns, comparison
 from bench.settings import settings_from
 from bench.worker import GATE, plan
+from lm.memory import predict_memory
 from measure import Results
 from tests.support.benchmark_command import benchmark
 
@@ -30,6 +33,36 @@ def test_dry_run_prints_each_kind_and_the_peak():
     assert kinds[2] == pytest.approx(2 * mebibytes, abs=0.05)
     assert sum(kinds) == pytest.approx(peak, abs=0.3)
     assert float(cells["torch_ddp"][4]) == kinds[2]  # buckets, twice while they are rebuilt
+    assert "  none: at least 1024 blocks, 0.00 B parameters" in run.stdout
+
+
+def test_the_largest_model_that_fits_a_machine(monkeypatch):
+    monkeypatch.setattr("bench.memory.machine_memory", lambda: 4 << 30)
+    settings = settings_from(parse(["--implementations", "none", "zero1"]), "cpu", Path("unused"))
+    *_, title, none, zero1 = describe_memory(settings, 4, "cpu", 2)  # of 4 ranks, 2 on this host
+    assert title.startswith("largest that fits 4.0 GiB, which 2 ranks here share, without Python")
+    for name, line in (("none", none), ("zero1", zero1)):
+        found = int(re.fullmatch(rf"  {name}: (\d+) blocks, [\d.]+ B parameters", line)[1])
+        run = {"ranks": 4, "batch_size": settings.batch_size, "on_gpu": False}
+        run |= {"bucket_size_mb": settings.bucket_size_mb, "dtype": settings.dtype}
+        fits, too_large = (
+            sum(predict_memory(name, replace(settings.model, num_layers=n), **run).values())
+            for n in (found, found + 1)
+        )
+        assert fits <= 2 << 30 < too_large
+
+
+def test_the_memory_of_this_machine(monkeypatch):
+    found = machine_memory()
+    assert found > 2**27
+    monkeypatch.setattr("pathlib.Path.read_text", lambda _: "1048576\n")
+    assert machine_memory() == 2**20
+    monkeypatch.setattr("pathlib.Path.read_text", lambda _: "max\n")
+    assert machine_memory() >= found
+    monkeypatch.delattr("os.sysconf")
+    assert machine_memory() is None
+    settings = settings_from(parse(["--implementations", "none"]), "cpu", Path("unused"))
+    assert "not known" in describe_memory(settings, 2, "cpu", 2)[-1]
 
 
 def test_private_runs_have_no_table():

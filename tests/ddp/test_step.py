@@ -36,7 +36,7 @@ class Failing(torch.autograd.Function):
 
 
 class FailingChain(nn.Module):
-    """Its backward fails at the input of layer `fails_at`, when that is not None."""
+    """Its backward fails at the input of layer `fails_at`, at its output if there is none."""
 
     def __init__(self):
         super().__init__()
@@ -47,11 +47,11 @@ class FailingChain(nn.Module):
         x.requires_grad_()
         for i, layer in enumerate(self.layers):
             x = torch.tanh(layer(Failing.apply(x) if i == self.fails_at else x))
-        return x
+        return Failing.apply(x) if self.fails_at == len(self.layers) else x
 
 
 def failed_backward(context: Context, name: str, places: list[int]) -> None:
-    """`places[rank]`: where it fails; at 0 every gradient has arrived and may be under way."""
+    """`places[rank]`: where it fails; at 0 every gradient has arrived, at 4 none has."""
     for set_to_none in (True, False, None):  # None: the user does not zero at all
         for unused in (False, True):
             options = dict(small_buckets(name), find_unused_parameters=unused)
@@ -66,9 +66,29 @@ def failed_backward(context: Context, name: str, places: list[int]) -> None:
                 pair.step(chain_loss(step))
 
 
-@pytest.mark.parametrize("places", [[0, 0], [2, 2], [3, 0]])
+@pytest.mark.parametrize("places", [[0, 0], [2, 2], [3, 0], [4, 0], [4, 4]])
 def test_a_failed_backward_does_not_poison_the_next_step(ranks, hand_built, places):
     ranks.run(2, failed_backward, hand_built, places)
+
+
+def fails_at_once(context: Context) -> None:
+    """It is seen, until the next training forward discards it; one that ends well is none."""
+    model = wrap("ddp_bucketed", FailingChain(), process_group=context.group)
+    for place in (4, None, 4):
+        model.module.fails_at = place
+        loss = chain_loss(0)(model, context.rank)
+        assert not model.step.backward.has_failed()
+        if place is None:
+            loss.backward()
+            model.finish_gradient_synchronization()
+        else:
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+        assert model.step.backward.has_failed() is (place is not None)
+
+
+def test_a_backward_that_fails_before_its_first_gradient_is_seen(cpu_ranks):
+    cpu_ranks.run(1, fails_at_once)
 
 
 def failed_backward_in_torch(context: Context, name: str) -> None:

@@ -175,10 +175,6 @@ class TestRefused:
         with pytest.raises(ValueError, match="no trainable parameter"):
             build(module=frozen)
 
-    def test_secure_mode(self):
-        with pytest.raises(ValueError, match=r"secure_mode=True is not supported.*counter-based"):
-            PrivacyEngine(secure_mode=True)
-
     @pytest.mark.parametrize("mode", PRIVATE)
     def test_a_loss_already_reduced(self, mode):
         def mean_of_all(outputs, targets):

@@ -85,6 +85,30 @@ class ShardedNotFreedInForward(FullyShardedDDP):
         pass
 
 
+@mistake(
+    "fsdp", "Each block is gathered twice", "block 1 was gathered ahead, freed in the forward of"
+)
+class ShardedFreesAhead(FullyShardedDDP):
+    """A forward frees every block, the one gathered ahead too."""
+
+    def after_forward(self, k):
+        for unit in self.blocks:
+            unit.free()
+
+
+@mistake(
+    "fsdp", "Each block is gathered twice", "ahead, freed in the backward of block 1, and gath"
+)
+class ShardedFreesAheadInBackward(FullyShardedDDP):
+    """The last gradient of a block frees the one gathered ahead too."""
+
+    @torch.no_grad()
+    def gradient_ready(self, k, parameter):
+        super().gradient_ready(k, parameter)
+        if k == 1 and self.ready.issuperset(self.blocks[k].trained):
+            self.blocks[k - 1].free()
+
+
 @mistake("fsdp", AFTER_FINISH, "not at an earlier one")
 class ShardedFreedAtFirstGradient(FullyShardedDDP):
     """A block is freed at the first of its gradients."""

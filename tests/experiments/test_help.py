@@ -5,12 +5,15 @@ import argparse
 import pytest
 
 from experiments.llama_fsdp import options as llama_fsdp
+from experiments.plan_privacy import options as plan_privacy
 from experiments.profile_bottlenecks import options as profile_bottlenecks
 from experiments.verify_correctness import options as verify_correctness
 from measure.options import parser_of
 
 
-@pytest.mark.parametrize("module", [llama_fsdp, profile_bottlenecks, verify_correctness])
+@pytest.mark.parametrize(
+    "module", [llama_fsdp, plan_privacy, profile_bottlenecks, verify_correctness]
+)
 def test_every_option_says_its_default(module):
     options = [
         action

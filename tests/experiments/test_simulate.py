@@ -9,6 +9,7 @@ from experiments.simulate.__main__ import main
 from experiments.simulate.calibrate import calibrate
 from experiments.simulate.step import program_of, run
 from lm.exchange import VARIANTS, Contention, Network, plan
+from lm.memory import predict_memory
 from lm.model import ModelConfig
 from lm.shape import Shape
 from measure import OK, Results
@@ -332,9 +333,21 @@ def test_the_command_predicts_draws_and_says_how_far_off_it_was(traces, tmp_path
     bucketed = next(line for line in validated.splitlines() if line.startswith("ddp_bucketed "))
     assert bucketed.split()[1] == "15.00"
     assert bucketed.split()[2] == "15.00"  # measured at the traces' shape
-    assert "torch_zero1" not in text  # of which there is no model
-    assert {line.split()[0] for line in predicted.splitlines()[4:15]} == set(VARIANTS)
+    assert "torch_zero1" not in validated  # of which there is no model
+    rows = {line.split()[0]: line.split()[1:] for line in predicted.splitlines()[4:17]}
+    assert set(rows) == {*VARIANTS, "torch_zero1", "torch_fsdp"}
+    assert (rows["ddp"][-1], rows["zero2"][-1], rows["none"][-1]) == ("ddp", "ddp_bucketed", "–")
+    memory = predict_memory("torch_zero1", SHAPE.model, ranks=16, batch_size=4)
+    assert rows["torch_zero1"] == [*5 * "–", f"{sum(memory.values()) / 2**30:.2f}", "–"]
+    assert "torch_zero1 and torch_fsdp: PyTorch decides inside" in predicted
+    assert "contention of: the variant whose traces" in predicted
     assert read_picture(picture).description.startswith("Efficiency of each variant")
+
+
+def test_numbers_of_gpus_that_are_too_large_are_refused(traces, capsys):
+    with pytest.raises(SystemExit):
+        main([str(traces), "--gpus", "1000000000"])
+    assert "--gpus 1000000000: give a number of 1 to 1,000,000 GPUs" in capsys.readouterr().err
 
 
 def test_a_folder_without_traces_is_refused_in_one_line(tmp_path, capsys):

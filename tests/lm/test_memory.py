@@ -126,6 +126,8 @@ def test_what_is_sharded_shrinks_with_the_ranks():
             ranks = 2 if kind in sharded.get(variant, ()) else 1
             if one[kind] and two[kind]:
                 assert two[kind] == pytest.approx(one[kind] / ranks, rel=2e-2), (variant, kind)
+    large = kinds("torch_zero1", 10**9)["optimizer"]  # no rank has more than the largest matrix
+    assert large == 2 * 4 * max(SMALL.vocab_size, SMALL.d_ff) * SMALL.d_model
     many = kinds("fsdp", 64)
     assert (many["parameters"], many["optimizer"]) == (whole, 0)  # where the network is built
 

@@ -193,7 +193,7 @@ MUTANTS = [
     ),
     Mutant(
         "a failed backward is not discarded",
-        (("internals/step.py", "if self.backward.running:", "if False:"),),
+        (("internals/step.py", "if self.backward.has_failed():", "if False:"),),
         ("tests/ddp/test_step.py", "failed_backward"),
     ),
     Mutant(
@@ -319,13 +319,13 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint holds one rank's state",
-        (("sharded/optimizer.py", "unit.gather(flat)", "unit.layout.views(flat.repeat(9))"),),
+        (("sharded/state.py", "unit.gather(flat)", "unit.layout.views(flat.repeat(9))"),),
         ("tests/ddp/sharded/test_optimizer.py", "checkpoint"),
     ),
     Mutant(
         "a loaded state is shared with the checkpoint",
-        (("sharded/optimizer.py", ".narrow(0, piece.offset, piece.numel).clone()",
-          ".narrow(0, piece.offset, piece.numel)"),),
+        (("sharded/state.py", "[piece.offset :][: piece.numel].clone()",
+          "[piece.offset :][: piece.numel]"),),
         ("tests/ddp/sharded/test_optimizer.py", "checkpoint"),
     ),
     Mutant(
@@ -410,9 +410,36 @@ MUTANTS = [
     ),
     Mutant(
         "the next forward computes with the values of before the step",
-        (("sharded/fsdp.py", """        super().begin_step()
-        self.free()""", "        super().begin_step()"),),
+        (("sharded/fsdp.py", """        if not self._is_ahead:
+            self.free()
+        for unit in units:""", "        for unit in []:"),),
         ("tests/ddp/sharded/test_fsdp_networks.py", "gathered_before_the_step"),
+    ),
+    Mutant(
+        "a second optimizer leaves what the first one has gathered of its own units",
+        (("sharded/fsdp.py", "        for unit in units:", "        for unit in []:"),),
+        ("tests/ddp/sharded/test_fsdp.py", "two_optimizers_of_one_unit"),
+    ),
+    Mutant(
+        "each optimizer gathers all units",
+        (("sharded/optimizer.py", "if any(p in group_of for p in unit.parameters)]", "]"),),
+        ("tests/ddp/sharded/test_zero1.py", "gather_what"),
+    ),
+    Mutant(
+        "ranks do not begin a step together",
+        (("sharded/optimizer.py", "self.model.exchange(self._broken)()", "[]"),),
+        ("tests/ddp/sharded/test_failed_steps.py", "late"),
+    ),
+    Mutant(
+        "a parameter without elements has no owner",
+        (("sharded/layout.py", "if begin < end or (is_here", "if begin < end or (False"),),
+        ("tests/ddp/sharded/test_state.py", "without_elements"),
+    ),
+    Mutant(
+        "a backward that fails before its first gradient is not seen",
+        (("internals/hooks.py", "self.is_entered, self.reduces = True, reduces",
+          "self.is_entered, self.reduces = False, reduces"),),
+        ("tests/ddp/test_step.py", "before_its_first_gradient"),
     ),
     Mutant(
         "backward does not start the next gather",

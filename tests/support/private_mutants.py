@@ -31,16 +31,21 @@ GLOBAL = "tests/dp_clipping/distributed/test_global_norms.py"
 LEDGER = "tests/dp_clipping/accounting/test_ledger.py"
 CONTRIBUTIONS = "tests/dp_clipping/verification/test_contributions.py"
 MECHANISMS = "tests/dp_clipping/noise/test_mechanisms.py"
+CORRELATED = "tests/dp_clipping/noise/test_correlated.py"
+CORRELATED_RUN = "tests/dp_clipping/test_correlated_noise.py"
 SAMPLINGS = "tests/dp_clipping/test_samplings.py"
 SCHEMES = "tests/dp_clipping/sampling/test_schemes.py"
 BINS = "tests/dp_clipping/accounting/test_balls_in_bins.py"
 TRUNCATED = "tests/dp_clipping/accounting/test_truncated_poisson.py"
 CYCLIC = "tests/dp_clipping/accounting/test_cyclic.py"
-CORRELATED = "tests/dp_clipping/noise/test_correlated.py"
-CORRELATED_RUN = "tests/dp_clipping/test_correlated_noise.py"
 ALONE = "tests/dp_clipping/layers/registered/test_one_alone.py"
 OF_USERS = "tests/dp_clipping/layers/registered/test_module.py"
 STATE = "tests/dp_clipping/step/test_state.py"
+CHACHA = "tests/dp_clipping/sampling/test_chacha.py"
+SECURE = "tests/dp_clipping/noise/secure/test_secure_mode.py"
+SECURE_KERNEL = "tests/dp_clipping/noise/secure/test_kernel.py"
+ROUNDED = "tests/dp_clipping/noise/secure/test_rounded_gaussian.py"
+CERTIFICATE = "tests/dp_clipping/noise/secure/test_certificate.py"
 
 ROWS = [
     # ---- clipping
@@ -184,8 +189,7 @@ ROWS = [
      "flat_total, flat_target, stream, std, divisor, offset, place, values, earlier",
      "flat_total, flat_target, stream, std, divisor, offset, place, None, earlier", MECHANISMS),
     ("epsilon of a registered mechanism is Gaussian", "runs/accounts.py",
-     "self._account.epsilon(delta, self._mechanism.epsilon)", "self._account.epsilon(delta)",
-     MECHANISMS),
+     "epsilon(delta, self._mechanism.epsilon)", "epsilon(delta, None)", MECHANISMS),
     ("an account too low is taken", "noise/mechanisms.py",
      "if stated < 0.999 * least and stated < math.inf:", "if False:", MECHANISMS),
     ("numbers of a counter are skipped", "noise/gaussian.py",
@@ -197,7 +201,27 @@ ROWS = [
     ("Gaussian steps count as a registered mechanism's", "accounting/mechanism.py",
      "before = DEFAULT if history else self", "before = self", MECHANISMS),
     ("a checkpoint goes on under another mechanism", "checkpoint/compatibility.py",
-     ', "noise_mechanism": "gaussian"', "", MECHANISMS),
+     ' "noise_mechanism": "gaussian",\n', "\n", MECHANISMS),
+    # ---- correlated noise
+    ("earlier noise has no weight", "noise/gaussian.py", ".mul_(weights[:, None])", "",
+     CORRELATED),
+    ("earlier noise is that of this step", "noise/sources.py", "step=step - j", "step=step",
+     CORRELATED),
+    ("the kernel leaves out an earlier step", "noise/registers.py",
+     "for i in range(n_earlier):", "for i in range(1, n_earlier):",
+     "tests/dp_clipping/noise/test_kernel.py", "earlier"),
+    ("weights are those of another series", "noise/correlated.py",
+     "(j - 1.5) / j)", "(j - 1.5) / (j + 1))", CORRELATED),
+    ("a unit is in one step of all epochs", "noise/correlated.py",
+     "float(t % self._batches == 0)", "float(t == 0)", CORRELATED),
+    ("sensitivity without what uses add up", "noise/correlated.py",
+     "value -= weight * before", "value += weight * before", CORRELATED),
+    ("sigma changes under correlated noise", "step/fixed_settings.py",
+     "if self.noise.source.spans_steps:", "if False:", CORRELATED_RUN, "scale"),
+    ("correlated noise costs what independent noise does", "arguments/accounted.py",
+     ", sensitivity=noise_mechanism.sensitivity", "", CORRELATED_RUN, "epsilon"),
+    ("correlated noise on Poisson batches", "arguments/accounted.py",
+     'if is_correlated and sampling != "cyclic":', "if False:", CORRELATED_RUN, "go_with"),
     # ---- other samplings
     ("an unused batch is lost", "sampling/loader.py",
      "self.usage.unused_from if in_order else self.position", "self.position", SAMPLINGS,
@@ -228,26 +252,6 @@ ROWS = [
      "in (units, units + 1)", "in (units,)", TRUNCATED),
     ("a place in the cycle is the mean one", "accounting/cyclic.py",
      ".max(initial=0.0)", ".mean()", CYCLIC),
-    # ---- correlated noise
-    ("earlier noise has no weight", "noise/gaussian.py", ".mul_(weights[:, None])", "",
-     CORRELATED),
-    ("earlier noise is that of this step", "noise/sources.py", "step=step - j", "step=step",
-     CORRELATED),
-    ("the kernel leaves out an earlier step", "noise/registers.py",
-     "for i in range(n_earlier):", "for i in range(1, n_earlier):",
-     "tests/dp_clipping/noise/test_kernel.py", "earlier"),
-    ("weights are those of another series", "noise/correlated.py",
-     "(j - 1.5) / j)", "(j - 1.5) / (j + 1))", CORRELATED),
-    ("a unit is in one step of all epochs", "noise/correlated.py",
-     "float(t % self._batches == 0)", "float(t == 0)", CORRELATED),
-    ("sensitivity without what uses add up", "noise/correlated.py",
-     "value -= weight * before", "value += weight * before", CORRELATED),
-    ("sigma changes under correlated noise", "step/fixed_settings.py",
-     "if self.noise.source.spans_steps:", "if False:", CORRELATED_RUN, "scale"),
-    ("correlated noise costs what independent noise does", "arguments/accounted.py",
-     ", sensitivity=noise_mechanism.sensitivity", "", CORRELATED_RUN, "epsilon"),
-    ("correlated noise on Poisson batches", "arguments/accounted.py",
-     'if is_correlated and sampling != "cyclic":', "if False:", CORRELATED_RUN, "go_with"),
     # ---- clipping functions of users
     ("a gradient whose squares underflow is scaled up", "clipping/coefficients.py",
      "bound * clip_norms / (norms + LOST)", "bound * clip_norms / (norms + 1e-300)", COEFFICIENTS),
@@ -301,4 +305,43 @@ ROWS = [
      "            steps += whole.pop()[2]", "            whole.pop()", LEDGER),
     ("a step too many is dropped", "accounting/ledger.py",
      "left = number - min(number, steps)", "left = number - min(number, steps + 1)", LEDGER),
+    # ---- secure noise
+    ("ChaCha20 has eight double rounds", "sampling/chacha.py",
+     "DOUBLE_ROUNDS = 10", "DOUBLE_ROUNDS = 8", CHACHA),
+    ("a ChaCha20 key counts up to 32 bits", "sampling/chacha.py",
+     "state[3, 1] = counters >> np.uint64(32)", "state[3, 1] = 0", CHACHA),
+    ("secure noise does not know the step", "noise/secure/source.py",
+     'step.to_bytes(8, "little"), digest_size=32', 'b"", digest_size=32', SECURE),
+    ("secure noise does not know the parameter", "noise/secure/source.py",
+     "own.update(parameter.encode())", 'own.update(b"")', SECURE),
+    ("sums are not rounded to the grid", "noise/secure/source.py",
+     "rounded(units) + values_at", "units + values_at", SECURE),
+    ("the grid is twice as wide", "noise/secure/certificate.py", "FINENESS)\n", "FINENESS + 1)\n",
+     SECURE),
+    ("pairs share words", "noise/secure/rounded_gaussian.py",
+     "(BLOCKS * groups[:, None] +", "(groups[:, None] +", ROUNDED),
+    ("one part of a product is left out", "noise/secure/rounded_gaussian.py",
+     "return p, e + (a[0] * b[1] + a[1] * b[0])", "return p, e", ROUNDED),
+    ("angles have 32 bits", "noise/secure/rounded_gaussian.py",
+     "(w1.astype(np.float64) + 0.5) * 2.0**-64)\n    p, e = two_prod(th, TWO_PI",
+     "(0 * w1 + 0.5) * 2.0**-64)\n    p, e = two_prod(th, TWO_PI", ROUNDED),
+    ("the kernel's words are of another block", "noise/secure/kernel.py",
+     "3 * o_group + 2, k0", "3 * o_group + 1, k0", SECURE_KERNEL, "check_many"),
+    ("the kernel writes behind a run's end", "noise/secure/kernel.py",
+     "tl.minimum(n - start, 16 * BLOCK)", "tl.minimum(n - start + 1, 16 * BLOCK)",
+     SECURE_KERNEL, "check_places"),
+    ("secure mode samples with Philox", "build.py",
+     "secure=settings.secure_mode, max", "secure=False, max", SECURE, "chacha"),
+    ("the grid costs nothing", "noise/secure/certificate.py",
+     "return 1 / (moved + self.grid)", "return 1 / moved", CERTIFICATE),
+    ("rounding of sums costs nothing", "noise/secure/certificate.py",
+     "return 2 * self.most_units * m / (1 - m) if m < 0.5 else math.inf", "return 0.0",
+     CERTIFICATE),
+    ("the sampler is exact", "noise/secure/certificate.py",
+     "return epsilon + 2 * distance.epsilon", "return epsilon", CERTIFICATE),
+    ("steps before a resume are forgotten", "checkpoint/restore.py",
+     "run.certificate.joined(Certificate(*details[\"certificate\"]))", "run.certificate",
+     CERTIFICATE),
+    ("parts that were joined are believed", "runs/accounts.py",
+     "        largest = None  # parts were put together again\n", "        pass\n", CERTIFICATE),
 ]  # fmt: skip

@@ -130,6 +130,7 @@ def build(
     shard: Callable[[nn.Module], nn.Module] | None = None,
     accountant: str = "rdp",
     module: nn.Module | None = None,
+    secure_mode: bool = False,
     **changes: Any,
 ) -> SimpleNamespace:
     """What `make_private` returns on this rank, or in a process without ranks.
@@ -157,7 +158,7 @@ def build(
     arguments = {"noise_multiplier": 0.8, "max_grad_norm": 0.7} | changes
     if seed is not None:
         arguments |= {"noise_generator": torch.Generator().manual_seed(seed)}
-    engine = PrivacyEngine(accountant=accountant)
+    engine = PrivacyEngine(accountant=accountant, secure_mode=secure_mode)
     reduction = arguments.get("loss_reduction", "mean")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "poisson_sampling=False")

@@ -112,6 +112,75 @@ def test_it_trains_as_one_process_on_all_data(cpu_ranks, make, world_size):
     cpu_ranks.run(world_size, trains, make)
 
 
+def two_optimizers(context: Context, turn: int) -> None:
+    """They step parts of the network one after another; a forward gathers no unit twice."""
+    torch.manual_seed(0)
+    pair = Pair(context, Network())
+    halves = []
+    for model in (pair.model, pair.reference):
+        own = list(model.parameters())
+        halves.append([own[:7], own[7:]][::turn])  # of what is in no block each has a part
+    ours = [pair.model.make_optimizer(torch.optim.AdamW, params=p, lr=0.1) for p in halves[0]]
+    others = [torch.optim.AdamW(part, lr=0.1) for part in halves[1]]
+    pair.optimizer, pair.other = _All(ours), _All(others)
+    for step in range(3):
+        pair.backward(step)
+        pair.finish()
+        pair.step()
+    counts = []
+    for _ in range(2):
+        before = pair.model.step.record.collectives
+        loss_of(pair.model, 9, context.rank)
+        counts.append(pair.model.step.record.collectives - before)
+        pair.model.free()
+        before = pair.model.step.record.collectives
+        pair.optimizer.step()
+        counts.append(pair.model.step.record.collectives - before)
+    in_all, ahead, rest, _ = counts
+    assert ahead > 0
+    assert ahead + rest == in_all
+
+
+class _All:
+    def __init__(self, optimizers: list[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def test_two_optimizers(cpu_ranks):
+    for turn in (1, -1):
+        cpu_ranks.run(2, two_optimizers, turn)
+
+
+def two_optimizers_of_one_unit(context: Context) -> None:
+    """Both step a part of it, and what the first one has gathered is not whole."""
+    torch.manual_seed(0)
+    pair = Pair(context, Network())
+    ours, others = (list(model.parameters()) for model in (pair.model, pair.reference))
+    parts = [slice(0, 3), slice(3, None)]  # of block 0 each has a part
+    pair.optimizer = _All([pair.model.make_optimizer(torch.optim.AdamW, ours[p]) for p in parts])
+    pair.other = _All([torch.optim.AdamW(others[p]) for p in parts])
+    for step in range(3):
+        pair.backward(step)
+        pair.finish()
+        for both in (pair.optimizer, pair.other):
+            both.step()
+            both.zero_grad()
+    pair.backward(9)
+    pair.finish()
+
+
+def test_two_optimizers_of_one_unit(cpu_ranks):
+    cpu_ranks.run(2, two_optimizers_of_one_unit)
+
+
 def frozen() -> nn.Module:
     network = Network()
     network.embedding.weight.requires_grad_(False)

@@ -15,7 +15,7 @@ from tests.ddp.test_step import Failing
 
 
 class FailingNetwork(Network):
-    """Fails before block `at`, or before the head; in `phase`."""
+    """Fails before block `at`, before the head, or after it; in `phase`."""
 
     phase = "backward"
     at: int | None = None
@@ -25,7 +25,8 @@ class FailingNetwork(Network):
         for k, block in enumerate(self.blocks):
             x = self.fail(x, k)
             x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
-        return self.head(self.fail(x, len(self.blocks)))
+        x = self.head(self.fail(x, len(self.blocks)))
+        return self.fail(x, len(self.blocks) + 1)
 
     def fail(self, x: Tensor, k: int) -> Tensor:
         if k != self.at:
@@ -61,7 +62,7 @@ def backward_fails(context: Context, places: list[int], options: dict) -> None:
         pair.step()
 
 
-@pytest.mark.parametrize("places", [[3, 0], [0, 2], [1, 1], [2, 1]])
+@pytest.mark.parametrize("places", [[3, 0], [0, 2], [1, 1], [2, 1], [4, 1]])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
 def test_a_backward_fails_in_another_place_on_each_rank(cpu_ranks, places, options):
     cpu_ranks.run(2, backward_fails, places, options)

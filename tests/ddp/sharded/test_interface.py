@@ -1,9 +1,13 @@
 """Norms, pieces and whole gradients of a sharded network are those of one process."""
 
+import gc
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
+from ddp import wrap
 from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets
 
@@ -108,6 +112,55 @@ def too_early(context: Context, name: str) -> None:
 def test_gradients_that_are_not_reduced_are_refused(cpu_ranks):
     for name in ("zero1", "zero2", "fsdp"):
         cpu_ranks.run(2, too_early, name)
+
+
+def wrapper_has_gone(context: Context, name: str) -> None:
+    """Its stand-ins and slices are known without it; sparse gradients beside them are none."""
+    module = nn.ModuleList([nn.Linear(3, 3), nn.Linear(1, 1, bias=False)])
+    model = wrap(name, module, process_group=context.group)
+    plain = torch.optim.SGD(module.parameters(), lr=0.1)
+    with model.no_sync() if name == "fsdp" else nullcontext():
+        for layer in module:
+            layer.weight.sum().backward() if name == "fsdp" else None
+    if name != "fsdp":
+        for p in module.parameters():
+            p.grad = torch.ones_like(p)
+            model.gradient_ready(p)
+        model.finish_gradient_synchronization()
+    before = [p.detach().clone() for p in module.parameters()]
+    del model
+    gc.collect()
+    for optimizer in (plain, torch.optim.SGD([module[1].weight], lr=0.1)):
+        with pytest.raises(RuntimeError, match=r"SGD steps whole parameters.*wrap the network"):
+            optimizer.step()
+    for p, value in zip(module.parameters(), before, strict=True):
+        torch.testing.assert_close(p, value, rtol=0, atol=0, equal_nan=True)
+    table = nn.Embedding(2, 2, sparse=True)
+    table(torch.tensor([0])).sum().backward()
+    torch.optim.SGD(table.parameters(), lr=0.1).step()
+
+
+def test_a_plain_optimizer_is_refused_without_the_wrapper_too(cpu_ranks):
+    for name in ("zero1", "zero2", "fsdp"):
+        cpu_ranks.run(2, wrapper_has_gone, name)
+
+
+def gathered_when_it_went(context: Context) -> None:
+    """What `fsdp` had gathered is stale, and a gradient of one's own does not change that."""
+    module = nn.Sequential(nn.Linear(3, 3))
+    model = wrap("fsdp", module, process_group=context.group)
+    output = model(torch.ones(3))
+    assert not module[0].weight.isnan().any()
+    del model, output
+    gc.collect()
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="SGD steps whole parameters"):
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+
+
+def test_a_plain_optimizer_is_refused_on_stale_parameters(cpu_ranks):
+    cpu_ranks.run(2, gathered_when_it_went)
 
 
 def pieces(context: Context) -> None:

@@ -29,7 +29,8 @@ def what_is_sent(context: Context) -> None:
             recorder.events.clear()
             optimizer.step()
             events = [e.what for e in recorder.events]
-            assert events == ["all_gather"] * len(model.units) + ["wait"] * len(model.units)
+            assert events[:2] == ["all_gather", "wait"], "whether all ranks are about to step"
+            assert events[2:] == ["all_gather"] * len(model.units) + ["wait"] * len(model.units)
             assert model.stats()["collectives"] == 2 * len(model.units)
             reduced = sum(p.nbytes for p in model.parameters() if p.requires_grad)
             gathered = sum(unit.values.nbytes for unit in model.units)
@@ -39,6 +40,43 @@ def what_is_sent(context: Context) -> None:
 
 def test_what_is_sent(cpu_ranks):
     cpu_ranks.run(2, what_is_sent)
+
+
+def two_optimizers(context: Context) -> None:
+    """Each gathers the units it has a parameter of, and changes what it holds alone."""
+    with recording(context.group) as recorder:
+        pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+        model = wrap(NAME, pair.model.module, process_group=recorder, **small_buckets(NAME))
+        pair.model = model
+        parts = [list(net.parameters()) for net in (model, pair.reference)]
+        ours, theirs = [(own[:3], own[3:]) for own in parts]  # of layer 1 each has one parameter
+        optimizers = [model.make_optimizer(torch.optim.Adam, params=part) for part in ours]
+        plain = [torch.optim.Adam(part) for part in theirs]
+        for step in range(2):
+            pair.step(chain_loss(step), set_to_none=False)
+            pair.backward(chain_loss(9 + step))
+            pair.finish()
+            for optimizer, other, part in zip(optimizers, plain, ours, strict=True):
+                held = {p for p in part if p.requires_grad}
+                before = {p: (p._version, p.detach().clone()) for p in model.parameters()}
+                units = [u for u in model.units if held.intersection(u.parameters)]
+                recorder.events.clear()
+                optimizer.step()
+                other.step()
+                _, *gathers = [e.numel for e in recorder.events if e.what == "all_gather"]
+                assert gathers == [unit.layout.slice_numel for unit in units]
+                assert len(units) < len(model.units)
+                for p, (version, value) in before.items():
+                    assert (p._version > version) == (p in held)
+                    assert torch.equal(p, value) == (p not in held)
+            for p, q in zip(*parts, strict=True):
+                torch.testing.assert_close(p, q)
+            pair.zero_grad(set_to_none=True)
+        optimizers[0].load_state_dict(optimizers[0].state_dict())
+
+
+def test_optimizers_gather_what_they_hold(cpu_ranks):
+    cpu_ranks.run(2, two_optimizers)
 
 
 def parameters_are_views(context: Context) -> None:

@@ -1,5 +1,7 @@
 """Private training where each rank steps a part of the parameters: zero1, zero2, fsdp by hand."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -98,3 +100,19 @@ def refused(context: Context, variant: str) -> None:
 @every_variant
 def test_what_is_refused(cpu_ranks, variant):
     cpu_ranks.run(2, refused, variant)
+
+
+def is_freed(context: Context, variant: str, mode: str) -> bool:
+    run = build(context, variant, name="transformer", grad_sample_mode=mode)
+    train(run, 2)
+    held = weakref.ref(run.model)
+    del run
+    gc.collect()
+    return held() is None
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "ddp_bucketed"])
+@pytest.mark.parametrize("mode", ["per_sample", "flash_bookkeeping"])
+def test_a_run_that_nobody_holds_is_freed(cpu_ranks, variant, mode):
+    """Its network, its optimizer state and its gathered parameters with it."""
+    assert cpu_ranks.run(2, is_freed, variant, mode) == [True, True]

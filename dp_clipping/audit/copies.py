@@ -1,0 +1,144 @@
+"""Copies of a user's network and optimizer, with which an audit makes private runs of its own."""
+
+import copy
+import random
+import secrets
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dp_clipping.arguments.checks import (
+    check_loader,
+    check_optimizer,
+    check_rates,
+    check_units,
+    given_units,
+    rates_of,
+)
+from dp_clipping.distributed.detect import sharding_of
+from dp_clipping.kinds import check_type
+from dp_clipping.sampling.loader import expected_batch_size_of
+from dp_clipping.validation import replicas
+
+ONE_PROCESS = {
+    "cuda_graph": "leave it out: `.grad` is read after each step",
+    "data_parallel_group": "leave it out: an audit runs in one process",
+}
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What the user gave, which no run of an audit changes.
+
+    Attributes:
+        arguments: further arguments of `make_private`.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    criterion: Any
+    loader: DataLoader
+    arguments: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        check_type("module", self.module, nn.Module, "a torch.nn.Module, the network")
+        check_loader(self.loader)
+        for name, instead in ONE_PROCESS.items():
+            if self.arguments.get(name):
+                raise ValueError(f"{name} is not for an audit: {instead}")
+        if not self.arguments.get("poisson_sampling", True):
+            raise ValueError(
+                "poisson_sampling=False has no stated epsilon that an audit could refute: leave it "
+                "out"
+            )
+        if self.arguments.get("sampling", "poisson") != "poisson":
+            raise ValueError(
+                f"sampling={self.arguments['sampling']!r} is not for an audit: its attacks are on "
+                'Poisson batches: audit sampling="poisson", the default'
+            )
+        if self.arguments.get("grad_sample_mode") == "no_dp":
+            raise ValueError(
+                'grad_sample_mode="no_dp" clips nothing and adds no noise: audit the mode that '
+                'trains privately, as grad_sample_mode="flash_bookkeeping"'
+            )
+        is_wrapped = hasattr(self.module, "gradient_ready") or isinstance(self.module, replicas())
+        if is_wrapped or sharding_of(self.module) is not None:
+            raise ValueError(
+                "module is wrapped or sharded, and an audit runs on a copy in one process: give "
+                "the network before ddp.wrap(..), fully_shard(..) or parallelize_module(..), and "
+                "an optimizer over its parameters"
+            )
+        check_optimizer(self.optimizer, self.module)
+
+    @property
+    def batch_first(self) -> bool:
+        return self.arguments.get("batch_first", True)
+
+    def units(self) -> list[Any]:
+        """Returns the unit of privacy of each example of the data set."""
+        examples, each = len(self.loader.dataset), self.arguments.get("examples_per_unit", 1)  # type: ignore[arg-type]
+        ids = self.arguments.get("unit_ids")
+        check_units(
+            each, ids, poisson_sampling=True,
+            rand_on_empty=self.arguments.get("rand_on_empty", False),
+        )  # fmt: skip
+        given_units(self.loader, each, ids, True)
+        if ids is None:
+            return [index // each for index in range(examples)]
+        return ids.tolist() if hasattr(ids, "tolist") else list(ids)
+
+    def rates(self) -> tuple[float, int]:
+        """Returns q and the steps of an epoch, as `make_private` finds them from these data."""
+        rate, steps = self.arguments.get("sample_rate"), self.arguments.get("steps")
+        check_rates(rate, steps, True)
+        each = self.arguments.get("examples_per_unit", 1)
+        units = given_units(self.loader, each, self.arguments.get("unit_ids"), True)
+        return rates_of(self.loader, rate, steps, units)
+
+    def expected_batch_size(self) -> float:
+        given = self.arguments.get("expected_batch_size")
+        each = self.arguments.get("examples_per_unit", 1)
+        return expected_batch_size_of(self.loader, 1, each) if given is None else given
+
+    def copied(self) -> tuple[nn.Module, Optimizer, Any]:
+        """Returns copies of module, optimizer and criterion that share nothing with these."""
+        try:
+            copied = copy.deepcopy((self.module, self.optimizer, self.criterion))
+        except Exception as error:
+            raise ValueError(
+                "an audit trains a copy, and copy.deepcopy((module, optimizer, criterion)) fails: "
+                f"{error}"
+            ) from error
+        module, optimizer, criterion = copied
+        optimizer.zero_grad()
+        return module.train(), optimizer, criterion
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Enters a context after which all random states are as before. Its warnings are hidden.
+
+        They are about the private run of a copy, with a key of its own.
+        """
+        states, arrays = random.getstate(), np.random.get_state()
+        devices = {p.device for p in self.module.parameters() if p.is_cuda}
+        try:
+            with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            random.setstate(states)
+            np.random.set_state(arrays)
+
+    def seeds(self) -> tuple[torch.Generator, torch.Generator]:
+        """Returns generators for the keys of a run, and for all else: independent of each other."""
+        given = self.arguments.get("noise_generator")
+        seed = secrets.randbits(62) if given is None else given.initial_seed() % 2**62
+        return torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed ^ 2**62 - 1)

@@ -1,0 +1,295 @@
+"""What secure noise costs: the account of exactly what is computed, not of real numbers.
+
+Write g for the grid, d for the number of parameters' elements, σC for the standard deviation of the
+noise and u = 2⁻²⁴ for the unit of float32. A step releases round(sum / g) + k, and three things
+differ from the Gaussian mechanism of the textbooks.
+
+**The sum.** One unit moves the exact sum by at most C(1 + 10⁻⁶), which is measured of every mode.
+The sum of n contributions is off by at most γ n C(1 + 10⁻⁶) in norm, where a contribution takes
+part in m additions and γ = mu / (1 − mu) (N. Higham, Accuracy and stability of numerical
+algorithms, 2002, section 4.2), and neighbouring sums by twice as much: the attacks of S.
+Casacuberta, M. Shoemate, S. Vadhan and C. Wagaman, Widespread underestimation of sensitivity in
+differentially private libraries and how to fix it (2022, arXiv:2207.10635). In whichever order, on
+however many ranks, m is below n: adding zeros is exact. Where `BatchMemoryManager` splits batches
+into parts of p, m is at most p + n/p and the number of ranks. n, the number of units in a Poisson
+batch, exceeds `most_units` with probability 2⁻¹²⁰ (Bernstein's inequality). A contribution counts
+as one number that is added: rounding within the gradient of one unit, over its tokens, is part of
+the contribution, whose norm is measured after it, and is not bounded here.
+
+**The grid.** Rounding two sums to multiples of g moves them apart by √d·g at most, and g is chosen
+so that this is at most 2⁻¹⁰ σC. In units of σC a neighbour moves the grid's sum by
+
+    1 / σ' = (1 + 10⁻⁶)(1 + 2γn) / σ + 2⁻¹⁰,
+
+and σ' is the noise multiplier that the accountants get. They see the Gaussian mechanism itself: a
+multiple of g plus a rounded Gaussian is the multiple plus a Gaussian, rounded.
+
+**The sampler.** Two values are made together of uniform numbers u and t. But for an event, u < 2⁻ʲ
+or next to it, of probability below 2^(1−j), they differ from s·x and s·y of exact normal numbers by
+
+    κ(|x| + |y|)s + c,        κ = 2⁻⁶³ + π·2⁻⁶⁴,        c = 2⁻⁵² + 2⁻⁷⁸ s,
+
+both differences added. That is arithmetic (`rounded_gaussian`), and moving t by up to 2⁻⁶⁵ turns to
+the fraction of 64 bits that stands for it; u, of 128 bits, is moved by less where u ≥ 2⁻⁶⁴, but for
+u so near 1 that both round to 0 in any case. A pair of integers (k, l) has the probability of the
+square around it, whose sides are moved by so much. So the logarithm of its ratio to the exact
+probability is at most 2.04(κ(|k| + |l| + 1) + c), and the square of that has a mean of at most
+v = 4.2(1.81 κs + 2κ + c)². By Taylor's theorem the Rényi divergence of order α is below 1.1 αv/2
+for a pair, if α times the largest logarithm is below 0.09 where u ≥ 2⁻⁶⁴. If it is below 1 where
+u ≥ 2⁻ʲ, what lies between adds less than 3·2⁻⁶⁴/α. With ρ = N(1.1 v/2 + 3·2⁻⁶⁴/α²) for N pairs, the
+noise of all steps and exact noise are (ε_s, δ_s)-indistinguishable (I. Mironov, Rényi differential
+privacy, 2017, proposition 3),
+
+    ε_s = αρ + 120 ln 2 / (α − 1),    δ_s = 2⁻¹²⁰ + N·2^(1−j).
+
+If the mechanism with exact noise is (ε, δ)-private, then that with this noise is so with
+ε + 2ε_s and e^ε_s·δ + δ_s(1 + e^(ε + ε_s)).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dp_clipping.accounting.ledger import History, count
+
+FINENESS = 10  # √d·g is at most 2⁻¹⁰ of σC
+
+EXACTNESS = 1e-6  # of a contribution's norm above C: what tests of every mode allow
+UNIT = 2.0**-24
+LOG_SMALL = 120 * math.log(2)  # of 2¹²⁰: events of less than its inverse are charged to δ
+KAPPA = (2 + math.pi) * 2.0**-64
+MOST_SUMMATION = 1.0  # β from which on the worst case of rounding is no bound worth stating
+SHARES = (0.99, 0.9, 0.5)  # of δ for the mechanism; the rest is for the sampler
+LOWEST_TAIL = 64  # of j
+LARGEST_EXPONENT = 700
+
+
+def grid_of(std: float, dimension: int) -> float:
+    """Returns g, the largest power of two that is at most std·2⁻¹⁰/√dimension.
+
+    Rounding two sums to multiples of g can move them apart by √d·g.
+    """
+    return 2.0 ** math.floor(math.log2(std) - math.log2(dimension) / 2 - FINENESS)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far the noise of some steps is from exact noise: (ε_s, δ_s)-indistinguishable."""
+
+    epsilon: float
+    delta: float
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the account of a run with secure noise includes.
+
+    Attributes:
+        dimension: d, of all parameters on all ranks.
+        pairs: pairs of values that a step's noise is made of.
+        most_units: n, units in a batch that are not exceeded but with probability 2⁻¹²⁰.
+        additions: m, in which a contribution takes part; 0 before the first step.
+    """
+
+    dimension: int
+    pairs: int
+    most_units: int
+    additions: int
+
+    @property
+    def summation(self) -> float:
+        """Returns 2γn: how far float32 summation may move neighbouring sums apart, over C."""
+        m = self.additions * UNIT
+        return 2 * self.most_units * m / (1 - m) if m < 0.5 else math.inf
+
+    def additions_of(self, part: int | None, ranks: int) -> int:
+        """Returns m for batches of which a rank sums parts of so many units at most, one by one.
+
+        Args:
+            part: None if it is not known.
+            ranks: that have other units.
+        """
+        n = self.most_units
+        return n if part is None else min(n, part + -(-n // part) + ranks)
+
+    def with_step(self, additions: int) -> "Certificate":
+        """Returns the certificate with another step, of this m.
+
+        Raises:
+            ValueError: if rounding of their sums could move neighbours apart by more than C.
+        """
+        found = replace(self, additions=max(self.additions, additions))
+        if found.summation > MOST_SUMMATION:
+            raise ValueError(
+                f"secure_mode=True has no account for this batch: {self.most_units} units are "
+                f"possible, whose sum in float32 may move by {found.summation:.2g} of "
+                "max_grad_norm by rounding alone; add them up in parts, as with "
+                "BatchMemoryManager(data_loader=loader, max_physical_batch_size=64, "
+                "optimizer=optimizer) as loader:, or sample fewer"
+            )
+        return found
+
+    @property
+    def grid(self) -> float:
+        """Returns the bound of √d·g over σC."""
+        return 2.0**-FINENESS
+
+    def effective(self, noise_multiplier: float) -> float:
+        """Returns σ', with which rounded sums have as much noise as exact ones have with σ."""
+        if noise_multiplier == 0:
+            return 0.0
+        moved = (1 + EXACTNESS) * (1 + self.summation) / noise_multiplier
+        return 1 / (moved + self.grid)
+
+    def nominal(self, effective: float) -> float:
+        """Returns σ for a σ': the inverse of `effective`; infinite if no σ suffices."""
+        left = 1 / effective - self.grid
+        return (1 + EXACTNESS) * (1 + self.summation) / left if left > 0 else math.inf
+
+    def distance(self, steps: int) -> Distance:
+        """Returns how far the noise of so many steps is from that of exact rounded Gaussians."""
+        if self.pairs * steps == 0:
+            return Distance(0.0, 0.0)
+        scale = 2.0 ** (FINENESS + 1) * self.dimension**0.5  # s is below it
+        number = self.pairs * steps
+        rho = 1.1 * number * 4.2 * (1.81 * KAPPA * scale + _offset(scale)) ** 2 / 2
+        # The rarest event that costs next to nothing in ε.
+        epsilon = 1.05 * _epsilon_of(rho, number, LOWEST_TAIL, scale) + 1e-6
+        tails = range(LOWEST_TAIL, 97)
+        j = max(j for j in tails if _epsilon_of(rho, number, j, scale) <= epsilon)
+        # The other small probability is that of steps with more units than `most_units`.
+        return Distance(epsilon, (1 + steps) * 2.0**-120 + number * 2.0 ** (1 - j))
+
+    def epsilon(
+        self, history: History, delta: float, account: Callable[[History, float], float]
+    ) -> float:
+        """Returns ε with everything included; infinite where it cannot be shown at this δ.
+
+        Args:
+            account: ε of the Gaussian mechanism, of (σ', q, number of steps) and δ.
+        """
+        distance = self.distance(count(history))
+        effective = [(self.effective(sigma), q, number) for sigma, q, number in history]
+        for share in SHARES:
+            epsilon = account(effective, share * delta * math.exp(-distance.epsilon))
+            exponent = epsilon + distance.epsilon
+            if exponent > LARGEST_EXPONENT:
+                break
+            if distance.delta * (1 + math.exp(exponent)) <= (1 - share) * delta:
+                return epsilon + 2 * distance.epsilon
+        return math.inf
+
+    def noise_multiplier(
+        self, *, target_epsilon: float, target_delta: float, steps: int,
+        find: Callable[..., float],
+    ) -> float:  # fmt: skip
+        """Returns σ with which so many steps end at (ε, δ), all that is above included.
+
+        Args:
+            find: the same of the Gaussian mechanism, `find(target_epsilon=.., target_delta=..)`.
+
+        Raises:
+            ValueError: if rounding moves sums too far, or the sampler is too far off.
+        """
+        whole = replace(self, additions=self.most_units)  # whether batches are split is not known
+        if whole.summation > MOST_SUMMATION:
+            raise ValueError(
+                "target_epsilon is for batches that are summed as a whole, of which "
+                f"secure_mode=True has no account with {self.most_units} units: give "
+                "engine.make_private(noise_multiplier=1.0, ..), and split batches with "
+                "BatchMemoryManager"
+            )
+        distance = self.distance(steps)
+        left = target_epsilon - 2 * distance.epsilon
+        found = math.inf
+        if left > 0:
+            share = SHARES[0] * target_delta * math.exp(-distance.epsilon)
+            found = whole.nominal(find(target_epsilon=left, target_delta=share))
+        if math.isinf(found):
+            raise ValueError(
+                f"target_epsilon is {target_epsilon:g}: secure_mode=True cannot reach it, as the "
+                f"grid moves sums by {self.grid:.1g} of the noise and the sampler adds "
+                f"{2 * distance.epsilon:.1g} to epsilon; give a larger target_epsilon"
+            )
+        return found
+
+    def described(self, history: History, stds: list[float]) -> dict[str, Any]:
+        """Returns what the account of these steps includes, by name, for people and files.
+
+        Args:
+            stds: σC of coming steps.
+        """
+        distance = self.distance(count(history))
+        effective = [self.effective(sigma) for sigma, _, _ in history]
+        return {
+            "effective multiplier": min(effective, default=None),
+            "parameters": self.dimension,
+            "grid": [grid_of(std, self.dimension) for std in stds if std],
+            "grid bound / noise": self.grid,
+            "summation bound / C": self.summation,
+            "most units in a batch": self.most_units,
+            "most additions": self.additions,
+            "sampler epsilon": 2 * distance.epsilon,
+            "sampler delta": distance.delta,
+        }
+
+    def joined(self, other: "Certificate") -> "Certificate":
+        """Returns a certificate that holds for the steps of both."""
+        return Certificate(
+            max(self.dimension, other.dimension), max(self.pairs, other.pairs),
+            max(self.most_units, other.most_units), max(self.additions, other.additions),
+        )  # fmt: skip
+
+
+def _epsilon_of(rho: float, pairs: int, j: int, scale: float) -> float:
+    """Returns ε_s, with the order α that is best among those that the proof allows for this j."""
+    order = 1 + min(
+        (LOG_SMALL / rho) ** 0.5,
+        0.09 / _largest_logarithm(LOWEST_TAIL, scale),
+        1 / _largest_logarithm(j, scale),
+    )
+    between = 3 * pairs * 2.0**-LOWEST_TAIL / order**2
+    return order * (rho + between) + LOG_SMALL / (order - 1)
+
+
+def _largest_logarithm(j: int, scale: float) -> float:
+    """Returns a bound of a pair's log-ratio where u ≥ 2⁻ʲ, with the cell of u."""
+    radius = (2 * j * math.log(2)) ** 0.5
+    of_cell = 2.0 ** (j - 129) / radius**2
+    return 2.04 * (2**0.5 * radius * scale * (KAPPA + of_cell) + _offset(scale))
+
+
+def _offset(scale: float) -> float:
+    """Returns 2κ + c."""
+    return 2 * KAPPA + 2.0**-52 + 2.0**-78 * scale
+
+
+def most_units_of(mean: float) -> int:
+    """Returns a number that a Poisson batch exceeds with probability below 2⁻¹²⁰.
+
+    Bernstein's inequality, P[n ≥ μ + t] ≤ exp(−t²/(2(μ + t/3))).
+
+    Args:
+        mean: μ, the expected number of units.
+    """
+    third = LOG_SMALL / 3
+    return math.ceil(mean + third + (third**2 + 2 * LOG_SMALL * mean) ** 0.5)
+
+
+def certificate_of(
+    sizes: list[int], expected: float, sample_rate: float, units: int
+) -> Certificate:
+    """Returns the certificate of a run before its first step.
+
+    With public rates it is the same for neighbouring data sets: the number of units counts only
+    where it makes batches larger than was declared.
+
+    Args:
+        sizes: elements of each parameter, on all ranks.
+        expected: the declared number of units in a batch, `expected_batch_size`.
+        sample_rate: q.
+        units: of the data set; a neighbour may have one more.
+    """
+    most = most_units_of(max(1.05 * expected + 2, sample_rate * (units + 1)))
+    return Certificate(sum(sizes), sum(-(-n // 2) for n in sizes), most, 0)

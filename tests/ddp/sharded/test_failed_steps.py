@@ -1,0 +1,119 @@
+"""A step that fails on one rank: every rank hears of it at once, and can go on."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lm.rank_pool import Context
+from tests.support.beside import Beside, Chain, chain_loss, small_buckets, whole_values
+
+NAMES = ["zero1", "zero2", "fsdp"]
+LONG = "failed on purpose {" + 99 * "é " + 99 * "é"
+
+
+def in_a_hook(pair: Beside, optimizer: torch.optim.Optimizer) -> None:
+    def hook(*_):
+        raise ArithmeticError(LONG)
+
+    handle = optimizer.register_step_pre_hook(hook)
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+
+
+def in_the_closure(pair: Beside, optimizer: torch.optim.Optimizer) -> None:
+    def closure():
+        raise ArithmeticError(LONG)
+
+    optimizer.step(closure)
+
+
+def refused(pair: Beside, optimizer: torch.optim.Optimizer) -> None:
+    parameter = next(pair.model.parameters())
+    kept, parameter.grad = parameter.grad, torch.zeros(parameter.shape)
+    try:
+        optimizer.step()
+    finally:
+        parameter.grad = kept
+
+
+def step_fails(context: Context, name: str, fail: Callable) -> None:
+    """In the first step, in later ones, on one rank or on both; a schedule wraps `step` too."""
+    pair = Beside(context, name, Chain(), **small_buckets(name))
+    ours = pair.model.make_optimizer(torch.optim.AdamW, lr=0.1)
+    plain = torch.optim.AdamW(pair.reference.parameters(), lr=0.1)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (ours, plain)]
+    for step, failing in enumerate(([1], [0, 1], [0])):
+        pair.backward(chain_loss(step))
+        pair.finish()
+        values, state = whole_values(pair.model), ours.state_dict()
+        if context.rank in failing:
+            with pytest.raises((ArithmeticError, RuntimeError), match=r"on purpose|is this rank"):
+                fail(pair, ours)
+        else:
+            with pytest.raises(RuntimeError) as error:
+                ours.step()
+            message = "failed on rank [01], and nothing has changed on any rank: "
+            assert error.match(
+                message + r"(ArithmeticError: failed on purpose \{é|RuntimeError: a )"
+            )
+        for now, before in zip(whole_values(pair.model), values, strict=True):
+            assert torch.equal(now, before)
+        assert str(ours.state_dict()) == str(state)
+        for optimizer, schedule in zip((ours, plain), schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        for p, q in zip(whole_values(pair.model), pair.reference.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+        pair.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("fail", [in_a_hook, in_the_closure, refused])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_fails_on_one_rank_changes_nothing(cpu_ranks, name, fail):
+    cpu_ranks.run(2, step_fails, name, fail)
+
+
+class FailingAdam(torch.optim.Adam):
+    """Fails while it steps; `treats_elements_alone` and others may step it."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise ArithmeticError("out of memory on purpose")
+        return super().step(closure)
+
+
+def fails_late(context: Context, name: str) -> None:
+    """Where others step already: they do not wait, and all refuse to go on without a checkpoint."""
+    pair = Beside(context, name, Chain(), **small_buckets(name))
+    optimizer = pair.model.make_optimizer(FailingAdam, lr=0.1)
+    model_state, state = pair.model.state_dict(), optimizer.state_dict()
+    model_state = {key: value.clone() for key, value in model_state.items()}
+    pair.backward(chain_loss(0))
+    pair.finish()
+    FailingAdam.fails = context.rank == 1
+    if context.rank == 1:
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+    else:
+        optimizer.step()
+    FailingAdam.fails = False
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"on rank 1.*a checkpoint.*of memory on purpose"):
+            optimizer.step()
+    pair.model.load_state_dict(model_state)
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    plain = torch.optim.Adam(pair.reference.parameters(), lr=0.1)
+    plain.step()
+    for p, q in zip(whole_values(pair.model), pair.reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_that_fails_late_is_named_in_the_next_one(cpu_ranks, name):
+    cpu_ranks.run(2, fails_late, name)

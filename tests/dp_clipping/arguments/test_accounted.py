@@ -1,0 +1,68 @@
+"""Which account covers which arguments, and which have none."""
+
+import pytest
+
+from dp_clipping import CorrelatedNoise
+from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, DEFAULT, ZERO_OUT
+from dp_clipping.arguments.accounted import accounted, check_sampling
+from dp_clipping.sampling.schemes import SAMPLINGS
+
+
+def of(noise="gaussian", sampling="poisson", **more):
+    return accounted(noise, sampling, units=60, **more)
+
+
+def test_the_default_is_the_engine_s_accountant():
+    assert of() is DEFAULT
+
+
+def test_each_combination_has_a_name_of_its_own():
+    """What an engine, its ranks and its checkpoints compare."""
+    found = [of(sampling=s) for s in ("poisson", "balls_in_bins", "cyclic")]
+    found += [
+        of(sampling="truncated_poisson", max_batch_size=20),
+        of(sampling="truncated_poisson", max_batch_size=21),
+        of(CorrelatedNoise(2), "cyclic"),
+        of(CorrelatedNoise(3), "cyclic"),
+    ]
+    assert len({mechanism.name for mechanism in found}) == len(found)
+    assert {m.sampler for m in found} == set(SAMPLINGS)
+
+
+def test_cyclic_batches_are_for_another_relation():
+    for noise in ("gaussian", CorrelatedNoise(2)):
+        assert of(noise, "cyclic").relation == ZERO_OUT
+        assert of(noise, "cyclic").in_order
+    assert of(sampling="balls_in_bins").relation == ADD_OR_REMOVE
+    assert not of(sampling="truncated_poisson", max_batch_size=20).in_order
+
+
+@pytest.mark.parametrize("sampling", [s for s in SAMPLINGS if s != "poisson"])
+def test_less_noise_and_more_steps_cost_more(sampling):
+    more = {"max_batch_size": 20} if sampling == "truncated_poisson" else {}
+    epsilon = of(sampling=sampling, **more).epsilon
+    base = epsilon([[(2.0, 1 / 6, 12)]], 1e-3)
+    assert 0 < base < epsilon([[(1.5, 1 / 6, 12)]], 1e-3)
+    assert base < epsilon([[(2.0, 1 / 6, 30)]], 1e-3)
+    assert base < epsilon([[(2.0, 1 / 6, 12)]], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sampling": "shuffled"}, "choose one of poisson, "),
+        ({"sampling": None}, "sampling is None"),
+        ({"sampling": "cyclic", "sample_rate": 0.1}, "does not go with sample_rate"),
+        ({"sampling": "cyclic", "poisson_sampling": False}, "does not go with poisson_sampling"),
+        ({"sampling": "cyclic", "noise_mechanism": "mine"}, "does not go with noise_mechanism"),
+        ({"sampling": "poisson", "noise_mechanism": CorrelatedNoise(2)}, "sampling=\"cyclic\""),
+        ({"sampling": "balls_in_bins", "noise_mechanism": CorrelatedNoise(2)}, "does not go with"),
+        ({"sampling": "truncated_poisson"}, "max_batch_size is missing"),
+        ({"sampling": "truncated_poisson", "max_batch_size": 0}, "max_batch_size is 0"),
+        ({"sampling": "truncated_poisson", "max_batch_size": True}, "max_batch_size is True"),
+        ({"sampling": "poisson", "max_batch_size": 8}, "is for sampling=\"truncated_poisson\""),
+    ],
+)  # fmt: skip
+def test_what_no_account_covers_is_refused_by_name(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        check_sampling(**arguments)

@@ -1,0 +1,153 @@
+"""`engine.record_sums` on the right product, and on broken ones."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import PrivacyEngine
+from dp_clipping.capture.discovery import LayoutDiscovery
+from examples.audit_faults import FAULTS, RECORD
+
+QUICK = ("noise-from-data", "divided-by-batch", "norm-without-weights")
+
+
+def network(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 4))
+
+
+def given(net: nn.Module, **changes) -> dict:
+    draw = torch.Generator().manual_seed(1)
+    data = TensorDataset(
+        torch.randn(24, 6, generator=draw), torch.randint(4, (24,), generator=draw)
+    )
+    return {
+        "module": net,
+        "optimizer": torch.optim.Adam(net.parameters()),
+        "data_loader": DataLoader(data, batch_size=8),
+        "noise_multiplier": 2.0,
+        "max_grad_norm": 0.5,
+        "grad_sample_mode": "bookkeeping",
+        "noise_generator": torch.Generator().manual_seed(0),
+        "units": 6,
+        "removed": 2,
+        **changes,
+    }
+
+
+def recorded(net: nn.Module | None = None, **changes):
+    return PrivacyEngine().record_sums(**given(net or network(), **changes))
+
+
+def test_the_product_is_right():
+    found = recorded()
+    assert found.ok, found.faults
+    # Gradients of these samples are longer than C.
+    assert found.distances.tolist() == pytest.approx([0.5, 0.5], rel=1e-4)
+    assert found.hostile.tolist() == pytest.approx([0.5, 0.5], rel=1e-4)
+    assert found.noise_std == pytest.approx(1.0, abs=found.chance)
+    assert not found.in_evaluation
+    assert "ok: no unit moves the sum" in str(found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_grad_norm": [0.3, 0.4], "clipping": "per_layer"},
+        {"examples_per_unit": 2, "unit_ids": [n % 12 for n in range(24)]},
+        {"noise_multiplier": 0},
+        pytest.param(
+            {"grad_sample_mode": "ghost", "clipping_function": "automatic"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"criterion": nn.CrossEntropyLoss(reduction="sum"), "loss_reduction": "sum"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["thresholds", "units", "no noise", "automatic", "sum"],
+)
+def test_settings(changes):
+    found = recorded(**changes)
+    assert found.ok, found.faults
+    assert 0.45 < float(found.hostile.min()) <= 0.5 * 1.001
+
+
+def test_numbers_of_16_bit():
+    net = network().bfloat16()
+    x, y = given(net)["data_loader"].dataset.tensors
+    loader = DataLoader(TensorDataset(x.bfloat16(), y), batch_size=8)
+    found = recorded(net, data_loader=loader)
+    assert found.ok, found.faults
+    assert found.noise_depends_on_data > 1e-3  # which rounding of `.grad` explains
+
+
+def test_dropout_is_off():
+    found = recorded(network(dropout=0.5))
+    assert found.in_evaluation
+    assert found.ok, found.faults
+
+
+def test_a_network_that_is_always_random_is_named():
+    class Random(nn.Module):
+        def forward(self, x):
+            return x + torch.rand(len(x), 1)
+
+    found = recorded(nn.Sequential(Random(), *network()), removed=1)
+    assert found.faults[0].startswith("two replays of the same step differ")
+
+
+def test_nothing_of_the_users_changes():
+    net = network()
+    arguments = given(net)
+    before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    engine = PrivacyEngine()
+    engine.record_sums(**arguments)
+    assert all(torch.equal(net.state_dict()[name], x) for name, x in before.items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in net.parameters())
+    assert not engine.accountant.history
+    assert not arguments["optimizer"].state
+    del arguments["units"], arguments["removed"]
+    engine.make_private(**arguments)  # is not private yet
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, (_, by) in FAULTS.items()
+        if RECORD in by
+    ],
+)
+def test_a_fault_is_found(name):
+    with FAULTS[name][0]():
+        found = recorded(max_grad_norm=1.0)
+    assert not found.ok
+    assert "FAIL" in str(found)
+
+
+def test_samples_that_see_each_other_are_found_where_no_check_looks(monkeypatch):
+    """A mean over the batch, hidden from the product's own checks."""
+
+    class Centred(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    monkeypatch.setattr(LayoutDiscovery, "_check", lambda self, batch: None)
+    found = recorded(nn.Sequential(*network(), Centred()), criterion=nn.CrossEntropyLoss())
+    assert any("moves the sum" in fault for fault in found.faults)
+
+
+@pytest.mark.parametrize(("units", "removed"), [(6, 6), (6, 0), (1, 1)])
+def test_numbers_of_units(units, removed):
+    with pytest.raises(ValueError, match=r"removed is \d, .* units=16, removed=4"):
+        recorded(units=units, removed=removed)
+
+
+def test_hidden_engines_refuse():
+    with pytest.raises(RuntimeError, match="hide_unprotected"):
+        PrivacyEngine(hide_unprotected=True).record_sums(**given(network()))

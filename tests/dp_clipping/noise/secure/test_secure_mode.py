@@ -1,0 +1,312 @@
+"""`PrivacyEngine(secure_mode=True)`: its noise, its batches, what it refuses, resume and ranks."""
+
+import math
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import MODES, PrivacyEngine, register_noise_mechanism
+from dp_clipping.noise import keys, mechanisms
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.secure.rounded_gaussian import values_at
+from dp_clipping.noise.secure.source import SecureNoise, grid_of, stream_keys
+from dp_clipping.sampling.poisson import included
+from lm.parallel import parallelize
+from tests.dp_clipping.distributed import test_fsdp1, test_fsdp2
+from tests.support import replicas, saved_runs
+from tests.support.meshes import square
+from tests.support.sharded_steps import whole_parameters
+
+PRIVATE = [mode for mode in MODES if mode != "no_dp"]
+KEY = bytes(range(32))
+SECURE = partial(PrivacyEngine, accountant="rdp", secure_mode=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+
+
+def build(**changes):
+    return saved_runs.build(**({"engine": SECURE()} | changes))
+
+
+# ---- the source ----------------------------------------------------------------------------------
+
+
+def test_the_grid_is_a_power_of_two_and_moves_sums_by_little():
+    for std, dimension in [(1.0, 1), (0.7, 1474), (3e-5, 10**9), (100.0, 12345), (1.0, 4**10)]:
+        grid = grid_of(std, dimension)
+        assert math.frexp(grid)[0] == 0.5
+        assert 2**-11 * std < dimension**0.5 * grid <= 2**-10 * std
+
+
+def test_the_result_is_the_sum_rounded_to_the_grid_plus_integers():
+    totals, names = [torch.randn(40, 3), torch.randn(7)], ["a", "b"]
+    before = [t.clone() for t in totals]
+    found = SecureNoise(127).add(
+        totals, names, key=KEY, step=3, std=0.7, divisor=8.0,
+        dtypes=[torch.float32, torch.bfloat16],
+    )  # fmt: skip
+    grid = grid_of(0.7, 127)
+    for total, out, key in zip(before, found, stream_keys(KEY, 3, names), strict=True):
+        n = total.double().div(grid).round().view(-1).numpy()
+        k = values_at(key, np.arange(len(n)), 0.7 / grid)
+        expected = torch.from_numpy((n + k) * grid / 8.0).float().to(out.dtype)
+        assert torch.equal(out.view(-1), expected)
+        assert 0.5 < k.std() * grid / 0.7 < 1.5
+    assert found[0] is totals[0]
+
+
+def test_what_lies_below_the_grid_is_not_in_the_result():
+    grid = grid_of(1.0, 100)
+    one = torch.arange(100).float() * 7 * grid
+    other = one + 0.4 * grid * torch.rand(100)
+    how = {"key": KEY, "step": 0, "std": 1.0, "divisor": 3.0, "dtypes": [torch.float32]}
+    assert not torch.equal(one, other)
+    results = [SecureNoise(100).add([t.clone()], ["w"], **how)[0] for t in (one, other)]
+    assert torch.equal(*results)
+    assert not torch.equal(SecureNoise(100).add([one + grid], ["w"], **how)[0], results[0])
+
+
+def test_key_step_parameter_and_place_select_the_noise():
+    def noise(key=KEY, step=0, name="w"):
+        how = {"std": 1.0, "divisor": 1.0, "dtypes": [torch.float32]}
+        return SecureNoise(50).add([torch.zeros(50)], [name], key=key, step=step, **how)[0]
+
+    others = [noise(), noise(bytes(32)), noise(step=1), noise(name="w2"), noise(step=2**40)]
+    assert torch.equal(noise(), others[0])
+    assert len({t.numpy().tobytes() for t in others}) == len(others)
+    with pytest.raises(ValueError, match="31 bytes, expected 32"):
+        noise(KEY[:31])
+
+
+def test_without_noise_nothing_is_rounded_to_the_grid():
+    total = torch.randn(50)
+    how = {"key": KEY, "step": 0, "std": 0.0, "divisor": 4.0, "dtypes": [torch.float32]}
+    assert torch.equal(SecureNoise(50).add([total.clone()], ["w"], **how)[0], total / 4)
+
+
+def test_sums_that_are_not_float32_are_refused():
+    how = {"key": KEY, "step": 0, "std": 1.0, "divisor": 1.0, "dtypes": [torch.float64]}
+    with pytest.raises(ValueError, match=r"float32 sums, not torch.float64: .*network.float\(\)"):
+        SecureNoise(5).add([torch.zeros(5).double()], ["w"], **how)
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+def step_of(mode: str, dtype: torch.dtype, secure: bool, noise: float = 1.0, **changes):
+    """Returns a run after one step on eight samples, in the order of the data."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+    data = TensorDataset(torch.randn(8, 6).to(dtype), torch.arange(8) % 3)
+    engine = PrivacyEngine(accountant="rdp", secure_mode=secure)
+    model, optimizer, criterion, loader = engine.make_private(
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=8), noise_multiplier=noise, max_grad_norm=0.5,
+        grad_sample_mode=mode, poisson_sampling=False, **changes,
+    )  # fmt: skip
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        optimizer.step()
+    return engine, network
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", PRIVATE)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_every_mode_and_dtype_has_the_integers_of_its_key(mode, dtype, clipping):
+    """In 16 bit the sum without noise is not shown, but the result has its grid's neighbourhood."""
+    engine, network = step_of(mode, dtype, secure=True, clipping=clipping)
+    _, clean = step_of(mode, dtype, secure=False, noise=0.0, clipping=clipping)
+    names = [name for name, _ in network.named_parameters()]
+    grid = grid_of(0.5, sum(p.numel() for p in network.parameters()))
+    own = stream_keys(engine._runs[0].keys.noise, 0, names)
+    for p, q, key in zip(network.parameters(), clean.parameters(), own, strict=True):
+        k = values_at(key, np.arange(p.numel()), 0.5 / grid)
+        if dtype == torch.float32:
+            n = (q.grad.double() * 8 / grid).round().view(-1).numpy()
+            found = (p.grad.double() * 8 / grid).view(-1).numpy() - n
+            assert np.abs(found - k).max() <= 1  # `q.grad * 8` may have been next to a half
+        else:
+            expected = q.grad.double().view(-1) + torch.from_numpy(k * grid / 8)
+            assert torch.allclose(p.grad.double().view(-1), expected, rtol=0, atol=2e-3)
+
+
+def test_no_noise_and_no_privacy_are_what_they_were():
+    for mode, noise in (("bookkeeping", 0.0), ("no_dp", 1.0)):
+        engine, network = step_of(mode, torch.float32, secure=True, noise=noise)
+        _, other = step_of(mode, torch.float32, secure=False, noise=noise)
+        for p, q in zip(network.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q)
+        assert engine.get_epsilon(1e-3) == math.inf
+    assert engine.privacy_statement(1e-3).secure is None
+
+
+def test_batches_are_of_chacha():
+    run = build()
+    key = run.engine._runs[0].keys.sampling
+    (drawn, *_) = saved_runs.train(run, 1)
+    mask = included(key, 0, saved_runs.SAMPLES, 1 / 6, secure=True)
+    assert drawn == saved_runs.data()[mask.nonzero().flatten()][0][:, 0].tolist()
+    assert mask.tolist() != included(key, 0, saved_runs.SAMPLES, 1 / 6).tolist() or not len(drawn)
+
+
+def test_secure_sampling_takes_each_sample_with_its_probability():
+    rate, samples, steps = 0.1, 997, 200
+    masks = torch.stack([included(KEY, s, samples, rate, True) for s in range(steps)]).double()
+    deviation = (rate * (1 - rate) / masks.numel()) ** 0.5
+    assert abs(masks.mean() - rate) < 4 * deviation
+    assert (masks.mean(0) - rate).abs().max() < 5 * (rate * (1 - rate) / steps) ** 0.5
+    assert torch.equal(included(KEY, 7, 10, 0.5, True), included(KEY, 7, 500, 0.5, True)[:10])
+    others = [(KEY, 1), (KEY, 2), (bytes(32), 1), (KEY, 2**33)]
+    assert len({tuple(included(k, s, 200, 0.5, True).tolist()) for k, s in others}) == 4
+    assert included(KEY, 0, 50, 1.0, True).all()
+
+
+def test_secure_sampling_decides_by_64_bits():
+    """A sample whose first 16 bits are those of the rate is in with what its other 48 bits say."""
+    samples, top, found = 300_000, 20_000, []
+
+    def mask(step: int, more: float) -> torch.Tensor:
+        return included(KEY, step, samples, (top + more) / 2**16, True)
+
+    for step in range(100):
+        undecided = mask(step, 0) != mask(step, 1)
+        assert torch.equal(mask(step, 2**-40), mask(step, 0)) or undecided.any()
+        found.append(mask(step, 0.25)[undecided])
+    share = torch.cat(found).double()
+    assert 300 < len(share) < 600  # one of 65,536
+    assert abs(share.mean() - 0.25) < 4 * (0.25 * 0.75 / len(share)) ** 0.5
+
+
+def test_a_run_is_resumed_bit_for_bit(tmp_path):
+    run = build()
+    saved_runs.train(run, 2)
+    saved_runs.save(run, tmp_path / "file")
+    saved_runs.train(run, 2)
+    again = build(seed=1)
+    saved_runs.load(again, tmp_path / "file")
+    saved_runs.train(again, 2)
+    assert saved_runs.state(again) == saved_runs.state(run)
+    assert again.engine.get_epsilon(1e-3) == run.engine.get_epsilon(1e-3)
+    with pytest.raises(ValueError, match=r"secure_mode is True .* and False in this run"):
+        saved_runs.load(saved_runs.build(), tmp_path / "file")
+
+
+def test_what_it_does_not_go_with(monkeypatch):
+    monkeypatch.setattr(mechanisms, "_REGISTERED", {})
+    register_noise_mechanism(
+        "mine",
+        lambda u: math.sqrt(2) * torch.erfinv(2 * u - 1),
+        epsilon=lambda history, delta: sum(
+            n * (30 / s + 12 * math.log10(1 / delta) / 5 / s) for s, _, n in history
+        ),
+    )
+    for changes, message in (
+        ({"noise_generator": torch.Generator()}, "noise_generator, whose seed"),
+        (
+            {"adaptive_threshold": AdaptiveThreshold(0.7, expected_batch_size=4.0)},
+            "adaptive_threshold, whose counts",
+        ),
+        ({"cuda_graph": True}, "cuda_graph=True"),
+        ({"noise_mechanism": "mine"}, "noise_mechanism='mine'.*'?gaussian"),
+    ):
+        with pytest.raises(ValueError, match=rf"secure_mode=True does not go with {message}"):
+            build(**changes)
+    with pytest.raises(ValueError, match=r"parameters in float64.*module=network\.float\(\)"):
+        step_of("bookkeeping", torch.float64, secure=True)
+    for wrong in (1, "yes", None, np.True_):
+        with pytest.raises(ValueError, match=r"secure_mode is .*: give True or False"):
+            PrivacyEngine(secure_mode=wrong)
+
+
+def test_two_runs_of_an_engine_and_schedules_of_noise_and_threshold():
+    run = build(noise_multiplier=np.float32(2.0))
+    saved_runs.train(run, 2)
+    run.optimizer.noise_multiplier = 4.0
+    run.optimizer.max_grad_norm = 0.3
+    saved_runs.train(run, 1)
+    first = run.engine.get_epsilon(1e-3)
+    with pytest.warns(UserWarning, match="accounted for another dataset"):
+        other = build(engine=run.engine, hidden=40)
+    assert run.engine.get_epsilon(1e-3) >= first  # of the larger network
+    saved_runs.train(other, 1)
+    statement = run.engine.privacy_statement(1e-3)
+    assert statement.epsilon > first
+    assert statement.secure["parameters"] == 3 * 40 + 40 + 40 * 2 + 2
+    assert statement.steps == 4
+
+
+def test_microbatches_have_the_noise_of_one_batch():
+    """Which is added once, to the sum of all."""
+    runs = []
+    for microbatch in (None, 2):
+        run = build(hidden=3)
+        run.engine._runs[0].keys = keys.Keys(KEY)
+        run.optimizer.resume(0, keys.Keys(KEY).noise)
+        run.loader.batch_sampler.rekey(keys.Keys(KEY).sampling)
+        run.model.network.drop.p = 0.0
+        saved_runs.train(run, 4, microbatch=microbatch)
+        runs.append([p.detach().clone() for p in run.model.network.parameters()])
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def on_ranks(context=None, variant="ddp_bucketed", shard=None, **options):
+    """Returns a run of which the keys are known, as no user's are."""
+    given = {} if shard is None else {"shard": partial(shard, context)}
+    drawn = keys.secrets.token_bytes
+    try:
+        keys.secrets.token_bytes = lambda size: KEY[:size]
+        run = replicas.build(
+            context, variant, name="transformer", seed=None, secure_mode=True, **given, **options
+        )
+    finally:
+        keys.secrets.token_bytes = drawn
+    return run
+
+
+def trained(context, variant, shard):
+    run = on_ranks(context, variant, shard)
+    replicas.train(run, 3)
+    statement = run.engine.privacy_statement(1e-3)
+    with run.model.whole_parameters() if variant == "fsdp" else nullcontext():
+        found = whole_parameters(run)
+    return found, statement.secure["parameters"], statement.epsilon
+
+
+def tensor_parallel(context, network):
+    mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
+    return parallelize(network, mesh)
+
+
+def on_a_mesh(context, network):
+    return parallelize(network, square("data", "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "variant", "shard"),
+    [
+        (2, "ddp_bucketed", None), (2, "torch_ddp", None), (2, "zero1", None), (2, "zero2", None),
+        (2, "fsdp", None), (2, "", test_fsdp2.sharded), (2, "", test_fsdp1.sharded),
+        (2, "", test_fsdp1.at_the_root), (2, "", tensor_parallel),
+        (4, "", on_a_mesh), (3, "", test_fsdp2.at_the_root),
+    ],
+)  # fmt: skip
+def test_ranks_have_the_noise_of_one_process(cpu_ranks, ranks, variant, shard):
+    alone = on_ranks()
+    replicas.train(alone, 3)
+    statement = alone.engine.privacy_statement(1e-3)
+    for found, dimension, epsilon in cpu_ranks.run(ranks, trained, variant, shard):
+        assert dimension == statement.secure["parameters"]
+        assert epsilon == statement.epsilon
+        for one, other in zip(found, whole_parameters(alone), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
