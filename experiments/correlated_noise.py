@@ -53,7 +53,7 @@ class Options:
     batches: int = option(256, "of an epoch", check=positive)
     epochs: int = option(1, "of each run", check=positive)
     filters: int = option(64, "random ones; a picture has 32 features of each", check=positive)
-    learning_rates: tuple[float, ...] = option((4.0, 8.0, 16.0, 32.0, 64.0), "that are tried",
+    learning_rates: tuple[float, ...] = option((8.0, 16.0, 32.0, 64.0, 128.0), "that are tried",
         check=positive)
 # fmt: on
 

@@ -38,8 +38,6 @@ SCHEMES = "tests/dp_clipping/sampling/test_schemes.py"
 BINS = "tests/dp_clipping/accounting/test_balls_in_bins.py"
 TRUNCATED = "tests/dp_clipping/accounting/test_truncated_poisson.py"
 CYCLIC = "tests/dp_clipping/accounting/test_cyclic.py"
-CORRELATED = "tests/dp_clipping/noise/test_correlated.py"
-CORRELATED_RUN = "tests/dp_clipping/test_correlated_noise.py"
 ALONE = "tests/dp_clipping/layers/registered/test_one_alone.py"
 OF_USERS = "tests/dp_clipping/layers/registered/test_module.py"
 STATE = "tests/dp_clipping/step/test_state.py"
@@ -254,26 +252,6 @@ ROWS = [
      "in (units, units + 1)", "in (units,)", TRUNCATED),
     ("a place in the cycle is the mean one", "accounting/cyclic.py",
      ".max(initial=0.0)", ".mean()", CYCLIC),
-    # ---- correlated noise
-    ("earlier noise has no weight", "noise/gaussian.py", ".mul_(weights[:, None])", "",
-     CORRELATED),
-    ("earlier noise is that of this step", "noise/sources.py", "step=step - j", "step=step",
-     CORRELATED),
-    ("the kernel leaves out an earlier step", "noise/registers.py",
-     "for i in range(n_earlier):", "for i in range(1, n_earlier):",
-     "tests/dp_clipping/noise/test_kernel.py", "earlier"),
-    ("weights are those of another series", "noise/correlated.py",
-     "(j - 1.5) / j)", "(j - 1.5) / (j + 1))", CORRELATED),
-    ("a unit is in one step of all epochs", "noise/correlated.py",
-     "float(t % self._batches == 0)", "float(t == 0)", CORRELATED),
-    ("sensitivity without what uses add up", "noise/correlated.py",
-     "value -= weight * before", "value += weight * before", CORRELATED),
-    ("sigma changes under correlated noise", "step/fixed_settings.py",
-     "if self.noise.source.spans_steps:", "if False:", CORRELATED_RUN, "scale"),
-    ("correlated noise costs what independent noise does", "arguments/accounted.py",
-     ", sensitivity=noise_mechanism.sensitivity", "", CORRELATED_RUN, "epsilon"),
-    ("correlated noise on Poisson batches", "arguments/accounted.py",
-     'if is_correlated and sampling != "cyclic":', "if False:", CORRELATED_RUN, "go_with"),
     # ---- clipping functions of users
     ("a gradient whose squares underflow is scaled up", "clipping/coefficients.py",
      "bound * clip_norms / (norms + LOST)", "bound * clip_norms / (norms + 1e-300)", COEFFICIENTS),
