@@ -331,7 +331,7 @@ ROWS = [
      "tl.minimum(n - start, 16 * BLOCK)", "tl.minimum(n - start + 1, 16 * BLOCK)",
      SECURE_KERNEL, "check_places"),
     ("secure mode samples with Philox", "build.py",
-     "secure=settings.secure_mode, max", "secure=False, max", SECURE, "chacha"),
+     "secure=settings.secure_mode,", "secure=False,", SECURE, "chacha"),
     ("the grid costs nothing", "noise/secure/certificate.py",
      "return 1 / (moved + self.grid)", "return 1 / moved", CERTIFICATE),
     ("rounding of sums costs nothing", "noise/secure/certificate.py",
