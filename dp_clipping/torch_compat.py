@@ -649,3 +649,13 @@ def fsdp1_end_backward(root: FullyShardedDataParallel) -> None:
     from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
 
     _post_backward_final_callback(root, root)
+
+
+def loss_distribution(accountant: Any, *, epsilon_error: float, delta_error: float) -> Any | None:
+    """Returns what Opacus's accountant `"prv"` makes of its history; None of other accountants.
+
+    Its `compute_epsilon(delta, delta_error, epsilon_error)[2]` is an upper bound of ε at any δ.
+    """
+    if not hasattr(accountant, "_get_dprv"):
+        return None
+    return accountant._get_dprv(eps_error=epsilon_error, delta_error=delta_error)

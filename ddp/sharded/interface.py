@@ -6,6 +6,7 @@ works on gradients element by element.
 
 from collections.abc import Callable
 from functools import reduce
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Sharded:
                 unit.gradient = None
 
     def exchange(
-        self, status: str, wait: Callable[[dist.Work], object] = dist.Work.wait
+        self, status: str, wait: Callable[[dist.Work], object] = methodcaller("wait")
     ) -> Callable[[], list[str]]:
         """Tells all ranks the status of this one, "" or its first bytes; a collective call.
 

@@ -16,12 +16,12 @@ from itertools import accumulate
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddp.internals.gradients import full_names
+from ddp.internals.gradients import Gradients
 from ddp.sharded.layout import FlatUnit, Piece, not_whole
 from ddp.sharded.state import IMPLEMENTATIONS, Part, cut, entries, gather
 
@@ -72,7 +72,7 @@ GROUPS = 4  # of units, each stepped at once
 class ShardedModel(Protocol):
     """The interface that the optimizer calls; `ddp.sharded.interface.Sharded` describes it."""
 
-    module: nn.Module
+    gradients: Gradients
     units: list[FlatUnit]
 
     def exchange(self, status: str) -> Callable[[], list[str]]: ...
@@ -242,7 +242,8 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ValueError: if it is that of another network; nothing is changed then.
         """
-        names = full_names(self.model.module)
+        # As they were when it was wrapped: inside of `whole_parameters` others are in the network.
+        names = self.model.gradients.names
         found = entries(state_dict, self.param_groups, names, self._make)
         piece_of = {
             unit.parameters[piece.member]: piece for unit, own, _ in self._parts for piece, _ in own

@@ -5,6 +5,7 @@ from copy import deepcopy
 from typing import Any
 
 from dp_clipping.accounting.ledger import History
+from dp_clipping.torch_compat import loss_distribution
 
 Curve = Sequence[tuple[float, float]]
 """Pairs (ε, δ) that an account states, ε ≥ 0."""
@@ -27,9 +28,10 @@ def curve_of(accountant: Any, history: History) -> Curve:
     account.history = list(history)
     epsilon: Callable[[float], float] = account.get_epsilon
     deltas: Sequence[float] = DELTAS[::3]
-    if hasattr(account, "_get_dprv"):  # prv makes a distribution anew for each δ, which takes long
-        error = DELTAS[-1] / 1000
-        distribution, deltas = account._get_dprv(eps_error=ERROR, delta_error=error), DELTAS
+    error = DELTAS[-1] / 1000
+    distribution = loss_distribution(account, epsilon_error=ERROR, delta_error=error)
+    if distribution is not None:  # prv makes it anew for each δ, which takes long
+        deltas = DELTAS
 
         def epsilon(delta: float) -> float:
             return distribution.compute_epsilon(delta, error, ERROR)[2]

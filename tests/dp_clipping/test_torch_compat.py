@@ -423,3 +423,16 @@ def test_a_tensor_of_vmap():
     torch.vmap(lambda x: seen.append(torch_compat.is_of_vmap(x)) or x)(torch.ones(2))
     assert seen == [True]
     assert not torch_compat.is_of_vmap(torch.ones(2))
+
+
+def test_the_distribution_of_the_privacy_loss_is_that_of_the_accountant():
+    from opacus.accountants import create_accountant
+
+    accountant = create_accountant("prv")
+    accountant.history = [(2.0, 0.2, 10)]
+    found = torch_compat.loss_distribution(accountant, epsilon_error=0.01, delta_error=1e-8)
+    for delta in (1e-5, 0.01):
+        expected = accountant.get_epsilon(delta, delta_error=1e-8)
+        assert found.compute_epsilon(delta, 1e-8, 0.01)[2] == expected
+    other = create_accountant("rdp")
+    assert torch_compat.loss_distribution(other, epsilon_error=0.01, delta_error=1e-8) is None
