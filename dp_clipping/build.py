@@ -240,10 +240,9 @@ def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | No
     """Returns what the account of secure noise includes; None for noise that is not secure."""
     if not settings.secure_mode or settings.policy is None:
         return None
-    dataset: Any = settings.data_loader.dataset
-    each, of_ids = settings.examples_per_unit, settings.units
-    units = -(-len(dataset) // each) if of_ids is None else len(of_ids)
-    return certificate_of(sizes_of(model), settings.expected_batch_size, settings.rates[0], units)
+    return certificate_of(
+        sizes_of(model), settings.expected_batch_size, settings.rates[0], settings.units_of_data
+    )
 
 
 def forecast(

@@ -1,4 +1,4 @@
-"""Gives a name to each interface of PyTorch that private training uses and that has none.
+"""Gives a name to each interface of PyTorch, and to one of Opacus, that has no public one.
 
 Everything here was checked with torch 2.11, 2.12 and 2.13. Where another version lacks one of these
 interfaces, its function does without if the result stays exact, else it raises a RuntimeError that

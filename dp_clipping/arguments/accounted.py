@@ -80,9 +80,7 @@ def accounted(
         ImportError: dp-accounting is needed and not installed.
         ValueError: no account is known of both together.
     """
-    check_sampling(
-        sampling, max_batch_size=max_batch_size, noise_mechanism=noise_mechanism
-    )  # fmt: skip
+    check_sampling(sampling, max_batch_size=max_batch_size, noise_mechanism=noise_mechanism)
     if sampling != "poisson":
         dp_accounting(f'sampling="{sampling}"')
     if isinstance(noise_mechanism, CorrelatedNoise):

@@ -227,6 +227,12 @@ def given_units(
     return units_of(len(cast(Any, loader.dataset)), int(examples_per_unit), unit_ids)
 
 
+def number_of_units(loader: DataLoader, examples_per_unit: int, units: Units | None) -> int:
+    """Returns how many units of privacy the data have; `units` is what `given_units` returns."""
+    examples = len(loader.dataset)  # type: ignore[arg-type]
+    return -(-examples // examples_per_unit) if units is None else len(units)
+
+
 def rates_of(
     loader: DataLoader,
     sample_rate: float | None,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from dp_clipping.arguments.checks import (
     check_secure,
     check_units,
     given_units,
+    number_of_units,
     rates_of,
 )
 from dp_clipping.arguments.numbers import check_expected_batch_size
@@ -138,9 +139,8 @@ class Settings:
 
     @property
     def units_of_data(self) -> int:
-        """Returns how many units the sampling chooses from."""
-        dataset: Any = self.data_loader.dataset
-        return len(dataset) if self.units is None else len(self.units)
+        """Returns how many units of privacy the data have."""
+        return number_of_units(self.data_loader, self.examples_per_unit, self.units)
 
     @cached_property
     def rates(self) -> tuple[float, int]:
@@ -203,7 +203,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a training's ε depends on beside noise and its length.
+    """How a training samples its data, and the account of that: what ε needs beside σ and steps.
 
     Attributes:
         rate: q.
@@ -240,8 +240,7 @@ def sampled(loader: DataLoader, arguments: Mapping[str, Any]) -> Sampled:
         rand_on_empty=bool(arguments.get("rand_on_empty")),
     )  # fmt: skip
     units = given_units(loader, each, unit_ids, is_poisson)
-    samples = len(cast(Any, loader.dataset))
-    number = -(-samples // each) if units is None else len(units)
+    number = number_of_units(loader, each, units)
     return Sampled(
         *rates_of(loader, rate, steps, units, sampling),
         number,

@@ -36,7 +36,7 @@ ONE_PROCESS = {
 
 @dataclass(frozen=True)
 class Audited:
-    """What the user gave, which no run of an audit changes.
+    """Holds what the user gave to an audit, and copies it, so that no run changes it.
 
     Attributes:
         arguments: further arguments of `make_private`.

@@ -23,7 +23,7 @@ DEVIATIONS = 6.0  # of a statistic of the noise, which are chance
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of one replay left in `.grad`, times the divisor, float64 on the CPU.
+    """Holds `.grad` of one step of one replay, times the divisor, float64 on the CPU.
 
     Attributes:
         total: all parameters in one vector [n].

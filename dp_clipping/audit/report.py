@@ -14,7 +14,7 @@ OF_CURVE = 0.8  # of 1 − confidence, for the bound that refutes more
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What an attacker could tell from one private run. Not covered by ε.
+    """Bounds from below what one private run gives away; prints as text. Not covered by ε.
 
     Both bounds hold together with probability `confidence`: a run whose account is right fails in
     at most 1 − `confidence` of audits.

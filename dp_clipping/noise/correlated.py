@@ -92,7 +92,7 @@ def _weights(count: int) -> tuple[float, ...]:
 
 
 class _Participation:
-    """What a unit in steps 0, B, 2B, ... adds up to in W⁻¹G, v = W⁻¹u; longer where it is asked.
+    """Computes what a unit in steps 0, B, 2B, ... adds up to in W⁻¹G: v = W⁻¹u, as far as asked.
 
     u is 1 in those steps and 0 in others; W v = u, row by row: v_t = u_t - Σ_{j≥1} w_j v_{t-j}.
     """

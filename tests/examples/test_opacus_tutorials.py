@@ -105,7 +105,7 @@ def test_accountants_say_the_same_of_both_engines():
 
 def of_a_rank(context, engine: str) -> dict:
     torch.set_num_threads(1)
-    return trained("distributed", engine, "--samples", "256", "--epochs", "4", "--epsilon", "50")
+    return trained("distributed", engine, "--samples", "256", "--epochs", "3", "--epsilon", "50")
 
 
 def test_ranks_of_both_engines_spend_the_same_and_learn(cpu_ranks):

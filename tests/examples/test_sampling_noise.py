@@ -4,22 +4,8 @@ from examples import sampling_noise
 
 
 def test_a_row(capsys):
-    sampling_noise.main(
-        [
-            "--samples",
-            "200",
-            "--batch-size",
-            "50",
-            "--max-batch-size",
-            "90",
-            "--epochs",
-            "2",
-            "--epsilons",
-            "4",
-            "--delta",
-            "1e-3",
-        ]
-    )
+    options = "--samples 200 --batch-size 50 --max-batch-size 90 --epochs 2 --epsilons 4"
+    sampling_noise.main([*options.split(), "--delta", "1e-3"])
     head, _, row = capsys.readouterr().out.strip().splitlines()
     assert head.startswith("| epochs | ε | poisson | truncated_poisson | balls_in_bins | cyclic |")
     epochs, epsilon, *found = (float(cell) for cell in row.strip("| ").split(" | "))

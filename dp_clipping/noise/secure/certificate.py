@@ -1,4 +1,4 @@
-"""What secure noise costs: the account of exactly what is computed, not of real numbers.
+"""Bounds what secure noise costs: accounts for what is computed, and not for real numbers.
 
 Write g for the grid, d for the number of parameters' elements, σC for the standard deviation of the
 noise and u = 2⁻²⁴ for the unit of float32. A step releases round(sum / g) + k, and three things
@@ -83,7 +83,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the account of a run with secure noise includes.
+    """Holds what the account of a run with secure noise includes.
 
     Attributes:
         dimension: d, of all parameters on all ranks.

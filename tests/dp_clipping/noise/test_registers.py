@@ -1,8 +1,6 @@
 """Words and normal numbers in registers; without a GPU in Triton's interpreter."""
 
 import math
-from collections.abc import Callable
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -87,14 +85,9 @@ def check_box_muller(device: str) -> None:
 BODIES = [check_words, check_box_muller]
 
 
-def interpreted(body: Callable[[str], None]) -> None:
-    with patch.object(kernels, "serves", lambda total: total.dtype == torch.float32):
-        body("cpu")
-
-
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_in_the_interpreter(interpreter, body):
-    interpreter.run(interpreted, body)
+    interpreter.run(body, "cpu")
 
 
 @pytest.mark.gpu
