@@ -358,7 +358,7 @@ class PrivacyEngine(Checkpoints, Audits):
         self, settings: Settings
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Builds what `make_private` returns, from the ranks up, and keeps it as a run."""
-        self._refuse_other_units(settings.examples_per_unit)
+        self._refuse_other_units(settings)
         self._refuse_other_mechanism(settings.mechanism)
         ranks = ranks_of(settings)
         keys = keys_for(settings, ranks)
@@ -378,6 +378,8 @@ class PrivacyEngine(Checkpoints, Audits):
             model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion
         )
         run.certificate = certificate_for(settings, model)
+        if run.certificate is not None:
+            self._account.cover(run.certificate)
         self._runs.append(run)
         return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))
 

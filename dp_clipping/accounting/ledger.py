@@ -8,8 +8,10 @@ apart, here and in a checkpoint.
 Step n of a key always has the same noise for the same samples. So two lists of one key agree as
 far as both go, and the longer one has the steps of both; lists of different keys compose. A run
 that was set back makes the steps of its key again: the same releases, which the account has
-already. That holds only if they are made alike. With another C or σ, or other samples, two results
-under the same noise could be solved for the difference of their sums, so such a step is refused.
+already. That holds only if they are made alike. With another C or σ, other samples, or parameters
+that another learning rate has led to, two results under the same noise could be solved for the
+difference of their sums. So a step with other such settings is refused. Other parameters for
+another reason (changed by hand, or by other code) cannot be seen here.
 """
 
 import math
@@ -49,7 +51,8 @@ class Step:
         number: the step's number in the noise stream of its key.
         sigma, rate: as they are counted.
         clip_norms: C, or those of the clipping groups.
-        batch_number: the number of its Poisson batch; None if it is made of another batch.
+        batch_number: the number of its batch in the loader; None if it is made of another batch.
+        optimizer: the optimizer's settings, such as its learning rate.
     """
 
     fingerprint: str
@@ -58,11 +61,12 @@ class Step:
     rate: float
     clip_norms: tuple[float, ...]
     batch_number: int | None
+    optimizer: tuple = ()
 
     @property
     def digest(self) -> int:
         """Returns a digest of the settings that are not in an accountant's history."""
-        return hash((self.clip_norms, self.batch_number))
+        return hash((self.clip_norms, self.batch_number, self.optimizer))
 
 
 def count(history: History) -> int:
@@ -120,6 +124,10 @@ class Account:
     A step of this process releases itself and all steps that it was made on top of. Released steps
     stay in the account whatever is loaded later. An account that was only loaded, without a step
     after it, is replaced by the next load, because looking at checkpoints releases nothing.
+
+    Attributes:
+        other_batches: private steps on batches that no known sampling has made.
+        certificate: what secure noise costs the steps of all runs; None without secure noise.
     """
 
     def __init__(self, accountant: "IAccountant") -> None:
@@ -131,6 +139,8 @@ class Account:
         self._is_used = False  # a step was made since the last load
         self._end = (0, 0)  # of the history as last seen: entries, steps of the last one
         self._loaded_for: object = None
+        self.other_batches = 0
+        self.certificate: Any = None
 
     @property
     def history(self) -> History:
@@ -165,6 +175,11 @@ class Account:
         other = copy(self.accountant)
         other.history = history
         return max(0.0, float(other.get_epsilon(delta)))
+
+    def cover(self, certificate: Any) -> None:
+        """Includes what a run with this `noise.secure.certificate.Certificate` may cost."""
+        known = self.certificate
+        self.certificate = certificate if known is None else known.joined(certificate)
 
     def _refuse_lost(self) -> None:
         """Raises RuntimeError if the accountant's history lacks steps that were counted."""
@@ -222,7 +237,8 @@ class Account:
             key_is_fixed: of a test, where runs with one key are not the same run: each step counts.
 
         Raises:
-            RuntimeError: if it was made with another σ, sample rate or C, or of another batch.
+            RuntimeError: if it was made with another σ, sample rate, C or setting of the optimizer,
+                or of another batch.
         """
         self._refuse_lost()
         self._note_others()
@@ -246,8 +262,10 @@ class Account:
         if not same or made not in (None, step.digest):
             raise RuntimeError(
                 f"step {step.number} was made before, from the same key and with another "
-                "noise_multiplier, max_grad_norm, sample rate or batch: two results under the same "
-                "noise give away the difference of their sums; load with new_keys=True"
+                "noise_multiplier, max_grad_norm, sample rate, batch, learning rate or other "
+                "setting of the optimizer: two results under the same noise give away the "
+                "difference of their sums; load with new_keys=True, or give the learning-rate "
+                "scheduler its state of that step, scheduler.load_state_dict(..)"
             )
         self._is_used = True
         return True

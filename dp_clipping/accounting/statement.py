@@ -18,7 +18,7 @@ class PrivacyStatement:
 
     Attributes:
         relation: which data sets are neighbours.
-        unit: the unit of privacy, which is added or removed.
+        unit: the unit of privacy, in which neighbouring data sets differ.
         noise_multiplier: σ.
         max_grad_norm: C, or C_k of each clipping group. With an adaptive threshold: where it is
             now; what it follows is paid for in σ.
@@ -76,6 +76,7 @@ def statement_of(
     history: History,
     *,
     mechanism: Mechanism,
+    others: int,
     accountant: str,
     epsilon: float,
     delta: float,
@@ -87,11 +88,12 @@ def statement_of(
         runs: the `PrivateRun` of each `make_private`.
         history: the history of the engine's accountant.
         mechanism: what these steps release.
+        others: so many of them were made on batches that no known sampling has made.
         accountant: the name of the engine's.
         epsilon: as it was computed.
         secure: what secure noise adds (`noise.secure.certificate`).
     """
-    is_known = all(run.settings["poisson_sampling"] and not run.other_batches for run in runs)
+    is_known = not others and all(run.settings["poisson_sampling"] for run in runs)
     sigmas = [sigma for sigma, _, _ in history] or [run.optimizer.noise_multiplier for run in runs]
     rates = [rate for _, rate, _ in history] or [run.settings["sample_rate"] for run in runs]
     return PrivacyStatement(
@@ -101,7 +103,7 @@ def statement_of(
         max_grad_norm=_one_or_all([run.optimizer.max_grad_norm for run in runs]),
         sample_rate=_one_or_all(rates),
         steps=count(history),
-        sampler=mechanism.sampler if is_known else _other_sampler(runs),
+        sampler=mechanism.sampler if is_known else _other_sampler(runs, others),
         accountant=mechanism.accountant or accountant,
         epsilon=epsilon if is_known else math.inf,
         delta=delta,
@@ -109,9 +111,8 @@ def statement_of(
     )
 
 
-def _other_sampler(runs: Sequence[Any]) -> str:
-    others = sum(run.other_batches for run in runs)
-    if others:
+def _other_sampler(runs: Sequence[Any], others: int) -> str:
+    if all(run.settings["poisson_sampling"] for run in runs):
         return f"not known for {others} batches that make_private's loader did not yield"
     return "the loader's own, for which no account is known"
 

@@ -143,6 +143,12 @@ class Settings:
         return number_of_units(self.data_loader, self.examples_per_unit, self.units)
 
     @cached_property
+    def unit(self) -> tuple[int, bytes]:
+        """Returns k and a digest of `unit_ids`, which is empty without: equal for equal units."""
+        named = self.units is not None and self.units.are_named
+        return self.examples_per_unit, self.units.digest() if named and self.units else b""
+
+    @cached_property
     def rates(self) -> tuple[float, int]:
         """Returns q and the batches per epoch, as given or from the loader's length."""
         return rates_of(self.data_loader, self.sample_rate, self.steps, self.units, self.sampling)

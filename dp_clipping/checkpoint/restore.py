@@ -205,9 +205,10 @@ def _apply(snapshot: Snapshot, resume: Resume, keys: Keys) -> None:
         optimizer.adaptive_threshold.load_state_dict(details["adaptive_threshold"])
         optimizer.max_grad_norm = optimizer.adaptive_threshold.max_grad_norm
     # Of steps that are made or loaded: the account keeps those of this process too.
-    run.other_batches = max(run.other_batches, details.get("other_batches", 0))
-    if run.certificate is not None:
-        run.certificate = run.certificate.joined(Certificate(*details["certificate"]))
+    others = details.get("other_batches", 0)
+    run.account.other_batches = max(run.account.other_batches, others)
+    if details.get("certificate") is not None:
+        run.account.cover(Certificate(*details["certificate"]))
     run.keys = keys
     optimizer.resume(details["steps"], run.keys.noise)
     _seek(run, details, same_keys=resume.keys is not None)
@@ -220,5 +221,7 @@ def _seek(run: PrivateRun, details: dict[str, Any], same_keys: bool) -> None:
     here = loader.state_dict()
     if state is not None and all(state[k] == here[k] for k in ("num_samples", "sample_rate")):
         loader.load_state_dict(state)
+    else:  # of other data, for new keys: its batches follow those of this loader
+        loader.usage.unused_from = loader.position
     run.start = tuple(details["start"]) if same_keys else (loader.position, details["steps"])
     loader.batch_sampler.rekey(run.keys.sampling, run.start[0])

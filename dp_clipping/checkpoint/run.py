@@ -68,6 +68,10 @@ class StepAccount(Protocol):
     """The engine's `accounting.ledger.Account` as a checkpoint needs it."""
 
     accountant: Any
+    other_batches: int
+    certificate: Any
+
+    def cover(self, certificate: Any) -> None: ...
 
     def parts(self) -> dict: ...
 
@@ -87,10 +91,7 @@ class PrivateRun:
         settings: arguments of `make_private`, public.
         account: the engine's.
         start: position of the loader and number of steps at which the key came into use.
-        other_batches: private steps on batches that the Poisson loader did not yield; with another
-            sampling they are refused.
-        certificate: what the account of secure noise includes, for the steps so far; None for
-            other noise.
+        certificate: what secure noise costs the steps of this run so far; None for other noise.
     """
 
     model: Model
@@ -102,7 +103,6 @@ class PrivateRun:
     account: StepAccount = field(repr=False)
     criterion: Any
     start: tuple[int, int] = (0, 0)
-    other_batches: int = 0
     certificate: Certificate | None = None
 
     @property

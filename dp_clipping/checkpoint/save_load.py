@@ -32,8 +32,8 @@ dropout, the size of microbatches and the GPU's model), and are the user's job: 
 continuations of one checkpoint publish one, or give the second `new_keys=True`. If two are
 published, their privacy losses compose, and neither account has the other's steps, unless both were
 made in one engine: a load keeps the steps that its engine has counted beyond the checkpoint, and a
-step that is made again from the saved key with another σ or C, or of another batch, is refused (see
-ledger.py).
+step that is made again from the saved key with another σ, C or learning rate, or of another batch,
+is refused (see ledger.py).
 
 Both are tied together and verified as a whole: `PATH` ends with the SHA-256 of its content and an
 HMAC of that digest under a key derived from the run's (file_format.py). What does not agree is
@@ -182,7 +182,7 @@ def _contents(
 
 def _details(run: PrivateRun, random: list[dict[str, Tensor]]) -> dict[str, Any]:
     """Returns the entry that Opacus does not have."""
-    adaptive = run.optimizer.adaptive_threshold
+    adaptive, covered = run.optimizer.adaptive_threshold, run.account.certificate
     return {
         "version": VERSION,
         "run": run.describe(),
@@ -191,8 +191,9 @@ def _details(run: PrivateRun, random: list[dict[str, Tensor]]) -> dict[str, Any]
         "steps": run.optimizer.steps,
         "sampler": run.sampler_state(),
         "start": list(run.start),
-        "other_batches": run.other_batches,
-        "certificate": None if run.certificate is None else list(astuple(run.certificate)),
+        # Of all steps of the account, as all of them are in the file.
+        "other_batches": run.account.other_batches,
+        "certificate": covered and list(astuple(covered)),
         # As schedulers have left them; in "run" are the ones that make_private was given.
         "noise_multiplier": plain(run.optimizer.noise_multiplier),
         "max_grad_norm": plain(run.optimizer.max_grad_norm),

@@ -2,18 +2,20 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from math import hypot
 from typing import TYPE_CHECKING, Any
 
-from dp_clipping.accounting.ledger import Account, Step, joined
+from torch import Tensor
+
+from dp_clipping.accounting.ledger import Account, History, Step, joined
 from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.target_epsilon import epsilon_at_end
 from dp_clipping.arguments.numbers import check_target, warn_of_delta
+from dp_clipping.arguments.settings import Settings
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import WrongType, by_name, check_count, check_type, shown
-from dp_clipping.noise.secure.certificate import Certificate
 from dp_clipping.profiling.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class Accounts:
             raise ValueError(f'accountant: {error}; give "prv", "rdp" or "gdp"') from error
         self._runs: list[PrivateRun] = []
         self._mechanism = DEFAULT  # of all runs
+        self._unit: tuple = ()  # of all runs, as `Settings.unit`
         self._deltas: set[float] = set()  # of which the user was warned
 
     @property
@@ -82,25 +85,32 @@ class Accounts:
                 "noise, and ε means nothing",
                 stacklevel=3,
             )
-        certificate = self._certificate
-        if certificate is None:
+        if self._account.certificate is None:
             return self._account.epsilon(delta, self._mechanism.epsilon)
-        of_gaussian = self._account.of_history
-        return self._account.epsilon(
-            delta,
-            lambda _, delta: certificate.epsilon(self._account.history, delta, account=of_gaussian),
-        )
+        return self._account.epsilon(delta, lambda _, delta: self._secure_epsilon([], delta))
 
     def epsilon_at_end(self, optimizer: Any, steps: int, delta: float) -> float:
         """Returns ε after `steps` more steps of an optimizer that `make_private` has returned."""
         (run,) = (run for run in self._runs if run.optimizer is optimizer)
-        more = [(optimizer.noise_multiplier, run.settings["sample_rate"], max(0, steps))]
+        more = (optimizer.noise_multiplier, run.settings["sample_rate"], max(0, steps))
+        if run.certificate is not None:
+            return self._secure_epsilon([more] if steps > 0 else [], delta)
         if self._mechanism.epsilon is None:
-            return epsilon_at_end(self.accountant, *more[0], delta)
+            return epsilon_at_end(self.accountant, *more, delta)
         parts = self._account.parts()
         first, part = parts.get(run.keys.fingerprint, (0, []))
-        parts[run.keys.fingerprint] = first, joined(part, more if steps > 0 else [])
+        parts[run.keys.fingerprint] = first, joined(part, [more] if steps > 0 else [])
         return self._mechanism.epsilon([part for _, part in parts.values()], delta)
+
+    def _secure_epsilon(self, more: History, delta: float) -> float:
+        """Returns ε of the steps so far and `more` of secure noise."""
+        certificate = self._account.certificate
+        if not certificate.additions:  # before the first step nothing is known of its parts
+            certificate = certificate.as_a_whole()
+        history = joined(self._account.history, more)
+        if not history:
+            return 0.0
+        return certificate.epsilon(history, delta, account=self._account.of_history)
 
     @by_name("engine.privacy_statement(delta=1e-5)")
     def privacy_statement(self, delta: float) -> PrivacyStatement:
@@ -120,6 +130,7 @@ class Accounts:
             self._runs,
             self._account.history,
             mechanism=self._mechanism,
+            others=self._account.other_batches,
             accountant=self.accountant.mechanism(),
             epsilon=self.get_epsilon(delta),
             delta=delta,
@@ -184,11 +195,14 @@ class Accounts:
             rate=sample_rate * optimizer.accumulated_iterations,
             clip_norms=tuple(optimizer.step_state.clip_norms) if is_private else (),
             batch_number=optimizer.step_state.batch_number,
+            optimizer=_settings_of(optimizer),
         )
-        if step.batch_number is None and is_private and run.poisson is not None and step.sigma:
-            if not run.other_batches:
+        if step.batch_number is None and is_private and step.sigma:
+            if run.poisson is not None and not self._account.other_batches:
                 warnings.warn(OTHER_BATCH, stacklevel=TO_STEP)
-            run.other_batches += 1
+            self._account.other_batches += 1
+        if certificate is not None:
+            self._account.cover(certificate)
         self._account.count(step, key_is_fixed=run.keys.fixed)
         run.certificate = certificate
 
@@ -198,15 +212,9 @@ class Accounts:
             self._deltas.add(delta)
             warn_of_delta(delta, units, stacklevel + 1)
 
-    @property
-    def _certificate(self) -> Certificate | None:
-        """Returns a certificate that holds for the secure noise of all runs; None without any."""
-        found = [run.certificate for run in self._runs if run.certificate is not None]
-        return reduce(Certificate.joined, found) if found else None
-
     def _described_secure(self) -> dict[str, Any] | None:
         """Returns what ε includes of secure noise, and the grids of the coming steps."""
-        certificate = self._certificate
+        certificate = self._account.certificate
         if certificate is None:
             return None
         stds = [
@@ -221,15 +229,20 @@ class Accounts:
         mechanism.refuse_beside(before, self._account.history)
         self._mechanism = mechanism
 
-    def _refuse_other_units(self, each: int) -> None:
+    def _refuse_other_units(self, settings: Settings) -> None:
         """Raises ValueError if the account counts other units than those of these settings."""
-        before = {run.settings["examples_per_unit"] for run in self._runs}
-        if before - {each}:
-            raise ValueError(
-                f"examples_per_unit is {each}, and this engine has accounted "
-                f"for units of {min(before)}: ε of both together is that of neither, use a "
-                "PrivacyEngine for each"
+        if self._runs and settings.unit != self._unit:
+            each, before = settings.unit[0], self._unit[0]
+            what = (
+                "unit_ids make other units than those that this engine has accounted for"
+                if each == before
+                else f"examples_per_unit is {each}, and this engine has accounted for units of "
+                f"{before}"
             )
+            raise ValueError(
+                f"{what}: ε of both together is that of neither, use a PrivacyEngine for each"
+            )
+        self._unit = settings.unit
 
     def _run_of(self, module: Any, optimizer: Any, loader: Any) -> PrivateRun:
         for run in self._runs:
@@ -244,6 +257,22 @@ class Accounts:
                         )
                 return run
         raise ValueError("module is not one that this engine's make_private returned")
+
+
+def _settings_of(optimizer: Any) -> tuple:
+    """Returns the settings of an optimizer's groups, but for tensors on a GPU, which take time."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.tolist() if value.device.type == "cpu" else None
+        return repr(value)
+
+    return tuple(
+        (name, repr(plain(value)))
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name not in ("params", "param_names", "initial_lr")
+    )
 
 
 def _additions(run: PrivateRun) -> int:

@@ -6,6 +6,7 @@ gradient. A copy of the unit's own example says nothing about anybody else, and 
 with it as it does with the example.
 """
 
+import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,10 @@ class Units:
     def size(self) -> int:
         """Returns k."""
         return self.members.shape[1]
+
+    def digest(self) -> bytes:
+        """Returns a digest of which examples are together; it is not for files."""
+        return hashlib.blake2b(self.members.numpy().tobytes(), digest_size=16).digest()
 
     def examples(self, units: Tensor) -> list[int]:
         """Returns the rows of a batch of some units: k indices for each."""

@@ -384,6 +384,21 @@ def test_new_keys_begin_an_epoch(name, path):
     assert epsilon(third) == epsilon(again)
 
 
+@every_order
+def test_new_keys_for_other_data_begin_after_an_unused_batch_too(name, path):
+    run = build(name)
+    train(run, 1)
+    save(run, path)
+    other = build(name, dataset=data(30), steps=5)
+    train(other, 3)
+    for _ in range(2):
+        next(iter(other.loader))  # is looked at, and left
+    with pytest.warns(UserWarning, match="keeps 3 of this engine's steps"):
+        load(other, path, new_keys=True)
+    epoch = train(other, 5)
+    assert sorted(joined(epoch)) == sorted(data(30).tensors[0][:, 0].tolist())
+
+
 @every_sampling
 def test_a_run_set_back_makes_the_same_steps(name, path):
     run = build(name)

@@ -357,6 +357,17 @@ class TestRefused:
         ):
             build(engine, examples_per_unit=2)
 
+    def test_units_of_other_ids_in_one_account(self):
+        rows = len(build(PrivacyEngine(accountant="rdp")).loader.dataset)
+        units = -(-rows // 4)
+        ids, others = [row % units for row in range(rows)], [row // 4 for row in range(rows)]
+        for first, second in ((None, ids), (ids, others), (ids, None)):
+            engine = PrivacyEngine(accountant="rdp")
+            build(engine, unit_ids=first)
+            build(engine, unit_ids=first)
+            with pytest.raises(ValueError, match=r"unit_ids make other units .* PrivacyEngine for"):
+                build(engine, unit_ids=second)
+
 
 class TestCheckpoints:
     def test_a_resume_goes_on_with_the_same_units(self, path):

@@ -183,7 +183,14 @@ ROWS = [
      "one.new_empty(shape)", "one.narrow(dim, 0, 0)", COLLATE),
     # ---- the account
     ("batches of another loader are Poisson batches", "runs/accounts.py",
-     "            run.other_batches += 1\n", "            pass\n", ACCOUNTS),
+     "            self._account.other_batches += 1\n", "            pass\n", ACCOUNTS),
+    ("a checkpoint knows the batches of its run only", "checkpoint/restore.py",
+     "max(run.account.other_batches, others)", "run.account.other_batches", ACCOUNTS),
+    ("units of other ids are the same", "arguments/settings.py",
+     "self.units.digest() if named and self.units else b\"\"", "b\"\"",
+     "tests/dp_clipping/test_units_of_privacy.py", "other_ids"),
+    ("a step again may have another learning rate", "accounting/ledger.py",
+     "self.batch_number, self.optimizer))", "self.batch_number))", LEDGER),
     # ---- noise mechanisms of users
     ("a registered mechanism's noise is Gaussian", "noise/add_noise.py",
      "flat_total, flat_target, stream, std, divisor, offset, place, values, earlier",
@@ -340,8 +347,7 @@ ROWS = [
     ("the sampler is exact", "noise/secure/certificate.py",
      "return epsilon + 2 * distance.epsilon", "return epsilon", CERTIFICATE),
     ("steps before a resume are forgotten", "checkpoint/restore.py",
-     "run.certificate.joined(Certificate(*details[\"certificate\"]))", "run.certificate",
-     CERTIFICATE),
+     "run.account.cover(Certificate(*details[\"certificate\"]))", "pass", CERTIFICATE),
     ("parts that were joined are believed", "runs/accounts.py",
      "        largest = None  # parts were put together again\n", "        pass\n", CERTIFICATE),
 ]  # fmt: skip

@@ -113,6 +113,10 @@ class Certificate:
         n = self.most_units
         return n if part is None else min(n, part + -(-n // part) + ranks)
 
+    def as_a_whole(self) -> "Certificate":
+        """Returns the certificate of steps whose batches are summed as a whole."""
+        return replace(self, additions=self.most_units)
+
     def with_step(self, additions: int) -> "Certificate":
         """Returns the certificate with another step, of this m.
 
@@ -192,7 +196,7 @@ class Certificate:
         Raises:
             ValueError: if rounding moves sums too far, or the sampler is too far off.
         """
-        whole = replace(self, additions=self.most_units)  # whether batches are split is not known
+        whole = self.as_a_whole()  # whether batches are split is not known
         if whole.summation > MOST_SUMMATION:
             raise ValueError(
                 "target_epsilon is for batches that are summed as a whole, of which "

@@ -204,6 +204,21 @@ class TestAccount:
         train(run, 1)
         assert steps_of(run) == 2
 
+    def test_a_step_again_with_another_learning_rate_is_refused(self, path):
+        """The step after it would have the same noise, and sums at other parameters."""
+        run = build()
+        train(run, 1)
+        save(run, path)
+        train(run, 2)
+        self.load(run, path, 2)
+        run.optimizer.param_groups[0]["lr"] = 0.01
+        with pytest.raises(RuntimeError, match=r"step 1 was made before, .* learning rate"):
+            train(run, 1)
+        run.optimizer.zero_grad()
+        self.load(run, path, 2)  # with the saved rate
+        train(run, 2)
+        assert steps_of(run) == 3
+
     def test_a_checkpoint_that_does_not_tell_keys_apart(self, path):
         run = build()
         train(run, 2)
@@ -236,7 +251,7 @@ class TestAccount:
         save(run, path)
         train(run, 2)
         self.load(run, path, 2)
-        with pytest.raises(RuntimeError, match=r"step 0 was made before, .* batch:"):
+        with pytest.raises(RuntimeError, match=r"step 0 was made before, .* batch,"):
             train(run, 1)
 
     def test_runs_with_one_fixed_seed_are_counted_apart(self):

@@ -63,6 +63,24 @@ def test_a_resumed_run_has_had_other_batches_too(path):
     assert statement.sampler.startswith("not known for 4 batches")
 
 
+@pytest.mark.filterwarnings(f"ignore:.*{OTHER}", "ignore:poisson_sampling=False")
+@pytest.mark.parametrize("options", [{}, {"poisson_sampling": False}])
+def test_a_checkpoint_of_one_run_knows_the_batches_of_all(path, options):
+    """Its account has the steps of all."""
+    engine, own, (model, optimizer, *_) = made()
+    network = nn.Linear(3, 2)
+    other, by, criterion, _ = engine.make_private(
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1), data_loader=own,
+        noise_multiplier=1.0, max_grad_norm=1.0, **options,
+    )  # fmt: skip
+    train(own, other, by, criterion)
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    again, _, (model, optimizer, *_) = made()
+    again.load_checkpoint(path=path, module=model, optimizer=optimizer)
+    statement = again.privacy_statement(delta=1e-3)
+    assert (statement.epsilon, statement.steps) == (math.inf, 4)
+
+
 @pytest.mark.parametrize("manager", [None, BatchMemoryManager, OpacusBatchMemoryManager])
 def test_batches_of_the_returned_loader_are(manager):
     engine, _, (model, optimizer, criterion, loader) = made()

@@ -134,7 +134,7 @@ def test_units_and_parts_that_were_joined_again_are_counted_as_they_are_added():
         engine=PrivacyEngine(accountant="rdp", secure_mode=True), count=3000, examples_per_unit=2,
         sample_rate=0.2, steps=3,
     )  # fmt: skip
-    most = run.engine._runs[0].certificate.most_units
+    most = run.engine._account.certificate.most_units
     assert step_of(run, 20)["most additions"] == 10 + -(-most // 10) + 1
     x, y = next(iter(run.loader))
     run.optimizer.step_state.usage.largest = 20  # of a batch that has more in a backward
@@ -149,14 +149,44 @@ def test_a_resumed_run_includes_the_steps_before(tmp_path):
     saved_runs.save(run, tmp_path / "file")
     again = saved_runs.build(engine=PrivacyEngine(accountant="rdp", secure_mode=True))
     saved_runs.load(again, tmp_path / "file")
-    assert again.engine._runs[0].certificate == run.engine._runs[0].certificate
+    assert again.engine._account.certificate == run.engine._runs[0].certificate
     most = most_units_of(1.05 * 4 + 2)
-    assert again.engine._runs[0].certificate.additions == most
-    again.engine._runs[0].certificate = certificate_of([10**6], 200.0, 1.0, 200)
+    assert again.engine._account.certificate.additions == most
+    again.engine._account.certificate = certificate_of([10**6], 200.0, 1.0, 200)
     saved_runs.load(again, tmp_path / "file")
-    assert again.engine._runs[0].certificate == Certificate(
+    assert again.engine._account.certificate == Certificate(
         10**6, 10**6 // 2, most_units_of(212.0), most
     )  # fmt: skip
+
+
+def test_a_checkpoint_of_one_run_includes_what_all_cost(tmp_path):
+    """Its account has the steps of all."""
+    dataset = saved_runs.data(4000)
+    engine = PrivacyEngine(accountant="rdp", secure_mode=True)
+    small = saved_runs.build(engine=engine, dataset=dataset, sample_rate=0.001, steps=5)
+    large = saved_runs.build(engine=engine, dataset=dataset, hidden=50, sample_rate=0.1, steps=5)
+    for run in (small, large):
+        saved_runs.train(run, 2)
+    saved_runs.save(small, tmp_path / "file")
+    again = saved_runs.build(
+        engine=PrivacyEngine(accountant="rdp", secure_mode=True), dataset=dataset,
+        sample_rate=0.001, steps=5,
+    )  # fmt: skip
+    saved_runs.load(again, tmp_path / "file")
+    assert again.engine.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
+    assert again.engine._account.certificate == engine._account.certificate
+    assert engine._account.certificate.dimension == large.engine._runs[1].certificate.dimension
+
+
+def test_epsilon_at_the_end_includes_it():
+    run = saved_runs.build(engine=PrivacyEngine(accountant="rdp", secure_mode=True))
+    assert run.engine.epsilon_at_end(run.optimizer, 0, 1e-5) == 0.0
+    forecast = run.engine.epsilon_at_end(run.optimizer, 3, 1e-5)
+    saved_runs.train(run, 2)
+    assert run.engine.epsilon_at_end(run.optimizer, 0, 1e-5) == run.engine.get_epsilon(1e-5)
+    assert run.engine.epsilon_at_end(run.optimizer, 1, 1e-5) == forecast
+    saved_runs.train(run, 1)
+    assert run.engine.get_epsilon(1e-5) == forecast
 
 
 # ---- the grid ------------------------------------------------------------------------------------
@@ -278,7 +308,7 @@ def test_the_statement_names_what_is_included():
     run = saved_runs.build(engine=PrivacyEngine(accountant="rdp", secure_mode=True))
     saved_runs.train(run, 2)
     statement = run.engine.privacy_statement(1e-3)
-    certificate = run.engine._runs[0].certificate
+    certificate = run.engine._account.certificate
     parameters = sum(p.numel() for p in run.model.network.parameters())
     assert statement.as_dict()["secure"] == {
         "effective multiplier": certificate.effective(0.8), "parameters": parameters,
