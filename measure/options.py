@@ -144,7 +144,7 @@ def _argument(one: Field, hint: Any) -> dict[str, Any]:
 
 
 def _text(default: Any) -> str:
-    if isinstance(default, tuple):
+    if type(default) is tuple:  # and no subclass, which has a text of its own
         return " ".join(map(_text, default))
     return f"{default:g}" if isinstance(default, float) else str(default)
 

@@ -3,6 +3,7 @@
 from argparse import SUPPRESS
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,6 +18,18 @@ from measure.options import (
 )
 
 
+class Row(NamedTuple):
+    samples: int
+    tokens: int
+
+    def __str__(self):
+        return f"{self.samples}x{self.tokens}"
+
+
+def row_of(text: str) -> Row:
+    return Row(*map(int, text.split("x")))
+
+
 @dataclass(frozen=True)
 class Options:
     folder: Path = option(metavar="FOLDER", help="whose results")
@@ -27,6 +40,7 @@ class Options:
     )
     pair: tuple[Path, Path] | None = option(None, "(default: none)")
     fast: bool = option(False, "hurry (default: off)")
+    rows: tuple[Row, ...] = option((Row(8, 16), Row(1, 2)), "batches", type=row_of)
     hidden: int = option(0, SUPPRESS)
     typed: tuple[str, ...] = ()
 
@@ -52,6 +66,9 @@ def test_values_have_the_types_of_their_annotations():
     found = parsed("x", *words.split(" "))
     assert found == Options(Path("x"), (3, 4), 2.0, ("b", "a"), (Path("p"), Path("q")), hidden=5)
     assert parsed("x", "--fast").fast
+    rows = parsed("x", "--rows", "3x4")
+    assert rows.rows == (Row(3, 4),)
+    assert parsed(*as_arguments(rows)) == rows
 
 
 def test_help_has_groups_and_defaults(capsys):
@@ -61,6 +78,7 @@ def test_help_has_groups_and_defaults(capsys):
     assert "numbers: --steps N [N ...] counts (default: 1 2) --rate" in text
     assert "a step (default: 1) others: --modes" in text
     assert "hurry (default: off)" in text
+    assert "batches (default: 8x16 1x2)" in text
     assert "hidden" not in text
 
 

@@ -1,0 +1,96 @@
+"""experiments.price_noise on a tiny network: kinds of noise take turns, and all of it is timed."""
+
+import json
+
+import pytest
+import torch
+
+from experiments import price_noise
+from experiments.price_noise import ALONE, Options, RoundCell, Steps, main, measure, report
+from experiments.rounds import Row
+
+CPU = torch.device("cpu")
+NOISE = ["default", "secure", "bands_3"]
+ARGUMENTS = [
+    "--model", "tiny", "--layers", "1", "--part", "2", "--rounds", "1", "--steps", "1",
+    "--rows", "2x8", "4x8", "--noise", *NOISE,
+]  # fmt: skip
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_each_noise_has_a_line_for_each_row(without_gpu, tmp_path, capsys):
+    output = tmp_path / "noise.json"
+    assert main([*ARGUMENTS, "--output", str(output)]) == 0
+    _, table = capsys.readouterr().out.split("---", 1)
+    lines = table.splitlines()
+    cells = json.loads(output.read_text())["cells"]
+    assert {(c["row"], c["variant"]) for c in cells} == {
+        (row, noise) for row in (ALONE, "2x8", "4x8") for noise in NOISE
+    }
+    for cell in cells:
+        own = next(x.split() for x in lines if x.split()[:2] == [cell["row"], cell["variant"]])
+        base = next(
+            c for c in cells if (c["row"], c["variant"]) == (cell["row"], price_noise.DEFAULT)
+        )
+        assert float(own[2]) == pytest.approx(cell["step_ms"][0], abs=0.01)
+        assert float(own[3]) == pytest.approx(cell["step_ms"][0] / base["step_ms"][0], abs=0.002)
+
+
+def test_steps_have_the_noise_of_their_cell_and_all_its_bands(monkeypatch):
+    options = Options(model="tiny", layers=1, part=2, rows=(Row(4, 8),), steps=2)
+    steps = Steps(options, CPU)
+    seen, make = [], steps.source
+
+    def recorded(noise):
+        source = make(noise)
+        add = source.add
+
+        def record(totals, names, *, step, **more):
+            seen.append((noise, step, sorted(names) == sorted(steps.names)))
+            return add(totals, names, step=step, **more)
+
+        monkeypatch.setattr(source, "add", record)
+        return source
+
+    monkeypatch.setattr(steps, "source", recorded)
+    measure(RoundCell(Row(4, 8), "bands_5", 0), steps, options, CPU)
+    taken = steps.training.optimizer.steps
+    assert seen == [("bands_5", step, True) for step in range(7)]  # five, and two that are timed
+    assert taken == 7  # of two parts each
+    measure(RoundCell(ALONE, "secure", 1), steps, options, CPU)
+    assert [name for name, *_ in seen[7:]] == ["secure"] * 3
+    assert all(step >= 1000 and whole for _, step, whole in seen[7:])
+    assert steps.training.optimizer.steps == taken
+
+
+def test_a_failed_cell_has_no_line():
+    done = {"row": "2x8", "variant": "default", "round": 0, "status": "ok", "step_ms": [2.0]}
+    failed = {"row": "2x8", "variant": "secure", "round": 0, "status": "oom", "reason": "full"}
+    text = report([done | {"peak_memory_mb": 1.0}, failed])
+    assert "default" in text
+    assert "secure" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--noise", "secure"], "--noise has no default"),
+        (["--noise", "bands_0"], "such as bands_8"),
+        (["--noise", "gaussian"], "such as bands_8"),
+        (["--rows", "12x8", "--part", "8"], "--rows 12x8 has no whole number of parts of 8"),
+        (["--rounds", "0"], "--rounds"),
+        (["--output", "/proc/no/such/noise.json"], "--output"),
+        (["--model", "llama-3.2-1b"], "--model tiny"),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(without_gpu, arguments, part, capsys):
+    try:
+        status = main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert part in capsys.readouterr().err
