@@ -2,7 +2,9 @@
 
 import logging
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +13,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dp_clipping import cuda_graph
+from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from dp_clipping.arguments.checks import check_adaptive, check_optimizer
 from dp_clipping.arguments.numbers import check_expected_batch_size, check_noise
-from dp_clipping.arguments.settings import Settings
+from dp_clipping.arguments.settings import Sampled, Settings
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.distributed.dtensor import shard_again
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.model import PrivateModel, is_private
+from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
 from dp_clipping.noise.secure.certificate import Certificate, certificate_of
 from dp_clipping.noise.secure.source import SecureNoise
@@ -245,14 +249,42 @@ def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | No
     )
 
 
-def forecast(
-    module: Any, loader: DataLoader, sample_rate: float, units: int, arguments: dict[str, Any]
-) -> Certificate:
-    """Returns a certificate that is not better than the one which `make_private` will have.
+def noise_for_target(
+    module: Any, loader: DataLoader, training: Sampled, *, steps: int, accountant: str,
+    secure_mode: bool, arguments: Mapping[str, Any], target_epsilon: float, target_delta: float,
+    **search: Any,
+) -> float:  # fmt: skip
+    """Returns σ with which `steps` steps of what `make_private` makes end at (ε, δ).
 
     Args:
+        training: how the loader is sampled.
+        accountant: `"prv"`, `"rdp"` or `"gdp"`.
         arguments: further ones of `make_private`.
+        search: further ones of `noise_multiplier_for`.
+
+    Raises:
+        ValueError: for noise whose ε is a function of the user's, and as `noise_multiplier_for`.
     """
+    noise = arguments.get("noise_mechanism", "gaussian")
+    if noise != "gaussian" and not isinstance(noise, CorrelatedNoise):
+        raise ValueError(
+            "target_epsilon is for Gaussian noise: find the noise with the epsilon function of "
+            "your mechanism, and call make_private(noise_multiplier=.., noise_mechanism=..)"
+        )
+    find = partial(
+        noise_multiplier_for, sample_rate=training.rate, steps=steps, accountant=accountant,
+        mechanism=training.mechanism, **search,
+    )  # fmt: skip
+    if secure_mode:
+        certificate = _forecast(module, loader, training, arguments)
+        find = partial(certificate.noise_multiplier, steps=steps, find=find)
+    return find(target_epsilon=target_epsilon, target_delta=target_delta)
+
+
+def _forecast(
+    module: Any, loader: DataLoader, training: Sampled, arguments: Mapping[str, Any]
+) -> Certificate:
+    """Returns a certificate that is not better than the one which `make_private` will have."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     parameters = module.parameters() if isinstance(module, nn.Module) else ()
     expected = arguments.get("expected_batch_size")
@@ -261,7 +293,7 @@ def forecast(
         expected = expected_batch_size_of(loader, ranks, each)
     check_expected_batch_size(expected)
     sizes = [ranks * p.numel() for p in parameters if p.requires_grad]
-    return certificate_of(sizes, float(expected), sample_rate, units)
+    return certificate_of(sizes, float(expected), training.rate, training.units)
 
 
 def sizes_of(model: PrivateModel) -> list[int]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from dp_clipping.arguments.numbers import check_target
 from dp_clipping.arguments.opacus_names import (
     ARGUMENTS,
@@ -32,8 +31,8 @@ from dp_clipping.build import (
     build_model,
     build_optimizer,
     certificate_for,
-    forecast,
     keys_for,
+    noise_for_target,
     ranks_of,
     refuse_private,
 )
@@ -263,12 +262,6 @@ class PrivacyEngine(Checkpoints, Audits):
                 "noise_multiplier is what target_epsilon determines: leave it out, or call "
                 "make_private(noise_multiplier=..)"
             )
-        noise = arguments.get("noise_mechanism", "gaussian")
-        if noise != "gaussian" and not isinstance(noise, CorrelatedNoise):
-            raise ValueError(
-                "target_epsilon is for Gaussian noise: find the noise with the epsilon function of "
-                "your mechanism, and call make_private(noise_multiplier=.., noise_mechanism=..)"
-            )
         training = sampled(data_loader, arguments)
         if epochs is None and arguments.get("steps") is None:
             raise ValueError(
@@ -283,15 +276,12 @@ class PrivacyEngine(Checkpoints, Audits):
                 "accountant has counted steps already: the total will be above target_epsilon",
                 stacklevel=2,
             )
-        find = partial(
-            noise_multiplier_for, sample_rate=training.rate, steps=epochs * training.batches,
-            accountant=self.accountant.mechanism(), mechanism=training.mechanism,
+        noise_multiplier = noise_for_target(
+            module, data_loader, training, steps=epochs * training.batches,
+            accountant=self.accountant.mechanism(), secure_mode=self.secure_mode,
+            arguments=arguments, target_epsilon=target_epsilon, target_delta=target_delta,
             epsilon_tolerance=epsilon_tolerance, alphas=alphas,
         )  # fmt: skip
-        if self.secure_mode:
-            certificate = forecast(module, data_loader, training.rate, training.units, arguments)
-            find = partial(certificate.noise_multiplier, steps=epochs * training.batches, find=find)
-        noise_multiplier = find(target_epsilon=target_epsilon, target_delta=target_delta)
         return self.make_private(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
             noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, **arguments,

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from dp_clipping.arguments.accounted import check_sampling
 from dp_clipping.arguments.checks import check_units
 from dp_clipping.arguments.numbers import check_noise_multiplier, check_target
@@ -50,6 +49,8 @@ class PrivacyArguments:
         steps: batches of an epoch, as a public constant. Default: as the Trainer counts them.
         sampling: how the units of a batch are chosen, as of `PrivacyEngine.make_private`.
         max_batch_size: with `sampling="truncated_poisson"`, the most units of a batch.
+        secure_mode: as of `PrivacyEngine`: cryptographic noise and batches, and an ε that includes
+            what rounding costs.
         pad_batches: every microbatch has `per_device_train_batch_size` rows; see
             `BatchMemoryManager`.
         log_unprotected: also logs what ε does not cover: the training loss, tokens that were seen
@@ -75,6 +76,7 @@ class PrivacyArguments:
     steps: int | None = None
     sampling: str = "poisson"
     max_batch_size: int | None = None
+    secure_mode: bool = False
     pad_batches: bool = False
     log_unprotected: bool = False
     key_folder: str | None = None
@@ -99,7 +101,7 @@ class PrivacyArguments:
             self.sampling, max_batch_size=self.max_batch_size, sample_rate=self.sample_rate,
             noise_mechanism=self.options.get("noise_mechanism", "gaussian"),
         )  # fmt: skip
-        for name in ("pad_batches", "log_unprotected", "new_keys"):
+        for name in ("secure_mode", "pad_batches", "log_unprotected", "new_keys"):
             check_type(name, getattr(self, name), bool, "True or False")
         for name in self.options:
             if name in GIVEN_BY_TRAINER:
@@ -108,20 +110,13 @@ class PrivacyArguments:
                     "it out, or write it as an argument of PrivacyArguments, if it is one"
                 )
 
+    def of_make_private(self) -> dict[str, Any]:
+        """Returns the arguments of `make_private` that no training changes."""
+        return {name: getattr(self, name) for name in SAMPLED} | dict(self.options)
+
     def sampled(self, loader: DataLoader) -> Sampled:
         """Returns how the training samples its data, and the account of that."""
-        return sampled(loader, {name: getattr(self, name) for name in SAMPLED})
-
-    def noise_for(self, training: Sampled, steps: int) -> float:
-        """Returns σ for a training of `steps` steps."""
-        if self.noise_multiplier is not None:
-            return self.noise_multiplier
-        assert self.target_epsilon is not None
-        return noise_multiplier_for(
-            target_epsilon=self.target_epsilon, target_delta=self.target_delta,
-            sample_rate=training.rate, steps=steps, accountant=self.accountant,
-            mechanism=training.mechanism,
-        )  # fmt: skip
+        return sampled(loader, self.of_make_private())
 
 
 _by_name = by_name("PrivacyArguments(target_epsilon=8.0, target_delta=1e-5, max_grad_norm=1.0)")

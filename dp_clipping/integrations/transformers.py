@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dp_clipping.accounting.statement import PrivacyStatement
+from dp_clipping.build import noise_for_target
 from dp_clipping.engine import PrivacyEngine
 from dp_clipping.integrations.adapters import adapters_of, refuse_unreached, warn_of_still
 from dp_clipping.integrations.logical_batches import LogicalBatches, Microbatches
 from dp_clipping.integrations.padding import refuse_padding
 from dp_clipping.integrations.trainer_arguments import (
-    SAMPLED,
     PrivacyArguments,
     arguments_of_loop,
     refuse_arguments,
@@ -97,7 +97,7 @@ class PrivateTrainer(Trainer):
         refuse_arguments(own, privacy, data_parallel is not None)
         self.privacy, self._data_parallel = privacy, data_parallel
         self._accumulation_steps = own.gradient_accumulation_steps
-        self.engine = PrivacyEngine(accountant=privacy.accountant)
+        self.engine = PrivacyEngine(accountant=privacy.accountant, secure_mode=privacy.secure_mode)
         self._made: tuple[nn.Module, Any] | None = None  # what was made private: network and loader
         self._epsilon = (-1, 0.0)  # steps, and ε after them
         super().__init__(*args[2:], args=arguments_of_loop(own), **given)
@@ -186,13 +186,19 @@ class PrivateTrainer(Trainer):
             network = self._data_parallel(network)
         self.model.train()  # from_pretrained and an evaluation leave it otherwise
         self.create_optimizer()
-        training = privacy.sampled(loader)
+        arguments = privacy.of_make_private()
+        noise = privacy.noise_multiplier
+        if noise is None:
+            noise = noise_for_target(
+                network, loader, privacy.sampled(loader), steps=max_steps, arguments=arguments,
+                accountant=privacy.accountant, secure_mode=privacy.secure_mode,
+                target_epsilon=privacy.target_epsilon, target_delta=privacy.target_delta,
+            )  # fmt: skip
         self.model_wrapped, self.optimizer, self.criterion, loader = self.engine.make_private(
             module=network, optimizer=self.optimizer, data_loader=loader,
             criterion=self._user_loss and _without_count(self._user_loss),
-            noise_multiplier=privacy.noise_for(training, max_steps),
-            max_grad_norm=privacy.max_grad_norm, wrap_model=False,
-            **{name: getattr(privacy, name) for name in SAMPLED}, **privacy.options,
+            noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm, wrap_model=False,
+            **arguments,
         )  # fmt: skip
         if self._user_loss is not None:
             self.compute_loss_func = _with_count(self.criterion)

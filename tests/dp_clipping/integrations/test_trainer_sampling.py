@@ -1,9 +1,12 @@
-"""`PrivacyArguments(sampling=)`: batches and ε of a Trainer are those of `make_private`."""
+"""Samplings and noise of a Trainer are those of `make_private`, and its target is of them."""
 
 import pytest
 import torch
 
+from dp_clipping import CorrelatedNoise
+from dp_clipping.noise import mechanisms
 from tests.dp_clipping.integrations.conftest import privacy, trainer_of, weights
+from tests.dp_clipping.noise import test_mechanisms
 
 SAMPLINGS = [
     {"sampling": "balls_in_bins"},
@@ -52,3 +55,44 @@ def test_what_does_not_go_together():
         privacy(options={"sampling": "cyclic"})
     with pytest.raises(ValueError, match="does not go with noise_mechanism='laplace'"):
         privacy(sampling="cyclic", options={"noise_mechanism": "laplace"})
+
+
+def test_correlated_noise_ends_at_its_target(tmp_path):
+    """Noise of as many steps would be too little, were it independent."""
+    options = {"sampling": "cyclic", "options": {"noise_mechanism": CorrelatedNoise(bands=3)}}
+    given = {"max_steps": 8, "privacy": {"target_epsilon": 3.0, **options}}
+    trainer = trainer_of("gpt2", tmp_path, **given)
+    trainer.train()
+    assert 2.99 <= trainer.privacy_statement().epsilon <= 3.0
+
+
+def test_a_target_of_registered_noise_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(mechanisms, "_REGISTERED", {})
+    test_mechanisms.register("logistic")
+    options = {"target_epsilon": 3.0, "options": {"noise_mechanism": "logistic"}}
+    trainer = trainer_of("gpt2", tmp_path, privacy=options)
+    with pytest.raises(ValueError, match="target_epsilon is for Gaussian noise"):
+        trainer.train()
+
+
+class TestSecureMode:
+    def test_a_target_is_met_and_a_run_resumes(self, tmp_path):
+        given = {
+            "max_steps": 4, "save_strategy": "steps", "save_steps": 2,
+            "privacy": {"target_epsilon": 3.0, "target_delta": 1e-4, "secure_mode": True},
+        }  # fmt: skip
+        whole = trainer_of("gpt2", tmp_path, **given)
+        whole.train()
+        statement = whole.privacy_statement()
+        assert statement.secure["effective multiplier"] < whole.optimizer.noise_multiplier
+        assert 2.9 <= statement.epsilon <= 3.0
+        resumed = trainer_of("gpt2", tmp_path, **given)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert resumed.privacy_statement() == statement
+
+    def test_what_does_not_go_with_it(self, tmp_path):
+        with pytest.raises(ValueError, match="secure_mode is 1: give True or False"):
+            privacy(secure_mode=1)
+        trainer = trainer_of("gpt2", tmp_path, privacy={"secure_mode": True, "sampling": "cyclic"})
+        with pytest.raises(ValueError, match="secure_mode=True does not go with sampling='cyclic'"):
+            trainer.train()
