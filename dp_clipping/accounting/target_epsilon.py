@@ -98,27 +98,37 @@ def noise_multiplier_for(
 def _search(
     mechanism: Mechanism, target: float, delta: float, rate: float, steps: int, tolerance: float
 ) -> float:
-    """Returns σ whose ε is at most `tolerance` below its target, by bisection of log σ."""
+    """Returns σ whose ε is at most `tolerance` below its target.
+
+    log ε is almost linear in log σ, so the next σ is where a line between the two ends crosses the
+    middle of the tolerance; and it halves the interval where the line has moved one end twice.
+    """
 
     def epsilon(sigma: float) -> float:
         assert mechanism.epsilon is not None
         return mechanism.epsilon([[(sigma, rate, steps)]], delta)
 
-    low, high = LOWEST, 2 * LOWEST  # ε is above its target at `low`
+    low, high = LOWEST, 2 * LOWEST  # ε is above its target at `low`, where it is `above`
+    above = math.inf
     while (found := epsilon(high)) > target:
-        low, high = high, 2 * high
+        low, high, above = high, 2 * high, found
         if high > HIGHEST:
             raise ValueError(
                 f"target_epsilon is {target:g}: with noise_multiplier {low:g} epsilon is "
                 f"{found:.3g}; give a larger target_epsilon, or fewer epochs"
             )
-    if low == LOWEST and (most := epsilon(low)) <= target:
-        raise ValueError(NO_NOISE.format(target=target, lowest=LOWEST, most=most))
+    if low == LOWEST and (above := epsilon(low)) <= target:
+        raise ValueError(NO_NOISE.format(target=target, lowest=LOWEST, most=above))
+    moved, is_stuck = None, False
     while found < target - tolerance and high / low > 1 + PRECISION:
-        middle = math.sqrt(low * high)
+        share = 0.5
+        if not is_stuck and 0 < found < above < math.inf and target > tolerance / 2:
+            share = math.log(above / (target - tolerance / 2)) / math.log(above / found)
+        middle = low * (high / low) ** min(0.95, max(0.05, share))
         at = epsilon(middle)
+        is_stuck, moved = moved == (at > target), at > target
         if at > target:
-            low = middle
+            low, above = middle, at
         else:
             high, found = middle, at
     return high

@@ -1,9 +1,12 @@
 """The noise multiplier for a target ε: Opacus's own, or a refusal within a second."""
 
+import math
+
 import pytest
 from opacus.accountants import RDPAccountant
 from opacus.accountants.utils import get_noise_multiplier
 
+from dp_clipping.accounting.mechanism import Mechanism
 from dp_clipping.accounting.target_epsilon import epsilon_at_end, noise_multiplier_for
 
 SETTING = {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 100}
@@ -53,3 +56,33 @@ def test_epsilon_at_the_end_of_a_training():
     assert epsilon_at_end(accountant, 1.0, 0.1, -1, 1e-5) == accountant.get_epsilon(1e-5)
     assert epsilon_at_end(RDPAccountant(), 1.0, 0.1, 0, 1e-5) == 0.0
     assert accountant.history == [(1.0, 0.1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("of", "most"),
+    [
+        (lambda s: 5 / s, 10),
+        (lambda s: 5 / s + 3 / s**2, 10),
+        (lambda s: math.expm1(3 / s), 12),
+        (lambda s: max(0.0, 5 / s - 0.1), 11),
+        (lambda s: 30 / s**2 if s > 0.5 else math.inf, 12),
+        (lambda s: 20.0 if s < 3 else 0.04, 70),  # a jump, so σ is determined and not ε
+    ],
+)
+@pytest.mark.parametrize("target", [0.05, 0.7, 8.0])
+def test_the_search_of_a_mechanism_ends_below_its_target_soon(of, most, target):
+    asked = []
+
+    def epsilon(histories, delta):
+        ((sigma, rate, steps),) = histories[0]
+        assert (rate, steps, delta) == (0.01, 100, 1e-5)
+        asked.append(sigma)
+        return of(sigma)
+
+    sigma = noise_multiplier_for(
+        **SETTING, target_epsilon=target, accountant="rdp",
+        mechanism=Mechanism(name="made up", epsilon=epsilon),
+    )  # fmt: skip
+    assert of(sigma) <= target
+    assert of(sigma) >= target - 0.01 or of(sigma * (1 - 1e-8)) > target
+    assert len(asked) <= most
