@@ -142,6 +142,13 @@ class Weights:
         """Returns the coefficients of some samples."""
         return Weights(self.values[samples], self.by_host[samples])
 
+    def of_dtype(self, dtype: torch.dtype) -> Tensor:
+        """Returns c [B] in the dtype of a sum, rounded down where it is float32 and c is not.
+
+        In a network of several dtypes the norm over all of it, and so c, may be float64.
+        """
+        return self.values if self.values.dtype == dtype else round_down(self.values, dtype)
+
     def block(self, dtype: torch.dtype, pieces: int) -> tuple[Tensor, float]:
         """Returns C [g, B·g], its i-th block c_i on the diagonal, rounded down, and a factor.
 
@@ -170,7 +177,7 @@ def weighted_sum(weights: Weights, gradients: Tensor) -> Tensor:
     if rows.is_cuda and rows.element_size() == 2 and len(rows):
         total = _sum_by_pieces(weights, rows)
     else:
-        total = _widened_sum(weights.values, rows)
+        total = _widened_sum(weights.of_dtype(accumulation_dtype(rows.dtype)), rows)
     return total.view(gradients.shape[1:])
 
 
@@ -190,14 +197,14 @@ def _sum_by_pieces(weights: Weights, rows: Tensor) -> Tensor:
 
 
 def _widened_sum(coefficients: Tensor, rows: Tensor) -> Tensor:
-    dtype = accumulation_dtype(rows.dtype)
+    dtype = coefficients.dtype
     if rows.dtype == dtype:
         with full_float32():
-            return coefficients.to(dtype) @ rows
+            return coefficients @ rows
     total = torch.empty(rows.shape[1], dtype=dtype, device=rows.device)
     width = max(1, CHUNK_ELEMENTS // max(1, rows.shape[0]))
     for start in range(0, rows.shape[1], width):
         piece = rows[:, start : start + width].to(dtype)
         with full_float32():
-            torch.mv(piece.t(), coefficients.to(dtype), out=total[start : start + width])
+            torch.mv(piece.t(), coefficients, out=total[start : start + width])
     return total

@@ -172,7 +172,7 @@ class LinearFactors:
             return total
         if left.is_cuda and self.is_16_bit and not self.is_one_token:
             return self._sum_by_sample(left, right, weights.by_host)
-        left = left.to(dtype) * weights.values.to(dtype)[:, None, None]
+        left = left.to(dtype) * weights.of_dtype(dtype)[:, None, None]
         with full_float32():
             return left.flatten(0, 1).t() @ right.flatten(0, 1).to(dtype)
 

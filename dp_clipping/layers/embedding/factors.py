@@ -102,7 +102,7 @@ class EmbeddingFactors:
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
         sums, which = self._distinct()
-        c = weights.values.repeat_interleave(self.ids.shape[1])[:, None]
+        c = weights.of_dtype(sums.dtype).repeat_interleave(self.ids.shape[1])[:, None]
         return sums.new_zeros(self.vocabulary, sums.shape[1]).index_add_(0, which, sums * c)
 
     def dense(self) -> Tensor:

@@ -48,7 +48,7 @@ class RaggedFactors:
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
         sums, keys = self._distinct()
-        c = weights.values[keys // self.vocabulary][:, None]
+        c = weights.of_dtype(sums.dtype)[keys // self.vocabulary][:, None]
         total = sums.new_zeros(self.vocabulary, sums.shape[1])
         return total.index_add_(0, keys % self.vocabulary, sums * c)
 

@@ -1,0 +1,66 @@
+"""A layer in float32 before one in float64: norms, and so coefficients, are float64 for both."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import PrivacyEngine
+from dp_clipping.clipping.accumulation import Weights
+
+LAYERS = {
+    "linear": lambda: nn.Linear(4, 3),
+    "conv": lambda: nn.Conv1d(5, 3, 2),
+    "norm": lambda: nn.LayerNorm(4),
+    "group norm": lambda: nn.GroupNorm(5, 5),
+    "recurrent": lambda: nn.GRU(4, 3, batch_first=True),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+    "embedding": lambda: nn.Embedding(7, 3),
+    "bag": lambda: nn.EmbeddingBag(7, 3),
+}
+OF_TOKENS = ("embedding", "bag")
+
+
+class Network(nn.Module):
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer, self.head = layer, nn.LazyLinear(2, dtype=torch.float64)
+
+    def forward(self, x):
+        y = self.layer(x)
+        y = y[0] if isinstance(y, tuple) else y
+        return self.head(y.double().flatten(1))
+
+
+@pytest.mark.parametrize("mode", ["ghost", "bookkeeping"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_step_is_as_defined(kind, mode):
+    torch.manual_seed(0)
+    x = torch.randint(7, (12, 5)) if kind in OF_TOKENS else torch.randn(12, 5, 4)
+    network = Network(LAYERS[kind]())
+    network(x)  # makes the head
+    engine = PrivacyEngine()
+    model, optimizer, criterion, loader = engine.make_private(
+        module=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(x, torch.randint(2, (12,))), batch_size=6),
+        noise_multiplier=1.0,
+        max_grad_norm=0.1,
+        grad_sample_mode=mode,
+    )
+    for batch, y in loader:
+        criterion(model(batch), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.check(model, (x, torch.randint(2, (12,)))).ok
+    assert network.head.weight.dtype == torch.float64
+    assert {p.dtype for p in network.layer.parameters()} == {torch.float32}
+
+
+def test_coefficients_are_rounded_down():
+    c = torch.rand(4096, dtype=torch.float64)
+    narrow = Weights(c, c.tolist()).of_dtype(torch.float32)
+    assert narrow.dtype == torch.float32
+    assert (narrow.double() <= c).all()
+    assert (narrow.double() >= c * (1 - 2**-22)).all()
+    assert Weights(c, c.tolist()).of_dtype(torch.float64) is c
