@@ -84,9 +84,18 @@ class PrivacyEngine(Checkpoints, Audits):
         check_type("secure_mode", secure_mode, bool, "True or False")
         check_type("hide_unprotected", hide_unprotected, bool, "True or False")
         super().__init__(accountant)
-        self.secure_mode = secure_mode
-        self.hide_unprotected = hide_unprotected
+        self._secure_mode, self._hide_unprotected = secure_mode, hide_unprotected
         self._dataset: Any = None
+
+    @property
+    def secure_mode(self) -> bool:
+        """Returns what the engine was created with."""
+        return self._secure_mode
+
+    @property
+    def hide_unprotected(self) -> bool:
+        """Returns what the engine was created with."""
+        return self._hide_unprotected
 
     @property
     def release(self) -> bool:
@@ -270,11 +279,13 @@ class PrivacyEngine(Checkpoints, Audits):
         epochs = 1 if epochs is None else epochs
         check_target(target_epsilon, target_delta, epochs)
         self._warn_of_delta(target_delta, training.units, 3)
-        if len(self.accountant) > 0:
+        if len(self.accountant) > 0 or self._runs:
+            has = "accountant has counted steps" if len(self.accountant) else "make_private ran"
             warnings.warn(
                 "make_private_with_epsilon takes the whole budget to be unspent, but this engine's "
-                "accountant has counted steps already: the total will be above target_epsilon",
-                stacklevel=2,
+                f"{has} already: the total will be above target_epsilon if both are trained; "
+                "create a PrivacyEngine for each",
+                stacklevel=3,
             )
         noise_multiplier = noise_for_target(
             module, data_loader, training, steps=epochs * training.batches,
@@ -365,11 +376,14 @@ class PrivacyEngine(Checkpoints, Audits):
         count = partial(self._count, sample_rate=public["sample_rate"])
         optimizer = build_optimizer(settings, ranks, model, keys, count)
         run = PrivateRun(
-            model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion
-        )
+            model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion,
+            units_digest=settings.unit[1].hex(),
+        )  # fmt: skip
         run.certificate = certificate_for(settings, model)
         if run.certificate is not None:
             self._account.cover(run.certificate)
+        if run.certificate is not None or settings.mechanism.epsilon is not None:
+            self._account.refuse_direct()
         self._runs.append(run)
         return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))
 

@@ -52,7 +52,7 @@ class Step:
         sigma, rate: as they are counted.
         clip_norms: C, or those of the clipping groups.
         batch_number: the number of its batch in the loader; None if it is made of another batch.
-        optimizer: the optimizer's settings, such as its learning rate.
+        settings: those that the sum and what becomes of it depend on, such as the learning rate.
     """
 
     fingerprint: str
@@ -61,12 +61,12 @@ class Step:
     rate: float
     clip_norms: tuple[float, ...]
     batch_number: int | None
-    optimizer: tuple = ()
+    settings: tuple = ()
 
     @property
     def digest(self) -> int:
         """Returns a digest of the settings that are not in an accountant's history."""
-        return hash((self.clip_norms, self.batch_number, self.optimizer))
+        return hash((self.clip_norms, self.batch_number, self.settings))
 
 
 def count(history: History) -> int:
@@ -139,6 +139,8 @@ class Account:
         self._is_used = False  # a step was made since the last load
         self._end = (0, 0)  # of the history as last seen: entries, steps of the last one
         self._loaded_for: object = None
+        self._run_of: dict[str, object] = {}  # by the fingerprint of its key
+        self._is_direct = True  # the accountant's ε is that of the steps
         self.other_batches = 0
         self.certificate: Any = None
 
@@ -174,7 +176,12 @@ class Account:
         """Returns ε of these steps with Gaussian noise, as this accountant computes it."""
         other = copy(self.accountant)
         other.history = history
-        return max(0.0, float(other.get_epsilon(delta)))
+        return max(0.0, float(type(other).get_epsilon(other, delta)))
+
+    def refuse_direct(self) -> None:
+        """Lets the accountant refuse ε, which is not the one of these steps."""
+        setattr(self.accountant, "get_epsilon", _refuse_epsilon)  # noqa: B010
+        self._is_direct = False
 
     def cover(self, certificate: Any) -> None:
         """Includes what a run with this `noise.secure.certificate.Certificate` may cost."""
@@ -210,6 +217,8 @@ class Account:
                 "counted them too"
             )
         self.accountant = accountant
+        if not self._is_direct:
+            self.refuse_direct()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -230,6 +239,23 @@ class Account:
 
     # ---- steps ----------------------------------------------------------------------------------
 
+    def hand_over(self, fingerprint: str, run: object) -> None:
+        """Records that this run goes on with a key; no other one of the engine may from here on."""
+        self._run_of[fingerprint] = run
+
+    def refuse_other_run(self, fingerprint: str, run: object) -> None:
+        """Raises RuntimeError if another run of the engine goes on with this run's key."""
+        if self._run_of.setdefault(fingerprint, run) is not run:
+            raise RuntimeError(
+                "another run of this engine has loaded a checkpoint of this one and goes on with "
+                "its key, so both would have the same noise: go on with that run, or load one of "
+                "them with engine.load_checkpoint(.., new_keys=True)"
+            )
+
+    def made_ahead(self, fingerprint: str, number: int) -> int:
+        """Returns how many steps from this one on the account has, which are made again."""
+        return max(0, self._next.get(fingerprint, 0) - number)
+
     def count(self, step: Step, *, key_is_fixed: bool) -> None:
         """Counts one step more, unless the account has it and it is made again.
 
@@ -237,19 +263,22 @@ class Account:
             key_is_fixed: of a test, where runs with one key are not the same run: each step counts.
 
         Raises:
-            RuntimeError: if it was made with another σ, sample rate, C or setting of the optimizer,
-                or of another batch.
+            RuntimeError: if it was made with another σ, sample rate, C, setting of the optimizer or
+                the criterion, or of another batch.
         """
         self._refuse_lost()
         self._note_others()
         if not key_is_fixed and self._holds(step):
             return
         before = list(self.history)
-        try:
-            self.accountant.step(noise_multiplier=step.sigma, sample_rate=step.rate)
-        except BaseException:
-            self.accountant.history = before  # Opacus's gdp forgets it when σ changes
-            raise
+        if self._is_direct:
+            try:
+                self.accountant.step(noise_multiplier=step.sigma, sample_rate=step.rate)
+            except BaseException:
+                self.accountant.history = before  # Opacus's gdp forgets it when σ changes
+                raise
+        else:  # also where σ changes, of which gdp has no account
+            self.accountant.history = joined(before, [(step.sigma, step.rate, 1)])
         self._attribute(step.fingerprint, step.number)
         self._made[step.fingerprint, step.number] = step.digest
 
@@ -263,9 +292,9 @@ class Account:
             raise RuntimeError(
                 f"step {step.number} was made before, from the same key and with another "
                 "noise_multiplier, max_grad_norm, sample rate, batch, learning rate or other "
-                "setting of the optimizer: two results under the same noise give away the "
-                "difference of their sums; load with new_keys=True, or give the learning-rate "
-                "scheduler its state of that step, scheduler.load_state_dict(..)"
+                "setting of the optimizer or the criterion: two results under the same noise give "
+                "away the difference of their sums; load with new_keys=True, or give the "
+                "learning-rate scheduler its state of that step, scheduler.load_state_dict(..)"
             )
         self._is_used = True
         return True
@@ -334,6 +363,13 @@ class Account:
             self._parts[key] = first, joined(there, part)
         self._next = {key: first + count(part) for key, (first, part) in self._parts.items()}
         self._end, self._loaded_for = _end(self.history), run
+
+
+def _refuse_epsilon(*_: Any, **__: Any) -> float:
+    raise RuntimeError(
+        "engine.accountant computes ε of Poisson batches with independent Gaussian noise, which is "
+        "not that of this engine's steps: call engine.get_epsilon(delta=1e-5)"
+    )
 
 
 def _totals(history: History) -> Counter[tuple[float, float]]:

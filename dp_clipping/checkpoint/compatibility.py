@@ -107,7 +107,14 @@ def _check_run(
     if notes:
         # Another σ or C, now or later: two results under the same noise could be solved for a sum.
         return None, [f"{note}, so noise and samples come from a new key" for note in notes]
-    return _find_keys(snapshot.key_file, details["key_fingerprint"]), notes
+    keys = _find_keys(snapshot.key_file, details["key_fingerprint"])
+    if details.get("units") and details["units"] != keys.mac(run.units_digest):
+        raise ValueError(
+            f"{path}: unit_ids put other examples together than in the saved run, and ε is of one "
+            "kind of unit: resume with the unit_ids of the saved run, or pass new_keys=True if the "
+            "data have changed too"
+        )
+    return keys, notes
 
 
 def _check_adaptive(saved: dict | None, adaptive: AdaptiveThreshold | None, path: Path) -> None:

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from dp_clipping.checkpoint.random_states import is_random_state
 from dp_clipping.files import replacing
 from dp_clipping.noise.keys import Keys, read_keys, write_keys
 from dp_clipping.torch_compat import tree_map_only
@@ -226,7 +227,7 @@ def check_structure(path: Path, saved: Mapping[str, Any]) -> None:
         ("noise_multiplier", _is_number(details["noise_multiplier"])),
         ("max_grad_norm", all(map(_is_number, limits)) if isinstance(limits, list | tuple)
          else _is_number(limits)),
-        ("random", isinstance(random, list) and all(map(_is_random_state, random))),
+        ("random", isinstance(random, list) and all(map(is_random_state, random))),
         *((name, _has_names(saved.get(name, {}))) for name in SCHEDULERS),
     ):  # fmt: skip
         if not right:
@@ -278,18 +279,6 @@ def _are_groups(groups: Any) -> bool:
     return isinstance(groups, list) and all(
         _has_names(group) and isinstance(group.get("params"), list) for group in groups
     )
-
-
-def _is_random_state(states: Any) -> bool:
-    if not (_has_names(states) and "cpu" in states):
-        return False
-    if not all(isinstance(x, Tensor) and x.dtype == torch.uint8 for x in states.values()):
-        return False
-    try:
-        torch.Generator().set_state(states["cpu"].clone())
-    except RuntimeError:
-        return False
-    return True
 
 
 def check_contents(contents: dict[str, Any], extra: Mapping[str, Any]) -> None:

@@ -26,10 +26,16 @@ from dp_clipping.checkpoint.file_format import (
     OPTIMIZER,
     RESERVED,
 )
-from dp_clipping.checkpoint.run import PrivateRun, Snapshot, agree, set_random_state
+from dp_clipping.checkpoint.random_states import set_random_state
+from dp_clipping.checkpoint.run import PrivateRun, Snapshot, agree
 from dp_clipping.distributed.dtensor import is_fsdp1, local
 from dp_clipping.noise.keys import Keys, fresh_keys
 from dp_clipping.noise.secure.certificate import Certificate
+
+LEFT_BY_SCHEDULERS = (
+    "noise_multiplier", "max_grad_norm", "expected_batch_size", "loss_reduction",
+)  # fmt: skip
+"""Settings of an optimizer that may have changed since `make_private`."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +204,8 @@ def _apply(snapshot: Snapshot, resume: Resume, keys: Keys) -> None:
     for entry, scheduler in snapshot.schedulers.items():
         if entry in saved:
             scheduler.load_state_dict(deepcopy(saved[entry]))
-    for name in ("noise_multiplier", "max_grad_norm"):
-        if details["run"][name] == run.settings[name]:
+    for name in LEFT_BY_SCHEDULERS:
+        if details["run"][name] == run.settings[name] and name in details:
             setattr(optimizer, name, details[name])
     if optimizer.adaptive_threshold is not None:
         optimizer.adaptive_threshold.load_state_dict(details["adaptive_threshold"])
@@ -210,6 +216,7 @@ def _apply(snapshot: Snapshot, resume: Resume, keys: Keys) -> None:
     if details.get("certificate") is not None:
         run.account.cover(Certificate(*details["certificate"]))
     run.keys = keys
+    run.account.hand_over(keys.fingerprint, run)
     optimizer.resume(details["steps"], run.keys.noise)
     _seek(run, details, same_keys=resume.keys is not None)
 
@@ -223,5 +230,6 @@ def _seek(run: PrivateRun, details: dict[str, Any], same_keys: bool) -> None:
         loader.load_state_dict(state)
     else:  # of other data, for new keys: its batches follow those of this loader
         loader.usage.unused_from = loader.position
+    run.unused_from = loader.position
     run.start = tuple(details["start"]) if same_keys else (loader.position, details["steps"])
     loader.batch_sampler.rekey(run.keys.sampling, run.start[0])

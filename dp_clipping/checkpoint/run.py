@@ -19,6 +19,8 @@ from dp_clipping.noise.keys import Keys
 from dp_clipping.noise.secure.certificate import Certificate
 from dp_clipping.sampling.loader import PoissonLoader
 
+POISSON = "poisson"
+
 
 class Model(Protocol):
     """A `PrivateModel` as a checkpoint needs it."""
@@ -73,6 +75,8 @@ class StepAccount(Protocol):
 
     def cover(self, certificate: Any) -> None: ...
 
+    def hand_over(self, fingerprint: str, run: object) -> None: ...
+
     def parts(self) -> dict: ...
 
     def beyond(self, saved: Mapping, run: object) -> dict: ...
@@ -92,6 +96,8 @@ class PrivateRun:
         account: the engine's.
         start: position of the loader and number of steps at which the key came into use.
         certificate: what secure noise costs the steps of this run so far; None for other noise.
+        unused_from: the number of the loader's batch after the last one that is in a step.
+        units_digest: of which examples are together in `unit_ids`; "" without. Not for files.
     """
 
     model: Model
@@ -104,6 +110,8 @@ class PrivateRun:
     criterion: Any
     start: tuple[int, int] = (0, 0)
     certificate: Certificate | None = None
+    unused_from: int = 0
+    units_digest: str = field(default="", repr=False)
 
     @property
     def poisson(self) -> PoissonLoader | None:
@@ -136,9 +144,14 @@ class PrivateRun:
         return self.start[0] + self.optimizer.steps - self.start[1]
 
     def refuse_batch(self, sampling: str, *, in_order: bool) -> None:
-        """Raises RuntimeError if the account of a sampling does not cover the step's batch."""
+        """Raises RuntimeError if the account of a sampling does not cover the step's batch.
+
+        What did not come from the loader at all is not refused with Poisson sampling.
+        """
         number = self.model.step_state.batch_number
         if number is None:
+            if sampling == POISSON:
+                return
             raise RuntimeError(
                 f"the batch of this step did not come from the data_loader that make_private "
                 f"returned, and ε of sampling={sampling!r} covers no other: use the returned one, "
@@ -149,6 +162,12 @@ class PrivateRun:
                 f"this step has batch {number} of the loader, and ε of sampling={sampling!r} needs "
                 f"each batch in one step, in order: call optimizer.zero_grad() and begin another "
                 f"iteration, for x, y in loader:, which yields batch {self.next_batch}"
+            )
+        if number < self.unused_from:
+            raise RuntimeError(
+                f"this step has batch {number} of the loader, which is in a step already, and ε is "
+                "of batches that are sampled independently: do not set the loader back, and begin "
+                "another iteration, for x, y in loader:; engine.load_checkpoint sets a run back"
             )
 
     def describe(self) -> dict[str, Any]:
@@ -211,35 +230,6 @@ class Snapshot:
     weights: str = "all"
 
 
-# ---- random states -------------------------------------------------------------------------------
-
-
-def random_states(run: PrivateRun) -> list[dict[str, Tensor]]:
-    """Returns torch's random state of each rank, so that dropout continues where it was.
-
-    Not those of Python and numpy, nor of a generator that the user gave the loader.
-    """
-    states = [torch.get_rng_state()]
-    if run.device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(run.device))
-    joined = torch.cat(states).to(run.device)
-    lengths = [len(state) for state in states]
-    names = ("cpu", "cuda")
-    of_ranks = _gathered(run, joined)
-    return [dict(zip(names, x.cpu().split(lengths), strict=False)) for x in of_ranks]
-
-
-def set_random_state(run: PrivateRun, states: list[dict[str, Tensor]]) -> None:
-    """Restores this rank's random state, if it was saved from as many ranks as there are now."""
-    if len(states) != run.world_size:
-        return
-    state = states[run.rank]
-    # Not views of one another: torch reads the storage.
-    torch.set_rng_state(state["cpu"].clone())
-    if "cuda" in state and run.device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"].clone(), run.device)
-
-
 # ---- agreement -----------------------------------------------------------------------------------
 
 
@@ -251,7 +241,7 @@ def agree(run: PrivateRun, what: str, problem: BaseException | None) -> None:
             raise problem
         return
     success = torch.tensor([problem is None], dtype=torch.uint8, device=run.device)
-    of_ranks = _gathered(run, success)
+    of_ranks = gathered(run, success)
     if problem is not None:
         raise problem
     failed = [rank for rank, success in enumerate(of_ranks) if not success.item()]
@@ -284,7 +274,7 @@ def agree_on_content(
         return
     content = bytes(32) if digest is None else b"\1" + digest
     message = torch.tensor(list(content), dtype=torch.uint8, device=run.device)
-    of_ranks = _gathered(run, message)
+    of_ranks = gathered(run, message)
     if problem is not None:
         raise problem
     failed = [rank for rank, answer in enumerate(of_ranks) if not answer[0]]
@@ -294,7 +284,7 @@ def agree_on_content(
         raise ValueError(f"ranks have read different checkpoints from {path}: is the disk shared?")
 
 
-def _gathered(run: PrivateRun, x: Tensor) -> list[Tensor]:
+def gathered(run: PrivateRun, x: Tensor) -> list[Tensor]:
     """Returns the tensors of all ranks, of one shape; RuntimeError if some rank is not here."""
     if run.group is None:
         return [x]

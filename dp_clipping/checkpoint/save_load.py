@@ -33,7 +33,8 @@ continuations of one checkpoint publish one, or give the second `new_keys=True`.
 published, their privacy losses compose, and neither account has the other's steps, unless both were
 made in one engine: a load keeps the steps that its engine has counted beyond the checkpoint, and a
 step that is made again from the saved key with another σ, C or learning rate, or of another batch,
-is refused (see ledger.py).
+is refused (see ledger.py). Of two runs of an engine only the one that was loaded last goes on with
+a key.
 
 Both are tied together and verified as a whole: `PATH` ends with the SHA-256 of its content and an
 HMAC of that digest under a key derived from the run's (file_format.py). What does not agree is
@@ -65,12 +66,19 @@ from dp_clipping.checkpoint.file_format import (
     scheduler_state,
     write,
 )
-from dp_clipping.checkpoint.restore import Resume, as_refusal, check_load, check_save, go_on
+from dp_clipping.checkpoint.random_states import random_states
+from dp_clipping.checkpoint.restore import (
+    LEFT_BY_SCHEDULERS,
+    Resume,
+    as_refusal,
+    check_load,
+    check_save,
+    go_on,
+)
 from dp_clipping.checkpoint.run import (
     PrivateRun,
     Snapshot,
     agree_on_content,
-    random_states,
     together,
 )
 from dp_clipping.checkpoint.tensors import (
@@ -194,9 +202,10 @@ def _details(run: PrivateRun, random: list[dict[str, Tensor]]) -> dict[str, Any]
         # Of all steps of the account, as all of them are in the file.
         "other_batches": run.account.other_batches,
         "certificate": covered and list(astuple(covered)),
+        # Which examples are together, said to nobody who has not the key.
+        "units": run.units_digest and run.keys.mac(run.units_digest),
         # As schedulers have left them; in "run" are the ones that make_private was given.
-        "noise_multiplier": plain(run.optimizer.noise_multiplier),
-        "max_grad_norm": plain(run.optimizer.max_grad_norm),
+        **{name: plain(getattr(run.optimizer, name)) for name in LEFT_BY_SCHEDULERS},
         "adaptive_threshold": None if adaptive is None else adaptive.state_dict(),
         "random": random,
     }

@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from dp_clipping.arguments.accounted import check_sampling
 from dp_clipping.arguments.checks import check_units
 from dp_clipping.arguments.numbers import check_noise_multiplier, check_target
 from dp_clipping.arguments.settings import Sampled, sampled
+from dp_clipping.engine import PrivacyEngine
 from dp_clipping.kinds import WrongType, by_name, check_type, shown
 
 LOG = logging.getLogger(__name__)
@@ -108,6 +110,11 @@ class PrivacyArguments:
                 raise ValueError(
                     f"options has {name}, which PrivateTrainer gives to make_private itself: leave "
                     "it out, or write it as an argument of PrivacyArguments, if it is one"
+                )
+            if name not in signature(PrivacyEngine.make_private).parameters:
+                raise ValueError(
+                    f"options has {name}, which is no argument of make_private: leave it out, or "
+                    "write it as an argument of PrivacyArguments, if it is one"
                 )
 
     def of_make_private(self) -> dict[str, Any]:

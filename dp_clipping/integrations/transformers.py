@@ -98,7 +98,7 @@ class PrivateTrainer(Trainer):
         self.privacy, self._data_parallel = privacy, data_parallel
         self._accumulation_steps = own.gradient_accumulation_steps
         self.engine = PrivacyEngine(accountant=privacy.accountant, secure_mode=privacy.secure_mode)
-        self._made: tuple[nn.Module, Any] | None = None  # what was made private: network and loader
+        self._made: tuple[nn.Module, Any, Any] | None = None  # network, batches, and data of those
         self._epsilon = (-1, 0.0)  # steps, and ε after them
         super().__init__(*args[2:], args=arguments_of_loop(own), **given)
         self._user_loss = self.compute_loss_func
@@ -163,12 +163,18 @@ class PrivateTrainer(Trainer):
     ) -> tuple[nn.Module, LogicalBatches]:
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        if self._made is None or self._made[0] is not self.model:
-            self._make_private(max_steps, train_dataloader)
-        elif self.privacy.target_epsilon is not None and resume_from_checkpoint is None:
+        is_one_training = self.privacy.target_epsilon is not None
+        if len(self.engine.accountant) and is_one_training and resume_from_checkpoint is None:
             raise ValueError(
                 "train() was called before, and target_epsilon is for one training: give "
                 "PrivacyArguments(noise_multiplier=..), with which epsilon adds up"
+            )
+        if self._made is None or self._made[0] is not self.model:
+            self._make_private(max_steps, train_dataloader)
+        elif self._made[2] is not self.train_dataset:
+            raise ValueError(
+                "train_dataset was replaced since train() was called, and epsilon is of one data "
+                "set: create a PrivateTrainer for each"
             )
         self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
@@ -206,7 +212,7 @@ class PrivateTrainer(Trainer):
         batches = LogicalBatches(
             loader, self.optimizer, self.args.train_batch_size, privacy.pad_batches
         )
-        self._made = self.model, batches
+        self._made = self.model, batches, self.train_dataset
 
     def _refuse_above_target(self, max_steps: int) -> None:
         """Raises ValueError if a resumed run would end above its `target_epsilon`."""

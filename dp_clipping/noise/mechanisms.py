@@ -79,8 +79,9 @@ def register_noise_mechanism(
             f"epsilon=, as {EXAMPLE}"
         )
     mechanism = NoiseMechanism(name, quantile, epsilon)
-    if name == DEFAULT:
-        raise ValueError(f"noise mechanism {name!r} is taken: give another name")
+    if name == DEFAULT or "," in name:
+        taken = "taken" if name == DEFAULT else "not a name, which has no comma"
+        raise ValueError(f"noise mechanism {name!r} is {taken}: give another name")
     _check_quantile(mechanism)
     _check_epsilon(mechanism)
     if _digest(_REGISTERED.setdefault(name, mechanism)) != _digest(mechanism):

@@ -90,8 +90,13 @@ class Accounts:
         return self._account.epsilon(delta, lambda _, delta: self._secure_epsilon([], delta))
 
     def epsilon_at_end(self, optimizer: Any, steps: int, delta: float) -> float:
-        """Returns ε after `steps` more steps of an optimizer that `make_private` has returned."""
+        """Returns ε after `steps` more steps of an optimizer that `make_private` has returned.
+
+        Steps that are made again, as after a load, are in the account already.
+        """
         (run,) = (run for run in self._runs if run.optimizer is optimizer)
+        if not run.keys.fixed:
+            steps -= self._account.made_ahead(run.keys.fingerprint, optimizer.steps)
         more = (optimizer.noise_multiplier, run.settings["sample_rate"], max(0, steps))
         if run.certificate is not None:
             return self._secure_epsilon([more] if steps > 0 else [], delta)
@@ -184,7 +189,9 @@ class Accounts:
         (run,) = (run for run in self._runs if run.optimizer is optimizer)
         certificate = run.certificate and run.certificate.with_step(_additions(run))
         is_private = optimizer.model.policy is not None
-        if is_private and self._mechanism.sampler != DEFAULT.sampler:
+        if is_private:
+            if not run.keys.fixed:
+                self._account.refuse_other_run(run.keys.fingerprint, run)
             run.refuse_batch(self._mechanism.sampler, in_order=self._mechanism.in_order)
         with self._account.unchanged():
             optimizer.hooks.run(optimizer)
@@ -195,8 +202,10 @@ class Accounts:
             rate=sample_rate * optimizer.accumulated_iterations,
             clip_norms=tuple(optimizer.step_state.clip_norms) if is_private else (),
             batch_number=optimizer.step_state.batch_number,
-            optimizer=_settings_of(optimizer),
-        )
+            settings=(
+                optimizer.step_state.settings, _settings_of(optimizer), _public(run.criterion)
+            ),
+        )  # fmt: skip
         if step.batch_number is None and is_private and step.sigma:
             if run.poisson is not None and not self._account.other_batches:
                 warnings.warn(OTHER_BATCH, stacklevel=TO_STEP)
@@ -205,6 +214,8 @@ class Accounts:
             self._account.cover(certificate)
         self._account.count(step, key_is_fixed=run.keys.fixed)
         run.certificate = certificate
+        if step.batch_number is not None:
+            run.unused_from = step.batch_number + 1
 
     def _warn_of_delta(self, delta: float, units: int, stacklevel: int) -> None:
         """Warns, once per δ, of a δ that is too large for this number of units."""
@@ -275,6 +286,15 @@ def _settings_of(optimizer: Any) -> tuple:
     )
 
 
+def _public(criterion: Any) -> tuple:
+    """Returns the name of the user's criterion, and the settings of one of PyTorch's."""
+    own = criterion.criterion
+    kind = own if isinstance(own, type(_public)) else type(own)
+    values = vars(own) if kind.__module__.startswith("torch.") else {}
+    plain = [(n, x) for n, x in values.items() if isinstance(x, bool | int | float | str)]
+    return (kind.__qualname__, *sorted(plain))
+
+
 def _additions(run: PrivateRun) -> int:
     """Returns in how many additions a unit's contribution to this step takes part, at most."""
     assert run.certificate is not None
@@ -283,4 +303,4 @@ def _additions(run: PrivateRun) -> int:
     if largest is not None and any(len(one.norms) * each > largest for one in state.norms):
         largest = None  # parts were put together again
     part = None if largest is None else max(1, largest // each)
-    return run.certificate.additions_of(part, run.world_size)
+    return run.certificate.additions_of(part, run.world_size, len(state.norms))

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from dp_clipping.kinds import is_count
 from dp_clipping.sampling.collate import CollateWithEmpty
-from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler, Scheme
+from dp_clipping.sampling.poisson import COPIED, OVER, Drawn, PoissonSampler, Scheme
 from dp_clipping.sampling.units import Units
 from dp_clipping.sampling.usage import SampleUsage
 
@@ -126,6 +126,10 @@ class PoissonLoader(DataLoader):
             rand_on_empty=rand_on_empty,
             **kept_options(loader),
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError: the batches of a copy would be those of another step too."""
+        raise TypeError(COPIED.format(name=type(self).__name__))
 
     @property
     def sample_rate(self) -> float:

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from dp_clipping.kinds import check_count, check_type
 from dp_clipping.sampling.collate import PaddedCollate
 from dp_clipping.sampling.loader import PoissonLoader, kept_options
-from dp_clipping.sampling.poisson import Drawn, PoissonSampler
+from dp_clipping.sampling.poisson import COPIED, Drawn, PoissonSampler
 from dp_clipping.sampling.units import fill_of
 
 
@@ -210,6 +210,10 @@ class MicrobatchLoader(DataLoader):
         finally:
             self.leave(place)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError: the batches of a copy would be those of another step too."""
+        raise TypeError(COPIED.format(name=type(self).__name__))
+
     @property
     def _poisson(self) -> PoissonLoader | None:
         return self._loader if isinstance(self._loader, PoissonLoader) else None
@@ -231,6 +235,8 @@ class MicrobatchLoader(DataLoader):
                 "they added to the gradients is dropped, and no step was made of it",
                 stacklevel=2,
             )
+        if half_way and poisson:
+            poisson.usage.take_back()  # the batch comes again, as another object
 
     def __len__(self) -> int:
         """Returns the microbatches of the iteration in progress, otherwise of the next one.

@@ -14,7 +14,7 @@ Whoever has the key can compute the batches. `schemes` has other ways to choose 
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,10 @@ KEY_BYTES = 32
 OVER = (
     "another iteration of this loader, or load_state_dict, has ended this one: use one at a time, "
     "the last that was begun"
+)
+COPIED = (
+    "a {name} holds the key of its batches, and a copy would yield the same ones for other steps: "
+    "use the one that make_private returned; engine.save_checkpoint saves where it is"
 )
 
 
@@ -173,6 +177,10 @@ class PoissonSampler(Sampler[list[int]]):
         self._iteration: object | None = None  # the last one that was begun
         self._key = key
         self._next_steps = steps
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError: the batches of a copy would be those of another step too."""
+        raise TypeError(COPIED.format(name=type(self).__name__))
 
     def __len__(self) -> int:
         return self.steps

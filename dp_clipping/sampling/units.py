@@ -7,14 +7,14 @@ with it as it does with the example.
 """
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dp_clipping.kinds import WrongType
+from dp_clipping.kinds import WrongType, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,13 +83,46 @@ def units_of(examples: int, size: int, unit_ids: Iterable[Hashable] | None = Non
 
 def _plain(unit_ids: Any) -> Sequence[Hashable]:
     """Returns the entries as what equal ones are found among."""
+    if isinstance(unit_ids, Iterator):
+        raise WrongType(
+            f"unit_ids is {shown(unit_ids)}, which is read once: give a list, as unit_ids=list(..)"
+        )
     found = unit_ids.tolist() if hasattr(unit_ids, "tolist") else list(unit_ids)
     if isinstance(unit_ids, str) or any(isinstance(one, list) for one in found[:1]):
         raise WrongType(
             "unit_ids has no entry for each example: give a list, or a tensor of one dimension, "
             "with the unit of each example of the data set"
         )
-    return found
+    return [_comparable(one) for one in found]
+
+
+def _comparable(unit: Any) -> Hashable:
+    """Returns the entry; tensors of one number as that, as each tensor is equal to itself alone.
+
+    Raises:
+        WrongType: for an object that is equal to itself alone.
+        ValueError: for a number that is not one, as a missing entry is.
+    """
+    if isinstance(unit, Tensor) and not unit.dim():
+        unit = unit.item()
+    if type(unit).__hash__ in (object.__hash__, Tensor.__hash__, None):
+        raise WrongType(
+            f"unit_ids has {shown(unit)}, which no other entry is equal to: give numbers or "
+            "strings, as unit_ids=[user.id for user in users]"
+        )
+    if not isinstance(unit, str | int) and _is_missing(unit):
+        raise ValueError(
+            f"unit_ids has {unit!r}, and examples whose unit is not known belong to nobody: give "
+            "each a unit, one of its own or one for all of them"
+        )
+    return unit
+
+
+def _is_missing(unit: Any) -> bool:
+    try:
+        return bool(unit != unit)
+    except TypeError:  # of pandas.NA
+        return True
 
 
 def fill_of(rows: Sequence[int], size: int) -> Tensor | None:

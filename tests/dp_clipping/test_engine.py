@@ -564,3 +564,10 @@ class TestTargetEpsilon:
                 **target, **rest, grad_sample_mode="ghost"
             )
         assert run.optimizer.noise_multiplier == theirs.noise_multiplier
+
+
+@pytest.mark.parametrize("name", ["secure_mode", "hide_unprotected"])
+def test_what_an_engine_was_created_with_stays(name):
+    with pytest.raises(AttributeError):
+        setattr(PrivacyEngine(), name, True)
+    assert getattr(PrivacyEngine(**{name: True}), name) is True

@@ -120,7 +120,20 @@ def test_metrics_have_the_epsilon_of_the_sampling(name):
     run.engine.on_step(found.append, delta=DELTA)
     train(run, 2)
     assert found[-1]["epsilon"] == epsilon(run) > 0
-    assert epsilon(run) != run.engine.accountant.get_epsilon(DELTA)
+    with pytest.raises(RuntimeError, match=r"call engine\.get_epsilon\(delta=1e-5\)"):
+        run.engine.accountant.get_epsilon(DELTA)
+
+
+@every_sampling
+def test_the_noise_may_change_whatever_the_accountant(name):
+    """Opacus's gdp holds steps of one σ alone, and ε does not come from it."""
+    run = build(name, accountant="gdp")
+    train(run, 2)
+    spent = epsilon(run)
+    run.optimizer.noise_multiplier = 0.7
+    train(run, 2)
+    assert epsilon(run) > spent
+    assert [steps for *_, steps in run.engine.accountant.history] == [2, 2]
 
 
 @every_sampling

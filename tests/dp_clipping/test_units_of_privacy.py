@@ -398,3 +398,19 @@ class TestCheckpoints:
                 path=path, module=other.model, optimizer=other.optimizer,
                 data_loader=other.loader, new_keys=new_keys,
             )  # fmt: skip
+
+    def test_other_ids_are_refused(self, path):
+        rows = len(build(PrivacyEngine(accountant="rdp")).loader.dataset)
+        units = -(-rows // 4)
+        run = build(unit_ids=[row % units for row in range(rows)])
+        run.engine.save_checkpoint(
+            path=path, module=run.model, optimizer=run.optimizer, data_loader=run.loader
+        )
+        other = build(unit_ids=[row // 4 for row in range(rows)])
+        arguments = {
+            "path": path, "module": other.model, "optimizer": other.optimizer,
+            "data_loader": other.loader,
+        }  # fmt: skip
+        with pytest.raises(ValueError, match="unit_ids put other examples together than in the sa"):
+            other.engine.load_checkpoint(**arguments)
+        other.engine.load_checkpoint(**arguments, new_keys=True)

@@ -103,15 +103,17 @@ class Certificate:
         m = self.additions * UNIT
         return 2 * self.most_units * m / (1 - m) if m < 0.5 else math.inf
 
-    def additions_of(self, part: int | None, ranks: int) -> int:
+    def additions_of(self, part: int | None, ranks: int, backwards: int = 1) -> int:
         """Returns m for batches of which a rank sums parts of so many units at most, one by one.
 
         Args:
             part: None if it is not known.
             ranks: that have other units.
+            backwards: of the step on this rank, each of which adds a sum. They may be more than
+                the parts of a batch.
         """
         n = self.most_units
-        return n if part is None else min(n, part + -(-n // part) + ranks)
+        return n if part is None else min(n, part + max(-(-n // part), backwards) + ranks)
 
     def as_a_whole(self) -> "Certificate":
         """Returns the certificate of steps whose batches are summed as a whole."""

@@ -168,8 +168,18 @@ class TestAccount:
         other = build(engine=one.engine, dataset=dataset)
         self.load(other, path, 3)
         train(other, 2)  # as the first one did
-        train(one, 2)
+        assert steps_of(one) == 5
+        with pytest.raises(RuntimeError, match="another run of this engine has loaded a checkp"):
+            train(one, 1)
+        train(other, 2)
+        assert steps_of(one) == 6
+        one.optimizer.zero_grad()
+        save(other, path)
+        load(one, path)  # which goes on with the key from here on
+        train(one, 1)
         assert steps_of(one) == 7
+        with pytest.raises(RuntimeError, match=r"load_checkpoint\(\.\., new_keys=True\)"):
+            train(other, 1)
 
     def test_what_a_run_that_was_set_back_saves(self, path):
         run = build()
@@ -185,12 +195,20 @@ class TestAccount:
         train(resumed, 4)
         assert steps_of(resumed) == 6
 
-    @pytest.mark.parametrize("name", ["noise_multiplier", "max_grad_norm"])
-    def test_a_step_again_under_the_same_noise_is_refused_if_it_is_another(self, path, name):
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("noise_multiplier", 2.5),
+            ("max_grad_norm", 2.5),
+            ("expected_batch_size", 2.5),
+            ("loss_reduction", "sum"),
+        ],
+    )
+    def test_a_step_again_under_the_same_noise_is_refused_if_it_is_another(self, path, name, value):
         """r₁ - 100 r₂ of C = 100 and C = 1 would have no noise in it."""
         run = build()
         save(run, path)
-        setattr(run.optimizer, name, 2.5)
+        setattr(run.optimizer, name, value)
         train(run, 1)
         spent = run.engine.accountant.history
         self.load(run, path, 1)
@@ -218,6 +236,17 @@ class TestAccount:
         self.load(run, path, 2)  # with the saved rate
         train(run, 2)
         assert steps_of(run) == 3
+
+    def test_a_step_again_with_another_criterion_is_refused(self, path):
+        dataset = data()
+        run = build(dataset=dataset)
+        save(run, path)
+        train(run, 2)
+        smooth = torch.nn.CrossEntropyLoss(label_smoothing=0.3)
+        other = build(engine=run.engine, dataset=dataset, criterion=smooth)
+        self.load(other, path, 2)
+        with pytest.raises(RuntimeError, match=r"step 0 was made before, .* or the criterion"):
+            train(other, 1)
 
     def test_a_checkpoint_that_does_not_tell_keys_apart(self, path):
         run = build()

@@ -118,9 +118,24 @@ class TestResume:
         with pytest.raises(RuntimeError, match="middle of a step"):
             load(run, path)
 
+    def test_what_the_sum_is_divided_by_is_as_it_was_left(self, path):
+        run = build()
+        train(run, 1)
+        run.optimizer.expected_batch_size, run.optimizer.loss_reduction = 9.0, "sum"
+        train(run, 1)
+        save(run, path)
+        train(run, 1)
+        resumed = build()
+        load(resumed, path)
+        assert resumed.optimizer.expected_batch_size == 9.0
+        assert resumed.optimizer.loss_reduction == "sum"
+        train(resumed, 1)
+        assert state(resumed) == state(run)
+
     def test_between_microbatches_it_is_refused(self, path):
         run = build()
-        x, y = next(batches(run, 1))
+        pieces = batches(run, 1)
+        x, y = next(pieces)
         run.criterion(run.model(x), y).backward()
         run.optimizer.signal_skip_step(True)
         run.optimizer.step()
@@ -128,6 +143,8 @@ class TestResume:
         assert run.optimizer.steps == 0
         with pytest.raises(RuntimeError, match="last microbatch"):
             save(run, path)
+        with pytest.warns(UserWarning, match="was left after some of its microbatches"):
+            pieces.close()
 
     def test_schedulers(self, path):
         def schedulers(run):

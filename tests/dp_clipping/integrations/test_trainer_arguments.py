@@ -84,6 +84,7 @@ def test_clipping_of_the_sum_is_off_and_said_to_be(tmp_path, caplog):
         ({"noise_multiplier": 1.0, "target_delta": 2.0}, "target_delta is 2"),
         ({"noise_multiplier": 1.0, "pad_batches": 3}, "pad_batches"),
         ({"noise_multiplier": 1.0, "options": {"steps": 3}}, "options has steps"),
+        ({"noise_multiplier": 1.0, "options": {"secure_mode": True}}, "is no argument of make_pr"),
     ],
 )
 def test_privacy_arguments(options, message):

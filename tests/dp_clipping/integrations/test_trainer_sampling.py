@@ -1,12 +1,15 @@
 """Samplings and noise of a Trainer are those of `make_private`, and its target is of them."""
 
+import warnings
+
 import pytest
 import torch
 
 from dp_clipping import CorrelatedNoise
 from dp_clipping.noise import mechanisms
-from tests.dp_clipping.integrations.conftest import privacy, trainer_of, weights
+from tests.dp_clipping.integrations.conftest import privacy, trainer_of, transformers, weights
 from tests.dp_clipping.noise import test_mechanisms
+from tests.support.language_models import language_model
 
 SAMPLINGS = [
     {"sampling": "balls_in_bins"},
@@ -73,6 +76,63 @@ def test_a_target_of_registered_noise_is_refused(tmp_path, monkeypatch):
     trainer = trainer_of("gpt2", tmp_path, privacy=options)
     with pytest.raises(ValueError, match="target_epsilon is for Gaussian noise"):
         trainer.train()
+
+
+ONE_TARGET = {"max_steps": 2, "privacy": {"target_epsilon": 3.0}}
+
+
+class TestTarget:
+    """It is of all that a trainer has trained."""
+
+    def test_another_training_is_refused(self, tmp_path):
+        init = {"model": None, "model_init": lambda: language_model("gpt2")}
+        trainer = trainer_of("gpt2", tmp_path, trainer=init, **ONE_TARGET)
+        trainer.train()
+        with pytest.raises(ValueError, match="was called before, and target_epsilon is for one"):
+            trainer.train()
+        trainer = trainer_of("gpt2", tmp_path, **ONE_TARGET)
+        trainer.train()
+        trainer.model, trainer.optimizer = language_model("gpt2"), None
+        with pytest.raises(ValueError, match="was called before, and target_epsilon is for one"):
+            trainer.train()
+
+    @pytest.mark.parametrize("options", [{}, SAMPLINGS[0], {"secure_mode": True}], ids=str)
+    def test_an_interrupted_training_goes_on_in_the_same_process(self, options, tmp_path):
+        """Steps that are made again are not counted twice."""
+        given = {
+            "max_steps": 6, "save_strategy": "steps", "save_steps": 2,
+            "privacy": {"target_epsilon": 3.0, "target_delta": 1e-4, **options},
+        }  # fmt: skip
+        trainer = trainer_of("gpt2", tmp_path, **given)
+        trainer.add_callback(Interrupted(after=4))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of steps that stay in the account
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        statement = trainer.privacy_statement()
+        assert statement.steps == 6
+        assert 2.9 <= statement.epsilon <= 3.0
+
+    def test_data_are_not_replaced(self, tmp_path):
+        trainer = trainer_of("gpt2", tmp_path, max_steps=2)
+        trainer.train()
+        trainer.train()
+        trainer.train_dataset = list(trainer.train_dataset)[:8]
+        with pytest.raises(ValueError, match="train_dataset was replaced since"):
+            trainer.train()
+
+
+class Interrupted(transformers.TrainerCallback):
+    """Ctrl-C, once."""
+
+    def __init__(self, after: int):
+        self.after = after
+
+    def on_step_end(self, _args, state, _control, **_):
+        if state.global_step == self.after:
+            self.after = -1
+            raise KeyboardInterrupt
 
 
 class TestSecureMode:

@@ -251,9 +251,16 @@ def test_what_it_does_not_go_with():
         run.engine.accountant = gaussian.engine.accountant
     with pytest.raises(ValueError, match=r"call make_private\(noise_multiplier=\.\., noise_mech"):
         run.engine.make_private_with_epsilon(
-            module=nn.Linear(1, 1), optimizer=None, data_loader=None, target_epsilon=1.0,
+            module=nn.Linear(1, 1), optimizer=None, target_epsilon=1.0,
+            data_loader=DataLoader(saved_runs.data(), batch_size=4), epochs=1,
             target_delta=1e-5, max_grad_norm=1.0, noise_mechanism="logistic",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gaussian", "gaussian, cyclic", "a, b"])
+def test_names_of_other_mechanisms_are_taken(name):
+    with pytest.raises(ValueError, match="give another name"):
+        register(name)
 
 
 def test_an_account_with_gaussian_steps_is_refused():

@@ -44,6 +44,26 @@ class TestUnits:
         with pytest.raises(ValueError, match="unit_ids has no entry for each example"):
             units_of(7, 7, ids)
 
+    def test_tensors_of_one_number_are_that_number(self):
+        ids = list(torch.tensor([3, 9, 3, 0, 9, 3, 8]))
+        assert torch.equal(units_of(7, 3, ids).members, units_of(7, 3, NAMES).members)
+
+    @pytest.mark.parametrize(
+        ("ids", "message"),
+        [
+            ([object() for _ in range(7)], "no other entry is equal to: give numbers or strings"),
+            ([torch.ones(2)] * 7, "no other entry is equal to"),
+            ([{"user": 1}] * 7, "no other entry is equal to"),
+            (iter(range(7)), r"is read once: give a list, as unit_ids=list\(\.\.\)"),
+            (np.array([1, np.nan, 1, 2, 3, np.nan, 4]), "has nan, and examples whose unit is not"),
+            ([1.5, float("nan")] * 3 + [0.0], "give each a unit, one of its own or one for all"),
+        ],
+        ids=["objects", "vectors", "dicts", "iterator", "array with NaN", "list with NaN"],
+    )
+    def test_entries_that_say_nothing_are_refused(self, ids, message):
+        with pytest.raises(ValueError, match=message):
+            units_of(7, 7, ids)
+
 
 class TestFill:
     def test_what_a_unit_has_already_is_fill(self):

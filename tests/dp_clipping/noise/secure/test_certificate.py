@@ -85,6 +85,8 @@ def test_parts_and_ranks_make_fewer_additions():
     assert certificate.additions_of(None, 8) == n
     assert certificate.additions_of(32, 8) == 32 + -(-n // 32) + 8
     assert certificate.additions_of(1, 1) == certificate.additions_of(10**6, 1) == n
+    assert certificate.additions_of(32, 8, backwards=n // 2) == 32 + n // 2 + 8
+    assert certificate.additions_of(32, 8, backwards=2 * n) == n
     one, other = certificate.with_step(90), certificate.with_step(50)
     assert one.additions == one.with_step(50).additions == one.joined(other).additions == 90
 
@@ -297,7 +299,9 @@ def test_epsilon_of_an_engine_is_above_that_of_the_same_steps(accountant):
     run = saved_runs.build(engine=PrivacyEngine(accountant=accountant, secure_mode=True))
     assert run.engine.get_epsilon(1e-3) == 0
     saved_runs.train(run, 3)
-    plain = run.engine.accountant.get_epsilon(delta=1e-3)
+    plain = type(run.engine.accountant)()
+    plain.history = run.engine.accountant.history
+    plain = plain.get_epsilon(delta=1e-3)
     found = run.engine.get_epsilon(1e-3)
     assert 1.0003 * plain < found < 1.02 * plain
     assert run.engine.accountant.history[0][0] == 0.8  # as it was

@@ -1,0 +1,96 @@
+"""A batch of the loader is in one step, whatever is set back, copied or held on to."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from dp_clipping import BatchMemoryManager
+from tests.support.saved_runs import build, load, save, train
+
+SAMPLINGS = [
+    {},
+    {"sampling": "truncated_poisson", "max_batch_size": 9},
+    {"sampling": "balls_in_bins"},
+]
+every_sampling = pytest.mark.parametrize("options", SAMPLINGS, ids=str)
+
+
+def step(run, batch):
+    x, y = batch
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+@every_sampling
+def test_a_loader_that_was_set_back_is_refused(options):
+    run = build(**options)
+    start = run.loader.state_dict()
+    train(run, 3)
+    history = list(run.engine.accountant.history)
+    run.loader.load_state_dict(start)
+    with pytest.raises(RuntimeError, match=r"batch 0 of the loader|has batch 0"):
+        train(run, 1)
+    assert run.engine.accountant.history == history
+    run.optimizer.zero_grad()
+    run.loader.position = run.loader.usage.unused_from = 3
+    train(run, 1)
+    assert run.optimizer.steps == 4
+
+
+@every_sampling
+def test_a_checkpoint_sets_it_back(options, tmp_path):
+    run = build(**options)
+    train(run, 1)
+    save(run, tmp_path / "run.pt")
+    train(run, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(run, tmp_path / "run.pt")
+    train(run, 4)
+    assert run.optimizer.steps == 5
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__
+)
+def test_copies_are_refused(again):
+    run = build()
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
+    ) as parts:
+        for one in (run.loader, run.loader.batch_sampler, parts):
+            with pytest.raises(TypeError, match=f"a {type(one).__name__} holds the key of its"):
+                again(one)
+
+
+def test_a_part_of_a_batch_that_was_left_is_refused():
+    run = build(noise_generator=torch.Generator().manual_seed(1))
+    manager = BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+    )
+    with manager as parts:
+        held = next(iter(parts))  # and the iterator is gone
+    with pytest.raises(RuntimeError, match="of the 0 that the loader handed out 0 are unused"):
+        step(run, held)
+    run.optimizer.zero_grad()
+    train(run, 3, microbatch=1)
+    assert run.optimizer.steps == 3
+    assert run.loader.position == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_iterations_that_are_left_are_none_of_it(num_workers):
+    run = build(workers=num_workers)
+    for _ in range(5):
+        for batch in run.loader:
+            step(run, batch)
+            break
+    run.model.eval()
+    list(run.loader)
+    run.model.train()
+    train(run, 8)
+    assert run.optimizer.steps == 13
