@@ -8,6 +8,7 @@ Files:
     restore               puts a run where the checkpoint was
     file_format           one file, written whole, read without executing code
     distributed_format    a folder that any number of ranks reads
+    random_states         those of torch, NumPy and Python
     weights               those that another file has: compared by a digest
     tensors               each tensor by its name, as its ranks need it
 """

@@ -32,9 +32,9 @@ dropout, the size of microbatches and the GPU's model), and are the user's job: 
 continuations of one checkpoint publish one, or give the second `new_keys=True`. If two are
 published, their privacy losses compose, and neither account has the other's steps, unless both were
 made in one engine: a load keeps the steps that its engine has counted beyond the checkpoint, and a
-step that is made again from the saved key with another σ, C or learning rate, or of another batch,
-is refused (see ledger.py). Of two runs of an engine only the one that was loaded last goes on with
-a key.
+step that is made again from the saved key with another σ, C, learning rate or criterion, or of
+another batch, is refused (see ledger.py). Of two runs of an engine only the one that was loaded
+last goes on with a key.
 
 Both are tied together and verified as a whole: `PATH` ends with the SHA-256 of its content and an
 HMAC of that digest under a key derived from the run's (file_format.py). What does not agree is

@@ -37,7 +37,7 @@ class Checkpoints(Accounts):
 
         Every rank calls it between two steps, and rank 0 writes. If the process is killed
         meanwhile, the old or the new checkpoint can be loaded. The loader's position, the number of
-        steps and torch's random states are always saved.
+        steps and the random states of torch, NumPy and Python are always saved.
 
         Args:
             path: a file name; of a model sharded by FSDP2 or tensor parallelism, the name of a
