@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from dp_clipping.capture.samples.bags import Bags, place_of
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.clipping.accumulation import full_float32
+from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.clipping.statistics import norm_statistics
 from dp_clipping.planning.cost_model import GRAM
@@ -207,7 +208,8 @@ def _verdict(
     floor, norm, norms = tolerance.floor, tolerance.norm, reference.norms
     shortest = CANCELLED / norms.shape[1] ** 0.5
     scales = {p: shortest * scale for p, scale in reference.scales.items()}
-    errors = gradient_errors(stage.sums, reference.sums, floor, scales)
+    margins = {p: MARGIN[torch.float32] * scale for p, scale in reference.scales.items()}
+    errors = gradient_errors(stage.sums, reference.sums, floor, scales, margins)
     allowed = dict.fromkeys(errors, tolerance.gradient)
     if beside is not None:
         rounding = gradient_errors(beside.sums, reference.sums, floor, scales)

@@ -44,8 +44,9 @@ class Check:
         expected_norms: the norms from one backward per sample, [B] float64.
         norm_errors: the relative errors of the norms, each the largest over clipping groups, [B]
             float64. 0 where a norm is finite on neither side, infinite where it is finite on one.
-        gradient_error: the error of the clipped sum of `worst_parameter`. It is relative to the
-            sum or, where summands cancel, to a tenth of Σ_i c_i‖g_i‖ / √B.
+        gradient_error: the error of the clipped sum of `worst_parameter`, beyond the margin of
+            2·10⁻⁵ by which coefficients are smaller. It is relative to the sum or, where summands
+            cancel, to a tenth of Σ_i c_i‖g_i‖ / √B.
         worst_parameter: the name of the parameter whose clipped sum has the largest error.
         clipped, expected_clipped: the clipped fraction of the samples with finite norms.
         tolerance: the largest errors that rounding may cause.
@@ -142,20 +143,24 @@ def gradient_errors(
     expected: Mapping[Parameter, Tensor],
     floor: float,
     scales: Mapping[Parameter, float] | None = None,
+    margins: Mapping[Parameter, float] | None = None,
 ) -> dict[Parameter, float]:
-    """Returns ‖Σ - Σ'‖ / max(‖Σ'‖, s) for each parameter.
+    """Returns (‖Σ - Σ'‖ - m) / max(‖Σ'‖, s) for each parameter, or 0 where that is less.
 
     The floor is a part of the norm of all parameters' expected sums together.
 
     Args:
         scales: s of each parameter, 0 by default. A sum below s consists of summands that have
             cancelled, and of rounding.
+        margins: m of each parameter, 0 by default: so much may lack by intention.
     """
     smallest = floor * float(torch.stack([total.norm() for total in expected.values()]).norm())
-    errors, scales = {}, scales or {}
+    errors, scales, margins = {}, scales or {}, margins or {}
     for parameter, total in expected.items():
         sum_ = found[parameter]
         distance = float((total if sum_ is None else total - sum_.view_as(total)).norm())
+        if 0 < (margin := margins.get(parameter, 0.0)) < torch.inf:
+            distance = 0.0 if distance <= margin else distance - margin
         whole = max(float(total.norm()), scales.get(parameter, 0.0)) + smallest
         error = (distance / whole if whole else torch.inf) if distance else 0.0
         errors[parameter] = error if error == error else torch.inf

@@ -70,6 +70,16 @@ def test_errors_of_sums_are_relative_to_each_parameter_and_a_floor():
     assert errors[unused] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("margin", "error"), [(0.0, 0.1), (0.2, 0.06), (0.5, 0.0), (torch.inf, 0.1), (torch.nan, 0.1)]
+)
+def test_errors_of_sums_are_beyond_their_margin(margin, error):
+    parameter = Parameter(torch.zeros(2))
+    found, expected = {parameter: torch.tensor([3.0, 4.5])}, {parameter: torch.tensor([3.0, 4.0])}
+    errors = gradient_errors(found, expected, 0.0, {}, {parameter: margin})
+    assert errors[parameter] == pytest.approx(error)
+
+
 def test_a_sum_that_is_not_a_number_is_wrong():
     parameter = Parameter(torch.zeros(1))
     errors = gradient_errors({parameter: torch.tensor([torch.nan])}, {parameter: torch.ones(1)}, 0)
