@@ -46,6 +46,8 @@ SECURE = "tests/dp_clipping/noise/secure/test_secure_mode.py"
 SECURE_KERNEL = "tests/dp_clipping/noise/secure/test_kernel.py"
 ROUNDED = "tests/dp_clipping/noise/secure/test_rounded_gaussian.py"
 CERTIFICATE = "tests/dp_clipping/noise/secure/test_certificate.py"
+BATCHES_ONCE = "tests/dp_clipping/sampling/test_batches_once.py"
+TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
 
 ROWS = [
     # ---- clipping
@@ -348,6 +350,26 @@ ROWS = [
      "return epsilon + 2 * distance.epsilon", "return epsilon", CERTIFICATE),
     ("steps before a resume are forgotten", "checkpoint/restore.py",
      "run.account.cover(Certificate(*details[\"certificate\"]))", "pass", CERTIFICATE),
+    ("a batch may be in two steps", "checkpoint/run.py",
+     "if number < self.unused_from:", "if False:", BATCHES_ONCE),
+    ("loaders can be copied", "sampling/loader.py",
+     "raise TypeError(COPIED.format(name=type(self).__name__))",
+     "return super().__reduce_ex__(protocol)", BATCHES_ONCE),
+    ("a part that was held on to can be used", "sampling/memory_manager.py",
+     "poisson.usage.take_back()  # the batch comes again, as another object", "pass",
+     BATCHES_ONCE),
+    ("two runs have one key", "runs/accounts.py",
+     "self._account.refuse_other_run(run.keys.fingerprint, run)", "pass", LEDGER),
+    ("the criterion of a step is forgotten", "runs/accounts.py",
+     "_settings_of(optimizer), _public(run.criterion)", "_settings_of(optimizer)", LEDGER),
+    ("steps that are made again cost twice", "runs/accounts.py",
+     "steps -= self._account.made_ahead(run.keys.fingerprint, optimizer.steps)", "pass",
+     TRAINER_SAMPLING, "interrupted"),
+    ("a target is that of independent noise", "integrations/trainer_arguments.py",
+     "return sampled(loader, self.of_make_private())",
+     'return sampled(loader, self.of_make_private() | {"noise_mechanism": "gaussian"})',
+     TRAINER_SAMPLING, "correlated"),
+    ("backwards of a step are one", "runs/accounts.py", ", len(state.norms))", ")", CERTIFICATE),
     ("parts that were joined are believed", "runs/accounts.py",
      "        largest = None  # parts were put together again\n", "        pass\n", CERTIFICATE),
 ]  # fmt: skip

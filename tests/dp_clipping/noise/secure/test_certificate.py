@@ -145,6 +145,23 @@ def test_units_and_parts_that_were_joined_again_are_counted_as_they_are_added():
     assert run.engine.privacy_statement(1e-5).secure["most additions"] == most
 
 
+def test_more_backwards_than_parts_are_more_additions():
+    engine = PrivacyEngine(accountant="rdp", secure_mode=True)
+    run = saved_runs.build(engine=engine, count=800, sample_rate=0.2, steps=3)
+    run.model.skip_checks()
+    most, backwards = engine._account.certificate.most_units, 0
+    for x, y in saved_runs.batches(run, 40):
+        for i in range(len(x)):
+            run.criterion(run.model(x[i : i + 1]), y[i : i + 1]).backward()
+            backwards += 1
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        if run.optimizer.steps:
+            break
+    assert backwards > -(-most // 40)
+    assert engine.privacy_statement(1e-5).secure["most additions"] == 40 + backwards + 1
+
+
 def test_a_resumed_run_includes_the_steps_before(tmp_path):
     run = saved_runs.build(engine=PrivacyEngine(accountant="rdp", secure_mode=True))
     saved_runs.train(run, 1)
