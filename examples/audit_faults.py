@@ -147,9 +147,11 @@ def same_batch_always() -> AbstractContextManager:
 def twice_the_rate() -> AbstractContextManager:
     """A sample is in a batch with twice the probability that is accounted."""
     right = poisson.included
-    return patch.object(
-        poisson, "included", lambda key, step, n, rate: right(key, step, n, min(1.0, 2 * rate))
-    )
+
+    def included(key: bytes, step: int, n: int, rate: float, *more: Any) -> Any:
+        return right(key, step, n, min(1.0, 2 * rate), *more)
+
+    return patch.object(poisson, "included", included)
 
 
 def divided_by_batch() -> AbstractContextManager:

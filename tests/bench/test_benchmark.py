@@ -253,9 +253,12 @@ def test_sixteen_bit(tmp_path, dtype):
     assert run.returncode == 0, run.stderr
     assert list(table_of(run.stdout)) == list(IMPLEMENTATIONS)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    timed = [r for r in rows if r["kind"] == "timing" and r["implementation"] != "fsdp"]
-    sizes = {r.get("bytes") for r in timed} - {0}
-    assert sizes == {53_568 // (2 if dtype == "bfloat16" else 1)}
+    sent = {r["implementation"]: r.get("bytes") for r in rows if r["kind"] == "timing"}
+    whole = 53_568 // (2 if dtype == "bfloat16" else 1)
+    twice = {name: sent.pop(name) for name in ("zero1", "zero2")}  # gradients, then parameters
+    assert set(twice.values()) == {2 * whole}
+    assert sent.pop("fsdp") > whole
+    assert set(sent.values()) - {0} == {whole}
 
 
 SPARSE = "tests/support/sparse_variants.py:SparseCpuCopyEngine"
