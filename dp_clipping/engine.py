@@ -383,7 +383,7 @@ class PrivacyEngine(Checkpoints, Audits):
         if run.certificate is not None:
             self._account.cover(run.certificate)
         if run.certificate is not None or settings.mechanism.epsilon is not None:
-            self._account.refuse_direct()
+            self._account.refuse_direct(computes=settings.mechanism.epsilon is None)
         self._runs.append(run)
         return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))
 

@@ -127,6 +127,7 @@ class Account:
 
     Attributes:
         other_batches: private steps on batches that no known sampling has made.
+        computes: ε comes from Opacus's accountant, and not from another account.
         certificate: what secure noise costs the steps of all runs; None without secure noise.
     """
 
@@ -139,8 +140,9 @@ class Account:
         self._is_used = False  # a step was made since the last load
         self._end = (0, 0)  # of the history as last seen: entries, steps of the last one
         self._loaded_for: object = None
-        self._run_of: dict[str, object] = {}  # by the fingerprint of its key
-        self._is_direct = True  # the accountant's ε is that of the steps
+        self._run_of: dict[str, object] = {}  # the one that makes steps with a key
+        self._heirs: dict[str, object] = {}  # and the one that has loaded it since
+        self._is_direct = self.computes = True
         self.other_batches = 0
         self.certificate: Any = None
 
@@ -173,15 +175,28 @@ class Account:
         return max(0.0, float(self.accountant.get_epsilon(delta)))
 
     def of_history(self, history: History, delta: float) -> float:
-        """Returns ε of these steps with Gaussian noise, as this accountant computes it."""
+        """Returns ε of these steps with Gaussian noise, as this accountant computes it.
+
+        Raises:
+            ValueError: for steps of several σ or rates, of which Opacus's gdp counts the last one.
+        """
+        if self.accountant.mechanism() == "gdp" and len(history) > 1:
+            raise ValueError(
+                "accountant gdp has no ε of steps with several noise multipliers or sample rates: "
+                'keep them, or build PrivacyEngine(accountant="prv")'
+            )
         other = copy(self.accountant)
         other.history = history
         return max(0.0, float(type(other).get_epsilon(other, delta)))
 
-    def refuse_direct(self) -> None:
-        """Lets the accountant refuse ε, which is not the one of these steps."""
+    def refuse_direct(self, *, computes: bool) -> None:
+        """Lets the accountant refuse ε, which is not the one of these steps.
+
+        Args:
+            computes: ε comes from it all the same, of other numbers.
+        """
         setattr(self.accountant, "get_epsilon", _refuse_epsilon)  # noqa: B010
-        self._is_direct = False
+        self._is_direct, self.computes = False, computes
 
     def cover(self, certificate: Any) -> None:
         """Includes what a run with this `noise.secure.certificate.Certificate` may cost."""
@@ -218,7 +233,7 @@ class Account:
             )
         self.accountant = accountant
         if not self._is_direct:
-            self.refuse_direct()
+            self.refuse_direct(computes=self.computes)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -240,11 +255,16 @@ class Account:
     # ---- steps ----------------------------------------------------------------------------------
 
     def hand_over(self, fingerprint: str, run: object) -> None:
-        """Records that this run goes on with a key; no other one of the engine may from here on."""
-        self._run_of[fingerprint] = run
+        """Records that this run has loaded a key, and goes on with it from its next step."""
+        self._heirs[fingerprint] = run
 
     def refuse_other_run(self, fingerprint: str, run: object) -> None:
-        """Raises RuntimeError if another run of the engine goes on with this run's key."""
+        """Raises RuntimeError if another run of the engine goes on with this run's key.
+
+        A run that was loaded, and makes no step, leaves the key to the one that had it.
+        """
+        if self._heirs.get(fingerprint) is run:
+            self._run_of[fingerprint] = self._heirs.pop(fingerprint)
         if self._run_of.setdefault(fingerprint, run) is not run:
             raise RuntimeError(
                 "another run of this engine has loaded a checkpoint of this one and goes on with "
@@ -271,7 +291,7 @@ class Account:
         if not key_is_fixed and self._holds(step):
             return
         before = list(self.history)
-        if self._is_direct:
+        if self.computes:
             try:
                 self.accountant.step(noise_multiplier=step.sigma, sample_rate=step.rate)
             except BaseException:

@@ -56,7 +56,7 @@ def _check_account(snapshot: Snapshot, saved: dict[str, Any]) -> Parts:
     unsaved = account.beyond(parts_of(saved[DETAILS], history), snapshot.run)
     for _, part in unsaved.values():
         history = joined(history, part)
-    if account.accountant.mechanism() == "gdp" and len(history) > 1:
+    if account.computes and account.accountant.mechanism() == "gdp" and len(history) > 1:
         lacking = sum(count(part) for _, part in unsaved.values())
         raise ValueError(
             f"{snapshot.path}: accountant gdp cannot hold {lacking} steps that this engine has "
@@ -102,19 +102,27 @@ def _check_run(
         of_saved = there.get(name)  # without num_units in files that have no units
         _check_same(name, of_saved, here[name], path, " and its data, or pass new_keys=True")
     changed = [name for name in NOISE if there.get(name) != here[name]]
+    _check_units(snapshot, details)
     if changed:
         notes.append(", ".join(f"{n} was {there.get(n)} and is {here[n]}" for n in changed))
     if notes:
         # Another σ or C, now or later: two results under the same noise could be solved for a sum.
         return None, [f"{note}, so noise and samples come from a new key" for note in notes]
-    keys = _find_keys(snapshot.key_file, details["key_fingerprint"])
-    if details.get("units") and details["units"] != keys.mac(run.units_digest):
-        raise ValueError(
-            f"{path}: unit_ids put other examples together than in the saved run, and ε is of one "
-            "kind of unit: resume with the unit_ids of the saved run, or pass new_keys=True if the "
-            "data have changed too"
-        )
-    return keys, notes
+    return _find_keys(snapshot.key_file, details["key_fingerprint"]), notes
+
+
+def _check_units(snapshot: Snapshot, details: Mapping[str, Any]) -> None:
+    """Raises ValueError for other `unit_ids`, where the key of the saved run is there to tell."""
+    for keys in read_keys(snapshot.key_file):
+        is_own = keys.fingerprint == details["key_fingerprint"]
+        if not (is_own and details.get("units")):
+            continue
+        if details["units"] != keys.mac(snapshot.run.units_digest):
+            raise ValueError(
+                f"{snapshot.path}: unit_ids put other examples together than in the saved run, and "
+                "ε is of one kind of unit: resume with the unit_ids of the saved run, or pass "
+                "new_keys=True if the data have changed"
+            )
 
 
 def _check_adaptive(saved: dict | None, adaptive: AdaptiveThreshold | None, path: Path) -> None:

@@ -227,6 +227,9 @@ def check_structure(path: Path, saved: Mapping[str, Any]) -> None:
         ("noise_multiplier", _is_number(details["noise_multiplier"])),
         ("max_grad_norm", all(map(_is_number, limits)) if isinstance(limits, list | tuple)
          else _is_number(limits)),
+        ("expected_batch_size", _is_number(details.get("expected_batch_size", 1.0))),
+        ("loss_reduction", details.get("loss_reduction", "mean") in ("mean", "sum")),
+        ("units", isinstance(details.get("units", ""), str)),
         ("random", isinstance(random, list) and all(map(is_random_state, random))),
         *((name, _has_names(saved.get(name, {}))) for name in SCHEDULERS),
     ):  # fmt: skip

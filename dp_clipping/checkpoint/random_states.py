@@ -10,59 +10,55 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dp_clipping.checkpoint.run import PrivateRun, gathered
-
 NAMES = ("cpu", "numpy", "python", "cuda")
 TWISTER_BYTES = 4 * 624 + 3 * 8  # words, place and flag, normal number
 PYTHON_VERSION = 3  # of the state of Python's generator, the same since Python 3.2
 
 
-def random_states(run: PrivateRun) -> list[dict[str, Tensor]]:
-    """Returns the random states of each rank, so that dropout and augmentation go on as they were.
-
-    They are torch's, NumPy's and Python's global ones, uint8; not that of a generator of the
-    user's own.
-    """
+def states_of(device: torch.device) -> dict[str, Tensor]:
+    """Returns the global random states of torch, NumPy and Python in this process, uint8."""
     states = {"cpu": torch.get_rng_state(), "numpy": _numpy_state(), "python": _python_state()}
-    if run.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(run.device)
-    joined = torch.cat([*states.values()]).to(run.device)
-    lengths = [len(state) for state in states.values()]
-    of_ranks = gathered(run, joined)
-    return [dict(zip(states, x.cpu().split(lengths), strict=True)) for x in of_ranks]
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
-def set_random_state(run: PrivateRun, states: list[dict[str, Tensor]]) -> None:
-    """Restores this rank's random state, if it was saved from as many ranks as there are now."""
-    if len(states) != run.world_size:
-        return
-    state = states[run.rank]
+def set_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """Restores what `states_of` has returned, as far as it is there."""
     # Not views of one another: torch reads the storage.
-    torch.set_rng_state(state["cpu"].clone())
-    if "cuda" in state and run.device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"].clone(), run.device)
-    if "numpy" in state:  # in files of earlier versions they are not
-        words, (place, has_normal), normal = _words_of(state["numpy"])
+    torch.set_rng_state(states["cpu"].clone())
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"].clone(), device)
+    if "numpy" in states:  # in files of earlier versions they are not
+        words, (place, has_normal), normal = _words_of(states["numpy"])
         if words.any():
             np.random.set_state(("MT19937", words, place, has_normal, normal))
-        words, (place, has_normal), normal = _words_of(state["python"])
+        words, (place, has_normal), normal = _words_of(states["python"])
         inner = (*map(int, words), place)
         random.setstate((PYTHON_VERSION, inner, normal if has_normal else None))
 
 
 def is_random_state(states: Any) -> bool:
-    """Returns whether these are states that `set_random_state` can restore."""
+    """Returns whether these are states that `set_states` can restore."""
     if not (isinstance(states, dict) and {"cpu"} <= states.keys() <= set(NAMES)):
         return False
     if not all(isinstance(x, Tensor) and x.dtype == torch.uint8 for x in states.values()):
         return False
-    if any(len(states[name]) != TWISTER_BYTES for name in ("numpy", "python") if name in states):
+    twisters = [states[name] for name in ("numpy", "python") if name in states]
+    if len(twisters) == 1 or not all(map(_is_twister, twisters)):
         return False
     try:
         torch.Generator().set_state(states["cpu"].clone())
     except RuntimeError:
         return False
     return True
+
+
+def _is_twister(state: Tensor) -> bool:
+    if state.shape != (TWISTER_BYTES,):
+        return False
+    _, (place, has_normal), _ = _words_of(state)
+    return 0 <= place <= 624 and has_normal in (0, 1)
 
 
 def _numpy_state() -> Tensor:

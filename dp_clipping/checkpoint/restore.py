@@ -26,8 +26,7 @@ from dp_clipping.checkpoint.file_format import (
     OPTIMIZER,
     RESERVED,
 )
-from dp_clipping.checkpoint.random_states import set_random_state
-from dp_clipping.checkpoint.run import PrivateRun, Snapshot, agree
+from dp_clipping.checkpoint.run import PrivateRun, Snapshot, agree, set_random_state
 from dp_clipping.distributed.dtensor import is_fsdp1, local
 from dp_clipping.noise.keys import Keys, fresh_keys
 from dp_clipping.noise.secure.certificate import Certificate

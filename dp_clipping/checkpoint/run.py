@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dp_clipping.checkpoint.random_states import set_states, states_of
 from dp_clipping.noise.keys import Keys
 from dp_clipping.noise.secure.certificate import Certificate
 from dp_clipping.sampling.loader import PoissonLoader
@@ -72,6 +73,7 @@ class StepAccount(Protocol):
     accountant: Any
     other_batches: int
     certificate: Any
+    computes: bool
 
     def cover(self, certificate: Any) -> None: ...
 
@@ -202,7 +204,7 @@ class PrivateRun:
             return state
         if self.model.step_state.batch_number is not None:
             state["position"] = self.model.step_state.batch_number
-        state["position"] = max(state["position"], self.next_batch)
+        state["position"] = max(state["position"], self.next_batch, self.unused_from)
         return state
 
 
@@ -230,6 +232,27 @@ class Snapshot:
     weights: str = "all"
 
 
+# ---- random states -------------------------------------------------------------------------------
+
+
+def random_states(run: PrivateRun) -> list[dict[str, Tensor]]:
+    """Returns the random states of each rank, so that dropout and augmentation go on as they were.
+
+    Not that of a generator of the user's own.
+    """
+    states = states_of(run.device)
+    joined = torch.cat([*states.values()]).to(run.device)
+    lengths = [len(state) for state in states.values()]
+    of_ranks = _gathered(run, joined)
+    return [dict(zip(states, x.cpu().split(lengths), strict=True)) for x in of_ranks]
+
+
+def set_random_state(run: PrivateRun, states: list[dict[str, Tensor]]) -> None:
+    """Restores this rank's random states, if they were saved from as many ranks as are there."""
+    if len(states) == run.world_size:
+        set_states(states[run.rank], run.device)
+
+
 # ---- agreement -----------------------------------------------------------------------------------
 
 
@@ -241,7 +264,7 @@ def agree(run: PrivateRun, what: str, problem: BaseException | None) -> None:
             raise problem
         return
     success = torch.tensor([problem is None], dtype=torch.uint8, device=run.device)
-    of_ranks = gathered(run, success)
+    of_ranks = _gathered(run, success)
     if problem is not None:
         raise problem
     failed = [rank for rank, success in enumerate(of_ranks) if not success.item()]
@@ -274,7 +297,7 @@ def agree_on_content(
         return
     content = bytes(32) if digest is None else b"\1" + digest
     message = torch.tensor(list(content), dtype=torch.uint8, device=run.device)
-    of_ranks = gathered(run, message)
+    of_ranks = _gathered(run, message)
     if problem is not None:
         raise problem
     failed = [rank for rank, answer in enumerate(of_ranks) if not answer[0]]
@@ -284,7 +307,7 @@ def agree_on_content(
         raise ValueError(f"ranks have read different checkpoints from {path}: is the disk shared?")
 
 
-def gathered(run: PrivateRun, x: Tensor) -> list[Tensor]:
+def _gathered(run: PrivateRun, x: Tensor) -> list[Tensor]:
     """Returns the tensors of all ranks, of one shape; RuntimeError if some rank is not here."""
     if run.group is None:
         return [x]

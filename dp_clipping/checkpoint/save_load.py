@@ -66,7 +66,6 @@ from dp_clipping.checkpoint.file_format import (
     scheduler_state,
     write,
 )
-from dp_clipping.checkpoint.random_states import random_states
 from dp_clipping.checkpoint.restore import (
     LEFT_BY_SCHEDULERS,
     Resume,
@@ -79,6 +78,7 @@ from dp_clipping.checkpoint.run import (
     PrivateRun,
     Snapshot,
     agree_on_content,
+    random_states,
     together,
 )
 from dp_clipping.checkpoint.tensors import (

@@ -136,6 +136,7 @@ class Weights:
 
     def __init__(self, values: Tensor, by_host: list[float]):
         self.values, self.by_host = values, by_host
+        self._rounded: dict[torch.dtype, Tensor] = {}
         self._blocks: dict[tuple[torch.dtype, int], tuple[Tensor, float]] = {}
 
     def only(self, samples: slice) -> "Weights":
@@ -147,7 +148,11 @@ class Weights:
 
         In a network of several dtypes the norm over all of it, and so c, may be float64.
         """
-        return self.values if self.values.dtype == dtype else round_down(self.values, dtype)
+        if self.values.dtype == dtype:
+            return self.values
+        if dtype not in self._rounded:
+            self._rounded[dtype] = round_down(self.values, dtype)
+        return self._rounded[dtype]
 
     def block(self, dtype: torch.dtype, pieces: int) -> tuple[Tensor, float]:
         """Returns C [g, B·g], its i-th block c_i on the diagonal, rounded down, and a factor.

@@ -3,8 +3,7 @@
 import copy
 import logging
 from collections.abc import Hashable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
-from inspect import signature
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
@@ -13,8 +12,7 @@ from torch.utils.data import DataLoader
 from dp_clipping.arguments.accounted import check_sampling
 from dp_clipping.arguments.checks import check_units
 from dp_clipping.arguments.numbers import check_noise_multiplier, check_target
-from dp_clipping.arguments.settings import Sampled, sampled
-from dp_clipping.engine import PrivacyEngine
+from dp_clipping.arguments.settings import Sampled, Settings, sampled
 from dp_clipping.kinds import WrongType, by_name, check_type, shown
 
 LOG = logging.getLogger(__name__)
@@ -27,6 +25,7 @@ GIVEN_BY_TRAINER = (
     "batch_first", "cuda_graph", "examples_per_unit", "unit_ids", "sampling", "max_batch_size",
 )  # fmt: skip
 
+NAMES = {one.name for one in fields(Settings)} - {"secure_mode"}  # arguments of make_private
 SAMPLED = (
     "sample_rate", "steps", "sampling", "max_batch_size", "examples_per_unit", "unit_ids",
 )  # fmt: skip
@@ -111,7 +110,7 @@ class PrivacyArguments:
                     f"options has {name}, which PrivateTrainer gives to make_private itself: leave "
                     "it out, or write it as an argument of PrivacyArguments, if it is one"
                 )
-            if name not in signature(PrivacyEngine.make_private).parameters:
+            if name not in NAMES:
                 raise ValueError(
                     f"options has {name}, which is no argument of make_private: leave it out, or "
                     "write it as an argument of PrivacyArguments, if it is one"

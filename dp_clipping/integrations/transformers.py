@@ -169,16 +169,19 @@ class PrivateTrainer(Trainer):
                 "train() was called before, and target_epsilon is for one training: give "
                 "PrivacyArguments(noise_multiplier=..), with which epsilon adds up"
             )
-        if self._made is None or self._made[0] is not self.model:
-            self._make_private(max_steps, train_dataloader)
-        elif self._made[2] is not self.train_dataset:
+        if self._made is not None and self._made[2] is not self.train_dataset:
             raise ValueError(
                 "train_dataset was replaced since train() was called, and epsilon is of one data "
                 "set: create a PrivateTrainer for each"
             )
+        is_made = self._made is not None and self._made[0] is self.model
+        if not is_made:
+            self._make_private(max_steps, train_dataloader)
         self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
+            self.optimizer.leave_microbatches(half_way=True)  # of a step that was interrupted
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        if is_made or resume_from_checkpoint is not None:
             self._refuse_above_target(max_steps)
         batches = self._made[1]
         handler = self.callback_handler
@@ -224,7 +227,7 @@ class PrivateTrainer(Trainer):
         if epsilon > privacy.target_epsilon:
             raise ValueError(
                 f"epsilon would end at {epsilon:.3f}, above target_epsilon="
-                f"{privacy.target_epsilon:g}, which is for the steps of the saved run: give its "
+                f"{privacy.target_epsilon:g}, which is for the steps of the first run: give its "
                 "TrainingArguments(num_train_epochs=.., max_steps=..), or "
                 "PrivacyArguments(noise_multiplier=..), with which epsilon adds up"
             )

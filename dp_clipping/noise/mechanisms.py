@@ -80,8 +80,8 @@ def register_noise_mechanism(
         )
     mechanism = NoiseMechanism(name, quantile, epsilon)
     if name == DEFAULT or "," in name:
-        taken = "taken" if name == DEFAULT else "not a name, which has no comma"
-        raise ValueError(f"noise mechanism {name!r} is {taken}: give another name")
+        why = "is taken" if name == DEFAULT else "has a comma, as those with a sampling have"
+        raise ValueError(f"noise mechanism {name!r} {why}: give another name")
     _check_quantile(mechanism)
     _check_epsilon(mechanism)
     if _digest(_REGISTERED.setdefault(name, mechanism)) != _digest(mechanism):

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import hypot
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -273,13 +274,8 @@ class Accounts:
 def _settings_of(optimizer: Any) -> tuple:
     """Returns the settings of an optimizer's groups, but for tensors on a GPU, which take time."""
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.tolist() if value.device.type == "cpu" else None
-        return repr(value)
-
     return tuple(
-        (name, repr(plain(value)))
+        (name, repr(_plain(value) if isinstance(value, Tensor) else value))
         for group in optimizer.param_groups
         for name, value in group.items()
         if name not in ("params", "param_names", "initial_lr")
@@ -287,12 +283,23 @@ def _settings_of(optimizer: Any) -> tuple:
 
 
 def _public(criterion: Any) -> tuple:
-    """Returns the name of the user's criterion, and the settings of one of PyTorch's."""
-    own = criterion.criterion
-    kind = own if isinstance(own, type(_public)) else type(own)
+    """Returns the name of the user's criterion, and settings: a partial's, and of PyTorch's own."""
+    own, bound = criterion.criterion, []
+    while isinstance(own, partial):
+        bound += [_plain(x) for x in own.args] + [(n, _plain(x)) for n, x in own.keywords.items()]
+        own = own.func
+    kind = own if isinstance(own, FunctionType) else type(own)
     values = vars(own) if kind.__module__.startswith("torch.") else {}
-    plain = [(n, x) for n, x in values.items() if isinstance(x, bool | int | float | str)]
-    return (kind.__qualname__, *sorted(plain))
+    values = {n: x for n, x in values.items() if n != "training"} | values.get("_buffers", {})
+    plain = [(n, _plain(x)) for n, x in values.items()]
+    return (kind.__qualname__, repr(bound), repr(plain))
+
+
+def _plain(value: Any) -> Any:
+    """Returns a setting as what it can be compared by, which objects at an address are not."""
+    if isinstance(value, Tensor):
+        return value.tolist() if value.device.type == "cpu" else None
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 def _additions(run: PrivateRun) -> int:

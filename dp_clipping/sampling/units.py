@@ -105,15 +105,17 @@ def _comparable(unit: Any) -> Hashable:
     """
     if isinstance(unit, Tensor) and not unit.dim():
         unit = unit.item()
+    if isinstance(unit, tuple):
+        return tuple(map(_comparable, unit))
+    if unit is None or (not isinstance(unit, str | int | Tensor) and _is_missing(unit)):
+        raise ValueError(
+            f"unit_ids has {unit!r}, and examples whose unit is not known belong to nobody: give "
+            "each a unit, one of its own or one for all of them"
+        )
     if type(unit).__hash__ in (object.__hash__, Tensor.__hash__, None):
         raise WrongType(
             f"unit_ids has {shown(unit)}, which no other entry is equal to: give numbers or "
             "strings, as unit_ids=[user.id for user in users]"
-        )
-    if not isinstance(unit, str | int) and _is_missing(unit):
-        raise ValueError(
-            f"unit_ids has {unit!r}, and examples whose unit is not known belong to nobody: give "
-            "each a unit, one of its own or one for all of them"
         )
     return unit
 
@@ -123,6 +125,8 @@ def _is_missing(unit: Any) -> bool:
         return bool(unit != unit)
     except TypeError:  # of pandas.NA
         return True
+    except ValueError:  # of an array
+        return False
 
 
 def fill_of(rows: Sequence[int], size: int) -> Tensor | None:

@@ -125,7 +125,7 @@ def test_metrics_have_the_epsilon_of_the_sampling(name):
 
 
 @every_sampling
-def test_the_noise_may_change_whatever_the_accountant(name):
+def test_the_noise_may_change_whatever_the_accountant(name, tmp_path):
     """Opacus's gdp holds steps of one σ alone, and ε does not come from it."""
     run = build(name, accountant="gdp")
     train(run, 2)
@@ -134,6 +134,10 @@ def test_the_noise_may_change_whatever_the_accountant(name):
     train(run, 2)
     assert epsilon(run) > spent
     assert [steps for *_, steps in run.engine.accountant.history] == [2, 2]
+    save(run, tmp_path / "run.pt")
+    resumed = build(name, accountant="gdp")
+    load(resumed, tmp_path / "run.pt")
+    assert epsilon(resumed) == epsilon(run)
 
 
 @every_sampling

@@ -399,14 +399,17 @@ class TestCheckpoints:
                 data_loader=other.loader, new_keys=new_keys,
             )  # fmt: skip
 
-    def test_other_ids_are_refused(self, path):
+    @pytest.mark.parametrize("noise_multiplier", [0.0, 1.1])
+    def test_other_ids_are_refused(self, path, noise_multiplier):
+        """Also where other noise means new keys."""
         rows = len(build(PrivacyEngine(accountant="rdp")).loader.dataset)
         units = -(-rows // 4)
         run = build(unit_ids=[row % units for row in range(rows)])
         run.engine.save_checkpoint(
             path=path, module=run.model, optimizer=run.optimizer, data_loader=run.loader
         )
-        other = build(unit_ids=[row // 4 for row in range(rows)])
+        others = [row // 4 for row in range(rows)]
+        other = build(unit_ids=others, noise_multiplier=noise_multiplier)
         arguments = {
             "path": path, "module": other.model, "optimizer": other.optimizer,
             "data_loader": other.loader,

@@ -192,7 +192,7 @@ ROWS = [
      "self.units.digest() if named and self.units else b\"\"", "b\"\"",
      "tests/dp_clipping/test_units_of_privacy.py", "other_ids"),
     ("a step again may have another learning rate", "accounting/ledger.py",
-     "self.batch_number, self.optimizer))", "self.batch_number))", LEDGER),
+     "self.batch_number, self.settings))", "self.batch_number))", LEDGER),
     # ---- noise mechanisms of users
     ("a registered mechanism's noise is Gaussian", "noise/add_noise.py",
      "flat_total, flat_target, stream, std, divisor, offset, place, values, earlier",

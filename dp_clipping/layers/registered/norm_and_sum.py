@@ -123,7 +123,7 @@ class NormAndSum:
 
     def weighted_sum(self, weights: Weights | Tensor, _outputs: int = 0) -> Tensor:
         """Returns Σ_i c_i G_i in float32 (float64), over the samples with c_i > 0."""
-        c = weights.values if isinstance(weights, Weights) else weights
+        c = weights.of_dtype(self.sums.dtype) if isinstance(weights, Weights) else weights
         return self.sums.sum_of(self.name, c, self.good)
 
 

@@ -1,9 +1,11 @@
 """What was released stays accounted for, once, whatever is loaded."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.support.saved_runs import (
     build,
@@ -17,6 +19,14 @@ from tests.support.saved_runs import (
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
+
+
+def cross_entropies(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def margins(outputs, targets):
+    return F.multi_margin_loss(outputs, targets, reduction="none")
 
 
 class TestAccount:
@@ -181,6 +191,16 @@ class TestAccount:
         with pytest.raises(RuntimeError, match=r"load_checkpoint\(\.\., new_keys=True\)"):
             train(other, 1)
 
+    def test_a_run_that_was_only_looked_at_takes_no_key(self, path):
+        dataset = data()
+        one = build(dataset=dataset)
+        train(one, 2)
+        save(one, path)
+        other = build(engine=one.engine, dataset=dataset)
+        load(other, path)
+        train(one, 2)
+        assert steps_of(one) == 4
+
     def test_what_a_run_that_was_set_back_saves(self, path):
         run = build()
         train(run, 1)
@@ -237,13 +257,23 @@ class TestAccount:
         train(run, 2)
         assert steps_of(run) == 3
 
-    def test_a_step_again_with_another_criterion_is_refused(self, path):
+    @pytest.mark.parametrize(
+        ("first", "second"),
+        [
+            (torch.nn.CrossEntropyLoss(), torch.nn.CrossEntropyLoss(label_smoothing=0.3)),
+            (torch.nn.CrossEntropyLoss(), torch.nn.MultiMarginLoss()),
+            *[[torch.nn.CrossEntropyLoss(torch.tensor([1.0, w])) for w in (2.0, 9.0)]],
+            *[[partial(F.cross_entropy, reduction="none", label_smoothing=x) for x in (0.0, 0.1)]],
+            (cross_entropies, margins),
+        ],
+        ids=["smoothing", "class", "weights", "partial", "function"],
+    )
+    def test_a_step_again_with_another_criterion_is_refused(self, path, first, second):
         dataset = data()
-        run = build(dataset=dataset)
+        run = build(dataset=dataset, criterion=first)
         save(run, path)
         train(run, 2)
-        smooth = torch.nn.CrossEntropyLoss(label_smoothing=0.3)
-        other = build(engine=run.engine, dataset=dataset, criterion=smooth)
+        other = build(engine=run.engine, dataset=dataset, criterion=second)
         self.load(other, path, 2)
         with pytest.raises(RuntimeError, match=r"step 0 was made before, .* or the criterion"):
             train(other, 1)

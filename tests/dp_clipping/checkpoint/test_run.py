@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dp_clipping.checkpoint.random_states import random_states, set_random_state
 from dp_clipping.checkpoint.run import (
     agree,
     agree_on_content,
+    random_states,
+    set_random_state,
 )
 from dp_clipping.distributed.agreement import agree_on_settings
 from tests.support.saved_runs import build, train
@@ -34,6 +35,19 @@ def test_a_draw_that_was_used_is_not_drawn_again():
     assert run.sampler_state()["position"] == 2
     made.model.step_state.steps += 3  # of draws that another loader took
     assert run.sampler_state()["position"] == 5
+
+
+def test_random_numbers_go_on_where_they_were():
+    run = build().engine._runs[0]
+    states = random_states(run)
+    first = torch.rand(3)
+    set_random_state(run, states)
+    assert torch.equal(torch.rand(3), first)
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    set_random_state(run, states * 2)  # of two ranks: no rank is the one that it was
+    assert torch.equal(torch.rand(3), expected)
 
 
 def on_ranks(context) -> None:

@@ -78,7 +78,8 @@ def test_a_target_of_registered_noise_is_refused(tmp_path, monkeypatch):
         trainer.train()
 
 
-ONE_TARGET = {"max_steps": 2, "privacy": {"target_epsilon": 3.0}}
+ONE_TARGET_ONLY = {"privacy": {"target_epsilon": 3.0}}
+ONE_TARGET = {"max_steps": 2, **ONE_TARGET_ONLY}
 
 
 class TestTarget:
@@ -114,11 +115,53 @@ class TestTarget:
         assert statement.steps == 6
         assert 2.9 <= statement.epsilon <= 3.0
 
+    @pytest.mark.parametrize("microbatches", [1, 2])
+    def test_interrupted_within_a_step(self, microbatches, tmp_path, monkeypatch):
+        given = {
+            "max_steps": 4, "save_strategy": "steps", "save_steps": 2, **ONE_TARGET_ONLY,
+            "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4 // microbatches,
+        }  # fmt: skip
+        trainer = trainer_of("gpt2", tmp_path, **given)
+        step, left = trainer.training_step, [1]
+
+        def interrupted(*arguments):
+            found = step(*arguments)
+            if trainer.state.global_step == 3 and left.pop():
+                raise KeyboardInterrupt
+            return found
+
+        monkeypatch.setattr(trainer, "training_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        monkeypatch.undo()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert trainer.privacy_statement().steps == 4
+        assert trainer.privacy_statement().epsilon <= 3.0
+
+    def test_more_steps_than_the_noise_is_for_are_refused(self, tmp_path, monkeypatch):
+        trainer = trainer_of("gpt2", tmp_path, **ONE_TARGET)
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(trainer, "training_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        monkeypatch.undo()
+        trainer.args.max_steps = 12
+        with pytest.raises(ValueError, match=r"epsilon would end at .*, above target_epsilon=3"):
+            trainer.train()
+
     def test_data_are_not_replaced(self, tmp_path):
         trainer = trainer_of("gpt2", tmp_path, max_steps=2)
         trainer.train()
         trainer.train()
         trainer.train_dataset = list(trainer.train_dataset)[:8]
+        with pytest.raises(ValueError, match="train_dataset was replaced since"):
+            trainer.train()
+        trainer.model = language_model("gpt2")
         with pytest.raises(ValueError, match="train_dataset was replaced since"):
             trainer.train()
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_clipping import PrivacyEngine
+from dp_clipping import PrivacyEngine, register_layer
 from dp_clipping.clipping.accumulation import Weights
 
 LAYERS = {
@@ -18,6 +18,25 @@ LAYERS = {
     "embedding": lambda: nn.Embedding(7, 3),
     "bag": lambda: nn.EmbeddingBag(7, 3),
 }
+
+
+class Scaled(nn.Module):
+    """Registered, with functions of its norm and its sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+register_layer(
+    Scaled,
+    norm=lambda layer, g, x: {"scale": torch.linalg.vector_norm((g * x).sum(1), dim=1)},
+    weighted_sum=lambda layer, g, c, x: {"scale": torch.einsum("b,btd,btd->d", c, g, x)},
+)
+LAYERS["registered"] = Scaled
 OF_TOKENS = ("embedding", "bag")
 
 
@@ -63,4 +82,6 @@ def test_coefficients_are_rounded_down():
     assert narrow.dtype == torch.float32
     assert (narrow.double() <= c).all()
     assert (narrow.double() >= c * (1 - 2**-22)).all()
-    assert Weights(c, c.tolist()).of_dtype(torch.float64) is c
+    weights = Weights(c, c.tolist())
+    assert weights.of_dtype(torch.float64) is c
+    assert weights.of_dtype(torch.float32) is weights.of_dtype(torch.float32)  # rounded once

@@ -54,6 +54,25 @@ def test_a_checkpoint_sets_it_back(options, tmp_path):
     assert run.optimizer.steps == 5
 
 
+def test_a_checkpoint_knows_which_batches_were_used(tmp_path):
+    """Also where some were left out, so that there are more of them than steps."""
+    run = build()
+    start = run.loader.state_dict()
+    train(run, 1)
+    run.model.eval()
+    for _ in range(4):
+        next(iter(run.loader))
+    run.model.train()
+    train(run, 1)
+    run.loader.load_state_dict(start)
+    save(run, tmp_path / "run.pt")
+    resumed = build()
+    load(resumed, tmp_path / "run.pt")
+    assert resumed.loader.position == 6
+    train(resumed, 1)
+    assert resumed.loader.usage.number == 6
+
+
 @pytest.mark.parametrize(
     "again", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__
 )

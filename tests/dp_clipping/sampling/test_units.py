@@ -47,6 +47,8 @@ class TestUnits:
     def test_tensors_of_one_number_are_that_number(self):
         ids = list(torch.tensor([3, 9, 3, 0, 9, 3, 8]))
         assert torch.equal(units_of(7, 3, ids).members, units_of(7, 3, NAMES).members)
+        pairs = [(one, "a") for one in ids]
+        assert torch.equal(units_of(7, 3, pairs).members, units_of(7, 3, NAMES).members)
 
     @pytest.mark.parametrize(
         ("ids", "message"),
@@ -56,9 +58,20 @@ class TestUnits:
             ([{"user": 1}] * 7, "no other entry is equal to"),
             (iter(range(7)), r"is read once: give a list, as unit_ids=list\(\.\.\)"),
             (np.array([1, np.nan, 1, 2, 3, np.nan, 4]), "has nan, and examples whose unit is not"),
+            ([None, 1, 1, 1, 1, None, 1], "has None, and examples whose unit is not known"),
+            ([(float("nan"), 1)] * 7, "has nan, and examples whose unit"),
             ([1.5, float("nan")] * 3 + [0.0], "give each a unit, one of its own or one for all"),
         ],
-        ids=["objects", "vectors", "dicts", "iterator", "array with NaN", "list with NaN"],
+        ids=[
+            "objects",
+            "vectors",
+            "dicts",
+            "iterator",
+            "array with NaN",
+            "None",
+            "NaN in tuples",
+            "list with NaN",
+        ],
     )
     def test_entries_that_say_nothing_are_refused(self, ids, message):
         with pytest.raises(ValueError, match=message):
