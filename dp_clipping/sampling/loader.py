@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from dp_clipping.kinds import is_count
 from dp_clipping.sampling.collate import CollateWithEmpty
-from dp_clipping.sampling.poisson import COPIED, OVER, Drawn, PoissonSampler, Scheme
+from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler, Scheme, Uncopied
 from dp_clipping.sampling.units import Units
 from dp_clipping.sampling.usage import SampleUsage
 
@@ -36,7 +36,7 @@ PREPARED = (
 )
 
 
-class PoissonLoader(DataLoader):
+class PoissonLoader(Uncopied, DataLoader):
     """A DataLoader that yields Poisson batches, or those of another scheme, for `make_private`.
 
     `from_data_loader` makes it of the user's loader. Each iteration begins at the current position
@@ -126,10 +126,6 @@ class PoissonLoader(DataLoader):
             rand_on_empty=rand_on_empty,
             **kept_options(loader),
         )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError: the batches of a copy would be those of another step too."""
-        raise TypeError(COPIED.format(name=type(self).__name__))
 
     @property
     def sample_rate(self) -> float:

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from dp_clipping.kinds import check_count, check_type
 from dp_clipping.sampling.collate import PaddedCollate
 from dp_clipping.sampling.loader import PoissonLoader, kept_options
-from dp_clipping.sampling.poisson import COPIED, Drawn, PoissonSampler
+from dp_clipping.sampling.poisson import Drawn, PoissonSampler, Uncopied
 from dp_clipping.sampling.units import fill_of
 
 
@@ -146,7 +146,7 @@ class Position:
     """Released before this batch, as the loader's usage counts them."""
 
 
-class MicrobatchLoader(DataLoader):
+class MicrobatchLoader(Uncopied, DataLoader):
     """The loader that `BatchMemoryManager` yields.
 
     Attributes:
@@ -209,10 +209,6 @@ class MicrobatchLoader(DataLoader):
                 self._optimizer.step_state.usage.pad(None)
         finally:
             self.leave(place)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError: the batches of a copy would be those of another step too."""
-        raise TypeError(COPIED.format(name=type(self).__name__))
 
     @property
     def _poisson(self) -> PoissonLoader | None:

@@ -116,7 +116,15 @@ class Drawn(NamedTuple):
     fill: Tensor | None = None
 
 
-class PoissonSampler(Sampler[list[int]]):
+class Uncopied:
+    """Refuses copies: the batches of a copy would be in another step too."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError. `copy`, `deepcopy` and `pickle` call it."""
+        raise TypeError(COPIED.format(name=type(self).__name__))
+
+
+class PoissonSampler(Uncopied, Sampler[list[int]]):
     """A batch sampler: each iteration yields one rank's part of the next `steps` Poisson batches.
 
     The `world_size` data-parallel ranks have disjoint parts of a batch, and together the batch of a
@@ -177,10 +185,6 @@ class PoissonSampler(Sampler[list[int]]):
         self._iteration: object | None = None  # the last one that was begun
         self._key = key
         self._next_steps = steps
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError: the batches of a copy would be those of another step too."""
-        raise TypeError(COPIED.format(name=type(self).__name__))
 
     def __len__(self) -> int:
         return self.steps

@@ -352,7 +352,7 @@ ROWS = [
      "run.account.cover(Certificate(*details[\"certificate\"]))", "pass", CERTIFICATE),
     ("a batch may be in two steps", "checkpoint/run.py",
      "if number < self.unused_from:", "if False:", BATCHES_ONCE),
-    ("loaders can be copied", "sampling/loader.py",
+    ("loaders can be copied", "sampling/poisson.py",
      "raise TypeError(COPIED.format(name=type(self).__name__))",
      "return super().__reduce_ex__(protocol)", BATCHES_ONCE),
     ("a part that was held on to can be used", "sampling/memory_manager.py",
