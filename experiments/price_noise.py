@@ -50,6 +50,7 @@ SHAPED = {**MODELS, TINY: Model(SHAPES[TINY], SHAPES[TINY].layers, rows=((4, 32)
 ALONE = "alone"
 SEED_KEY = bytes(range(32))  # of noise that is timed and not used
 WARM_UP = 3  # steps of each noise on each row, before its first round
+TIMES_ALONE = 5  # noise alone is added so many times for each step, as the first is launched late
 
 
 def noise_of(text: str) -> str:
@@ -158,13 +159,14 @@ def measure(cell: RoundCell, steps: Steps, options: Options, device: torch.devic
     steps.training.optimizer.noise.source = source
     parts = [] if cell.row == ALONE else steps.parts(cell.row, options.part)
     run = (lambda: steps.step(parts)) if parts else (lambda: steps.add_alone(source))
+    times = options.steps if parts else TIMES_ALONE * options.steps
     # Noise of earlier steps is in a step once there were so many of them.
     for _ in range(1 if cell.round else max(WARM_UP, bands_of(cell.variant))):
         run()
     wait_for_all(device)
     clock, memory = StepClock(device), PeakMemory(device)
     clock.mark()
-    for _ in range(options.steps):
+    for _ in range(times):
         run()
         clock.mark()
     return {"step_ms": clock.milliseconds(), "peak_memory_mb": (memory.bytes() or 0) / MIB}
