@@ -5,6 +5,7 @@ interfaces, its function does without, or raises a RuntimeError that names it.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -139,6 +140,28 @@ def all_gather(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work
     """
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return run(flat, own, group=group, async_op=True)
+
+
+@cache  # each has sockets and threads
+def host_backend(group: dist.ProcessGroup) -> Any:
+    """Returns what exchanges CPU tensors of a group's ranks: its own backend, or gloo beside it.
+
+    The first call is collective. `dist.new_group` would want the same calls on all ranks of the
+    job, or, for some of them, each to be in equally many groups. So gloo meets in the store of the
+    group itself, with its timeout, `ProcessGroup._get_backend(..).options._timeout`.
+
+    Raises:
+        RuntimeError: if a group has no store or no such backend.
+    """
+    device = torch.device("cpu")
+    try:
+        if "cpu:" in dist.get_backend_config(group):
+            return group._get_backend(device)
+        options = group._get_backend(group._device_types[0]).options
+        store = dist.PrefixStore("hosts", group.get_group_store())
+        return dist.ProcessGroupGloo(store, group.rank(), group.size(), options._timeout)
+    except AttributeError as error:
+        raise _missing("ProcessGroup._get_backend or get_group_store") from error
 
 
 def symmetric_memory() -> ModuleType:

@@ -20,7 +20,7 @@ from ddp.internals.optimizer import trainable
 from ddp.internals.step import Step
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer, refuse_not_reduced
-from ddp.torch_compat import all_gather, reduce_scatter
+from ddp.torch_compat import host_backend, reduce_scatter
 
 UNFINISHED = (
     "gradients are on their way to other ranks: call finish_gradient_synchronization() after "
@@ -39,6 +39,13 @@ class Sharded:
     gradients: Gradients
     reduction: Reduction
     step: Step
+    world_size: int
+    is_copy: bool
+
+    def __init__(self, module: nn.Module, **options: Any):
+        super().__init__(module, **options)  # type: ignore[call-arg]  # of the variant
+        if self.world_size > 1 and not self.is_copy:  # building a copy communicates nothing
+            host_backend(self.process_group)
 
     def reduce_slices(self, own: Tensor, flat: Tensor) -> dist.Work:
         """Starts to reduce `flat` over ranks; `own` gets this rank's slice, see `average`."""
@@ -65,27 +72,21 @@ class Sharded:
 
     def exchange(
         self, status: str, wait: Callable[[dist.Work], object] = methodcaller("wait")
-    ) -> Callable[[], list[str]]:
-        """Tells all ranks the status of this one, "" or its first bytes; a collective call.
+    ) -> list[str]:
+        """Returns the status of every rank, "" or its first bytes; a collective call.
 
-        Returns a function that returns the status of each rank; only that waits for a GPU.
+        It waits for other hosts, and for no GPU: a host that did would have nothing queued behind
+        the last reduction, and the GPU would be idle while the optimizer's kernels are launched.
         """
-        world_size = dist.get_world_size(self.process_group)
-        if world_size == 1:
-            return lambda: [status]
-        on_cpu = "cpu:" in dist.get_backend_config(self.process_group)
-        device = torch.device("cpu") if on_cpu else self.units[0].shard.device
-        own = torch.zeros(STATUS_BYTES, dtype=torch.uint8, device=device)
+        if self.world_size == 1:
+            return [status]
+        own = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
         if text := status.encode()[:STATUS_BYTES]:
             own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        everyone = own.new_empty(world_size, STATUS_BYTES)
-        wait(all_gather(everyone.view(-1), own, self.process_group))
-
-        def read() -> list[str]:
-            rows = everyone.tolist() if everyone.any() else [[]] * world_size
-            return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-        return read
+        everyone = own.new_empty(self.world_size, STATUS_BYTES)
+        wait(host_backend(self.process_group).allgather([[*everyone]], [own]))
+        rows = everyone.tolist() if everyone.any() else [[]] * self.world_size
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def begin_step(self, units: list[FlatUnit]) -> None:
         """Called by an optimizer before it steps the first of `units`, on all ranks."""

@@ -75,7 +75,7 @@ class ShardedModel(Protocol):
     gradients: Gradients
     units: list[FlatUnit]
 
-    def exchange(self, status: str) -> Callable[[], list[str]]: ...
+    def exchange(self, status: str) -> list[str]: ...
     def refuse_unfinished(self) -> None: ...
     def begin_step(self, units: list[FlatUnit]) -> None: ...
     def publish(self, unit: FlatUnit) -> None: ...
@@ -202,7 +202,7 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: if one has failed, here or in its last step.
         """
         self._has_agreed = True
-        if message := next(filter(None, self.model.exchange(self._broken)()), ""):
+        if message := next(filter(None, self.model.exchange(self._broken)), ""):
             raise RuntimeError(message)
 
     def _tell(self, message: str, error: Exception) -> str:

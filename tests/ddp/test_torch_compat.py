@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -131,3 +132,26 @@ def test_symmetric_memory(monkeypatch):
     monkeypatch.delattr("torch.distributed._symmetric_memory")
     with pytest.raises(RuntimeError, match=r"has no torch\.distributed\._symmetric_memory"):
         torch_compat.symmetric_memory()
+
+
+def exchanged_by_hosts(context: Context) -> None:
+    """A group for CUDA tensors alone gets a backend beside it, once, with its ranks and timeout.
+
+    Its ranks are in unequal numbers of groups here.
+    """
+    ranks = [1, 3]
+    group = dist.new_group(ranks, timeout=timedelta(seconds=91), backend="cuda:gloo")
+    own = dist.new_group(ranks)
+    if context.rank not in ranks:
+        return
+    hosts = torch_compat.host_backend(group)
+    assert hosts is torch_compat.host_backend(group)
+    assert hosts.options._timeout == timedelta(seconds=91)
+    for backend in (hosts, torch_compat.host_backend(own)):
+        everyone = torch.empty(2, 1, dtype=torch.int64)
+        backend.allgather([[*everyone]], [torch.tensor([context.rank])]).wait()
+        assert everyone.flatten().tolist() == ranks
+
+
+def test_what_exchanges_cpu_tensors_of_any_group(cpu_ranks):
+    cpu_ranks.run(4, exchanged_by_hosts)

@@ -427,7 +427,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks do not begin a step together",
-        (("sharded/optimizer.py", "self.model.exchange(self._broken)()", "[]"),),
+        (("sharded/optimizer.py", "self.model.exchange(self._broken)", "[]"),),
         ("tests/ddp/sharded/test_failed_steps.py", "late"),
     ),
     Mutant(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ddp import wrap
+from ddp.sharded.interface import STATUS_BYTES
 from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets
 
@@ -186,3 +187,39 @@ def pieces(context: Context) -> None:
 
 def test_pieces_are_what_the_optimizer_uses(cpu_ranks):
     cpu_ranks.run(3, pieces)
+
+
+def told(context: Context, name: str) -> None:
+    model = wrap(name, Chain().to(context.device), process_group=context.group)
+    status = "é" * 300 if context.rank == 1 else ""
+    cut = "é" * (STATUS_BYTES // 2)
+    assert model.exchange(status) == ["", cut, ""][: context.world_size]
+    assert model.exchange("") == [""] * context.world_size
+
+
+def test_ranks_tell_each_other_their_status(cpu_ranks):
+    for world_size, name in ((1, "zero1"), (3, "zero2"), (2, "fsdp")):
+        cpu_ranks.run(world_size, told, name)
+
+
+def steps_ahead_of_its_gpu(context: Context, name: str) -> None:
+    pair = Beside(context, name, Chain(), **small_buckets(name))
+    optimizer = pair.model.make_optimizer(torch.optim.Adam, lr=0.1)
+    x = numbers(4, 6, seed=0, rank=context.rank, like=pair.model)
+    for is_late in (False, False, True):
+        reached = torch.cuda.Event()
+        if is_late:
+            torch.cuda._sleep(3_000_000_000)  # cycles, at most 2 GHz
+            reached.record()
+        pair.model(x).square().sum().backward()
+        pair.model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not is_late or not reached.query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
+def test_a_step_waits_for_no_gpu(gpu_ranks, name):
+    gpu_ranks.run(2, steps_ahead_of_its_gpu, name)
