@@ -142,9 +142,16 @@ def all_gather(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work
     return run(flat, own, group=group, async_op=True)
 
 
+def gather_on_hosts(everyone: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to write every rank's `own` [n] to `everyone` [W, n], both on the CPU."""
+    if (beside := gloo_beside(group)) is None:
+        return all_gather(everyone.view(-1), own, group)
+    return beside.allgather([[*everyone]], [own])
+
+
 @cache  # each has sockets and threads
-def host_backend(group: dist.ProcessGroup) -> Any:
-    """Returns what exchanges CPU tensors of a group's ranks: its own backend, or gloo beside it.
+def gloo_beside(group: dist.ProcessGroup) -> Any:
+    """Returns gloo for the ranks of a group that has no backend for CPU tensors; else None.
 
     The first call is collective. `dist.new_group` would want the same calls on all ranks of the
     job, or, for some of them, each to be in equally many groups. So gloo meets in the store of the
@@ -153,10 +160,9 @@ def host_backend(group: dist.ProcessGroup) -> Any:
     Raises:
         RuntimeError: if a group has no store or no such backend.
     """
-    device = torch.device("cpu")
+    if "cpu:" in dist.get_backend_config(group):
+        return None
     try:
-        if "cpu:" in dist.get_backend_config(group):
-            return group._get_backend(device)
         options = group._get_backend(group._device_types[0]).options
         store = dist.PrefixStore("hosts", group.get_group_store())
         return dist.ProcessGroupGloo(store, group.rank(), group.size(), options._timeout)

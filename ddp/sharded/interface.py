@@ -20,7 +20,7 @@ from ddp.internals.optimizer import trainable
 from ddp.internals.step import Step
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer, refuse_not_reduced
-from ddp.torch_compat import host_backend, reduce_scatter
+from ddp.torch_compat import gather_on_hosts, gloo_beside, reduce_scatter
 
 UNFINISHED = (
     "gradients are on their way to other ranks: call finish_gradient_synchronization() after "
@@ -45,7 +45,7 @@ class Sharded:
     def __init__(self, module: nn.Module, **options: Any):
         super().__init__(module, **options)  # type: ignore[call-arg]  # of the variant
         if self.world_size > 1 and not self.is_copy:  # building a copy communicates nothing
-            host_backend(self.process_group)
+            gloo_beside(self.process_group)
 
     def reduce_slices(self, own: Tensor, flat: Tensor) -> dist.Work:
         """Starts to reduce `flat` over ranks; `own` gets this rank's slice, see `average`."""
@@ -84,7 +84,7 @@ class Sharded:
         if text := status.encode()[:STATUS_BYTES]:
             own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         everyone = own.new_empty(self.world_size, STATUS_BYTES)
-        wait(host_backend(self.process_group).allgather([[*everyone]], [own]))
+        wait(gather_on_hosts(everyone, own, self.process_group))
         rows = everyone.tolist() if everyone.any() else [[]] * self.world_size
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 

@@ -145,8 +145,12 @@ class Zero1DDP(Sharded, BucketedDDP):
     @torch.no_grad()
     def _bind(self, unit: FlatUnit) -> None:
         """Makes every parameter a view of the flat buffer, with the value that it has now."""
-        for view, parameter in zip(unit.layout.views(unit.values), unit.parameters, strict=True):
-            if parameter.data_ptr() != view.data_ptr() or not parameter.is_contiguous():
+        start, itemsize = unit.values.data_ptr(), unit.values.element_size()
+        for member, offset in enumerate(unit.layout.offsets):
+            parameter, place = unit.parameters[member], start + offset * itemsize
+            lies_there = parameter.data_ptr() == place and parameter.is_contiguous()
+            if not lies_there and parameter.numel():
+                view = unit.layout.views(unit.values)[member]
                 view.copy_(parameter)
                 parameter.data = view
 

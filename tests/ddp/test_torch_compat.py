@@ -134,24 +134,25 @@ def test_symmetric_memory(monkeypatch):
         torch_compat.symmetric_memory()
 
 
-def exchanged_by_hosts(context: Context) -> None:
-    """A group for CUDA tensors alone gets a backend beside it, once, with its ranks and timeout.
+def gathered_on_hosts(context: Context) -> None:
+    """A group for CUDA tensors alone gets gloo beside it, once, with its ranks and timeout.
 
     Its ranks are in unequal numbers of groups here.
     """
     ranks = [1, 3]
     group = dist.new_group(ranks, timeout=timedelta(seconds=91), backend="cuda:gloo")
-    own = dist.new_group(ranks)
+    with_cpu = dist.new_group(ranks)
     if context.rank not in ranks:
         return
-    hosts = torch_compat.host_backend(group)
-    assert hosts is torch_compat.host_backend(group)
-    assert hosts.options._timeout == timedelta(seconds=91)
-    for backend in (hosts, torch_compat.host_backend(own)):
+    beside = torch_compat.gloo_beside(group)
+    assert beside is torch_compat.gloo_beside(group)
+    assert beside.options._timeout == timedelta(seconds=91)
+    assert torch_compat.gloo_beside(with_cpu) is None
+    for each in (group, with_cpu):
         everyone = torch.empty(2, 1, dtype=torch.int64)
-        backend.allgather([[*everyone]], [torch.tensor([context.rank])]).wait()
+        torch_compat.gather_on_hosts(everyone, torch.tensor([context.rank]), each).wait()
         assert everyone.flatten().tolist() == ranks
 
 
-def test_what_exchanges_cpu_tensors_of_any_group(cpu_ranks):
-    cpu_ranks.run(4, exchanged_by_hosts)
+def test_cpu_tensors_are_gathered_in_any_group(cpu_ranks):
+    cpu_ranks.run(4, gathered_on_hosts)
