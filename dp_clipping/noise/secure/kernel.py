@@ -167,11 +167,25 @@ if triton is not None:
         return (x + 6755399441055744.0) - 6755399441055744.0
 
     @triton.jit
+    def _placed(w, START: tl.constexpr, minus):
+        """Returns START + 2⁻⁵²·START·w − minus, exact in all uses; START is a power of two.
+
+        The word becomes the low bits of START: a GPU converts integers at a quarter of the rate at
+        which it adds.
+        """
+        start = tl.full(w.shape, START, tl.float64).to(tl.uint64, bitcast=True)
+        return (start | w.to(tl.uint64)).to(tl.float64, bitcast=True) - minus
+
+    @triton.jit
     def _radius(w0, w1, w2, w3, FUSED: tl.constexpr):
-        w0, w1 = w0.to(tl.float64), w1.to(tl.float64)
-        w2, w3 = w2.to(tl.float64), w3.to(tl.float64)
-        s, e = _fast_two_sum(w0 * 2.0**-32, w1 * 2.0**-64)
-        t, f = _fast_two_sum(w2 * 2.0**-96, (w3 + 0.5) * 2.0**-128)
+        s, e = _fast_two_sum(
+            _placed(w0, 2.0**20, 2.0**20),  # w0·2⁻³²
+            _placed(w1, 2.0**-12, 2.0**-12),  # w1·2⁻⁶⁴
+        )
+        t, f = _fast_two_sum(
+            _placed(w2, 2.0**-44, 2.0**-44),  # w2·2⁻⁹⁶
+            _placed(w3, 2.0**-76, 2.0**-76 - 2.0**-129),  # (w3 + ½)·2⁻¹²⁸
+        )
         a = e + t
         v = a - e
         b = (e - (a - v)) + (t - v)
@@ -180,7 +194,9 @@ if triton is not None:
         bits = u.to(tl.int64, bitcast=True)
         exponent = (bits - 0x3FE5555555555556) & -0x10000000000000
         m = (bits - exponent).to(tl.float64, bitcast=True)
-        halvings = (-(exponent >> 52)).to(tl.float64)
+        # The exponent, a small integer, in the low bits of 1.5 · 2⁵².
+        halvings = (0x4338000000000000 - (exponent >> 52)).to(tl.float64, bitcast=True)
+        halvings -= 6755399441055744.0
         power = (0x3FF0000000000000 - exponent).to(tl.float64, bitcast=True)
         fh, fl = _fast_two_sum(m - 1.0, rest * power)
         bh = 2.0 + fh
@@ -229,8 +245,10 @@ if triton is not None:
 
     @triton.jit
     def _cos_sin(w0, w1, FUSED: tl.constexpr):
-        rest = (w0 << 2).to(tl.int32, bitcast=True).to(tl.float64) * 2.0**-34
-        th, tl_ = _fast_two_sum(rest, (w1.to(tl.float64) + 0.5) * 2.0**-64)
+        th, tl_ = _fast_two_sum(
+            _placed((w0 << 2) ^ 0x80000000, 2.0**18, 2.0**18 + 2.0**-3),  # signed, times 2⁻³⁴
+            _placed(w1, 2.0**-12, 2.0**-12 - 2.0**-65),  # (w1 + ½)·2⁻⁶⁴
+        )
         p, e = _two_prod(th, th * 0 + 6.283185307179586, FUSED)
         ph, pl = _fast_two_sum(p, e + (th * 2.4492935982947064e-16 + tl_ * 6.283185307179586))
         p, e = _two_prod(ph, ph, FUSED)
