@@ -2,6 +2,7 @@
 
 Files:
 
+    history           lists of steps, as Opacus's accountants keep them
     ledger            the engine's account, by noise key
     mechanism         noise and sampling together: what an account's steps release
     truncated_poisson ε of truncated Poisson batches

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from dp_clipping.accounting.ledger import History
+from dp_clipping.accounting.history import History
 from dp_clipping.accounting.mechanism import batches_per_epoch, dp_accounting
 
 RESOLUTION = 0.04

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dp_clipping.accounting.ledger import History
+from dp_clipping.accounting.history import History
 from dp_clipping.accounting.mechanism import batches_per_epoch, dp_accounting
 
 Sensitivity = Callable[[int, int], float]

@@ -20,22 +20,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from dp_clipping.accounting.history import (
+    History,
+    HistoryPart,
+    Parts,
+    after,
+    count,
+    end_of,
+    joined,
+    shared,
+    totals_of,
+)
 from dp_clipping.kinds import check_type
 
 if TYPE_CHECKING:
     from opacus.accountants.accountant import IAccountant
-
-History = list[tuple[float, float, int]]
-"""(noise multiplier, sample rate, number of steps), in the order in which they were counted."""
-
-HistoryPart = tuple[int, History]
-"""Steps of one key: the number of the first one, and from there on all."""
-
-Parts = dict[str, HistoryPart]
-"""By the key's fingerprint, which is public."""
 
 OTHERS = ""
 """In place of a fingerprint: steps that no run of this engine has made (of a user's own mechanism,
@@ -67,55 +68,6 @@ class Step:
     def digest(self) -> int:
         """Returns a digest of the settings that are not in an accountant's history."""
         return hash((self.clip_norms, self.batch_number, self.settings))
-
-
-def count(history: History) -> int:
-    """Returns the number of steps in a history, over all entries."""
-    return sum(steps for _, _, steps in history)
-
-
-def after(history: History, steps: int) -> History:
-    """Returns the part of a history that follows its first `steps` steps."""
-    rest = []
-    for sigma, rate, number in history:
-        left = number - min(number, steps)
-        steps -= number - left
-        if left:
-            rest.append((sigma, rate, left))
-    return rest
-
-
-def shared(first: History, second: History) -> int:
-    """Returns the number of steps with which both histories begin alike."""
-    both = zip(_single(first), _single(second), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-
-
-def joined(first: History, second: History) -> History:
-    """Concatenates two histories, and merges equal neighbouring entries."""
-    whole: History = []
-    for sigma, rate, steps in [*first, *second]:
-        if whole and whole[-1][:2] == (sigma, rate):
-            steps += whole.pop()[2]
-        whole.append((sigma, rate, steps))
-    return whole
-
-
-def parts_of(saved: Mapping[str, Any], history: History) -> Parts:
-    """Returns the steps by key of a saved account; without that entry all may be of the saved key.
-
-    Args:
-        saved: the details in a checkpoint.
-        history: the history of its accountant.
-    """
-    whole = saved["steps"] - count(history), history
-    return saved.get("account", {saved["key_fingerprint"]: whole})
-
-
-def _single(history: History) -> Iterator[tuple[float, float]]:
-    for sigma, rate, steps in history:
-        for _ in range(steps):
-            yield sigma, rate
 
 
 class Account:
@@ -207,8 +159,8 @@ class Account:
         """Raises RuntimeError if the accountant's history lacks steps that were counted."""
         counted: Counter[tuple[float, float]] = Counter()
         for _, history in self._parts.values():
-            counted += _totals(history)
-        if lost := counted - _totals(self.history):
+            counted += totals_of(history)
+        if lost := counted - totals_of(self.history):
             raise RuntimeError(
                 f"engine.accountant has lost {lost.total()} steps that this engine has counted: "
                 "its history was changed or loaded from elsewhere; load with "
@@ -224,7 +176,7 @@ class Account:
         from opacus.accountants.accountant import IAccountant
 
         check_type("accountant", accountant, IAccountant, "one of opacus.accountants")
-        lacking = _totals(self.history) - _totals(accountant.history)
+        lacking = totals_of(self.history) - totals_of(accountant.history)
         if lacking:
             raise ValueError(
                 f"accountant lacks {lacking.total()} steps that this engine has counted, and ε "
@@ -332,7 +284,7 @@ class Account:
             part[-1:] = joined(part[-1:], new)
             self._next[key] = self._next.get(key, first) + count(new)
             self._is_used = True
-        self._end = _end(history)
+        self._end = end_of(history)
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -382,7 +334,7 @@ class Account:
             first, there = self._parts.get(key, (first, []))
             self._parts[key] = first, joined(there, part)
         self._next = {key: first + count(part) for key, (first, part) in self._parts.items()}
-        self._end, self._loaded_for = _end(self.history), run
+        self._end, self._loaded_for = end_of(self.history), run
 
 
 def _refuse_epsilon(*_: Any, **__: Any) -> float:
@@ -390,15 +342,3 @@ def _refuse_epsilon(*_: Any, **__: Any) -> float:
         "engine.accountant computes ε of Poisson batches with independent Gaussian noise, which is "
         "not that of this engine's steps: call engine.get_epsilon(delta=1e-5)"
     )
-
-
-def _totals(history: History) -> Counter[tuple[float, float]]:
-    """Returns steps by noise multiplier and sample rate."""
-    totals: Counter[tuple[float, float]] = Counter()
-    for sigma, rate, steps in history:
-        totals[sigma, rate] += steps
-    return totals
-
-
-def _end(history: History) -> tuple[int, int]:
-    return len(history), history[-1][2] if history else 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from dp_clipping.accounting.ledger import History
+from dp_clipping.accounting.history import History
 
 Epsilon = Callable[[Sequence[History], float], float]
 """(steps of each key, δ) -> ε."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dp_clipping.accounting.ledger import History, count
+from dp_clipping.accounting.history import History, count
 from dp_clipping.accounting.mechanism import Mechanism
 
 

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dp_clipping.accounting.ledger import joined
+from dp_clipping.accounting.history import joined
 from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.kinds import check_number
 

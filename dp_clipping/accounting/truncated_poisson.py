@@ -11,7 +11,7 @@ units counts (Chua et al. 2024, "Scalable DP-SGD: Shuffling vs. Poisson Subsampl
 import math
 from collections.abc import Sequence
 
-from dp_clipping.accounting.ledger import History
+from dp_clipping.accounting.history import History
 from dp_clipping.accounting.mechanism import dp_accounting
 
 WIDEST, NARROWEST, PART = 1e-3, 1e-6, 0.15

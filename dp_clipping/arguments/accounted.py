@@ -4,7 +4,7 @@ from functools import partial, reduce
 from typing import Any
 
 from dp_clipping.accounting import balls_in_bins, cyclic, truncated_poisson
-from dp_clipping.accounting.ledger import History, joined
+from dp_clipping.accounting.history import History, joined
 from dp_clipping.accounting.mechanism import (
     ADD_OR_REMOVE,
     DEFAULT,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
-from dp_clipping.accounting.ledger import History
+from dp_clipping.accounting.history import History
 from dp_clipping.torch_compat import loss_distribution
 
 Curve = Sequence[tuple[float, float]]

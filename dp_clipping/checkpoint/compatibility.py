@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dp_clipping.accounting.ledger import Parts, count, joined, parts_of
+from dp_clipping.accounting.history import Parts, count, joined, parts_of
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
     DETAILS,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.accounting.ledger import Parts, count, parts_of
+from dp_clipping.accounting.history import Parts, count, parts_of
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
     ALWAYS,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dp_clipping.accounting.ledger import History
+from dp_clipping.accounting.history import History
 from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.gaussian import Values, uniform
 

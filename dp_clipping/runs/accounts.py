@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dp_clipping.accounting.ledger import Account, History, Step, joined
+from dp_clipping.accounting.history import History, joined
+from dp_clipping.accounting.ledger import Account, Step
 from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.target_epsilon import epsilon_at_end

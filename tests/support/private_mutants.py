@@ -29,6 +29,7 @@ SPLIT = "tests/dp_clipping/distributed/test_split_norms.py"
 REDUCE = "tests/dp_clipping/distributed/test_gradient_reduce.py"
 GLOBAL = "tests/dp_clipping/distributed/test_global_norms.py"
 LEDGER = "tests/dp_clipping/accounting/test_ledger.py"
+HISTORY = "tests/dp_clipping/accounting/test_history.py"
 CONTRIBUTIONS = "tests/dp_clipping/verification/test_contributions.py"
 MECHANISMS = "tests/dp_clipping/noise/test_mechanisms.py"
 CORRELATED = "tests/dp_clipping/noise/test_correlated.py"
@@ -310,10 +311,10 @@ ROWS = [
      "lost[key] = first, after(part, shared(part, there))", "lost[key] = first, []", LEDGER),
     ("a repeated step may have another noise", "accounting/ledger.py",
      "if not same or made not in (None, step.digest):", "if False:", LEDGER),
-    ("equal neighbours are counted once", "accounting/ledger.py",
-     "            steps += whole.pop()[2]", "            whole.pop()", LEDGER),
-    ("a step too many is dropped", "accounting/ledger.py",
-     "left = number - min(number, steps)", "left = number - min(number, steps + 1)", LEDGER),
+    ("equal neighbours are counted once", "accounting/history.py",
+     "            steps += whole.pop()[2]", "            whole.pop()", HISTORY),
+    ("a step too many is dropped", "accounting/history.py",
+     "left = number - min(number, steps)", "left = number - min(number, steps + 1)", HISTORY),
     # ---- secure noise
     ("ChaCha20 has eight double rounds", "sampling/chacha.py",
      "DOUBLE_ROUNDS = 10", "DOUBLE_ROUNDS = 8", CHACHA),

@@ -51,7 +51,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dp_clipping.accounting.ledger import History, count
+from dp_clipping.accounting.history import History, count
 
 FINENESS = 10  # √d·g is at most 2⁻¹⁰ of σC
 
