@@ -51,14 +51,18 @@ def describe_memory(
             rows[-1]["largest"] = _largest(
                 name, settings, capacity, _run(settings, world_size, True)
             )
+    if settings.compile:
+        return ["", COMPILED]
+    others = [name for name in settings.implementations if name not in VARIANTS]
+    unknown = ["", f"not predicted, other code decides what is kept: {', '.join(others)}"]
     if not rows:
-        return ["", COMPILED] if settings.compile else []
+        return unknown
     columns = [Column("name", "implementation"), *(Column(kind, None, ",.1f") for kind in KINDS),
                Column("peak", None, ",.1f")]  # fmt: skip
     if capacity:
         columns.append(Column("largest", "largest that fits", right=True))
     title = f"predicted memory at the peak of a step on {world_size} ranks, MiB per rank"
-    lines = ["", format_table(columns, rows, title), "", AT_THE_PEAK]
+    lines = ["", format_table(columns, rows, title), "", AT_THE_PEAK, *(unknown if others else ())]
     names = [row["name"] for row in rows]
     return lines if on_gpu else lines + _largest_on_cpu(settings, names, world_size, local_ranks)
 

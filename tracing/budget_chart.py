@@ -25,7 +25,7 @@ STYLES = {  # part: colour, hatch, what it is, colour of a number in it
     "idle": ("#F1F1F1", "", "idle: nothing runs", INK),
 }
 ROW, HEAD, FOOT = 0.42, 0.98, 1.08  # inches
-AXIS = 0.655  # of the figure's width
+AXIS = 0.65  # of the figure's width
 CHARACTER, MARGIN = 5.1, 3.0  # points: a number that is wider than its part is left out
 
 
@@ -48,15 +48,20 @@ def budget_figure(found: Mapping[str, Budget], title: str, basis: str) -> Figure
 
     height = HEAD + ROW * len(found) + FOOT
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
-    area = (0.2, FOOT / height, AXIS, ROW * len(found) / height)
-    axes = figure.add_axes(area)
     longest = max(one.step for one in found.values()) / 1000
+    area = (0.2, FOOT / height, _axis(longest), ROW * len(found) / height)
+    axes = figure.add_axes(area)
     shown = _shown(found, basis)
     for row, one in enumerate(found.values()):
         _draw_bar(axes, -row, one, shown, longest)
     _finish(axes, found, longest)
     _write_words(figure, found, shown, title, basis)
     return figure
+
+
+def _axis(longest: float) -> float:
+    """Returns the axis' part of the width: less where steps have more digits beside their bars."""
+    return AXIS - 0.01 * max(0, len(f"{longest:.1f}") - 5)
 
 
 def _shown(found: Mapping[str, Budget], basis: str) -> list[str]:
@@ -79,7 +84,7 @@ def _draw_bar(axes: Axes, y: float, one: Budget, shown: list[str], longest: floa
             linewidth=0.0 if hatch else 0.6,
         )  # fmt: skip
         number = f"{width:.1f}"
-        room = width / longest * AXIS * WIDTH * 72  # points
+        room = width / longest * _axis(longest) * WIDTH * 72  # points
         if room > CHARACTER * len(number) + MARGIN:
             text = axes.text(
                 left + width / 2, y, number, ha="center", va="center", fontsize=8,

@@ -31,7 +31,17 @@ def load_runs(folders: Sequence[Path]) -> dict[tuple[str, int], list[Trace]]:
     """Loads what `benchmark_ddp.py --profile` wrote, without private steps.
 
     Returns (implementation, number of ranks) -> traces of the ranks.
+
+    Raises:
+        ValueError: for a folder without traces.
     """
+    for folder in folders:
+        if not any(folder.glob("*_rank_0_trace.json*")):
+            what = "has no traces" if folder.is_dir() else "is no folder"
+            raise ValueError(
+                f"{folder} {what}: name one that benchmark_ddp.py --profile --profile-output-dir "
+                f"{folder} has written"
+            )
     runs: dict[tuple[str, int], list[Trace]] = {}
     for path in sorted(p for folder in folders for p in folder.glob("*_rank_0_trace.json*")):
         pattern = path.name.replace("_rank_0_", "_rank_*_")

@@ -68,7 +68,7 @@ class PrivacyStatement:
         if self.secure is not None:
             lines.append(("secure noise", "rounded to a grid, integers of ChaCha20; included are"))
             lines += [("  " + name, value) for name, value in self.secure.items()]
-        return "\n".join([first, *(f"  {name + ':':24}{_shown(value)}" for name, value in lines)])
+        return "\n".join([first, *(f"  {name + ': ':24}{_shown(value)}" for name, value in lines)])
 
 
 def statement_of(

@@ -128,8 +128,8 @@ class SampleUsage:
         if too_many or elsewhere:
             what = "samples that another rank has used already"
             if too_many:
-                what = f"{samples} samples, and of the {self.handed} that the loader handed out "
-                what += f"{self.left} are unused"
+                left = f"{self.left} of {self.handed}" if self.handed else "none"
+                what = f"{samples} samples, and of the loader's last batch {left} are unused"
             raise RuntimeError(
                 f"backward of {what}: a sample is in one backward of one step only, so take a new "
                 "batch for each step, add up losses of one batch before one backward(), and give "

@@ -214,10 +214,10 @@ class StepState:
         self.microbatches.end()
 
     def begin_batch(self, number: int, in_training: bool) -> None:
-        """Begins a new Poisson batch, which the loader is about to yield."""
+        """Begins a new batch, which the loader is about to yield."""
         if self.is_open or (self.usage.is_unused and in_training):
             raise RuntimeError(
-                f"Poisson batch {number} of the loader begins before optimizer.step() has used "
+                f"batch {number} of the loader begins before optimizer.step() has used "
                 "the last one: a step is one batch, an empty one too; to split it use "
                 "BatchMemoryManager, and to leave the loader's iteration begin another"
             )

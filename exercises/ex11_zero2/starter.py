@@ -18,7 +18,7 @@ Rules
     - The buckets start in the order of self.units on every rank, during backward (exercise 5).
     - A collective reads the flat tensor until it has been waited for: free it then, and not before.
     - At most two buckets are on the wire, or memory grows as before: before a bucket's flat tensor
-      is made, wait for the last but one. Waiting for the last one, too, would hide nothing.
+      is made, wait for the last but one. The last one may travel while the next is filled.
     - After finish each unit.own.grad is a mean, in a tensor of the slice's size, and every
       parameter.grad is None. All parameters get gradients in this exercise.
 

@@ -88,10 +88,19 @@ def step(rank: Rank, model: nn.Module, seed: int) -> None:
 
 
 def reads_of_freed_memory_refused(rank: Rank, model: nn.Module) -> AbstractContextManager[None]:
-    """Raises `Wrong` when backward is about to read what was freed; it would end the process."""
+    """Raises `Wrong` when backward is about to read what was freed, or has not arrived.
+
+    Reading freed memory would end the process.
+    """
 
     def read(saved: Tensor) -> Tensor:
         if saved.untyped_storage().size():
+            for k, unit in enumerate(model.blocks):
+                if is_view(saved, unit.values) and saved.isnan().any():
+                    raise Wrong(
+                        f"backward of block {k} reads parameters whose gather has not been waited "
+                        "for: wait in before_backward"
+                    )
             return saved
         events = rank.record.events
         k = next((e.detail for e in reversed(events) if e.what == "backward"), None)
@@ -110,6 +119,10 @@ def reads_of_freed_memory_refused(rank: Rank, model: nn.Module) -> AbstractConte
         raise Wrong(f"backward of block {k} reads parameters that were freed: {why}")
 
     return saved_tensors_hooks(lambda tensor: tensor, read)
+
+
+def is_view(tensor: Tensor, base: Tensor) -> bool:
+    return tensor.untyped_storage()._cdata == base.untyped_storage()._cdata
 
 
 def after_forward(rank: Rank) -> list[Event]:

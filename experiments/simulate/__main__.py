@@ -28,6 +28,8 @@ from measure.options import option, parse_options, positive, requires
 MOST_GPUS = 1_000_000  # a ring's latency is then seconds, and nothing like it was measured
 MEMORY_ONLY = tuple(name for name in KNOWN_MEMORY if name not in VARIANTS)
 NOTES = (
+    "step = computed + exposed + contention; computed: what none computes (of the optimizer a",
+    "  rank's part where it is sharded), and what the variant copies and launches",
     "contention of: the variant whose traces, or results, tell how computation and communication",
     "  slow each other; another one's where a variant itself was not measured",
     f"{' and '.join(MEMORY_ONLY)}: PyTorch decides inside what it sends when, and in which stream,",
@@ -76,11 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = {n: x for n in ("batch_size", "bucket_size_mb") if (x := getattr(options, n))}
     shape = replace(found.shape, model=model, **given)
     print(table(found, shape, options.gpus))
+    for doubt in found.doubts(timed.get((found.shape, found.ranks), {})):
+        print(doubt)
     draw_efficiency(
         lambda name, gpus: found.simulate(name, shape, gpus).step, VARIANTS,
         f"Predicted from {found.ranks} ranks. {sum(shape.gradients.values()) / 1e6:,.0f} M "
         f"parameters, {shape.dtype}, {shape.batch_size} x {model.context_length} tokens per GPU; "
-        f"{found.network.bandwidth / 1e9:,.3g} GB/s in a host, {options.host_bandwidth:g} between",
+        f"{found.network.bandwidth / 1e9:,.3g} GB/s in a host, {options.host_bandwidth:g} "
+        "GB/s between hosts",
         options.gpus_per_host, options.output,
     )  # fmt: skip
     print(f"picture: {options.output}")
@@ -93,7 +98,8 @@ def table(found: Calibration, shape: Shape, gpus: int) -> str:
         o = found.simulate(name, shape, gpus)
         memory = predict_memory(name, shape.model, bucket_size_mb=shape.bucket_size_mb, **run)
         rows.append({
-            "variant": name, "step ms": 1e3 * o.step, "exposed ms": 1e3 * o.exposed,
+            "variant": name, "step ms": 1e3 * o.step, "computed ms": 1e3 * o.computed,
+            "exposed ms": 1e3 * o.exposed,
             "contention ms": 1e3 * o.contention, "tokens/s": gpus * shape.tokens / o.step,
             "efficiency": found.simulate("none", shape, 1).step / o.step,
             "GiB": sum(memory.values()) / 2**30,
@@ -113,10 +119,15 @@ def measured(folder: Path) -> dict[tuple[Shape, int], dict[str, float]]:
     def size(config: dict) -> tuple[Shape, int] | None:
         return None if "clipping" in config else (Shape.of(config), config["world_size"])
 
+    if not (folder / "results.jsonl").exists():
+        raise ValueError(f"{folder} has no results of benchmark_ddp.py --output-dir {folder}")
     found = Results(folder).fastest_rounds("timing", size)
     found = {run: {v: ms / 1e3 for v, ms in own.items()} for run, own in found.items() if run}
     if not all("none" in own for own in found.values()) or not found:
-        raise ValueError(f"{folder}: has no results of none, which computation is told from")
+        raise ValueError(
+            f"{folder} has no results of none, beside which others are compared: run "
+            f"benchmark_ddp.py --implementations none ddp --output-dir {folder} with its options"
+        )
     return found
 
 

@@ -44,6 +44,7 @@ class Calibration:
     slower: float = 1.0
     shared: float = 0.0
     lean: float = 1.0
+    faster: tuple[str, ...] = ()  # variants whose traced step was shorter than that of `none`
 
     @property
     def shape(self) -> Shape:
@@ -68,6 +69,25 @@ class Calibration:
         """Returns the variant whose contention a variant is given: itself where it was measured."""
         likes = (variant, LIKE.get(variant, ""), "ddp_bucketed", "ddp")
         return next(v for v in likes if v in self.contention)
+
+    def doubts(self, measured: Mapping[str, float]) -> list[str]:
+        """Returns why predictions may be far off: other programs' traces, and steps not matched.
+
+        Args:
+            measured: variant -> seconds, of the shape and ranks of the traces.
+        """
+        found = [
+            f"{name} took less time than none in the traces, so other programs ran beside none: "
+            "trace again on a quiet machine" for name in self.faster
+        ]  # fmt: skip
+        for name in VARIANTS[1:]:
+            step = self.simulate(name, self.shape, self.ranks).step
+            if name in measured and abs(step / measured[name] - 1) > 0.02:
+                found.append(
+                    f"{name}: no contention gives the {1e3 * measured[name]:.1f} ms measured at "
+                    f"the traces' sizes; predicted are {1e3 * step:.1f} ms"
+                )
+        return found
 
     def matched(self, measured: Mapping[int, Mapping[str, float]]) -> "Calibration":
         """Returns this as of unprofiled steps at its shape: ranks -> variant -> seconds.
@@ -128,6 +148,10 @@ def calibrate(folders: Sequence[Path], network: Network) -> Calibration:
     found = replace(found, contention={v: _contention(found, v, s, floor) for v, s in own.items()})
     if "fsdp" in own:
         found = replace(found, lean=_lean(found, own["fsdp"]))
+    lasts = {v: median(s.seconds for s in s_) for v, s_ in own.items()}
+    floored = 0.95 * median(s.seconds for s in floor)
+    faster = (v for v, seconds in lasts.items() if seconds < floored and v != "fsdp")
+    found = replace(found, faster=tuple(faster))
     profiled = {n: {"none": median(s.seconds for s in steps["none", n])} for n in alone}
     return found.matched(profiled) if len(profiled) > 1 else found
 

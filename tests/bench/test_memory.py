@@ -65,6 +65,16 @@ def test_the_memory_of_this_machine(monkeypatch):
     assert "not known" in describe_memory(settings, 2, "cpu", 2)[-1]
 
 
+def test_what_is_not_predicted_is_named():
+    settings = settings_from(parse(["--implementations", "none"]), "cpu", Path("unused"))
+    settings = replace(settings, implementations=("none", "fsdp2", "own.py:Mine"))
+    assert "not predicted, other code decides what is kept: fsdp2, own.py:Mine" in describe_memory(
+        settings, 2, "cpu", 2
+    )
+    settings = replace(settings, implementations=("fsdp2",))
+    assert describe_memory(settings, 2, "cpu", 2)[-1].startswith("not predicted")
+
+
 def test_private_runs_have_no_table():
     run = benchmark("--dry-run", "--implementations", "none", "--clipping", "bookkeeping")
     assert "predicted memory" not in run.stdout

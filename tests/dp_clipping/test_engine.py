@@ -206,7 +206,7 @@ class TestRefused:
         run = build()
         draws = iter(run.loader)
         backward(run, next(draws))
-        with pytest.raises(RuntimeError, match="Poisson batch 1 of the loader begins before"):
+        with pytest.raises(RuntimeError, match="batch 1 of the loader begins before"):
             next(draws)
 
     def test_a_criterion_before_the_model(self):

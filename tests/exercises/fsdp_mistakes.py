@@ -275,3 +275,12 @@ class ShardedOwnIsNoLeaf(FullyShardedDDP):
     def give(self, copies):
         for copied, unit in zip(copies, self.units, strict=True):
             copied.grad = unit.own.grad
+
+
+@mistake("fsdp", AFTER_FINISH, "whose gather has not been waited for: wait in before_backward")
+class ShardedUnawaited(FullyShardedDDP):
+    """Backward begins a block's gather, and does not wait for it."""
+
+    def before_backward(self, k):
+        for block in self.blocks[max(0, k - 1) : k + 1][::-1]:
+            block.start()

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from experiments.simulate import calibrate as calibrating
 from experiments.simulate.__main__ import main
 from experiments.simulate.calibrate import calibrate
 from experiments.simulate.step import program_of, run
@@ -338,7 +339,7 @@ def test_the_command_predicts_draws_and_says_how_far_off_it_was(traces, tmp_path
     assert set(rows) == {*VARIANTS, "torch_zero1", "torch_fsdp"}
     assert (rows["ddp"][-1], rows["zero2"][-1], rows["none"][-1]) == ("ddp", "ddp_bucketed", "–")
     memory = predict_memory("torch_zero1", SHAPE.model, ranks=16, batch_size=4)
-    assert rows["torch_zero1"] == [*5 * "–", f"{sum(memory.values()) / 2**30:.2f}", "–"]
+    assert rows["torch_zero1"] == [*6 * "–", f"{sum(memory.values()) / 2**30:.2f}", "–"]
     assert "torch_zero1 and torch_fsdp: PyTorch decides inside" in predicted
     assert "contention of: the variant whose traces" in predicted
     assert read_picture(picture).description.startswith("Efficiency of each variant")
@@ -354,5 +355,45 @@ def test_a_folder_without_traces_is_refused_in_one_line(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
+    assert f"{tmp_path} has no traces: name one that benchmark_ddp.py --profile" in error
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert f"{tmp_path}/nowhere is no folder: name one" in capsys.readouterr().err
+    write(tmp_path, "ddp")
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
     assert "needs traces of one shape: of none, for computation" in error
-    assert "of 0 shapes, no traces" in error
+    assert "of 1 shapes, ddp on 2" in error
+
+
+def test_folders_without_results_are_refused_in_one_line(traces, tmp_path, capsys):
+    for option in ("--results", "--validate"):
+        assert main([str(traces), option, str(tmp_path / "nowhere")]) == 2
+        assert "nowhere has no results of benchmark_ddp.py --output" in capsys.readouterr().err
+    results = Results(tmp_path / "measured")
+    results.record({"key": "k", "implementation": "ddp", "kind": "timing", "round": 0, "status": OK,
+                    "step_ms": [12.0], "config": config("ddp")})  # fmt: skip
+    assert main([str(traces), "--validate", str(results.folder)]) == 2
+    assert "measured has no results of none" in capsys.readouterr().err
+
+
+def test_what_a_prediction_cannot_be_is_said(traces):
+    """Steps that no contention gives, and traces of none beside which other programs ran."""
+    found = calibrate([traces], LINKS)
+    none = found.simulate("none", SHAPE, 1).step
+    measured = {"none": none, "ddp_bucketed": 0.5 * none}
+    (line,) = found.matched({2: measured}).doubts(measured)
+    assert line.startswith("ddp_bucketed: no contention gives the")
+    measured["ddp_bucketed"] = 1.001 * found.simulate("ddp_bucketed", SHAPE, 2).step
+    assert found.matched({2: measured}).doubts(measured) == []
+    (line,) = replace(found, faster=("zero1",)).doubts({})
+    assert line.startswith("zero1 took less time than none in the traces")
+
+
+def test_traces_of_a_disturbed_none_are_told(traces, monkeypatch):
+    assert calibrate([traces], LINKS).faster == ()
+    true = calibrating.undisturbed
+    monkeypatch.setattr(calibrating, "undisturbed", lambda trace: [
+        replace(step, seconds=3 * step.seconds)
+        if trace.configuration["implementation"] == "none" else step for step in true(trace)
+    ])  # fmt: skip
+    assert "ddp_bucketed" in calibrate([traces], LINKS).faster

@@ -130,6 +130,16 @@ def test_numbers_lie_in_their_parts(tmp_path):
         ), text
 
 
+def test_what_stands_beside_bars_is_in_the_picture(tmp_path):
+    one = budget([slowed(tmp_path)], [floor(tmp_path)])
+    for times in (1, 40, 4000):  # up to more than 1000 s
+        long = {"ddp": replace(one, computation=times * 300_000, floor=times * 200_000)}
+        figure = budget_figure(long, "title", "GPU kernels")
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        for text in figure.axes[0].texts:
+            assert text.get_window_extent(renderer).x1 < figure.bbox.x1, text
+
+
 def test_the_file_and_nothing_to_draw(tmp_path):
     found = {"ddp_bucketed+sparse_embeddings": budget([slowed(tmp_path)], [floor(tmp_path)])}
     draw_budgets(found, tmp_path / "b.png", "title", "GPU kernels")

@@ -93,7 +93,7 @@ def test_a_part_of_a_batch_that_was_left_is_refused():
     )
     with manager as parts:
         held = next(iter(parts))  # and the iterator is gone
-    with pytest.raises(RuntimeError, match="of the 0 that the loader handed out 0 are unused"):
+    with pytest.raises(RuntimeError, match="of the loader's last batch none are unused"):
         step(run, held)
     run.optimizer.zero_grad()
     train(run, 3, microbatch=1)

@@ -134,7 +134,7 @@ class TestSamples:
     def test_a_draw_begins_when_the_last_one_is_used(self, phase):
         state = at(phase)
         if phase in (OPEN, REDUCED):
-            with pytest.raises(RuntimeError, match="Poisson batch 3 of the loader begins before"):
+            with pytest.raises(RuntimeError, match="batch 3 of the loader begins before"):
                 state.begin_batch(3, in_training=True)
             assert state.batch_number is None
         else:
@@ -144,7 +144,7 @@ class TestSamples:
     def test_a_draw_may_stay_unused_in_evaluation(self):
         state = StepState()
         state.usage.hand_over(4)
-        with pytest.raises(RuntimeError, match="Poisson batch 1 of the loader begins before"):
+        with pytest.raises(RuntimeError, match="batch 1 of the loader begins before"):
             state.begin_batch(1, in_training=True)
         state.begin_batch(1, in_training=False)
 
