@@ -48,6 +48,11 @@ DEFAULT, SECURE = "default", "secure"
 TINY = "tiny"
 SHAPED = {**MODELS, TINY: Model(SHAPES[TINY], SHAPES[TINY].layers, rows=((4, 32),))}
 ALONE = "alone"
+LEGEND = (
+    "alone: noise on float32 sums of all parameters, without a step; other rows: a step on so many",
+    "  samples x tokens, of which --part are computed at once; noise is added once in each",
+    "ratio: to the default noise in the same rounds; low, high: its 95 % interval over the rounds",
+)
 SEED_KEY = bytes(range(32))  # of noise that is timed and not used
 WARM_UP = 3  # steps of each noise on each row, before its first round
 TIMES_ALONE = 5  # noise alone is added so many times for each step, as the first is launched late
@@ -205,7 +210,7 @@ def report(cells: list[dict]) -> str:
     columns = ["row", "noise", Column("ms", format=".2f")]
     columns += [Column(key, format=".3f") for key in ("ratio", "low", "high")]
     columns += [Column("peak MiB", format=",.0f")]
-    return format_table(columns, lines)
+    return "\n".join([format_table(columns, lines), "", *LEGEND])
 
 
 @ending_quietly

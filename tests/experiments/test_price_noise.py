@@ -1,6 +1,7 @@
 """experiments.price_noise on a tiny network: kinds of noise take turns, and all of it is timed."""
 
 import json
+from statistics import median
 
 import pytest
 import torch
@@ -36,8 +37,9 @@ def test_each_noise_has_a_line_for_each_row(without_gpu, tmp_path, capsys):
         base = next(
             c for c in cells if (c["row"], c["variant"]) == (cell["row"], price_noise.DEFAULT)
         )
-        assert float(own[2]) == pytest.approx(cell["step_ms"][0], abs=0.01)
-        assert float(own[3]) == pytest.approx(cell["step_ms"][0] / base["step_ms"][0], abs=0.002)
+        own_ms, base_ms = median(cell["step_ms"]), median(base["step_ms"])
+        assert float(own[2]) == pytest.approx(own_ms, abs=0.01)
+        assert float(own[3]) == pytest.approx(own_ms / base_ms, abs=0.002)
 
 
 def test_steps_have_the_noise_of_their_cell_and_all_its_bands(monkeypatch):
@@ -62,7 +64,7 @@ def test_steps_have_the_noise_of_their_cell_and_all_its_bands(monkeypatch):
     assert seen == [("bands_5", step, True) for step in range(7)]  # five, and two that are timed
     assert taken == 7  # of two parts each
     measure(RoundCell(ALONE, "secure", 1), steps, options, CPU)
-    assert [name for name, *_ in seen[7:]] == ["secure"] * 3
+    assert [name for name, *_ in seen[7:]] == ["secure"] * (1 + 2 * price_noise.TIMES_ALONE)
     assert all(step >= 1000 and whole for _, step, whole in seen[7:])
     assert steps.training.optimizer.steps == taken
 
