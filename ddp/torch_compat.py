@@ -5,9 +5,9 @@ interfaces, its function does without, or raises a RuntimeError that names it.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -149,7 +149,9 @@ def gather_on_hosts(everyone: Tensor, own: Tensor, group: dist.ProcessGroup) -> 
     return beside.allgather([[*everyone]], [own])
 
 
-@cache  # each has sockets and threads
+_beside: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+
+
 def gloo_beside(group: dist.ProcessGroup) -> Any:
     """Returns gloo for the ranks of a group that has no backend for CPU tensors; else None.
 
@@ -162,12 +164,15 @@ def gloo_beside(group: dist.ProcessGroup) -> Any:
     """
     if "cpu:" in dist.get_backend_config(group):
         return None
-    try:
-        options = group._get_backend(group._device_types[0]).options
-        store = dist.PrefixStore("hosts", group.get_group_store())
-        return dist.ProcessGroupGloo(store, group.rank(), group.size(), options._timeout)
-    except AttributeError as error:
-        raise _missing("ProcessGroup._get_backend or get_group_store") from error
+    if group not in _beside:  # each has sockets and threads
+        try:
+            options = group._get_backend(group._device_types[0]).options
+            store = dist.PrefixStore("hosts", group.get_group_store())
+            found = dist.ProcessGroupGloo(store, group.rank(), group.size(), options._timeout)
+        except AttributeError as error:
+            raise _missing("ProcessGroup._get_backend or get_group_store") from error
+        _beside[group] = found
+    return _beside[group]
 
 
 def symmetric_memory() -> ModuleType:

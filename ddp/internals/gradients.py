@@ -158,9 +158,9 @@ class Gradients:
         """
         for parameter in self.parameters:
             gradient = parameter.grad
-            if gradient is None or parameter.is_contiguous():
-                continue
-            if gradient.stride() != parameter.stride():  # neither has memory where it is sharded
+            if gradient is None or parameter.is_contiguous() or not any(gradient.stride()):
+                continue  # a stand-in has the memory of one element
+            if gradient.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
     def drop(self) -> None:

@@ -165,7 +165,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.way_back.complete(self.start)
         if not self._is_ahead:
             self.free()
-            self.exchange("", wait_for)  # other ranks may be about to step
+            self.agree_on_forward(wait_for)  # other ranks may be about to step
         self._is_ahead, self._new_way = False, WayBack()
         self.order.begin()
 

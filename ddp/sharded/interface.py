@@ -29,6 +29,12 @@ UNFINISHED = (
 
 STATUS_BYTES = 400  # of a message to other ranks
 
+BEGINS = "rank {rank} begins a forward"
+NOT_THE_SAME = BEGINS + (
+    " where another rank is in optimizer.step(), and nothing has changed on any rank: every rank "
+    "must step as often as the others, so leave a step out on all of them or on none"
+)
+
 
 class Sharded:
     """Methods of a wrapper whose ranks each own one slice of every unit."""
@@ -87,6 +93,17 @@ class Sharded:
         wait(gather_on_hosts(everyone, own, self.process_group))
         rows = everyone.tolist() if everyone.any() else [[]] * self.world_size
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    def agree_on_forward(self, wait: Callable[[dist.Work], object]) -> None:
+        """Returns once all ranks are about to begin a forward.
+
+        Raises:
+            RuntimeError: if another one is in a step, whether it has failed or not.
+        """
+        rank = dist.get_rank(self.process_group)
+        for status in self.exchange(NOT_THE_SAME.format(rank=rank), wait):
+            if BEGINS.partition("}")[2] not in status:
+                raise RuntimeError(status or NOT_THE_SAME.format(rank=rank))
 
     def begin_step(self, units: list[FlatUnit]) -> None:
         """Called by an optimizer before it steps the first of `units`, on all ranks."""

@@ -153,7 +153,8 @@ class FlatUnit:
 
         It has the parameter's shape, takes the memory of one element, and is NaN. So code that
         takes it for the whole gradient gets NaN, never values of which only some are reduced, and
-        in-place arithmetic on it raises. Setting it to None or zero clears the gradient as usual.
+        in-place arithmetic on it raises where it has several elements. Setting it to None or zero
+        clears the gradient as usual.
         """
         assert self.gradient is not None
         self._marks = self.gradient.new_full((len(self.parameters),), torch.nan)
@@ -186,10 +187,14 @@ class FlatUnit:
         return whole
 
     def _cleared(self, piece: Piece, mark: Tensor) -> Tensor:
-        """Returns a piece of the gradient, made zero by `zero_grad(set_to_none=False)` or not."""
+        """Returns a piece of the gradient, made zero by `zero_grad(set_to_none=False)` or not.
+
+        It is NaN where another number was written to the stand-in, of one element.
+        """
         assert self.gradient is not None
         own = self.gradient.narrow(0, piece.start, piece.numel)
-        return own.masked_fill_(mark == 0, 0)  # without waiting for a GPU
+        own.masked_fill_(mark == 0, 0)  # without waiting for a GPU
+        return own.masked_fill_((mark == mark) & (mark != 0), torch.nan)
 
     def _expanded_marks(self) -> list[Tensor]:
         shapes = self.layout.shapes

@@ -93,7 +93,8 @@ def refuse_not_reduced(units: list[FlatUnit]) -> None:
 def together(step: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a `step` one in which a rank that fails before it has changed anything tells all.
 
-    It may fail in a hook, which PyTorch calls around `step`, in the closure, or be refused.
+    It may fail in a hook, which PyTorch calls around `step`, be refused, or in the closure behind
+    its last collective call; before that, others wait for its gradients until their timeout.
     """
     with_hooks = Optimizer.profile_hook_step(step)
 
@@ -179,8 +180,8 @@ class ShardedOptimizer(Optimizer):
         with torch.no_grad():
             refuse_not_reduced(self.model.units)
             self.model.refuse_unfinished()
-            self._agree()
             self.model.begin_step(self._units)
+            self._agree()
             failure = None
             for parts in self._stepped_together:
                 try:

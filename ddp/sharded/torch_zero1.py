@@ -41,4 +41,8 @@ def optimizer_class() -> type[Optimizer]:
             dist.broadcast_object_list(box, group=self.process_group, group_src=0)
             return box[0]
 
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """Takes this rank's part; PyTorch's deletes those of others from what it is given."""
+            super().load_state_dict({**state_dict, "state": {**state_dict["state"]}})
+
     return WholeState

@@ -28,8 +28,11 @@ class WholeOnDemand(nn.Module):
         """Enters a context with whole parameters in the network; changes of them are kept.
 
         They are other tensors than those of training, in the dtype of the slices. A collective
-        call; inside, one rank alone may call the network.
+        call; inside, one rank alone may call the network, and enter another one, or save.
         """
+        if self.is_whole:
+            yield
+            return
         self.free()
         units = [unit for block in self.blocks for unit in block.units]
         whole: dict[Parameter, Parameter] = {}

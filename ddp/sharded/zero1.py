@@ -110,8 +110,7 @@ class Zero1DDP(Sharded, BucketedDDP):
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
     def begin_step(self, units: list[FlatUnit]) -> None:
-        for unit in units:
-            self._bind(unit)  # another wrapper of the same network may have moved them
+        self._bind(units)  # another wrapper of the same network may have moved them
 
     def publish(self, unit: FlatUnit) -> None:
         self.step.finished.collectives += 1
@@ -136,23 +135,32 @@ class Zero1DDP(Sharded, BucketedDDP):
             unit = FlatUnit([parameters[i] for i in bucket.members], self.process_group)
             unit.values = unit.flatten()
             unit.shard = unit.layout.slice_of(unit.values, unit.rank)
-            self._bind(unit)
+            for view, parameter in zip(
+                unit.layout.views(unit.values), unit.parameters, strict=True
+            ):
+                parameter.data = view
             self.units.append(unit)
             self._unit_of[bucket.members] = unit
             place_of |= {i: (unit, member) for member, i in enumerate(bucket.members)}
         self.reduction.place_of = place_of
 
     @torch.no_grad()
-    def _bind(self, unit: FlatUnit) -> None:
-        """Makes every parameter a view of the flat buffer, with the value that it has now."""
-        start, itemsize = unit.values.data_ptr(), unit.values.element_size()
-        for member, offset in enumerate(unit.layout.offsets):
-            parameter, place = unit.parameters[member], start + offset * itemsize
-            lies_there = parameter.data_ptr() == place and parameter.is_contiguous()
-            if not lies_there and parameter.numel():
-                view = unit.layout.views(unit.values)[member]
-                view.copy_(parameter)
-                parameter.data = view
+    def _bind(self, units: list[FlatUnit]) -> None:
+        """Makes every parameter a view of its flat buffer, with the value that it has now.
+
+        All values are read before the first one is written: parameters may have been exchanged.
+        """
+        moved = []
+        for unit in units:
+            start, itemsize = unit.values.data_ptr(), unit.values.element_size()
+            for member, offset in enumerate(unit.layout.offsets):
+                parameter, place = unit.parameters[member], start + offset * itemsize
+                lies_there = parameter.data_ptr() == place and parameter.is_contiguous()
+                if not lies_there and parameter.numel():
+                    moved.append((unit, member, parameter.detach().clone()))
+        for unit, member, value in moved:
+            view = unit.layout.views(unit.values)[member]
+            unit.parameters[member].data = view.copy_(value)
 
     def _convert(self, unit: FlatUnit, members: tuple[int, ...]) -> None:
         """Converts reduced gradients after a change of `gradient_dtype`."""

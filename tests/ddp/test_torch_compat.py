@@ -1,5 +1,6 @@
 """Private interfaces of PyTorch are there, in one file; without one its function falls back."""
 
+import gc
 import sys
 import warnings
 from datetime import timedelta
@@ -152,6 +153,13 @@ def gathered_on_hosts(context: Context) -> None:
         everyone = torch.empty(2, 1, dtype=torch.int64)
         torch_compat.gather_on_hosts(everyone, torch.tensor([context.rank]), each).wait()
         assert everyone.flatten().tolist() == ranks
+    known, _ = torch_compat._beside, gc.collect()
+    before = len(known)
+    del beside, each
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert len(known) == before - 1  # and with it, its sockets and threads have gone
 
 
 def test_cpu_tensors_are_gathered_in_any_group(cpu_ranks):

@@ -431,6 +431,27 @@ MUTANTS = [
         ("tests/ddp/sharded/test_failed_steps.py", "late"),
     ),
     Mutant(
+        "a forward does not see that others step",
+        (("sharded/interface.py", 'if BEGINS.partition("}")[2] not in status:', "if False:"),),
+        ("tests/ddp/sharded/test_fsdp_failures.py", "left_out"),
+    ),
+    Mutant(
+        "parameters that moved are read while others are written",
+        (("sharded/zero1.py", "parameter.detach().clone()", "parameter.detach()"),),
+        ("tests/ddp/sharded/test_zero1.py", "exchange_their_memory"),
+    ),
+    Mutant(
+        "a step that cannot begin tells nobody",
+        (
+            (
+                "sharded/optimizer.py",
+                "self.model.begin_step(self._units)\n            self._agree()",
+                "self._agree()\n            self.model.begin_step(self._units)",
+            ),
+        ),
+        ("tests/ddp/sharded/test_failed_steps.py", "changes_nothing and where_it_begins"),
+    ),
+    Mutant(
         "a parameter without elements has no owner",
         (("sharded/layout.py", "if begin < end or (is_here", "if begin < end or (False"),),
         ("tests/ddp/sharded/test_state.py", "without_elements"),

@@ -39,6 +39,17 @@ def refused(pair: Beside, optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = kept
 
 
+def where_it_begins(pair: Beside, optimizer: torch.optim.Optimizer) -> None:
+    def fails(_units):
+        raise ArithmeticError(LONG)
+
+    pair.model.begin_step = fails
+    try:
+        optimizer.step()
+    finally:
+        del pair.model.begin_step
+
+
 def step_fails(context: Context, name: str, fail: Callable) -> None:
     """In the first step, in later ones, on one rank or on both; a schedule wraps `step` too."""
     pair = Beside(context, name, Chain(), **small_buckets(name))
@@ -70,7 +81,7 @@ def step_fails(context: Context, name: str, fail: Callable) -> None:
         pair.zero_grad(set_to_none=True)
 
 
-@pytest.mark.parametrize("fail", [in_a_hook, in_the_closure, refused])
+@pytest.mark.parametrize("fail", [in_a_hook, in_the_closure, refused, where_it_begins])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_fails_on_one_rank_changes_nothing(cpu_ranks, name, fail):
     cpu_ranks.run(2, step_fails, name, fail)

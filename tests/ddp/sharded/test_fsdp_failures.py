@@ -99,19 +99,48 @@ def test_the_timeout_says_what_happened(cpu_ranks):
 
 
 def one_rank_fails(context: Context) -> None:
-    """It goes on with its next batch; the others step with gradients that are visibly no mean."""
+    """It goes on with its next batch where the others step: all hear of it, and nothing changes."""
     pair = Pair(context, FailingNetwork())
     pair.backward(0)
     pair.finish()
     pair.step()
+    message = r"rank 0 begins a forward where another rank is in optimizer\.step\(\)"
     if context.rank == 0:
         fail(pair, 1, [1, 1])
+        with pytest.raises(RuntimeError, match=message):
+            loss_of(pair.model, 2, context.rank)
     else:
         loss_of(pair.model, 1, context.rank).backward()
         pair.model.finish_gradient_synchronization()
         assert any(gradient.isnan().any() for *_, gradient in pair.model.gradient_pieces())
-        pair.optimizer.step()
-    assert loss_of(pair.model, 2, context.rank).isnan()
+        with pytest.raises(RuntimeError, match=message):
+            pair.optimizer.step()
+    pair.model.zero_grad()
+    pair.backward(3)
+    pair.finish()
+    pair.step()
+
+
+def one_rank_leaves_a_step_out(context: Context) -> None:
+    """As for a loss that is not finite on that rank; or its step fails, where others go on."""
+    pair = Pair(context, FailingNetwork())
+    for left_out in (True, False):
+        pair.backward(0)
+        pair.finish()
+        if context.rank == 1:
+            with pytest.raises(RuntimeError, match=r"begins a forward|failed on rank 0"):
+                loss_of(pair.model, 1, context.rank)
+        elif left_out:
+            with pytest.raises(RuntimeError, match="rank 1 begins a forward"):
+                pair.optimizer.step()
+        else:
+            with pytest.raises(ZeroDivisionError):
+                pair.optimizer.step(lambda: 1 / 0)
+        pair.step()
+
+
+def test_a_step_is_left_out_on_one_rank_alone(cpu_ranks):
+    cpu_ranks.run(2, one_rank_leaves_a_step_out)
 
 
 def test_a_backward_fails_on_one_rank_alone(cpu_ranks):

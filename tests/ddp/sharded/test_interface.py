@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from torch import nn
 from ddp import wrap
 from ddp.sharded.interface import STATUS_BYTES
 from lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets
+from tests.support.beside import (
+    Beside,
+    Chain,
+    any_order,
+    chain_loss,
+    numbers,
+    small_buckets,
+    whole_values,
+)
 
 
 def clipped(context: Context, name: str) -> None:
@@ -187,6 +196,49 @@ def pieces(context: Context) -> None:
 
 def test_pieces_are_what_the_optimizer_uses(cpu_ranks):
     cpu_ranks.run(3, pieces)
+
+
+def in_another_format(context: Context, name: str) -> None:
+    """Strides that parameters are given after `wrap` are not kept, and change no number."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    pair = Beside(context, name, network, **small_buckets(name), **any_order(name))
+    ours = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(pair.reference.parameters(), lr=0.1)
+    for step in range(3):
+        pair.model.to(memory_format=torch.channels_last)
+        loss = partial(squares, step)
+        pair.backward(loss)
+        pair.finish()
+        ours.step()
+        plain.step()
+        pair.zero_grad(set_to_none=True)
+    for p, q in zip(whole_values(pair.model), pair.reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def squares(seed: int, model: nn.Module, rank: int) -> torch.Tensor:
+    return model(numbers(2, 3, 4, 4, seed=seed, rank=rank, like=model)).square().sum()
+
+
+def test_a_memory_format_given_after_wrap(cpu_ranks):
+    for name in ("zero1", "zero2", "fsdp"):
+        cpu_ranks.run(2, in_another_format, name)
+
+
+def written_to_one_element(context: Context, name: str) -> None:
+    """A number other than zero in a stand-in is no gradient: it shows as NaN."""
+    pair = Beside(context, name, OfSeveralDtypes(), **any_order(name))
+    optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
+    pair.backward(lambda model, rank: model(numbers(5, seed=0, rank=rank, like=model)).square())
+    pair.finish()
+    pair.model.module.scale.grad.fill_(2.0)
+    optimizer.step()
+    values = whole_values(pair.model)
+    assert [bool(x.isnan().any()) for x in values] == [False, True, False, False]
+
+
+def test_a_stand_in_of_one_element_that_is_written_to(cpu_ranks):
+    cpu_ranks.run(2, written_to_one_element, "zero1")
 
 
 def told(context: Context, name: str) -> None:

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from torch import nn
 
 from ddp import wrap
 from lm.rank_pool import Context
@@ -111,6 +112,29 @@ def parameters_are_views(context: Context) -> None:
 
 def test_parameters_stay_views(cpu_ranks):
     cpu_ranks.run(2, parameters_are_views)
+
+
+def exchanged(context: Context) -> None:
+    """Parameters take each other's values by `.data`, in one bucket and over two."""
+    pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+    ours = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(pair.reference.parameters(), lr=0.1)
+    for step, (i, j) in enumerate(((0, 2), (2, 0), (1, 2))):
+        for model in (pair.model, pair.reference):
+            layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+            a, b = layers[i].weight, layers[j].weight
+            a.data, b.data = b.data, a.data
+        pair.backward(chain_loss(step))
+        pair.finish()
+        ours.step()
+        plain.step()
+        pair.zero_grad(set_to_none=True)
+        for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+
+def test_parameters_that_exchange_their_memory(cpu_ranks):
+    cpu_ranks.run(2, exchanged)
 
 
 def copies(context: Context) -> None:
