@@ -21,6 +21,7 @@ from lm.watch import (
     DOING,
     EXIT_FAILED,
     HANDED_OVER,
+    PRINTED,
     Cause,
     left_early,
     print_cause,
@@ -74,7 +75,9 @@ def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
         if interrupted.is_set():
             return Outcome(INTERRUPTED)
         said, left = read_text(board, DOING), read_text(board, HANDED_OVER)
-        return Outcome(status, read_cause(board), said, left)
+        if (cause := read_cause(board)) and not board.check([PRINTED]):
+            print_cause(cause, board)
+        return Outcome(status, cause, said, left)
     finally:
         _stop(children, grace_s=0.0)
         for number, handler in previous.items():
@@ -169,7 +172,7 @@ def _name(store: dist.Store, rank: int, what: str) -> None:
     place = store.get(key).decode().split(" ", 2)[2] if store.check([key]) else "start"
     cause = Cause(rank, "error", f"{what}, last seen at {place}")
     if publish_cause(store, cause):
-        print_cause(cause)
+        print_cause(cause, store)
 
 
 def _stop(children: list[subprocess.Popen], grace_s: float) -> None:

@@ -30,6 +30,7 @@ CAUSE = "first_cause"
 DOING = "doing"
 HANDED_OVER = "handed_over"
 NOBODY = -1
+PRINTED = "printed"  # the cause is on stderr
 RECORDED = "recorded"  # the first rank has done what it does about the cause
 MESSAGE_LENGTH = 200  # characters
 
@@ -238,7 +239,7 @@ class Watch:
             except RuntimeError:
                 first = True
             if first:
-                print_cause(cause)
+                print_cause(cause, self._store)
             self._leave(cause)
 
     def _leave(self, cause: Cause) -> None:
@@ -260,9 +261,12 @@ class Watch:
                 self._store.wait([RECORDED], timedelta(seconds=2 * self._interval_s + 1))
 
 
-def print_cause(cause: Cause) -> None:
+def print_cause(cause: Cause, store: dist.Store) -> None:
+    """Prints the cause, and says so: a rank that has published one may be ended before it can."""
     lines = f"{cause.blame}{cause.message}\n" + textwrap.indent(cause.traceback, "    ")
     print(lines.rstrip(), file=sys.stderr, flush=True)
+    with contextlib.suppress(RuntimeError):  # the process that hosts the store has gone
+        store.set(PRINTED, "")
 
 
 def status_of(error: BaseException) -> str:

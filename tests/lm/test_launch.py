@@ -283,6 +283,28 @@ def test_a_rank_that_leaves_without_a_word_is_named(monkeypatch, capfd, status):
     assert f"rank 1 failed first: {message}\n" in capfd.readouterr().err
 
 
+UNPRINTED = """
+import os
+from datetime import timedelta
+from lm.runtime import connect_store
+from lm.watch import EXIT_FAILED, Cause, print_cause, publish_cause
+if os.environ["RANK"] == "1":
+    store, cause = connect_store(timedelta(seconds=60)), Cause(1, "error", "no room")
+    publish_cause(store, cause)
+    if PRINTS:
+        print_cause(cause, store)
+    os._exit(EXIT_FAILED)  # as if the launcher had ended it
+"""
+
+
+@pytest.mark.parametrize("prints", [False, True])
+def test_a_cause_is_printed_once_whoever_ends_first(capfd, prints):
+    code = UNPRINTED.replace("PRINTS", str(prints))
+    outcome = run_ranks([sys.executable, "-c", code], 2)
+    assert outcome.cause == Cause(1, "error", "no room")
+    assert capfd.readouterr().err == "rank 1 failed first: no room\n"
+
+
 def test_a_cause_says_where_in_the_users_code(watches, capfd):
     first = watches(0, 1)
     first._own = [__file__]
