@@ -41,6 +41,7 @@ from ddp.internals.unused import tensors_in
 from ddp.sharded.call_order import CallOrder, WayBack
 from ddp.sharded.interface import Sharded
 from ddp.sharded.layout import FlatUnit
+from ddp.sharded.optimizer import agree
 from ddp.sharded.units import Block, GatheredUnit, blocks_of, cast, wait_for
 from ddp.sharded.whole import WholeOnDemand
 from ddp.torch_compat import at_end_of_backward, in_backward
@@ -165,7 +166,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.way_back.complete(self.start)
         if not self._is_ahead:
             self.free()
-            self.agree_on_forward(wait_for)  # other ranks may be about to step
+        agree(lambda mine: self.exchange(mine, wait_for), "a forward")  # others may be in a step
         self._is_ahead, self._new_way = False, WayBack()
         self.order.begin()
 

@@ -29,12 +29,6 @@ UNFINISHED = (
 
 STATUS_BYTES = 400  # of a message to other ranks
 
-BEGINS = "rank {rank} begins a forward"
-NOT_THE_SAME = BEGINS + (
-    " where another rank is in optimizer.step(), and nothing has changed on any rank: every rank "
-    "must step as often as the others, so leave a step out on all of them or on none"
-)
-
 
 class Sharded:
     """Methods of a wrapper whose ranks each own one slice of every unit."""
@@ -47,6 +41,8 @@ class Sharded:
     step: Step
     world_size: int
     is_copy: bool
+    reductions: int = 0
+    """Reduce-scatters that were started, which all ranks start alike."""
 
     def __init__(self, module: nn.Module, **options: Any):
         super().__init__(module, **options)  # type: ignore[call-arg]  # of the variant
@@ -55,6 +51,7 @@ class Sharded:
 
     def reduce_slices(self, own: Tensor, flat: Tensor) -> dist.Work:
         """Starts to reduce `flat` over ranks; `own` gets this rank's slice, see `average`."""
+        self.reductions += 1
         op = self.reduction.op if self._can_average else dist.ReduceOp.SUM
         return reduce_scatter(own, flat, op, self.process_group)
 
@@ -79,7 +76,7 @@ class Sharded:
     def exchange(
         self, status: str, wait: Callable[[dist.Work], object] = methodcaller("wait")
     ) -> list[str]:
-        """Returns the status of every rank, "" or its first bytes; a collective call.
+        """Returns the status of every rank, or its first bytes; a collective call.
 
         It waits for other hosts, and for no GPU: a host that did would have nothing queued behind
         the last reduction, and the GPU would be idle while the optimizer's kernels are launched.
@@ -91,19 +88,7 @@ class Sharded:
             own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         everyone = own.new_empty(self.world_size, STATUS_BYTES)
         wait(gather_on_hosts(everyone, own, self.process_group))
-        rows = everyone.tolist() if everyone.any() else [[]] * self.world_size
-        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-    def agree_on_forward(self, wait: Callable[[dist.Work], object]) -> None:
-        """Returns once all ranks are about to begin a forward.
-
-        Raises:
-            RuntimeError: if another one is in a step, whether it has failed or not.
-        """
-        rank = dist.get_rank(self.process_group)
-        for status in self.exchange(NOT_THE_SAME.format(rank=rank), wait):
-            if BEGINS.partition("}")[2] not in status:
-                raise RuntimeError(status or NOT_THE_SAME.format(rank=rank))
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone.tolist()]
 
     def begin_step(self, units: list[FlatUnit]) -> None:
         """Called by an optimizer before it steps the first of `units`, on all ranks."""

@@ -55,6 +55,12 @@ BROKEN = (
 )
 
 
+NOT_THE_SAME = (
+    "ranks are about to do different things, and nothing has changed on any of them: {acts}. Every "
+    "rank must step as often as the others: leave a step out on all of them or on none"
+)
+
+
 @register_optimizer_step_pre_hook
 def refuse_plain(optimizer: Optimizer, *_arguments: Any) -> None:
     """Raises RuntimeError before a plain optimizer steps what is not whole, gradient or value."""
@@ -74,6 +80,7 @@ class ShardedModel(Protocol):
 
     gradients: Gradients
     units: list[FlatUnit]
+    reductions: int
 
     def exchange(self, status: str) -> list[str]: ...
     def refuse_unfinished(self) -> None: ...
@@ -90,6 +97,38 @@ def refuse_not_reduced(units: list[FlatUnit]) -> None:
                 raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
 
 
+class ToldError(RuntimeError):
+    """An error that every rank raises: none has to be told of it again."""
+
+
+def status_of(act: str, message: str = "") -> str:
+    """Returns what a rank tells the others: what it is about to do, and why it cannot."""
+    return f"{act}\n{message}"
+
+
+def agree(exchange: Callable[[str], list[str]], act: str, message: str = "") -> None:
+    """Returns once all ranks are about to do the same; a collective call.
+
+    A step and, in `fsdp`, a forward are collective: if one rank left one out, the others would pair
+    it with the next one, and apply half of a step.
+
+    Args:
+        exchange: tells all ranks the status of this one, and returns those of all.
+
+    Raises:
+        ToldError: on every rank, if one has a message, or is about to do something else.
+    """
+    told = [status.partition("\n")[::2] for status in exchange(status_of(act, message))]
+    if message := next((each for _, each in told if each), ""):
+        raise ToldError(message)
+    ranks: dict[str, list[int]] = {}
+    for rank, (other, _) in enumerate(told):
+        ranks.setdefault(other, []).append(rank)
+    if len(ranks) > 1:
+        acts = ", ".join(f"{other} on rank {first}" for other, (first, *_) in ranks.items())
+        raise ToldError(NOT_THE_SAME.format(acts=acts))
+
+
 def together(step: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a `step` one in which a rank that fails before it has changed anything tells all.
 
@@ -103,9 +142,11 @@ def together(step: Callable[..., Any]) -> Callable[..., Any]:
         self._has_agreed = False
         try:
             return with_hooks(self, *args, **kwargs)
+        except ToldError:
+            raise
         except Exception as error:
             if not self._has_agreed:
-                self.model.exchange(self._tell(FAILED, error))
+                self.model.exchange(status_of(self._act(), self._tell(FAILED, error)))
             raise
 
     begin.hooked = True  # type: ignore[attr-defined]  # PyTorch adds no hooks of its own
@@ -200,11 +241,14 @@ class ShardedOptimizer(Optimizer):
         """Returns once all ranks are about to step.
 
         Raises:
-            RuntimeError: if one has failed, here or in its last step.
+            RuntimeError: if one has failed, here or in its last step, or takes another step.
         """
         self._has_agreed = True
-        if message := next(filter(None, self.model.exchange(self._broken)), ""):
-            raise RuntimeError(message)
+        agree(self.model.exchange, self._act(), self._broken)
+
+    def _act(self) -> str:
+        """Returns what ranks that take the same step say."""
+        return f"optimizer.step() behind reduction {self.model.reductions}"
 
     def _tell(self, message: str, error: Exception) -> str:
         text = f"{type(error).__name__}: {error}"

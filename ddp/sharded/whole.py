@@ -28,7 +28,7 @@ class WholeOnDemand(nn.Module):
         """Enters a context with whole parameters in the network; changes of them are kept.
 
         They are other tensors than those of training, in the dtype of the slices. A collective
-        call; inside, one rank alone may call the network, and enter another one, or save.
+        call; inside, one rank alone may call the network, and enter another one.
         """
         if self.is_whole:
             yield
@@ -71,10 +71,13 @@ class WholeOnDemand(nn.Module):
 
         Raises:
             ValueError: for `assign=True`.
-            RuntimeError: for a state that does not fit; the parameters stay as they were.
+            RuntimeError: inside of `whole_parameters`, and for a state that does not fit; the
+                parameters stay as they were.
         """
         if assign:
             raise ValueError("load_state_dict: a rank keeps slices of its own, give assign=False")
+        if self.is_whole:
+            raise RuntimeError("load_state_dict: leave whole_parameters() first, on all ranks")
         with self.whole_parameters():
             return super().load_state_dict(state_dict, strict=strict)
 

@@ -32,6 +32,11 @@ from ddp.sharded.interface import Sharded
 from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import all_gather
 
+RESHAPED = (
+    "a parameter of shape {then} has been given the shape {now}: wrap the network anew, and make "
+    "another optimizer"
+)
+
 
 class ShardReduction(Reduction):
     """Knows where reduced gradients are. Each rank's part of one is what it owns of it."""
@@ -149,12 +154,17 @@ class Zero1DDP(Sharded, BucketedDDP):
         """Makes every parameter a view of its flat buffer, with the value that it has now.
 
         All values are read before the first one is written: parameters may have been exchanged.
+
+        Raises:
+            RuntimeError: for a parameter that has another shape than when it was wrapped.
         """
         moved = []
         for unit in units:
             start, itemsize = unit.values.data_ptr(), unit.values.element_size()
             for member, offset in enumerate(unit.layout.offsets):
                 parameter, place = unit.parameters[member], start + offset * itemsize
+                if parameter.shape != (shape := unit.layout.shapes[member]):
+                    raise RuntimeError(RESHAPED.format(now=[*parameter.shape], then=[*shape]))
                 lies_there = parameter.data_ptr() == place and parameter.is_contiguous()
                 if not lies_there and parameter.numel():
                     moved.append((unit, member, parameter.detach().clone()))

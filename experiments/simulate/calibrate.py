@@ -23,6 +23,7 @@ import numpy as np
 
 from experiments.simulate.step import Outcome, program_of, run
 from lm.exchange import VARIANTS, Contention, Network, factor, plan
+from lm.memory import SHARDED
 from lm.shape import Computation, Shape, Times
 from tracing import StepPieces, collective_seconds, load_runs, slowdown, undisturbed
 
@@ -150,7 +151,7 @@ def calibrate(folders: Sequence[Path], network: Network) -> Calibration:
         found = replace(found, lean=_lean(found, own["fsdp"]))
     lasts = {v: median(s.seconds for s in s_) for v, s_ in own.items()}
     floored = 0.95 * median(s.seconds for s in floor)
-    faster = (v for v, seconds in lasts.items() if seconds < floored and v != "fsdp")
+    faster = (v for v, seconds in lasts.items() if seconds < floored and v not in SHARDED)
     found = replace(found, faster=tuple(faster))
     profiled = {n: {"none": median(s.seconds for s in steps["none", n])} for n in alone}
     return found.matched(profiled) if len(profiled) > 1 else found

@@ -427,12 +427,12 @@ MUTANTS = [
     ),
     Mutant(
         "ranks do not begin a step together",
-        (("sharded/optimizer.py", "self.model.exchange(self._broken)", "[]"),),
+        (("sharded/optimizer.py", "agree(self.model.exchange, self._act(), self._broken)", "[]"),),
         ("tests/ddp/sharded/test_failed_steps.py", "late"),
     ),
     Mutant(
         "a forward does not see that others step",
-        (("sharded/interface.py", 'if BEGINS.partition("}")[2] not in status:', "if False:"),),
+        (("sharded/optimizer.py", "if len(ranks) > 1:", "if False:"),),
         ("tests/ddp/sharded/test_fsdp_failures.py", "left_out"),
     ),
     Mutant(

@@ -5,7 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ddp.sharded.fsdp import HandBuiltFSDP
+from ddp.sharded.optimizer import ToldError, agree, status_of
 from lm.rank_pool import Context
+from tests.ddp.sharded.test_fsdp import Network, loss_of
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets, whole_values
 
 NAMES = ["zero1", "zero2", "fsdp"]
@@ -128,3 +131,51 @@ def fails_late(context: Context, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_fails_late_is_named_in_the_next_one(cpu_ranks, name):
     cpu_ranks.run(2, fails_late, name)
+
+
+def test_who_does_something_else_or_cannot_is_named():
+    step, other = "optimizer.step() behind reduction 4", "optimizer.step() behind reduction 8"
+    agree(lambda mine: [mine, mine], step)
+    with pytest.raises(
+        ToldError, match=r"step\(\) behind reduction 4 on rank 0, .* 8 on rank 2\. "
+    ):
+        agree(lambda mine: [mine, mine, status_of(other)], step)
+    with pytest.raises(ToldError, match=r"^it has failed$"):
+        agree(lambda mine: [mine, status_of(other, "it has failed")], step)
+    with pytest.raises(ToldError, match=r"^it has failed$"):
+        agree(lambda mine: [mine, status_of(step)], step, "it has failed")
+
+
+def two_optimizers(context: Context) -> None:
+    """One rank leaves the second one's step out, and another begins one with a closure."""
+    model = HandBuiltFSDP(Network(), process_group=context.group)
+    parts = [*model.module.blocks.parameters()], [*model.module.head.parameters()]
+    first, second = (model.make_optimizer(torch.optim.SGD, params, lr=0.1) for params in parts)
+
+    def closure():
+        loss = loss_of(model, 0, context.rank)
+        loss.backward()
+        model.finish_gradient_synchronization()
+        return loss
+
+    closure()
+    first.step()
+    if context.rank == 0:
+        with pytest.raises(ToldError, match="a forward on rank 0"):
+            loss_of(model, 1, context.rank)
+    else:
+        with pytest.raises(ToldError, match="a forward on rank 0"):
+            second.step()
+    closure()
+    if context.rank == 0:  # an error that all have been told is not told again
+        with pytest.raises(ToldError, match="a forward on rank 0"):
+            first.step(closure)
+    else:
+        with pytest.raises(ToldError, match="a forward on rank 0"):
+            second.step()
+    for optimizer in (first, second):
+        optimizer.step(closure)
+
+
+def test_steps_of_two_optimizers(cpu_ranks):
+    cpu_ranks.run(2, two_optimizers)

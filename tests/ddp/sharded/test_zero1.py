@@ -133,6 +133,26 @@ def exchanged(context: Context) -> None:
             torch.testing.assert_close(p, q)
 
 
+def reshaped(context: Context) -> None:
+    pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+    optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
+    weight = pair.model.module.layers[1].weight
+    for other in (weight.data[:1].clone(), weight.data[:2]):
+        pair.backward(chain_loss(0))
+        pair.finish()
+        kept, weight.data = weight.data, other
+        with pytest.raises(
+            RuntimeError, match=r"shape \[6, 6\] has been given the shape \[\d, 6\]"
+        ):
+            optimizer.step()
+        weight.data = kept
+        pair.zero_grad(set_to_none=True)
+
+
+def test_a_parameter_of_another_shape_is_refused(cpu_ranks):
+    cpu_ranks.run(2, reshaped)
+
+
 def test_parameters_that_exchange_their_memory(cpu_ranks):
     cpu_ranks.run(2, exchanged)
 
