@@ -330,7 +330,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters that another wrapper has moved are not taken back",
-        (("sharded/zero1.py", "self._bind(unit)  # another", "pass  # another"),),
+        (("sharded/zero1.py", "self._bind(units)  # another", "pass  # another"),),
         ("tests/ddp/sharded/test_zero1.py", "stay_views"),
     ),
     Mutant(

@@ -278,6 +278,11 @@ def noisy_and_flattened(net, x):
     return net.second(tokens.transpose(0, 1).flatten(0, 1)).unflatten(0, (4, -1)).transpose(0, 1)
 
 
+def unseeded() -> torch.Generator:
+    """Returns a generator that no seed of the checks determines."""
+    return torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
+
+
 APART = {
     **{f"latent width {w}": lambda w=w: variational(w) for w in (1, 2, 3, 5, 8, 40)},
     "nearly cancelling sums": lambda: Function(cancelling),
@@ -289,7 +294,7 @@ APART = {
         lambda net, x: net.second(net.first(x) + torch.randn(x.shape, generator=net.draws).to(x))
     ),
     "unseeded noise": lambda: Function(
-        lambda net, x: net.second(net.first(x) + float.fromhex(f"0x{os.urandom(4).hex()}") / 2**32)
+        lambda net, x: net.second(net.first(x) + torch.randn(x.shape, generator=unseeded()).to(x))
     ),
     "dropout": lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 3)),
     "in place": lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
