@@ -37,7 +37,7 @@ def predictions(settings: Settings, world_size: int, on_gpu: bool) -> dict[str, 
 def describe_memory(
     settings: Settings, world_size: int, device_type: str, local_ranks: int
 ) -> list[str]:
-    """Returns a table of each variant's predicted peak by kind; and what is not predicted.
+    """Returns a table of each variant's predicted peak by kind, and names what is not predicted.
 
     It also names the deepest model of these widths that fits a GPU, or the memory of this machine,
     which so many ranks share.

@@ -11,7 +11,7 @@ float32 under Adam, as parameters + gradients + optimizer state:
 What the variants have in common:
 
 - layout.py: how parameters lie in a flat buffer, and which part of it a rank owns
-- optimizer.py: an optimizer whose ranks step their own slices
+- optimizer.py: an optimizer whose ranks step their own slices, and agree on it before
 - state.py: its whole checkpoint, to be skipped at the first reading
 - interface.py: the methods that a training loop calls
 

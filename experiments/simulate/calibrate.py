@@ -149,9 +149,9 @@ def calibrate(folders: Sequence[Path], network: Network) -> Calibration:
     found = replace(found, contention={v: _contention(found, v, s, floor) for v, s in own.items()})
     if "fsdp" in own:
         found = replace(found, lean=_lean(found, own["fsdp"]))
-    lasts = {v: median(s.seconds for s in s_) for v, s_ in own.items()}
-    floored = 0.95 * median(s.seconds for s in floor)
-    faster = (v for v, seconds in lasts.items() if seconds < floored and v not in SHARDED)
+    lasts = {v: median(s.seconds for s in traced) for v, traced in own.items()}
+    least = 0.95 * median(s.seconds for s in floor)
+    faster = (v for v, seconds in lasts.items() if seconds < least and v not in SHARDED)
     found = replace(found, faster=tuple(faster))
     profiled = {n: {"none": median(s.seconds for s in steps["none", n])} for n in alone}
     return found.matched(profiled) if len(profiled) > 1 else found

@@ -170,8 +170,7 @@ if triton is not None:
     def _placed(w, START: tl.constexpr, minus):
         """Returns START + 2⁻⁵²·START·w − minus, exact in all uses; START is a power of two.
 
-        The word becomes the low bits of START: a GPU converts integers at a quarter of the rate at
-        which it adds.
+        The word becomes the low bits of START, which takes no conversion.
         """
         start = tl.full(w.shape, START, tl.float64).to(tl.uint64, bitcast=True)
         return (start | w.to(tl.uint64)).to(tl.float64, bitcast=True) - minus

@@ -122,7 +122,7 @@ def one_rank_fails(context: Context) -> None:
 
 
 def one_rank_leaves_a_step_out(context: Context) -> None:
-    """As for a loss that is not finite on that rank; or its step fails, where others go on."""
+    """Rank 0 steps and rank 1 goes on; the second time rank 0's step fails."""
     pair = Pair(context, FailingNetwork())
     for left_out in (True, False):
         pair.backward(0)
