@@ -9,6 +9,8 @@ Files:
     units                 which examples are one unit of privacy
     loader                the user's DataLoader with Poisson batches
     collate               batches without samples
+    collate_check         refuses a collate function whose rows are not one sample each
     memory_manager        one Poisson batch in several physical ones
+    parts                 whether parts of a batch have rows in common
     usage                 ensures that each sample is in exactly one optimizer step
 """

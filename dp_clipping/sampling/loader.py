@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from dp_clipping.kinds import is_count
 from dp_clipping.sampling.collate import CollateWithEmpty
+from dp_clipping.sampling.collate_check import CheckedCollate
 from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler, Scheme, Uncopied
 from dp_clipping.sampling.units import Units
 from dp_clipping.sampling.usage import SampleUsage
@@ -35,15 +36,22 @@ PREPARED = (
     "accelerator.accumulate(model) use BatchMemoryManager"
 )
 
+AGAIN = (
+    "batch {number} of the loader begins another iteration again, as no step has used it yet: a "
+    "batch cannot be left out, since ε does not cover a choice among batches; make a step of each, "
+    "of small and empty ones too"
+)
+
 
 class PoissonLoader(Uncopied, DataLoader):
     """A DataLoader that yields Poisson batches, or those of another scheme, for `make_private`.
 
     `from_data_loader` makes it of the user's loader. Each iteration begins at the current position
-    (`start_epoch`); with a scheme that is `in_order`, at the first batch that no step has used.
-    `hand_over` reports each batch before it is yielded: to `on_batch`, which refuses a second batch
-    before the step of the first, and to `usage`, which the model checks before each backward. A
-    checkpoint saves `state_dict()`. Six of its methods are properties that the sampler answers.
+    (`start_epoch`), or with the last batch if that is to be in a step and is in none. With a scheme
+    that is `in_order` it begins at the first batch that no step has used. `hand_over` reports each
+    batch before it is yielded: to `on_batch`, which refuses a second batch before the step of the
+    first, and to `usage`, which the model checks before each backward. A checkpoint saves
+    `state_dict()`. Six of its methods are properties that the sampler answers.
 
     Attributes:
         sample_rate: q.
@@ -69,9 +77,11 @@ class PoissonLoader(Uncopied, DataLoader):
         self._owns_generator = options.get("generator") is None
         if self._owns_generator:
             options["generator"] = torch.Generator()
-        collate = CollateWithEmpty(
-            collate_fn, dataset[0], batch_dim=0 if batch_first else 1, dummy=rand_on_empty
+        batch_dim = 0 if batch_first else 1
+        checked = CheckedCollate(
+            collate_fn, batch_dim=batch_dim, in_order=sampler.examples_per_unit > 1
         )
+        collate = CollateWithEmpty(checked, dataset[0], batch_dim=batch_dim, dummy=rand_on_empty)
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
         sampler.why_not_alone = _why_not_alone(self.num_workers, rand_on_empty, sampler)
         self.rand_on_empty = rand_on_empty
@@ -80,6 +90,7 @@ class PoissonLoader(Uncopied, DataLoader):
         self._epoch: range | None = None  # of the last iteration that was begun
         self._epoch_end = 0
         self._resuming = False
+        self._begun_in_vain = 0  # iterations in a row whose first batch was in no step
 
     @classmethod
     def from_data_loader(
@@ -190,15 +201,25 @@ class PoissonLoader(Uncopied, DataLoader):
         return epoch is self._epoch
 
     def coming_epoch(self) -> range:
-        """Returns the batch numbers of the next iteration: the rest of a loaded epoch, or one."""
-        in_order = self.batch_sampler.scheme.in_order
-        position = self.usage.unused_from if in_order else self.position
+        """Returns the batch numbers of the next iteration: the rest of a loaded epoch, or one.
+
+        A batch that was yielded last in training, and that no step has used, comes again. A loop
+        could otherwise choose among batches, as by their size, and ε does not cover a choice.
+        """
+        position = self.usage.number if self.usage.comes_again else self.position
+        if self.batch_sampler.scheme.in_order:
+            position = self.usage.unused_from
         is_rest = self._resuming and position < self._epoch_end
         return range(position, self._epoch_end if is_rest else position + len(self))
 
     def start_epoch(self) -> range:
         """Begins an iteration where the user is, whatever was prefetched; returns its batches."""
-        epoch = self._epoch = self.coming_epoch()
+        before, epoch = self._epoch, self.coming_epoch()
+        in_vain = self.usage.comes_again and before is not None and before.start == epoch.start
+        self._begun_in_vain = self._begun_in_vain + 1 if in_vain else 0
+        if self._begun_in_vain > 1:
+            warnings.warn(AGAIN.format(number=epoch.start), stacklevel=3)
+        self._epoch = epoch
         self.position = epoch.start
         self._epoch_end, self._resuming = epoch.stop, False
         self.batch_sampler.seek(epoch)
@@ -250,6 +271,7 @@ class PoissonLoader(Uncopied, DataLoader):
                     f"{name} is {state[name]} in the saved state and {here} in this data_loader: "
                     "resume with the data set and batch size of the saved run"
                 )
+        self.usage.begin_iteration()
         self.position = self.usage.unused_from = state["position"]
         self._epoch_end = state["epoch_end"]
         self._resuming = self.position < self._epoch_end

@@ -1,9 +1,11 @@
 """Ensures that each sampled example contributes to exactly one optimizer step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from dp_clipping.sampling.parts import Slice, apart
 
 
 class SampleUsage:
@@ -12,7 +14,8 @@ class SampleUsage:
     The loader calls `hand_over` for each batch that it yields, the model calls `use` before each
     backward and `close` when a step is released. A batch whose backward ran three times would move
     a sum by 3C, and two Poisson batches in one step would be accounted for as one. A batch may be
-    used in parts. Each batch that is yielded replaces the one before.
+    used in parts that have no sample in common: slices of one tensor, or declared by
+    `signal_skip_step`. Each batch that is yielded replaces the one before.
 
     Without a Poisson loader only the samples of a step are counted: `batch_size` of them are a
     batch, and those of several batches would be divided by the size of one.
@@ -27,6 +30,7 @@ class SampleUsage:
         number: the number of the batch that was yielded last; None: without one.
         unused_from: the number of the batch after the last one that is in a step.
         is_unused: a batch of the iteration in progress was yielded and is in no step yet.
+        in_training: the model was in training when that batch began.
         holds_dummy: what was handed out is the made-up sample of `rand_on_empty`. Its gradient must
             be masked: were it added, taking away the only real sample of a batch could move the sum
             by 2C.
@@ -45,16 +49,23 @@ class SampleUsage:
         self.left = 0
         self._in_step = 0
         self._more_to_come = False
+        self._parts: list[Sequence[Slice]] = []  # of the batch, that backwards have used
         self.uses = 0
         self.steps = 0
         self.number: int | None = None
         self.unused_from = 0
         self.is_unused = False
+        self.in_training = False
         self.holds_dummy = False
         self.rows: int | None = None
         self.real = 0
         self.largest: int | None = None
         self.fill: Tensor | None = None
+
+    @property
+    def comes_again(self) -> bool:
+        """Returns whether the batch that was yielded last is to be in a step, and is in none."""
+        return self.is_unused and self.in_training
 
     def begin_iteration(self) -> None:
         """Accepts that the last batch of an iteration that was ended early stays unused."""
@@ -65,6 +76,7 @@ class SampleUsage:
         self.handed = self.left = samples
         self.fill = fill
         self.holds_dummy = is_dummy
+        self._forget_parts()
         self.uses = 0
         self.is_unused = True
         self.rows = self.largest = None
@@ -107,8 +119,17 @@ class SampleUsage:
         found[: len(self.fill)] = self.fill
         return found if padding is None else found.to(padding.device)
 
+    def is_part(self, rows: int) -> bool:
+        """Returns whether a forward of so many rows has a part of the batch."""
+        return self.handed is not None and self.rows is None and rows < self.handed
+
     def use(
-        self, samples: int, on_any_rank: Callable[[bool], bool] = bool, *, part: bool = False
+        self,
+        samples: int,
+        on_any_rank: Callable[[bool], bool] = bool,
+        *,
+        part: bool = False,
+        slices: Sequence[Slice] = (),
     ) -> None:
         """Counts samples that a backward is about to add.
 
@@ -116,27 +137,50 @@ class SampleUsage:
             on_any_rank: whether a flag is set on any rank; called from the second backward of a
                 batch on, since a rank without samples would block where others raise.
             part: more of the batch is to come, as `signal_skip_step` has said.
+            slices: where the samples are in memory, if they are a part of the batch.
 
         Raises:
-            RuntimeError: if they are more than are unused.
+            RuntimeError: if they are more than are unused, or may be used already.
         """
         if self.handed is None:
             self._use_of_batch(samples, part)
             return
         too_many = samples > self.left
-        elsewhere = bool(self.uses) and on_any_rank(too_many)
+        is_again = bool(samples) and not self._more_to_come and not self._are_apart(slices)
+        elsewhere = bool(self.uses) and on_any_rank(too_many or is_again)
         if too_many or elsewhere:
-            what = "samples that another rank has used already"
-            if too_many:
-                left = f"{self.left} of {self.handed}" if self.handed else "none"
-                what = f"{samples} samples, and of the loader's last batch {left} are unused"
-            raise RuntimeError(
-                f"backward of {what}: a sample is in one backward of one step only, so take a new "
-                "batch for each step, add up losses of one batch before one backward(), and give "
-                "several views of a sample as one sample"
-            )
+            raise RuntimeError(self._twice(samples, too_many, is_again))
         self.uses += 1
         self.left -= samples
+        if samples:
+            self._parts.append(slices)
+        # What BatchMemoryManager announces are other microbatches, not parts of this one.
+        self._more_to_come = part and self.largest is None
+
+    def _are_apart(self, slices: Sequence[Slice]) -> bool:
+        return all(apart(slices, used) for used in self._parts)
+
+    def _twice(self, samples: int, too_many: bool, is_again: bool) -> str:
+        once = "a sample is in one backward of one step only"
+        if is_again and not too_many:
+            return (
+                f"backward of {samples} samples, and an earlier one of this batch may have had "
+                f"some of them: {once}, so add up the losses of a batch before one backward(), "
+                "with a factor of 0 for samples that a loss leaves out, as (mask * loss_a + "
+                "loss_b).backward(); parts without a sample in common are split by "
+                "BatchMemoryManager, or are slices of one tensor, as model(x[:8]), model(x[8:])"
+            )
+        what = "samples that another rank has used already"
+        if too_many:
+            left = f"{self.left} of {self.handed}" if self.handed else "none"
+            what = f"{samples} samples, and of the loader's last batch {left} are unused"
+        return (
+            f"backward of {what}: {once}, so take a new batch for each step, add up losses of one "
+            "batch before one backward(), and give several views of a sample as one sample"
+        )
+
+    def _forget_parts(self) -> None:
+        self._parts, self._more_to_come = [], False
 
     def _use_of_batch(self, samples: int, part: bool) -> None:
         before, declared = self._in_step, self._more_to_come
@@ -154,6 +198,7 @@ class SampleUsage:
     def give_back(self) -> None:
         """Accepts the batch of a step whose sums were dropped once more."""
         self._in_step = 0
+        self._forget_parts()
         self.left = self.handed or 0
 
     def close(self) -> None:
@@ -166,11 +211,13 @@ class SampleUsage:
     def take_back(self) -> None:
         """Refuses further backwards of the yielded batch."""
         self._in_step = 0
+        self._forget_parts()
         if self.handed is not None:
             self.handed = self.left = 0
         self.is_unused = False
 
     def forget(self) -> None:
         """Stops counting: another loader (Opacus's BatchMemoryManager) takes the batches."""
+        self._forget_parts()
         self.handed = self.largest = None
         self.is_unused = False

@@ -22,6 +22,7 @@ from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
+from dp_clipping.sampling.parts import slices_of
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.fused.backend import FusedBackend
 from dp_clipping.step.gradient_buffer import GradientBuffer
@@ -185,6 +186,8 @@ class ForwardBackward:
                 with self.capture.attached(private_step), randomness.again():
                     output = self._call_network_again(args, kwargs)
         self.state.pending, self._batch = private_step, seen
+        if self.state.usage.is_part(given.size):
+            private_step.slices = slices_of(given.rows())
         if check is not None:
             private_step.watched = Watched(output, self._establishment.layouts_of(output), check)
             output = private_step.watched.outputs
@@ -234,7 +237,7 @@ class ForwardBackward:
         is_empty = private_step.is_empty or state.usage.holds_dummy
         samples = 0 if is_empty else private_step.real
         part = state.microbatches.accumulating
-        state.usage.use(samples, self._is_so_on_any_rank, part=part)
+        state.usage.use(samples, self._is_so_on_any_rank, part=part, slices=private_step.slices)
         self._gradients.begin_backward()
         self._open_step(clip_norms)
         try:

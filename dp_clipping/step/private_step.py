@@ -15,7 +15,7 @@ Layers call `PrivateStep`, which runs the phases. Its backend, `plain_backend` o
 computes norms and sums.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.recorder import LayerPlanner
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
+from dp_clipping.sampling.parts import Slice
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms
@@ -165,6 +166,7 @@ class PrivateStep:
         slots: name of a layer -> parameter's name -> slot, for slots made before the forward.
         padding: bool for each row, True for padding, if a CUDA graph captures the step: the
             same graph serves batches with other real rows. None: `real` says it.
+        slices: where the samples are in memory, if they are a part of what the loader has yielded.
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class PrivateStep:
         self.leaves: dict[Parameter, Tensor] = {}
         self.watched: Watched | None = None
         self.padding: Tensor | None = None
+        self.slices: Sequence[Slice] = ()
         self.is_compiled = is_compiled
         self._stage = Stage.IDLE
         self._seen: set[int] = set()  # ids of parameters, in the backward under way
@@ -195,7 +198,7 @@ class PrivateStep:
         Nodes of the graph hold the step. Where several tensors share such a node, the garbage
         collector does not see the cycle, and neither would be freed.
         """
-        self.watched = None
+        self.watched, self.slices = None, ()
         self.slots = {}
         self._slots.clear()
         self._joins.clear()

@@ -221,4 +221,4 @@ class StepState:
                 "the last one: a step is one batch, an empty one too; to split it use "
                 "BatchMemoryManager, and to leave the loader's iteration begin another"
             )
-        self.batch_number = number
+        self.batch_number, self.usage.in_training = number, in_training

@@ -23,6 +23,7 @@ ADAPTIVE = "tests/dp_clipping/noise/test_adaptive_threshold.py"
 POISSON = "tests/dp_clipping/sampling/test_poisson.py"
 LOADER = "tests/dp_clipping/sampling/test_loader.py"
 USAGE = "tests/dp_clipping/sampling/test_usage.py"
+COLLATE_CHECK = "tests/dp_clipping/sampling/test_collate_check.py"
 MEMORY = "tests/dp_clipping/sampling/test_memory_manager.py"
 COLLATE = "tests/dp_clipping/sampling/test_collate.py"
 SPLIT = "tests/dp_clipping/distributed/test_split_norms.py"
@@ -182,6 +183,23 @@ ROWS = [
     ("a Poisson batch comes again after a resume", "sampling/loader.py",
      "self.position = number + 1", "self.position = number", LOADER),
     ("a batch may be used twice", "sampling/usage.py", "self.left -= samples", "pass", USAGE),
+    ("parts of a batch may have samples in common", "sampling/usage.py",
+     " and not self._are_apart(slices)", " and False", USAGE),
+    ("what the manager announces are parts of a microbatch", "sampling/usage.py",
+     "part and self.largest is None", "part", USAGE),
+    ("slices of one tensor are different rows", "sampling/parts.py",
+     "a.rows.stop <= b.rows.start or", "True or", "tests/dp_clipping/sampling/test_parts.py"),
+    ("slices at other columns are of one tensor", "sampling/parts.py",
+     "offset // outer, column, x._version", "x._version",
+     "tests/dp_clipping/sampling/test_parts.py"),
+    ("rows of several samples", "sampling/collate_check.py",
+     "if (Counter(before) - Counter(after)).total() > 1:", "if False:", COLLATE_CHECK),
+    ("several rows of a sample", "sampling/collate_check.py",
+     "if max(each) <= 1 and sum(each) == len(rows):", "if True:", COLLATE_CHECK),
+    ("rows of a unit in another order", "sampling/collate_check.py",
+     "return pair <= changed or not differ", "return True or not differ", COLLATE_CHECK),
+    ("the collate function draws other numbers in each call", "sampling/collate_check.py",
+     "                restart()\n                return", "                return", COLLATE_CHECK),
     ("an empty batch has the sample's storage", "sampling/collate.py",
      "one.new_empty(shape)", "one.narrow(dim, 0, 0)", COLLATE),
     # ---- the account
@@ -234,8 +252,11 @@ ROWS = [
      'if is_correlated and sampling != "cyclic":', "if False:", CORRELATED_RUN, "go_with"),
     # ---- other samplings
     ("an unused batch is lost", "sampling/loader.py",
-     "self.usage.unused_from if in_order else self.position", "self.position", SAMPLINGS,
+     "            position = self.usage.unused_from\n", "            pass\n", SAMPLINGS,
      "comes_again"),
+    ("a loop chooses among batches", "sampling/loader.py",
+     "self.usage.number if self.usage.comes_again else self.position", "self.position", USAGE,
+     "choose"),
     ("a step out of order is taken", "checkpoint/run.py",
      "if in_order and number != self.next_batch:", "if False:", SAMPLINGS, "out_of_order"),
     ("new keys go on in the middle of an epoch", "checkpoint/restore.py",

@@ -154,6 +154,18 @@ class Batch:
         changed = self._map(larger, lambda bags: bags.scale(self.leaves, factors))
         return Batch(*changed, self._batch_first, self.bags)
 
+    def rows(self) -> list[tuple[Tensor, int]]:
+        """Returns each tensor with a row for each sample, and the dimension that counts them."""
+        found: list[tuple[Tensor, int]] = []
+
+        def note(x: Tensor, dim: int) -> Tensor:
+            if x.shape[dim] == self.size:
+                found.append((x, dim))
+            return x
+
+        self._map(note)
+        return found
+
     @property
     def has_floats(self) -> bool:
         """Returns whether any of the samples' tensors has floating-point numbers."""

@@ -304,9 +304,11 @@ class TestAccount:
         assert same.engine.accountant.history == [(0.8, 1 / 6, 3)]
 
     def test_a_step_again_of_another_draw_is_refused(self, path):
-        """A draw that was looked at and left is the next one after a load, but not before it."""
+        """A batch of an evaluation is the next one after a load, but not before it."""
         run = build()
+        run.model.eval()
         next(iter(run.loader))
+        run.model.train()
         save(run, path)
         train(run, 2)
         self.load(run, path, 2)

@@ -36,7 +36,7 @@ def test_a_loader_that_was_set_back_is_refused(options):
         train(run, 1)
     assert run.engine.accountant.history == history
     run.optimizer.zero_grad()
-    run.loader.position = run.loader.usage.unused_from = 3
+    run.loader.load_state_dict(start | {"position": 3})
     train(run, 1)
     assert run.optimizer.steps == 4
 

@@ -66,14 +66,91 @@ def test_a_second_draw_of_an_iteration():
     run.optimizer.step()
 
 
-def test_another_iteration_replaces_what_was_unused():
+def test_a_batch_that_was_left_comes_again():
     run = make()
     _, batch = first_draw(run)
-    other = next(iter(run.loader))
-    assert len(other[0]) > 0
-    backward(run, other)
+    again = next(iter(run.loader))
+    assert torch.equal(batch[0], again[0])
+    backward(run, again)
     with pytest.raises(RuntimeError, match=TWICE):
         backward(run, batch)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert not torch.equal(next(iter(run.loader))[0], batch[0])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_cannot_choose_among_batches(workers):
+    run = make(data_loader=DataLoader(data(), batch_size=3, num_workers=workers))
+    for _ in range(3):
+        step(run, next(iter(run.loader)))
+    batch, again = (next(iter(run.loader)) for _ in range(2))  # it waits for another batch
+    with pytest.warns(UserWarning, match="batch 3 of the loader begins another iteration again"):
+        third = next(iter(run.loader))
+    assert torch.equal(batch[0], again[0])
+    assert torch.equal(batch[0], third[0])
+    assert (run.loader.position, run.optimizer.steps) == (4, 3)
+    for batch in run.loader:
+        step(run, batch)
+    assert run.loader.position == run.optimizer.steps == 3 + len(run.loader)
+
+
+def test_the_last_batch_of_an_epoch_that_was_left_is_the_first_of_the_next():
+    run, numbers = make(), []
+    for _ in range(3):
+        for i, batch in enumerate(run.loader):
+            if i == 2:
+                break
+            step(run, batch)
+            numbers.append(run.loader.usage.number)
+    assert numbers == [0, 1, 2, 3, 4, 5]
+
+
+def test_parts_that_may_have_samples_in_common():
+    """As those of several losses, each of the samples that have its label."""
+    run = make()
+    _, (x, y) = first_draw(run)
+    has = torch.arange(len(x)) < len(x) - 1
+    for first, second in (
+        ((x[has], y[has]), (x[~has], y[~has])),  # copies
+        ((x[:-1], y[:-1]), (x[:1].clone(), y[:1])),
+        ((x[:1], y[:1]), (x[:1], y[:1])),
+    ):
+        backward(run, first)
+        with pytest.raises(RuntimeError, match=f"may have had some of them: {TWICE}.*mask"):
+            backward(run, second)
+        run.optimizer.zero_grad()
+    backward(run, (x[:1], y[:1]))
+    backward(run, (x[1:], y[1:]))
+    run.optimizer.step()
+
+
+def test_parts_that_are_declared():
+    run, whole = make(), make()
+    (_, (x, y)), (_, batch) = first_draw(run), first_draw(whole)
+    run.optimizer.signal_skip_step(True)
+    backward(run, (x[:1].clone(), y[:1]))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.optimizer.signal_skip_step(False)
+    backward(run, (x[1:].clone(), y[1:]))
+    backward(whole, batch)
+    run.optimizer.step()
+    whole.optimizer.step()
+    for a, b in zip(run.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_the_memory_manager_announces_are_no_parts_of_a_microbatch():
+    run = make(data_loader=DataLoader(data(20), batch_size=20))
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=6, optimizer=run.optimizer
+    ) as loader:
+        batches = iter(loader)
+        x, y = next(batches)
+        backward(run, (x[:1], y[:1]))
+        with pytest.raises(RuntimeError, match="may have had some of them"):
+            backward(run, (x[:1].clone(), y[:1]))
 
 
 def test_parts_dropped_sums_and_evaluation():

@@ -1,0 +1,266 @@
+"""A collate function makes one row of each sample, from that sample alone; else it is refused."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
+from torch.utils.data import DataLoader, default_collate
+
+from dp_clipping import BatchMemoryManager
+from dp_clipping.sampling.collate_check import CheckedCollate
+from tests.dp_clipping.test_engine import build, data, fixed
+
+SAME = [(torch.randn(3, generator=torch.Generator().manual_seed(i)), i % 3) for i in range(12)]
+LONG = [(torch.arange(3.0 + 7 * i % 5) + 10 * i, i % 3) for i in range(12)]
+
+
+def stack(samples):
+    return default_collate(samples)
+
+
+def pad(samples):
+    x = pad_sequence([x for x, _ in samples], batch_first=True)
+    return {"x": x, "longest": x.shape[1], "labels": [y for _, y in samples]}
+
+
+def time_first(samples):
+    return pad_sequence([x for x, _ in samples]), np.array([y for _, y in samples])
+
+
+def pack(samples):
+    return pack_sequence([x for x, _ in samples], enforce_sorted=False)
+
+
+def joined(samples):
+    """Joined targets, as for CTC."""
+    x, lengths = torch.cat([x for x, _ in samples]), torch.tensor([len(x) for x, _ in samples])
+    return pad(samples)["x"], x, lengths
+
+
+def bags(samples):
+    """For nn.EmbeddingBag: a row of offsets has something of all samples before."""
+    offsets = torch.tensor([0] + [len(x) for x, _ in samples[:-1]]).cumsum(0)
+    starts = [0]
+    for x, _ in samples[:-1]:
+        starts.append(starts[-1] + len(x))
+    return torch.cat([x for x, _ in samples]), offsets, starts, [y for _, y in samples]
+
+
+def without_zero(samples):
+    return stack([sample for sample in samples if sample[1]])
+
+
+def masked(samples):
+    x = pad(samples)["x"]
+    return x.masked_fill(torch.rand_like(x) < 0.3, -1), [y for _, y in samples]
+
+
+def cropped(samples):
+    starts = [random.randint(0, len(x) - 3) for x, _ in samples]
+    return torch.stack([x[i : i + 3] for i, (x, _) in zip(starts, samples, strict=True)])
+
+
+OWN = np.random.default_rng(0)
+
+
+def own_generator(samples):
+    x = pad(samples)["x"]
+    return x + torch.as_tensor(OWN.normal(size=x.shape)), [y for _, y in samples]
+
+
+ROW_BY_ROW = [
+    (stack, SAME), (pad, LONG), (time_first, LONG), (pack, LONG), (joined, LONG), (bags, LONG),
+    (without_zero, SAME), (masked, LONG), (cropped, LONG), (own_generator, LONG),
+]  # fmt: skip
+
+
+def by_length(samples):
+    return pad(sorted(samples, key=lambda sample: -len(sample[0])))
+
+
+def list_by_length(samples):
+    return [x for x, _ in sorted(samples, key=lambda sample: len(sample[0]))]
+
+
+def shuffled(samples):
+    samples = list(samples)
+    random.shuffle(samples)
+    return stack(samples)
+
+
+def first_two_exchanged(samples):
+    return stack([*samples[:2][::-1], *samples[2:]])
+
+
+def turned_round(samples):
+    return stack(samples[::-1])
+
+
+OTHER_ORDER = [
+    (by_length, LONG), (list_by_length, LONG), (shuffled, SAME), (first_two_exchanged, SAME),
+    (turned_round, SAME),
+]  # fmt: skip
+
+
+def mixup(samples):
+    x, y = stack(samples)
+    other, share = torch.randperm(len(x)), float(np.random.beta(1, 1))
+    return share * x + (1 - share) * x[other], y
+
+
+def rolled(samples):
+    x, y = stack(samples)
+    return 0.7 * x + 0.3 * x.roll(1, 0), y
+
+
+def normalised(samples):
+    x, y = stack(samples)
+    return (x - x.mean(0)) / (x.std(0, unbiased=False) + 1e-5), y
+
+
+def with_mean_of_others(samples):
+    x, y = stack(samples)
+    return torch.cat([x, x.mean(0).expand_as(x)], 1), y
+
+
+MIXING = [(mixup, SAME), (rolled, SAME), (normalised, SAME), (with_mean_of_others, SAME)]
+
+
+def windows(samples):
+    return torch.cat([x.unfold(0, 3, 1) for x, _ in samples])
+
+
+def two_views(samples):
+    x, y = stack(samples)
+    return torch.cat([x, -x]), torch.cat([y, y])
+
+
+def packed_rows(samples):
+    """Tokens of all samples, in rows of 8."""
+    tokens = torch.cat([x for x, _ in samples])
+    return tokens[: len(tokens) // 8 * 8].view(-1, 8)
+
+
+def first_windows(samples):
+    return windows(samples)[:LOTS]
+
+
+def one_of_each_label(samples):
+    return stack([*{y: (x, y) for x, y in reversed(samples)}.values()])
+
+
+LOTS = 4
+SEVERAL = [
+    (windows, LONG), (two_views, SAME), (packed_rows, LONG), (first_windows, LONG),
+    (one_of_each_label, SAME),
+]  # fmt: skip
+
+
+def run(collate_fn, samples, *, in_order):
+    collate = CheckedCollate(
+        collate_fn, batch_dim=1 if collate_fn is time_first else 0, in_order=in_order
+    )
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    for start in range(4):
+        collate([samples[(3 * start + i) % len(samples)] for i in range(7)])
+
+
+def named(cases):
+    return [pytest.param(*case, id=case[0].__name__) for case in cases]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize(("collate_fn", "samples"), named(ROW_BY_ROW))
+def test_what_makes_a_row_of_each_sample_is_used(collate_fn, samples, in_order):
+    run(collate_fn, samples, in_order=in_order)
+
+
+@pytest.mark.parametrize(("collate_fn", "samples"), named(OTHER_ORDER))
+def test_an_order_of_its_own_tears_units_apart_and_nothing_else(collate_fn, samples):
+    run(collate_fn, samples, in_order=False)
+    with pytest.raises(ValueError, match=r"in another order.*enforce_sorted=False"):
+        run(collate_fn, samples, in_order=True)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize(("collate_fn", "samples"), named(MIXING))
+def test_rows_of_several_samples(collate_fn, samples, in_order):
+    with pytest.raises(ValueError, match="mixes them" if in_order else "sample's neighbours"):
+        run(collate_fn, samples, in_order=in_order)
+
+
+@pytest.mark.parametrize(("collate_fn", "samples"), named(SEVERAL))
+def test_several_rows_of_a_sample(collate_fn, samples):
+    with pytest.raises(ValueError, match="each of them may be in one row only"):
+        run(collate_fn, samples, in_order=False)
+
+
+def test_the_order_of_rows_that_are_never_the_same_is_not_known():
+    def noisy(samples):
+        return pad(samples)["x"] + torch.as_tensor(OWN.normal(size=(len(samples), 1)))
+
+    run(noisy, LONG, in_order=False)
+    with pytest.raises(ValueError, match="global generators"):
+        run(noisy, LONG, in_order=True)
+
+
+def test_random_numbers_and_samples_stay_as_they_are():
+    changing = [[1.0, 2.0], [3.0, 4.0]]
+
+    def collate_fn(samples):
+        for sample in samples:
+            sample[0] += 1
+        return torch.tensor(samples) + torch.rand(2) + random.random() + np.random.rand()
+
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    found = CheckedCollate(collate_fn, batch_dim=0, in_order=False)(changing)
+    assert changing == [[2.0, 2.0], [4.0, 4.0]]
+    after = torch.rand(1), random.random(), np.random.rand()
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    assert torch.equal(found, collate_fn([[1.0, 2.0], [3.0, 4.0]]))
+    assert after == (torch.rand(1), random.random(), np.random.rand())
+
+
+def test_it_looks_again_at_later_batches():
+    calls = []
+
+    def at_last(samples):
+        calls.append(len(samples))
+        x, y = stack(samples)
+        return (x - x.mean(0) if max(y) > 2 else x), y
+
+    collate = CheckedCollate(at_last, batch_dim=0, in_order=False)
+    for _ in range(3):
+        collate(SAME[:6])
+    before = len(calls)
+    with pytest.raises(ValueError, match="neighbours"):
+        collate([*SAME[:5], (torch.zeros(3), 5)])
+    assert before < len(calls)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_make_privates_loader_checks(workers):
+    def sort(samples):
+        return stack(sorted(samples, key=lambda sample: float(sample[0][0])))
+
+    loader = DataLoader(data(20), batch_size=10, collate_fn=sort, num_workers=workers)
+    run = build(data_loader=loader, examples_per_unit=2, noise_generator=fixed())
+    with pytest.raises(ValueError, match="collate_fn puts samples in another order"):
+        next(iter(run.loader))
+
+
+def test_and_the_loader_that_splits_its_batches():
+    loader = DataLoader(data(20), batch_size=10, collate_fn=normalised)
+    run = build(data_loader=loader, noise_generator=fixed())
+    with (
+        BatchMemoryManager(
+            data_loader=run.loader,
+            max_physical_batch_size=5,
+            optimizer=run.optimizer,
+            pad_batches=True,
+        ) as pieces,
+        pytest.raises(ValueError, match="collate_fn makes other rows"),
+    ):
+        next(iter(pieces))
