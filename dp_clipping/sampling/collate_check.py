@@ -259,8 +259,9 @@ def _row(x: Any) -> Row:
     if isinstance(x, np.ndarray | np.generic) and _is_numeric(x):
         x = torch.as_tensor(x)
     if isinstance(x, Tensor):
-        plain = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+        plain = x.detach().cpu().resolve_conj().resolve_neg()
+        plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
+        content = plain.view(torch.uint8).numpy().tobytes()
         return tuple(x.shape), str(x.dtype), content
     if isinstance(x, Mapping):
         return _joined([*x.values()])

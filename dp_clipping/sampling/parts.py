@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dp_clipping.torch_compat import version_of
+
 
 class Slice(NamedTuple):
     """Consecutive rows of a larger tensor, as `x[8:16]` or `x.split(8)` gives.
@@ -38,7 +40,7 @@ def _slice_of(x: Tensor, dim: int) -> Slice | None:
     outer = min((s for s in x.stride() if s > stride), default=offset + 1)
     start, column = divmod(offset % outer, stride)
     sizes = (*x.shape[:dim], *x.shape[dim + 1 :])
-    place = (x.dtype, dim, x.stride(), sizes, offset // outer, column, x._version)
+    place = (x.dtype, dim, x.stride(), sizes, offset // outer, column, version_of(x))
     return Slice(x.untyped_storage(), place, range(start, start + x.shape[dim]))
 
 

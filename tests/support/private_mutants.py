@@ -190,7 +190,7 @@ ROWS = [
     ("slices of one tensor are different rows", "sampling/parts.py",
      "a.rows.stop <= b.rows.start or", "True or", "tests/dp_clipping/sampling/test_parts.py"),
     ("slices at other columns are of one tensor", "sampling/parts.py",
-     "offset // outer, column, x._version", "x._version",
+     "offset // outer, column, version_of(x)", "version_of(x)",
      "tests/dp_clipping/sampling/test_parts.py"),
     ("rows of several samples", "sampling/collate_check.py",
      "if (Counter(before) - Counter(after)).total() > 1:", "if False:", COLLATE_CHECK),

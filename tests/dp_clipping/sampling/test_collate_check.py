@@ -13,6 +13,7 @@ from dp_clipping.sampling.collate_check import CheckedCollate
 from tests.dp_clipping.test_engine import build, data, fixed
 
 SAME = [(torch.randn(3, generator=torch.Generator().manual_seed(i)), i % 3) for i in range(12)]
+UNEQUAL = [(torch.arange(3.0 + 7 * i % 12) + 20 * i, i % 3) for i in range(12)]
 LONG = [(torch.arange(3.0 + 7 * i % 5) + 10 * i, i % 3) for i in range(12)]
 
 
@@ -27,6 +28,21 @@ def pad(samples):
 
 def time_first(samples):
     return pad_sequence([x for x, _ in samples]), np.array([y for _, y in samples])
+
+
+def one_token(samples):
+    """Of time-first rows, with one number each: one that is contiguous with any stride."""
+    return torch.stack([x[:1].long() for x, _ in samples], 1)
+
+
+def narrow(samples):
+    x = default_collate([x for x, _ in samples])
+    return (
+        x.bfloat16(),
+        x > 0,
+        x.to(torch.complex64).conj(),
+        [{"y": y, "none": None} for _, y in samples],
+    )
 
 
 def pack(samples):
@@ -71,7 +87,8 @@ def own_generator(samples):
 
 
 ROW_BY_ROW = [
-    (stack, SAME), (pad, LONG), (time_first, LONG), (pack, LONG), (joined, LONG), (bags, LONG),
+    (stack, SAME), (pad, LONG), (time_first, LONG), (one_token, LONG), (narrow, SAME),
+    (pack, LONG), (joined, LONG), (bags, LONG),
     (without_zero, SAME), (masked, LONG), (cropped, LONG), (own_generator, LONG),
 ]  # fmt: skip
 
@@ -99,8 +116,8 @@ def turned_round(samples):
 
 
 OTHER_ORDER = [
-    (by_length, LONG), (list_by_length, LONG), (shuffled, SAME), (first_two_exchanged, SAME),
-    (turned_round, SAME),
+    (by_length, LONG), (list_by_length, LONG), (list_by_length, UNEQUAL), (shuffled, SAME),
+    (first_two_exchanged, SAME), (turned_round, SAME),
 ]  # fmt: skip
 
 
@@ -160,7 +177,7 @@ SEVERAL = [
 
 def run(collate_fn, samples, *, in_order):
     collate = CheckedCollate(
-        collate_fn, batch_dim=1 if collate_fn is time_first else 0, in_order=in_order
+        collate_fn, batch_dim=1 if collate_fn in (time_first, one_token) else 0, in_order=in_order
     )
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     for start in range(4):
