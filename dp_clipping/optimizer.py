@@ -274,6 +274,7 @@ class PrivateOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.step_state.microbatches.take():
+            self.step_state.usage.end_part()
             return loss
         self.refuse()
         if not self.step_state.is_noisy:

@@ -9,8 +9,9 @@ import copy
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,7 @@ from torch.utils.data import default_collate
 
 LOOKED_AT = 4
 PLAIN = (bool, int, float, complex, str, bytes, np.generic)
-COUNTING = tuple(((), str(dtype)) for dtype in (torch.int32, torch.int64))
-Row = tuple[tuple[int, ...], str, bytes] | str | None
-"""What rows are compared by: shape, dtype and content; None: this one cannot be compared."""
+COUNTING = ("torch.int32", "torch.int64", "<i4", "<i8", "int")
 
 INSTEAD = (
     "let collate_fn only stack, pad, or leave out samples, one by one, and change them in the "
@@ -44,17 +43,37 @@ MOVED = (
     "enforce_sorted=False), and " + INSTEAD
 )
 HIDDEN = (
-    "collate_fn makes other rows each time it gets the same samples, so that their order cannot be "
-    "checked, which examples_per_unit depends on: take random numbers from torch's, NumPy's or "
+    "collate_fn makes rows that cannot be compared, or other ones each time it gets the same "
+    "samples, so that their order cannot be checked, which examples_per_unit depends on: make "
+    "tensors, arrays, numbers or strings, and take random numbers from torch's, NumPy's or "
     "Python's global generators, or in the data set's __getitem__"
 )
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row is compared by.
+
+    Attributes:
+        sizes: the sizes of what is in it; they change when it is padded to another length.
+        kind: the type of its numbers.
+        content: equal for equal rows; None: it cannot be compared.
+    """
+
+    sizes: tuple
+    kind: str
+    content: bytes | None
+
+
+Rows = dict[str, list[Row]]
+"""Part of a batch -> its rows."""
 
 
 class CheckedCollate:
     """A collate function that is checked in calls 1, 2, 4, 8, ... with samples that differ.
 
-    It is called again with copies of up to `LOOKED_AT` of them, with the same random numbers; the
-    random states stay as if it was not. Torch's own is not checked.
+    It is called again with copies of up to `LOOKED_AT` of them, with the same random numbers. The
+    global random states of the CPU stay as if it was not. Torch's own function is not checked.
 
     Args:
         batch_dim: the dimension of tensors that counts the samples; of those with one, 0.
@@ -72,10 +91,12 @@ class CheckedCollate:
 
     def __call__(self, samples: list) -> Any:
         if len(samples) > 1 and self.collate_fn is not default_collate:
-            self._calls += 1
-            if self._calls >= self._due:
+            if self._calls + 1 < self._due:
+                self._calls += 1
+            else:
                 last, count = len(samples) - 1, min(LOOKED_AT, len(samples))
                 if self._check([samples[i * last // (count - 1)] for i in range(count)]):
+                    self._calls += 1
                     self._due = 2 * self._calls
         return self.collate_fn(samples)
 
@@ -89,106 +110,145 @@ class CheckedCollate:
 
             example = _example(collate, samples, self.batch_dim)
             if example is None:
-                return False
+                return True
 
-            def rows_of(batch: Any) -> dict[str, list[Row]]:
-                """Returns the rows of each part of a batch that has some."""
-                return dict(_growing(*example, batch, self.batch_dim))
-
-            def rows(*some: Any) -> dict[str, list[Row]]:
+            def rows(*some: Any) -> Rows:
                 try:
-                    return rows_of(collate(*some))
+                    return dict(_growing(*example, collate(*some), self.batch_dim))
                 except Exception:  # all are left out: most functions cannot make a batch of none
                     return {}
 
-            whole = rows_of(collate(*samples))
-            draws = _has_drawn(restart)
             alone = [rows(sample) for sample in samples]
-            kept = self._one_each(whole, alone)
-            again = rows_of(collate(*samples))
-            steady = [part for part in kept if None not in whole[part]]
-            steady = [part for part in steady if whole[part] == again[part]]
-            if self.in_order and not steady:
-                raise ValueError(HIDDEN)
-            steady = [part for part in steady if not _counts(part, whole[part], alone)]
-            for i in range(len(samples)):
-                other = samples[(i + 1) % len(samples)]
-                changed = rows(*samples[:i], other, *samples[i + 1 :])
-                for part in steady if changed else ():
-                    self._refuse_mixed(whole[part], changed[part], i, len(samples), draws)
-            for i in range(len(samples) - 1 if self.in_order else 0):
-                moved = rows(*samples[:i], samples[i + 1], samples[i], *samples[i + 2 :])
-                for part in [one for one in steady if len(whole[one]) == len(samples)]:
-                    differ = alone[i].get(part) != alone[i + 1].get(part)
-                    if not _has_followed(whole[part], moved.get(part, []), i, differ, draws):
-                        raise ValueError(MOVED)
-            return any(one != alone[0] for one in alone)
+            whole = rows(*samples)
+            if not whole and dict(_growing(*example, example[0], self.batch_dim)):
+                return True  # they make no batch; that the user's call will say
+            kept = _one_each(whole, alone)
+            if all(one == alone[0] for one in alone):
+                return False
+            restart()
+            _Comparison(samples, whole, alone, kept, rows, self.in_order).run()
+            return True
 
-    def _one_each(
-        self, whole: dict[str, list[Row]], alone: list[dict[str, list[Row]]]
-    ) -> list[str]:
-        """Returns the parts of a batch that have one row of each sample, or of some of them."""
-        kept, count = [], len(alone)
-        for part, rows in whole.items():
-            each = [len(one.get(part, ())) for one in alone]
-            if max(each) <= 1 and sum(each) == len(rows):
-                kept.append(part)
-            elif len(rows) == count:  # rows of several that were cut to their number
-                raise ValueError(SEVERAL.format(found=_counted(count, rows, each)))
-        if not kept:
-            found = "as many rows of two copies of a sample as of one"
-            for part, rows in whole.items():
-                found = _counted(count, rows, [len(one.get(part, ())) for one in alone])
-            raise ValueError(SEVERAL.format(found=found))
-        return kept
 
-    def _refuse_mixed(
-        self, before: list[Row], after: list[Row], place: int, samples: int, draws: bool
-    ) -> None:
-        """Raises ValueError if another sample at `place` has changed more than its row.
+class _Comparison:
+    """Compares the rows of some samples with those of others in their places.
 
-        Args:
-            draws: random numbers were drawn; other rows may have got other ones, behind `place`.
+    Args:
+        whole: rows of the samples.
+        alone: rows of each sample alone.
+        kept: the parts that have a row of each sample, or of some.
+        rows: makes rows of samples, with the same random numbers each time.
+        in_order: row i must be sample i.
+    """
+
+    def __init__(
+        self, samples: list, whole: Rows, alone: list[Rows], kept: list[str],
+        rows: Callable[..., Rows], in_order: bool,
+    ) -> None:  # fmt: skip
+        self.samples, self.whole, self.alone = samples, whole, alone
+        self.rows, self.in_order = rows, in_order
+        begin, again = _states(), rows(*samples)
+        self._random_states = begin[:2], _states()[2]
+        steady = [part for part in kept if all(row.content is not None for row in whole[part])]
+        steady = [part for part in steady if whole[part] == again.get(part)]
+        if in_order and not steady:
+            raise ValueError(HIDDEN)
+        self.parts = [part for part in steady if not _counts(whole[part])]
+
+    def run(self) -> None:
+        """Raises ValueError for rows that are not of one sample each, or not in order."""
+        samples, count = self.samples, len(self.samples)
+        for i in range(count):
+            other = samples[(i + 1) % count]
+            self._replace(i, self.rows(*samples[:i], other, *samples[i + 1 :]))
+        if self.in_order:
+            for i in range(count - 1):
+                both = samples[i + 1], samples[i]
+                self._exchange(i, self.rows(*samples[:i], *both, *samples[i + 2 :]))
+
+    def _changed(self, found: Rows) -> tuple[list[tuple], list[tuple], set[int]] | None:
+        """Returns the rows before and after, all parts of a sample together, and which differ.
+
+        None: they cannot be compared, as some are left out, or padded to another length.
         """
-        if len(before) != len(after):
-            return  # one of them is left out: other places tell
-        changed = _places(before, after)
-        others = {i for i in changed if i < place or (i > place and not draws)}
-        is_whole = len(before) == samples
-        if is_whole and not others:
+        parts = self.parts
+        if not parts or any(len(self.whole[p]) != len(found.get(p, ())) for p in parts):
+            return None
+        before, after = (
+            list(zip(*(x[p] for p in parts), strict=True)) for x in (self.whole, found)
+        )
+        return before, after, {i for i, pair in enumerate(zip(before, after, strict=True))
+                               if pair[0] != pair[1]}  # fmt: skip
+
+    def _has_drawn_the_same(self) -> bool:
+        """Returns whether every row got the random numbers that it got before.
+
+        Those of Python and NumPy may be drawn again until they fit, so rows behind another sample
+        may have got other ones, even if there were as many.
+        """
+        now = _states()
+        return (now[:2], now[2]) == self._random_states
+
+    def _replace(self, place: int, found: Rows) -> None:
+        """Looks at rows where another sample is in the place of one."""
+        same_numbers = self._has_drawn_the_same()
+        compared = self._changed(found)
+        if compared is None:
             return
-        if _shapes(before) != _shapes(after):
+        before, after, changed = compared
+        is_whole = len(before) == len(self.samples)
+        if is_whole and all(i == place or (i > place and not same_numbers) for i in changed):
+            return
+        if any(_sizes(self.whole[part]) != _sizes(found.get(part, ())) for part in self.whole):
             return  # padded to another length
         if self.in_order and is_whole:
             raise ValueError(MOVED)
         if (Counter(before) - Counter(after)).total() > 1:
             raise ValueError(MIXED)
 
+    def _exchange(self, place: int, found: Rows) -> None:
+        """Looks at rows where a sample and its neighbour have changed places."""
+        same_numbers = self._has_drawn_the_same()
+        compared = self._changed(found)
+        if compared is None or len(compared[0]) != len(self.samples):
+            return  # what leaves out samples of a unit is refused in the forward
+        before, _, changed = compared
+        pair = {place, place + 1}
+        if any(i not in pair and (i < place or same_numbers) for i in changed):
+            raise ValueError(MOVED)
+        differ = self.alone[place] != self.alone[place + 1]
+        if differ and before[place] != before[place + 1] and not pair <= changed:
+            raise ValueError(MOVED)
 
-def _has_followed(
-    before: list[Row], after: list[Row], place: int, differ: bool, draws: bool
-) -> bool:
-    """Returns whether rows have followed two neighbours that have changed places.
 
-    Args:
-        differ: the two samples, the first of which was at `place`, are not equal.
-        draws: as of `_refuse_mixed`.
+def _one_each(whole: Rows, alone: list[Rows]) -> list[str]:
+    """Returns the parts of a batch that have one row of each sample, or of some of them.
+
+    Raises:
+        ValueError: if there is none, or one has rows of several that were cut to their number.
     """
-    if len(before) != len(after):
-        return False
-    changed, pair = _places(before, after), {place, place + 1}
-    if any(i < place or (i > place + 1 and not draws) for i in changed):
-        return False
-    return pair <= changed or not differ or before[place] == before[place + 1]
+    kept, count = [], len(alone)
+    found = "as many rows of two copies of a sample as of one"
+    for part, rows in whole.items():
+        each = [len(one.get(part, ())) for one in alone]
+        is_ends = set(each) == {2} and len(rows) == count + 1 and _counts(rows)
+        counted = ", ".join(map(str, each))
+        found = f"{len(rows)} rows of {count} samples, and of each of them alone {counted}"
+        if (max(each) <= 1 and sum(each) == len(rows)) or is_ends:
+            kept.append(part)
+        elif len(rows) == count != sum(each):
+            raise ValueError(SEVERAL.format(found=found))
+    if not kept:
+        raise ValueError(SEVERAL.format(found=found))
+    return kept
 
 
-def _counts(part: str, rows: list[Row], alone: list[dict[str, list[Row]]]) -> bool:
-    """Returns whether rows are whole numbers that say where a sample begins, as offsets do."""
-    firsts = {one[part][0] for one in alone if one.get(part)}
-    return len(firsts) == 1 and all(
-        row.isdigit() if isinstance(row, str) else row is not None and row[:2] in COUNTING
-        for row in rows
-    )
+def _counts(rows: list[Row]) -> bool:
+    """Returns whether rows are whole numbers from 0 on that say where a sample begins: offsets."""
+    if not all(row.kind in COUNTING and row.content and not row.sizes for row in rows):
+        return False
+    numbers = [int.from_bytes(row.content or b"", "little", signed=True) for row in rows]
+    return numbers[:1] == [0] and numbers == sorted(numbers)
 
 
 def _example(collate: Callable[..., Any], samples: list, batch_dim: int) -> tuple[Any, Any] | None:
@@ -206,19 +266,6 @@ def _example(collate: Callable[..., Any], samples: list, batch_dim: int) -> tupl
     return None
 
 
-def _places(before: list[Row], after: list[Row]) -> set[int]:
-    return {i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b}
-
-
-def _counted(samples: int, rows: list[Row], alone: list[int]) -> str:
-    each = ", ".join(map(str, alone))
-    return f"{len(rows)} rows of {samples} samples, and of each of them alone {each}"
-
-
-def _shapes(rows: list[Row]) -> set:
-    return {row[0] for row in rows if isinstance(row, tuple)}
-
-
 def _growing(
     one: Any, two: Any, batch: Any, dim: int, path: str = "batch"
 ) -> Iterator[tuple[str, list[Row]]]:
@@ -231,62 +278,55 @@ def _growing(
         padded, lengths = pad_packed_sequence(batch, batch_first=True)
         yield path, [_row(x[:n]) for x, n in zip(padded, lengths, strict=True)]
     elif isinstance(one, Tensor | np.ndarray):
-        if one.ndim and one.shape != two.shape:
-            batch = torch.as_tensor(batch) if _is_numeric(batch) else batch
-            at = min(dim, one.ndim - 1)
-            rows = (
-                batch.unbind(at) if isinstance(batch, Tensor) else list(np.moveaxis(batch, at, 0))
-            )
-            yield path, [_row(x) for x in rows]
+        if one.ndim and one.shape != two.shape and type(one) is type(batch):
+            yield path, [_row(x) for x in _unbound(batch, min(dim, one.ndim - 1))]
     elif isinstance(one, Mapping):
         for key in one:
-            yield from _growing(one[key], two[key], batch[key], dim, f"{path}[{key!r}]")
+            if key in two and key in batch:
+                yield from _growing(one[key], two[key], batch[key], dim, f"{path}[{key!r}]")
     elif isinstance(one, list | tuple) and len(one) != len(two):
         yield path, [_row(x) for x in batch]
     elif isinstance(one, list | tuple):
-        for i, entries in enumerate(zip(one, two, batch, strict=True)):
-            yield from _growing(*entries, dim, f"{path}[{i}]")
+        if len(one) == len(batch):
+            for i, entries in enumerate(zip(one, two, batch, strict=True)):
+                yield from _growing(*entries, dim, f"{path}[{i}]")
     elif one is not None and not isinstance(one, PLAIN):
         raise TypeError(f"a {type(one).__name__} has no rows that are known")
 
 
-def _is_numeric(batch: Any) -> bool:
-    return isinstance(batch, Tensor) or batch.dtype.kind in "biufc"
+def _unbound(batch: Tensor | np.ndarray, dim: int) -> Iterable[Any]:
+    if isinstance(batch, np.ndarray):
+        return np.moveaxis(batch, dim, 0)
+    return (batch if batch.layout is torch.strided else batch.to_dense()).unbind(dim)
 
 
 def _row(x: Any) -> Row:
     """Returns what is equal for equal rows."""
-    if isinstance(x, np.ndarray | np.generic) and _is_numeric(x):
-        x = torch.as_tensor(x)
     if isinstance(x, Tensor):
         plain = x.detach().cpu().resolve_conj().resolve_neg()
         plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
         content = plain.view(torch.uint8).numpy().tobytes()
-        return tuple(x.shape), str(x.dtype), content
+        return Row(tuple(x.shape), str(x.dtype), content)
+    if isinstance(x, np.ndarray | np.generic):
+        return Row(x.shape, x.dtype.str, None if x.dtype.hasobject else x.tobytes())
     if isinstance(x, Mapping):
-        return _joined([*x.values()])
+        x = [entry for item in x.items() for entry in item]
     if isinstance(x, list | tuple):
-        return _joined(x)
-    return (
-        repr(x) if x is None or isinstance(x, bool | int | float | complex | str | bytes) else None
-    )
+        rows = [_row(entry) for entry in x]
+        contents = [row.content for row in rows]
+        joined = None if None in contents else pickle.dumps(contents)
+        return Row((len(rows), *(row.sizes for row in rows)), "", joined)
+    if type(x) is int and -(2**63) <= x < 2**63:
+        return Row((), "int", x.to_bytes(8, "little", signed=True))
+    is_known = x is None or isinstance(x, PLAIN)
+    return Row((), type(x).__name__, repr(x).encode() if is_known else None)
 
 
-def _joined(entries: Sequence[Any]) -> Row:
-    found = [_row(entry) for entry in entries]
-    return None if None in found else repr(found)
+def _sizes(rows: Iterable[Row]) -> set[tuple]:
+    return {row.sizes for row in rows}
 
 
-def _states() -> tuple[Any, ...]:
-    numpy = pickle.dumps(np.random.get_state())
-    return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
-
-
-def _has_drawn(restart: Callable[[], None]) -> bool:
-    """Returns whether global random numbers were drawn since they were set back."""
-    now = _states()
-    restart()
-    return now != _states()
+# ---- random numbers ------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -303,3 +343,8 @@ def _same_randomness() -> Iterator[Callable[[], None]]:
         yield restart
     finally:
         restart()
+
+
+def _states() -> tuple[Any, ...]:
+    numpy = pickle.dumps(np.random.get_state())
+    return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()

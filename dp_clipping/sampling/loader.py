@@ -36,10 +36,11 @@ PREPARED = (
     "accelerator.accumulate(model) use BatchMemoryManager"
 )
 
+IN_VAIN = 10
 AGAIN = (
-    "batch {number} of the loader begins another iteration again, as no step has used it yet: a "
-    "batch cannot be left out, since ε does not cover a choice among batches; make a step of each, "
-    "of small and empty ones too"
+    "{times} iterations of the loader in a row began with batch {number}, and no step has used it: "
+    "a batch cannot be left out, since ε does not cover a choice among batches, so make a step of "
+    "each, of small and empty ones too; to look at batches, call model.eval() before"
 )
 
 
@@ -90,7 +91,7 @@ class PoissonLoader(Uncopied, DataLoader):
         self._epoch: range | None = None  # of the last iteration that was begun
         self._epoch_end = 0
         self._resuming = False
-        self._begun_in_vain = 0  # iterations in a row whose first batch was in no step
+        self._in_vain = 0  # iterations in a row that began with a batch that no step has used
 
     @classmethod
     def from_data_loader(
@@ -206,19 +207,28 @@ class PoissonLoader(Uncopied, DataLoader):
         A batch that was yielded last in training, and that no step has used, comes again. A loop
         could otherwise choose among batches, as by their size, and ε does not cover a choice.
         """
-        position = self.usage.number if self.usage.comes_again else self.position
+        usage, epoch = self.usage, self._epoch
         if self.batch_sampler.scheme.in_order:
-            position = self.usage.unused_from
+            position = usage.unused_from
+        elif usage.comes_again:
+            position = usage.number
+        else:
+            position = max(self.position, usage.unused_from)
+        if epoch is not None and position == epoch.start:
+            return epoch  # nothing of it was used
         is_rest = self._resuming and position < self._epoch_end
         return range(position, self._epoch_end if is_rest else position + len(self))
 
     def start_epoch(self) -> range:
         """Begins an iteration where the user is, whatever was prefetched; returns its batches."""
         before, epoch = self._epoch, self.coming_epoch()
-        in_vain = self.usage.comes_again and before is not None and before.start == epoch.start
-        self._begun_in_vain = self._begun_in_vain + 1 if in_vain else 0
-        if self._begun_in_vain > 1:
-            warnings.warn(AGAIN.format(number=epoch.start), stacklevel=3)
+        is_again = before is not None and before.start == epoch.start and self.usage.in_training
+        self._in_vain = self._in_vain + 1 if is_again else 0
+        if self._in_vain == IN_VAIN:
+            self._in_vain = 0
+            raise RuntimeError(AGAIN.format(number=epoch.start, times=IN_VAIN))
+        # Another object also if it is equal: it tells this iteration from others.
+        epoch = range(epoch.start, epoch.stop)
         self._epoch = epoch
         self.position = epoch.start
         self._epoch_end, self._resuming = epoch.stop, False
@@ -271,8 +281,8 @@ class PoissonLoader(Uncopied, DataLoader):
                     f"{name} is {state[name]} in the saved state and {here} in this data_loader: "
                     "resume with the data set and batch size of the saved run"
                 )
-        self.usage.begin_iteration()
-        self.position = self.usage.unused_from = state["position"]
+        self.position = state["position"]
+        self.usage.restart(self.position)
         self._epoch_end = state["epoch_end"]
         self._resuming = self.position < self._epoch_end
         self._epoch = None

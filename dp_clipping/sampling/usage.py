@@ -49,7 +49,7 @@ class SampleUsage:
         self.left = 0
         self._in_step = 0
         self._more_to_come = False
-        self._parts: list[Sequence[Slice]] = []  # of the batch, that backwards have used
+        self._parts: list[Sequence[Slice | None]] = []  # of the batch, that backwards have used
         self.uses = 0
         self.steps = 0
         self.number: int | None = None
@@ -68,15 +68,19 @@ class SampleUsage:
         return self.is_unused and self.in_training
 
     def begin_iteration(self) -> None:
-        """Accepts that the last batch of an iteration that was ended early stays unused."""
+        """Accepts that the last batch of an iteration that was ended early is in no step yet."""
         self.is_unused = False
+
+    def restart(self, position: int) -> None:
+        """Records that batch `position` is the next one, whatever was yielded before."""
+        self.number, self.unused_from, self.is_unused = None, position, False
 
     def hand_over(self, samples: int, is_dummy: bool = False, fill: Tensor | None = None) -> None:
         """Records a batch that the loader is about to yield."""
         self.handed = self.left = samples
         self.fill = fill
         self.holds_dummy = is_dummy
-        self._forget_parts()
+        self._parts = []
         self.uses = 0
         self.is_unused = True
         self.rows = self.largest = None
@@ -129,14 +133,15 @@ class SampleUsage:
         on_any_rank: Callable[[bool], bool] = bool,
         *,
         part: bool = False,
-        slices: Sequence[Slice] = (),
+        slices: Sequence[Slice | None] = (),
     ) -> None:
         """Counts samples that a backward is about to add.
 
         Args:
             on_any_rank: whether a flag is set on any rank; called from the second backward of a
                 batch on, since a rank without samples would block where others raise.
-            part: more of the batch is to come, as `signal_skip_step` has said.
+            part: more of the batch is to come, as `signal_skip_step` has said; without a Poisson
+                loader.
             slices: where the samples are in memory, if they are a part of the batch.
 
         Raises:
@@ -146,7 +151,7 @@ class SampleUsage:
             self._use_of_batch(samples, part)
             return
         too_many = samples > self.left
-        is_again = bool(samples) and not self._more_to_come and not self._are_apart(slices)
+        is_again = bool(samples) and not self._are_apart(slices)
         elsewhere = bool(self.uses) and on_any_rank(too_many or is_again)
         if too_many or elsewhere:
             raise RuntimeError(self._twice(samples, too_many, is_again))
@@ -154,10 +159,16 @@ class SampleUsage:
         self.left -= samples
         if samples:
             self._parts.append(slices)
-        # What BatchMemoryManager announces are other microbatches, not parts of this one.
-        self._more_to_come = part and self.largest is None
 
-    def _are_apart(self, slices: Sequence[Slice]) -> bool:
+    def end_part(self) -> None:
+        """Records that a step was skipped: what follows are other samples of the batch.
+
+        `BatchMemoryManager` skips steps too. What follows there is another microbatch.
+        """
+        if self.largest is None:
+            self._parts = []
+
+    def _are_apart(self, slices: Sequence[Slice | None]) -> bool:
         return all(apart(slices, used) for used in self._parts)
 
     def _twice(self, samples: int, too_many: bool, is_again: bool) -> str:
@@ -168,7 +179,8 @@ class SampleUsage:
                 f"some of them: {once}, so add up the losses of a batch before one backward(), "
                 "with a factor of 0 for samples that a loss leaves out, as (mask * loss_a + "
                 "loss_b).backward(); parts without a sample in common are split by "
-                "BatchMemoryManager, or are slices of one tensor, as model(x[:8]), model(x[8:])"
+                "BatchMemoryManager, or are slices of one tensor that is on its device, as "
+                "model(x[:8]), model(x[8:])"
             )
         what = "samples that another rank has used already"
         if too_many:
@@ -178,9 +190,6 @@ class SampleUsage:
             f"backward of {what}: {once}, so take a new batch for each step, add up losses of one "
             "batch before one backward(), and give several views of a sample as one sample"
         )
-
-    def _forget_parts(self) -> None:
-        self._parts, self._more_to_come = [], False
 
     def _use_of_batch(self, samples: int, part: bool) -> None:
         before, declared = self._in_step, self._more_to_come
@@ -198,7 +207,7 @@ class SampleUsage:
     def give_back(self) -> None:
         """Accepts the batch of a step whose sums were dropped once more."""
         self._in_step = 0
-        self._forget_parts()
+        self._parts = []
         self.left = self.handed or 0
 
     def close(self) -> None:
@@ -211,13 +220,13 @@ class SampleUsage:
     def take_back(self) -> None:
         """Refuses further backwards of the yielded batch."""
         self._in_step = 0
-        self._forget_parts()
+        self._parts = []
         if self.handed is not None:
             self.handed = self.left = 0
         self.is_unused = False
 
     def forget(self) -> None:
         """Stops counting: another loader (Opacus's BatchMemoryManager) takes the batches."""
-        self._forget_parts()
+        self._parts = []
         self.handed = self.largest = None
         self.is_unused = False

@@ -296,10 +296,11 @@ class ForwardBackward:
             raise
 
     def _is_so_on_any_rank(self, flag: bool) -> bool:
-        """Returns whether any data-parallel rank set the flag. Synchronises the host."""
+        """Returns whether any rank set the flag, of either axis. Synchronises the host."""
         count = self.capture.trigger.new_tensor([float(flag)], dtype=torch.float32)
-        data = self.context.reducer.data
-        return bool(data.sum(count, "whether samples are left", "async").wait() > 0)
+        for axis in (self.context.reducer.tensor, self.context.reducer.data):
+            count = axis.sum(count, "whether samples are left", "async").wait()
+        return bool(count > 0)
 
     def _add_sums(self, private_step: PrivateStep, losses: Tensor, samples: int) -> None:
         clip_norms = _on_device(tuple(self.state.clip_norms), losses.device)

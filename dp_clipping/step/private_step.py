@@ -183,7 +183,7 @@ class PrivateStep:
         self.leaves: dict[Parameter, Tensor] = {}
         self.watched: Watched | None = None
         self.padding: Tensor | None = None
-        self.slices: Sequence[Slice] = ()
+        self.slices: Sequence[Slice | None] = ()
         self.is_compiled = is_compiled
         self._stage = Stage.IDLE
         self._seen: set[int] = set()  # ids of parameters, in the backward under way

@@ -23,6 +23,7 @@ ADAPTIVE = "tests/dp_clipping/noise/test_adaptive_threshold.py"
 POISSON = "tests/dp_clipping/sampling/test_poisson.py"
 LOADER = "tests/dp_clipping/sampling/test_loader.py"
 USAGE = "tests/dp_clipping/sampling/test_usage.py"
+PARTS = "tests/dp_clipping/sampling/test_parts.py"
 COLLATE_CHECK = "tests/dp_clipping/sampling/test_collate_check.py"
 MEMORY = "tests/dp_clipping/sampling/test_memory_manager.py"
 COLLATE = "tests/dp_clipping/sampling/test_collate.py"
@@ -185,19 +186,26 @@ ROWS = [
     ("a batch may be used twice", "sampling/usage.py", "self.left -= samples", "pass", USAGE),
     ("parts of a batch may have samples in common", "sampling/usage.py",
      " and not self._are_apart(slices)", " and False", USAGE),
-    ("what the manager announces are parts of a microbatch", "sampling/usage.py",
-     "part and self.largest is None", "part", USAGE),
+    ("a declared part has several backwards", "sampling/usage.py",
+     "self._parts.append(slices)", "self._parts = [] if part else [slices]", USAGE),
     ("slices of one tensor are different rows", "sampling/parts.py",
-     "a.rows.stop <= b.rows.start or", "True or", "tests/dp_clipping/sampling/test_parts.py"),
+     "between >= rows or", "True or", PARTS),
     ("slices at other columns are of one tensor", "sampling/parts.py",
-     "offset // outer, column, version_of(x)", "version_of(x)",
-     "tests/dp_clipping/sampling/test_parts.py"),
+     "if rest or not (", "if not (", PARTS),
+    ("rows of one tensor do not overlap", "sampling/parts.py",
+     "return not _overlaps(self.strides, self._with_rows(both))", "return True", PARTS),
+    ("pairs of two halves, each way round, are different samples", "sampling/parts.py",
+     "else not a.may_meet(b)", "else True", PARTS),
     ("rows of several samples", "sampling/collate_check.py",
      "if (Counter(before) - Counter(after)).total() > 1:", "if False:", COLLATE_CHECK),
     ("several rows of a sample", "sampling/collate_check.py",
      "if max(each) <= 1 and sum(each) == len(rows):", "if True:", COLLATE_CHECK),
     ("rows of a unit in another order", "sampling/collate_check.py",
-     "return pair <= changed or not differ", "return True or not differ", COLLATE_CHECK),
+     "and not pair <= changed:", "and False:", COLLATE_CHECK),
+    ("parts of a batch are looked at one by one", "sampling/collate_check.py",
+     "if not parts or any(", "parts = parts[:1]\n        if not parts or any(", COLLATE_CHECK),
+    ("rows that are padded to another length are mixed", "sampling/collate_check.py",
+     "            return  # padded to another length\n", "            pass\n", COLLATE_CHECK),
     ("the collate function draws other numbers in each call", "sampling/collate_check.py",
      "                restart()\n                return", "                return", COLLATE_CHECK),
     ("an empty batch has the sample's storage", "sampling/collate.py",
@@ -252,11 +260,12 @@ ROWS = [
      'if is_correlated and sampling != "cyclic":', "if False:", CORRELATED_RUN, "go_with"),
     # ---- other samplings
     ("an unused batch is lost", "sampling/loader.py",
-     "            position = self.usage.unused_from\n", "            pass\n", SAMPLINGS,
-     "comes_again"),
+     "            position = usage.unused_from\n", "            position = self.position\n",
+     SAMPLINGS, "comes_again"),
     ("a loop chooses among batches", "sampling/loader.py",
-     "self.usage.number if self.usage.comes_again else self.position", "self.position", USAGE,
-     "choose"),
+     "position = usage.number\n", "position = self.position\n", USAGE, "choose"),
+    ("a batch of a step comes again", "sampling/loader.py",
+     "max(self.position, usage.unused_from)", "self.position", USAGE, "left_after_its_backward"),
     ("a step out of order is taken", "checkpoint/run.py",
      "if in_order and number != self.next_batch:", "if False:", SAMPLINGS, "out_of_order"),
     ("new keys go on in the middle of an epoch", "checkpoint/restore.py",

@@ -159,8 +159,7 @@ class Batch:
         found: list[tuple[Tensor, int]] = []
 
         def note(x: Tensor, dim: int) -> Tensor:
-            if x.shape[dim] == self.size:
-                found.append((x, dim))
+            found.append((x, dim))
             return x
 
         self._map(note)

@@ -64,6 +64,42 @@ def bags(samples):
     return torch.cat([x for x, _ in samples]), offsets, starts, [y for _, y in samples]
 
 
+def bags_with_end(samples):
+    offsets = torch.tensor([0] + [len(x) for x, _ in samples]).cumsum(0)
+    return torch.cat([x for x, _ in samples]), offsets
+
+
+def boxes(samples):
+    """As many boxes as fit the picture: 2, 1, 1 and 0 of four samples are four rows."""
+    found = torch.cat([torch.full((y, 4), float(y)) for _, y in samples])
+    return stack(samples)[0], found, [torch.zeros(y, 4) for _, y in samples]
+
+
+def relative_lengths(samples):
+    x = pad(samples)["x"]
+    return x, torch.tensor([len(one) for one, _ in samples]) / x.shape[1]
+
+
+def lists_of_one_length(samples):
+    longest = max(len(x) for x, _ in samples)
+    return [[*x.tolist(), *[0.0] * (longest - len(x))] for x, _ in samples]
+
+
+def optional_part(samples):
+    x, y = stack(samples)
+    found = {"x": x, "all": [one for one in y.tolist() if one], "classes": sorted(set(y.tolist()))}
+    return found | ({"has_two": 1} if 2 in y else {})
+
+
+def turned_arrays(samples):
+    x = np.stack([x.numpy()[::-1] for x, _ in samples]).astype(">f4")[:, ::-1]
+    return x, np.array([str(y) for _, y in samples])
+
+
+def sparse(samples):
+    return stack(samples)[0].to_sparse()
+
+
 def without_zero(samples):
     return stack([sample for sample in samples if sample[1]])
 
@@ -89,7 +125,10 @@ def own_generator(samples):
 ROW_BY_ROW = [
     (stack, SAME), (pad, LONG), (time_first, LONG), (one_token, LONG), (narrow, SAME),
     (pack, LONG), (joined, LONG), (bags, LONG),
-    (without_zero, SAME), (masked, LONG), (cropped, LONG), (own_generator, LONG),
+    (bags_with_end, LONG), (boxes, SAME),
+    (relative_lengths, LONG), (lists_of_one_length, LONG), (optional_part, SAME),
+    (turned_arrays, SAME), (sparse, SAME), (without_zero, SAME),
+    (masked, LONG), (cropped, LONG), (own_generator, LONG),
 ]  # fmt: skip
 
 
@@ -142,7 +181,50 @@ def with_mean_of_others(samples):
     return torch.cat([x, x.mean(0).expand_as(x)], 1), y
 
 
-MIXING = [(mixup, SAME), (rolled, SAME), (normalised, SAME), (with_mean_of_others, SAME)]
+def two_together(samples):
+    """In-batch negatives: a sample is in two rows, each time in another part."""
+    x, y = stack(samples)
+    return x, x.roll(1, 0), y
+
+
+def mixup_later(samples):
+    x, y = stack(samples)
+    other = torch.randperm(len(x))
+    return {"x": x, "other": x[other], "y": y, "other_y": y[other], "share": 0.3}
+
+
+def other_labels(samples):
+    x, y = stack(samples)
+    return x, y.roll(1)
+
+
+def average_so_far(samples):
+    x, y = stack(samples)
+    return x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None] + 0.1 * torch.rand_like(x), y
+
+
+def turned_and_rolled(samples):
+    x = np.stack([x.numpy() for x, _ in samples])
+    return (x + np.roll(x, 1, 0))[:, ::-1]
+
+
+def sparse_and_rolled(samples):
+    x, y = stack(samples)
+    return (x + x.roll(1, 0)).to_sparse(), y
+
+
+MIXING = [
+    (two_together, SAME),
+    (mixup_later, SAME),
+    (other_labels, SAME),
+    (average_so_far, SAME),
+    (turned_and_rolled, SAME),
+    (sparse_and_rolled, SAME),
+    (mixup, SAME),
+    (rolled, SAME),
+    (normalised, SAME),
+    (with_mean_of_others, SAME),
+]
 
 
 def windows(samples):

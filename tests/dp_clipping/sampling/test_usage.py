@@ -1,5 +1,7 @@
 """What the loader hands out is in one sum of one step, once."""
 
+import warnings
+
 import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchMemoryManager
@@ -84,15 +86,43 @@ def test_a_loop_cannot_choose_among_batches(workers):
     run = make(data_loader=DataLoader(data(), batch_size=3, num_workers=workers))
     for _ in range(3):
         step(run, next(iter(run.loader)))
-    batch, again = (next(iter(run.loader)) for _ in range(2))  # it waits for another batch
-    with pytest.warns(UserWarning, match="batch 3 of the loader begins another iteration again"):
-        third = next(iter(run.loader))
-    assert torch.equal(batch[0], again[0])
-    assert torch.equal(batch[0], third[0])
+    batches = [next(iter(run.loader))[0] for _ in range(10)]  # it waits for another batch
+    assert all(torch.equal(batch, batches[0]) for batch in batches)
+    with pytest.raises(
+        RuntimeError, match="10 iterations of the loader in a row began with batch 3"
+    ):
+        next(iter(run.loader))
     assert (run.loader.position, run.optimizer.steps) == (4, 3)
     for batch in run.loader:
         step(run, batch)
     assert run.loader.position == run.optimizer.steps == 3 + len(run.loader)
+
+
+def test_nor_among_those_that_the_memory_manager_splits():
+    run = make()
+    with (
+        warnings.catch_warnings(action="ignore"),
+        BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
+        ) as loader,
+    ):
+        for _ in range(10):
+            next(iter(loader))
+        with pytest.raises(RuntimeError, match="in a row began with batch 0"):
+            next(iter(loader))
+
+
+def test_one_that_was_left_after_its_backward_is_no_batch_of_the_next_iteration():
+    run = make()
+    for batch in run.loader:
+        backward(run, batch)
+        break
+    with pytest.raises(RuntimeError, match=SECOND_DRAW):
+        next(iter(run.loader))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    step(run, next(iter(run.loader)))
+    assert (run.loader.position, run.optimizer.steps) == (2, 2)
 
 
 def test_the_last_batch_of_an_epoch_that_was_left_is_the_first_of_the_next():
@@ -130,6 +160,8 @@ def test_parts_that_are_declared():
     (_, (x, y)), (_, batch) = first_draw(run), first_draw(whole)
     run.optimizer.signal_skip_step(True)
     backward(run, (x[:1].clone(), y[:1]))
+    with pytest.raises(RuntimeError, match="may have had some of them"):
+        backward(run, (x[:1].clone(), y[:1]))  # before the end of the part
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.optimizer.signal_skip_step(False)
