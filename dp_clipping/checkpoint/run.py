@@ -202,8 +202,9 @@ class PrivateRun:
         if self.poisson.batch_sampler.scheme.in_order:
             state["position"] = self.next_batch
             return state
-        if self.model.step_state.batch_number is not None:
-            state["position"] = self.model.step_state.batch_number
+        step_state = self.model.step_state
+        if step_state.usage.handed is None and step_state.batch_number is not None:
+            state["position"] = step_state.batch_number  # another loader has taken it
         state["position"] = max(state["position"], self.next_batch, self.unused_from)
         return state
 

@@ -9,9 +9,11 @@ import copy
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import default_collate
 
 LOOKED_AT = 4
+CONFIRMATIONS = 3
 PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 COUNTING = ("torch.int32", "torch.int64", "<i4", "<i8", "int")
 
@@ -72,8 +75,9 @@ Rows = dict[str, list[Row]]
 class CheckedCollate:
     """A collate function that is checked in calls 1, 2, 4, 8, ... with samples that differ.
 
-    It is called again with copies of up to `LOOKED_AT` of them, with the same random numbers. The
-    global random states of the CPU stay as if it was not. Torch's own function is not checked.
+    It is called again with copies of up to `LOOKED_AT` of them, with the same random numbers.
+    Afterwards random states are as they were: the global ones of the CPU, and generators and plain
+    values that the function or its object holds (`_State`). Torch's own function is not checked.
 
     Args:
         batch_dim: the dimension of tensors that counts the samples; of those with one, 0.
@@ -102,123 +106,170 @@ class CheckedCollate:
 
     def _check(self, samples: list) -> bool:
         """Raises ValueError as a call does; returns whether the samples differ."""
-        with _same_randomness() as restart:
-
-            def collate(*some: Any) -> Any:
-                restart()
-                return self.collate_fn([copy.deepcopy(sample) for sample in some])
-
-            example = _example(collate, samples, self.batch_dim)
-            if example is None:
-                return True
-
-            def rows(*some: Any) -> Rows:
-                try:
-                    return dict(_growing(*example, collate(*some), self.batch_dim))
-                except Exception:  # all are left out: most functions cannot make a batch of none
-                    return {}
-
-            alone = [rows(sample) for sample in samples]
-            whole = rows(*samples)
-            if not whole and dict(_growing(*example, example[0], self.batch_dim)):
-                return True  # they make no batch; that the user's call will say
-            kept = _one_each(whole, alone)
-            if all(one == alone[0] for one in alone):
-                return False
-            restart()
-            _Comparison(samples, whole, alone, kept, rows, self.in_order).run()
-            return True
+        state = _State(self.collate_fn)
+        try:
+            return _Check(self, samples, state).run()
+        finally:
+            state.restore()
 
 
-class _Comparison:
+class _Check:
     """Compares the rows of some samples with those of others in their places.
 
     Args:
-        whole: rows of the samples.
+        collate: the function that is checked.
+        samples: up to `LOOKED_AT` of a batch.
+        state: random states, and others, at which each call of the function begins.
+
+    Attributes:
+        example: batches of one sample, and of two copies of it.
+        parts: the parts of a batch that are compared.
         alone: rows of each sample alone.
-        kept: the parts that have a row of each sample, or of some.
-        rows: makes rows of samples, with the same random numbers each time.
-        in_order: row i must be sample i.
     """
 
-    def __init__(
-        self, samples: list, whole: Rows, alone: list[Rows], kept: list[str],
-        rows: Callable[..., Rows], in_order: bool,
-    ) -> None:  # fmt: skip
-        self.samples, self.whole, self.alone = samples, whole, alone
-        self.rows, self.in_order = rows, in_order
-        begin, again = _states(), rows(*samples)
-        self._random_states = begin[:2], _states()[2]
-        steady = [part for part in kept if all(row.content is not None for row in whole[part])]
+    def __init__(self, collate: CheckedCollate, samples: list, state: "_State") -> None:
+        self.collate, self.samples, self.state = collate, samples, state
+        self.example: tuple[Any, Any] = (None, None)
+        self.parts: list[str] = []
+        self.alone: list[Rows] = []
+
+    def run(self) -> bool:
+        """Raises ValueError as a call does; returns whether the samples differ."""
+        example = self._example()
+        if example is None:
+            return True
+        self.example = example
+        self.alone = [self._rows([sample]) for sample in self.samples]
+        whole = self._rows(self.samples)
+        if not whole and self._growing(example[0]):
+            return True  # they make no batch; that the user's call will say
+        kept = _one_each(whole, self.alone)
+        rows = [row for one in self.alone for own in one.values() for row in own]
+        if all(one == self.alone[0] for one in self.alone) and _are_known(rows):
+            return False
+        again = self._rows(self.samples)
+        steady = [part for part in kept if _are_known(whole[part])]
         steady = [part for part in steady if whole[part] == again.get(part)]
-        if in_order and not steady:
+        if self.collate.in_order and not steady:
             raise ValueError(HIDDEN)
         self.parts = [part for part in steady if not _counts(whole[part])]
+        for place in range(len(self.samples)):
+            self._refuse(self._replaced, place)
+        for place in range(len(self.samples) - 1 if self.collate.in_order else 0):
+            self._refuse(self._exchanged, place)
+        return True
 
-    def run(self) -> None:
-        """Raises ValueError for rows that are not of one sample each, or not in order."""
-        samples, count = self.samples, len(self.samples)
-        for i in range(count):
-            other = samples[(i + 1) % count]
-            self._replace(i, self.rows(*samples[:i], other, *samples[i + 1 :]))
-        if self.in_order:
-            for i in range(count - 1):
-                both = samples[i + 1], samples[i]
-                self._exchange(i, self.rows(*samples[:i], *both, *samples[i + 2 :]))
+    def _refuse(self, look: Callable[[int], str | None], place: int) -> None:
+        """Raises ValueError if a look finds something, with other random numbers too.
 
-    def _changed(self, found: Rows) -> tuple[list[tuple], list[tuple], set[int]] | None:
-        """Returns the rows before and after, all parts of a sample together, and which differ.
-
-        None: they cannot be compared, as some are left out, or padded to another length.
+        Rows may differ by chance: with a generator that is not set back, or where numbers are drawn
+        until they fit, so that others are left for the next row.
         """
-        parts = self.parts
-        if not parts or any(len(self.whole[p]) != len(found.get(p, ())) for p in parts):
-            return None
-        before, after = (
-            list(zip(*(x[p] for p in parts), strict=True)) for x in (self.whole, found)
-        )
-        return before, after, {i for i, pair in enumerate(zip(before, after, strict=True))
-                               if pair[0] != pair[1]}  # fmt: skip
+        found = look(place)
+        for seed in range(CONFIRMATIONS):
+            if found is None:
+                return
+            with self.state.seeded(seed):
+                found = look(place)
+        if found is not None:
+            raise ValueError(found)
 
-    def _has_drawn_the_same(self) -> bool:
-        """Returns whether every row got the random numbers that it got before.
-
-        Those of Python and NumPy may be drawn again until they fit, so rows behind another sample
-        may have got other ones, even if there were as many.
-        """
-        now = _states()
-        return (now[:2], now[2]) == self._random_states
-
-    def _replace(self, place: int, found: Rows) -> None:
+    def _replaced(self, place: int) -> str | None:
         """Looks at rows where another sample is in the place of one."""
-        same_numbers = self._has_drawn_the_same()
-        compared = self._changed(found)
+        samples = list(self.samples)
+        samples[place] = samples[(place + 1) % len(samples)]
+        compared = self._compared(samples)
         if compared is None:
-            return
+            return None
         before, after, changed = compared
-        is_whole = len(before) == len(self.samples)
-        if is_whole and all(i == place or (i > place and not same_numbers) for i in changed):
-            return
-        if any(_sizes(self.whole[part]) != _sizes(found.get(part, ())) for part in self.whole):
-            return  # padded to another length
-        if self.in_order and is_whole:
-            raise ValueError(MOVED)
-        if (Counter(before) - Counter(after)).total() > 1:
-            raise ValueError(MIXED)
+        is_whole = len(before) == len(samples)
+        if is_whole and changed <= {place}:
+            return None
+        if self.collate.in_order and is_whole:
+            return MOVED
+        if (Counter(before) - Counter(after)).total() <= 1 or self._sorts():
+            return None
+        return MIXED
 
-    def _exchange(self, place: int, found: Rows) -> None:
+    def _exchanged(self, place: int) -> str | None:
         """Looks at rows where a sample and its neighbour have changed places."""
-        same_numbers = self._has_drawn_the_same()
-        compared = self._changed(found)
+        compared = self._compared(self._with_exchanged(place))
         if compared is None or len(compared[0]) != len(self.samples):
-            return  # what leaves out samples of a unit is refused in the forward
+            return None  # what leaves out samples of a unit is refused in the forward
         before, _, changed = compared
         pair = {place, place + 1}
-        if any(i not in pair and (i < place or same_numbers) for i in changed):
-            raise ValueError(MOVED)
-        differ = self.alone[place] != self.alone[place + 1]
-        if differ and before[place] != before[place + 1] and not pair <= changed:
-            raise ValueError(MOVED)
+        differ = self.alone[place] != self.alone[place + 1] and before[place] != before[place + 1]
+        return MOVED if changed - pair or (differ and not pair <= changed) else None
+
+    def _sorts(self) -> bool:
+        """Returns whether rows have an order of their own, and random numbers by their place.
+
+        Then moved rows have other numbers, which cannot be told from mixing.
+        """
+        self._rows(self.samples)
+        if not self.state.has_drawn:
+            return False
+        for place in range(len(self.samples) - 1):
+            if self.alone[place] != self.alone[place + 1]:
+                compared = self._compared(self._with_exchanged(place))
+                if compared is not None and not compared[2]:
+                    return True
+        return False
+
+    def _with_exchanged(self, place: int) -> list:
+        samples = list(self.samples)
+        samples[place], samples[place + 1] = samples[place + 1], samples[place]
+        return samples
+
+    def _compared(self, samples: list) -> tuple[list[tuple], list[tuple], set[int]] | None:
+        """Returns rows of the samples before, rows of these, and which differ.
+
+        All parts of a batch are taken together. None: rows cannot be compared, as some are left
+        out, are padded to another length, or got other random numbers.
+        """
+        again, whole = self._rows(self.samples), self._rows(self.samples)
+        drawn = self.state.drawn()
+        found = self._rows(samples)
+        if drawn != self.state.drawn() or not self.parts:
+            return None
+        if any(_sizes(rows) != _sizes(found.get(part, ())) for part, rows in whole.items()):
+            return None
+        rows = [(whole.get(p, []), found.get(p, []), again.get(p, [])) for p in self.parts]
+        if len({len(x) for x, _, _ in rows}) > 1 or any(
+            len(x) != len(y) or x != z for x, y, z in rows
+        ):
+            return None
+        before, after = (list(zip(*(x[i] for x in rows), strict=True)) for i in (0, 1))
+        pairs = enumerate(zip(before, after, strict=True))
+        return before, after, {i for i, (x, y) in pairs if x != y}
+
+    def _rows(self, samples: list) -> Rows:
+        """Returns the rows of the samples; {} if they are all left out."""
+        try:
+            return self._growing(self._call(samples))
+        except Exception:  # most functions cannot make a batch of none
+            return {}
+
+    def _growing(self, batch: Any) -> Rows:
+        return dict(_growing(*self.example, batch, self.collate.batch_dim))
+
+    def _call(self, samples: list) -> Any:
+        self.state.restore()
+        return self.collate.collate_fn([_copied(sample) for sample in samples])
+
+    def _example(self) -> tuple[Any, Any] | None:
+        """Returns batches of one sample, and of two copies of it.
+
+        None: all are left out, or `CollateWithEmpty` will refuse what batches are made of.
+        """
+        for sample in self.samples:
+            try:
+                one, two = self._call([sample]), self._call([sample, sample])
+                tuple(_growing(one, two, one, self.collate.batch_dim))
+            except Exception:  # most functions cannot make a batch of none
+                continue
+            return one, two
+        return None
 
 
 def _one_each(whole: Rows, alone: list[Rows]) -> list[str]:
@@ -231,12 +282,13 @@ def _one_each(whole: Rows, alone: list[Rows]) -> list[str]:
     found = "as many rows of two copies of a sample as of one"
     for part, rows in whole.items():
         each = [len(one.get(part, ())) for one in alone]
-        is_ends = set(each) == {2} and len(rows) == count + 1 and _counts(rows)
         counted = ", ".join(map(str, each))
         found = f"{len(rows)} rows of {count} samples, and of each of them alone {counted}"
+        is_ends = set(each) == {2} and len(rows) == count + 1 and _counts(rows)
+        is_cut = len(rows) == count != sum(each) and set(each) != {count} and not _counts(rows)
         if (max(each) <= 1 and sum(each) == len(rows)) or is_ends:
             kept.append(part)
-        elif len(rows) == count != sum(each):
+        elif is_cut and all(part in one for one in alone):
             raise ValueError(SEVERAL.format(found=found))
     if not kept:
         raise ValueError(SEVERAL.format(found=found))
@@ -251,21 +303,6 @@ def _counts(rows: list[Row]) -> bool:
     return numbers[:1] == [0] and numbers == sorted(numbers)
 
 
-def _example(collate: Callable[..., Any], samples: list, batch_dim: int) -> tuple[Any, Any] | None:
-    """Returns batches of one sample, and of two copies of it.
-
-    None: all are left out, or `CollateWithEmpty` will refuse what batches are made of.
-    """
-    for sample in samples:
-        try:
-            one, two = collate(sample), collate(sample, sample)
-            tuple(_growing(one, two, one, batch_dim))
-        except Exception:  # most functions cannot make a batch of none
-            continue
-        return one, two
-    return None
-
-
 def _growing(
     one: Any, two: Any, batch: Any, dim: int, path: str = "batch"
 ) -> Iterator[tuple[str, list[Row]]]:
@@ -278,8 +315,10 @@ def _growing(
         padded, lengths = pad_packed_sequence(batch, batch_first=True)
         yield path, [_row(x[:n]) for x, n in zip(padded, lengths, strict=True)]
     elif isinstance(one, Tensor | np.ndarray):
-        if one.ndim and one.shape != two.shape and type(one) is type(batch):
-            yield path, [_row(x) for x in _unbound(batch, min(dim, one.ndim - 1))]
+        own = min(dim, one.ndim - 1)
+        grown = [n for n in range(one.ndim) if one.shape[n] != two.shape[n]]
+        if grown and type(one) is type(batch):
+            yield path, [_row(x) for x in _unbound(batch, own if own in grown else grown[0])]
     elif isinstance(one, Mapping):
         for key in one:
             if key in two and key in batch:
@@ -287,9 +326,8 @@ def _growing(
     elif isinstance(one, list | tuple) and len(one) != len(two):
         yield path, [_row(x) for x in batch]
     elif isinstance(one, list | tuple):
-        if len(one) == len(batch):
-            for i, entries in enumerate(zip(one, two, batch, strict=True)):
-                yield from _growing(*entries, dim, f"{path}[{i}]")
+        for i, entries in enumerate(zip(one, two, batch, strict=False)):
+            yield from _growing(*entries, dim, f"{path}[{i}]")
     elif one is not None and not isinstance(one, PLAIN):
         raise TypeError(f"a {type(one).__name__} has no rows that are known")
 
@@ -326,25 +364,117 @@ def _sizes(rows: Iterable[Row]) -> set[tuple]:
     return {row.sizes for row in rows}
 
 
+def _are_known(rows: Iterable[Row]) -> bool:
+    return all(row.content is not None for row in rows)
+
+
+def _copied(sample: Any) -> Any:
+    """Returns a sample whose containers, tensors and arrays are others; the rest is shared."""
+    if isinstance(sample, Tensor):
+        return sample.clone()
+    if isinstance(sample, np.ndarray):
+        return sample.copy()
+    if type(sample) in (list, tuple, set):
+        return type(sample)(map(_copied, sample))
+    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
+        return type(sample)(*map(_copied, sample))
+    if isinstance(sample, MutableMapping):
+        made = copy.copy(sample)
+        for key, value in sample.items():
+            made[key] = _copied(value)
+        return made
+    if is_dataclass(sample) and not isinstance(sample, type):
+        other = copy.copy(sample)
+        for name, value in vars(sample).items():
+            object.__setattr__(other, name, _copied(value))
+        return other
+    return sample
+
+
 # ---- random numbers ------------------------------------------------------------------------------
 
 
-@contextmanager
-def _same_randomness() -> Iterator[Callable[[], None]]:
-    """Yields what sets the global random states back; restores them at the end."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+class _State:
+    """What a collate function may change when it is called, to be set back.
 
-    def restart() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
+    Those are the global random states of Python, NumPy and torch's CPU, and generators and plain
+    values among the attributes of the function's object and in its closure, and generators among
+    the globals that it names.
+    """
 
-    try:
-        yield restart
-    finally:
-        restart()
+    def __init__(self, collate_fn: Callable[[list], Any]) -> None:
+        self._global = _global_state()
+        self._restored: list[Callable[[], object]] = []
+        while isinstance(collate_fn, partial):
+            for value in (*collate_fn.args, *collate_fn.keywords.values()):
+                self._note(value)
+            collate_fn = collate_fn.func
+        attributes = getattr(getattr(collate_fn, "__self__", collate_fn), "__dict__", None)
+        attributes = attributes if isinstance(attributes, dict) else {}  # a class has no such one
+        for name, value in list(attributes.items()):
+            self._note(value, partial(attributes.__setitem__, name, value))
+        function = getattr(collate_fn, "__func__", collate_fn)
+        if not isinstance(function, FunctionType):
+            function = type(collate_fn).__call__
+        for cell in getattr(function, "__closure__", None) or ():
+            with suppress(ValueError):  # an empty one
+                value = cell.cell_contents
+                self._note(value, partial(setattr, cell, "cell_contents", value))
+        code = getattr(function, "__code__", None)
+        for name in code.co_names if code else ():
+            self._note(function.__globals__.get(name))
+
+    def _note(self, value: Any, put_back: Callable[[], object] | None = None) -> None:
+        if isinstance(value, torch.Generator):
+            self._restored.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._restored.append(partial(setattr, bits, "state", copy.deepcopy(bits.state)))
+        elif isinstance(value, np.random.RandomState):
+            self._restored.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._restored.append(partial(value.setstate, value.getstate()))
+        elif put_back is not None and isinstance(value, PLAIN):
+            self._restored.append(put_back)
+
+    def restore(self) -> None:
+        """Sets everything back."""
+        _set_global_state(self._global)
+        for put_back in self._restored:
+            put_back()
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Lets calls begin with other global random numbers."""
+        before = self._global
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        self._global = _global_state()
+        try:
+            yield
+        finally:
+            self._global = before
+
+    def drawn(self) -> tuple[Any, ...]:
+        """Returns the global random states now: equal where as many numbers were drawn."""
+        python, numpy, cpu = _global_state()
+        return python, pickle.dumps(numpy), cpu.numpy().tobytes()
+
+    @property
+    def has_drawn(self) -> bool:
+        """Returns whether global random numbers were drawn since `restore`, which it calls."""
+        now = self.drawn()
+        self.restore()
+        return now != self.drawn()
 
 
-def _states() -> tuple[Any, ...]:
-    numpy = pickle.dumps(np.random.get_state())
-    return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
+def _global_state() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_global_state(state: tuple[Any, Any, Tensor]) -> None:
+    python, numpy, cpu = state
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)

@@ -40,7 +40,8 @@ IN_VAIN = 10
 AGAIN = (
     "{times} iterations of the loader in a row began with batch {number}, and no step has used it: "
     "a batch cannot be left out, since ε does not cover a choice among batches, so make a step of "
-    "each, of small and empty ones too; to look at batches, call model.eval() before"
+    "each, of small and empty ones too; to look at batches take several of one iteration, for x, y "
+    "in loader:, after model.eval()"
 )
 
 
@@ -48,7 +49,7 @@ class PoissonLoader(Uncopied, DataLoader):
     """A DataLoader that yields Poisson batches, or those of another scheme, for `make_private`.
 
     `from_data_loader` makes it of the user's loader. Each iteration begins at the current position
-    (`start_epoch`), or with the last batch if that is to be in a step and is in none. With a scheme
+    (`start_epoch`), or with a batch that was left and is to be in a step. With a scheme
     that is `in_order` it begins at the first batch that no step has used. `hand_over` reports each
     batch before it is yielded: to `on_batch`, which refuses a second batch before the step of the
     first, and to `usage`, which the model checks before each backward. A checkpoint saves
@@ -60,6 +61,7 @@ class PoissonLoader(Uncopied, DataLoader):
             (Opacus's BatchMemoryManager) that takes this one's.
         on_batch: called with the number of a Poisson batch just before its (first) part is yielded,
             in the main process; what it raises is raised instead of yielding the batch.
+        is_training: returns whether a batch that begins is for a step; None: no step uses any.
         usage: which samples of the last batch no backward has used.
     """
 
@@ -87,6 +89,7 @@ class PoissonLoader(Uncopied, DataLoader):
         sampler.why_not_alone = _why_not_alone(self.num_workers, rand_on_empty, sampler)
         self.rand_on_empty = rand_on_empty
         self.usage = SampleUsage()
+        self.is_training: Callable[[], bool] | None = None
         sampler.on_direct_use = self.usage.forget
         self._epoch: range | None = None  # of the last iteration that was begun
         self._epoch_end = 0
@@ -204,14 +207,14 @@ class PoissonLoader(Uncopied, DataLoader):
     def coming_epoch(self) -> range:
         """Returns the batch numbers of the next iteration: the rest of a loaded epoch, or one.
 
-        A batch that was yielded last in training, and that no step has used, comes again. A loop
+        A batch that was left before a step has used it comes again (`SampleUsage.pending`). A loop
         could otherwise choose among batches, as by their size, and ε does not cover a choice.
         """
         usage, epoch = self.usage, self._epoch
         if self.batch_sampler.scheme.in_order:
             position = usage.unused_from
-        elif usage.comes_again:
-            position = usage.number
+        elif usage.pending is not None:
+            position = usage.pending
         else:
             position = max(self.position, usage.unused_from)
         if epoch is not None and position == epoch.start:
@@ -222,7 +225,8 @@ class PoissonLoader(Uncopied, DataLoader):
     def start_epoch(self) -> range:
         """Begins an iteration where the user is, whatever was prefetched; returns its batches."""
         before, epoch = self._epoch, self.coming_epoch()
-        is_again = before is not None and before.start == epoch.start and self.usage.in_training
+        is_again = before is not None and before.start == epoch.start == self.usage.pending
+        is_again = is_again and (self.usage.is_firm or len(self) > 1)
         self._in_vain = self._in_vain + 1 if is_again else 0
         if self._in_vain == IN_VAIN:
             self._in_vain = 0
@@ -247,6 +251,9 @@ class PoissonLoader(Uncopied, DataLoader):
         """
         if first and self.on_batch is not None:
             self.on_batch(number)
+        if first and self.is_training is not None:
+            is_first = self._epoch is not None and number == self._epoch.start
+            self.usage.expect(number, in_training=self.is_training(), first=is_first)
         if not first and not self.usage.is_unused:
             raise RuntimeError(
                 f"a step has used a part of Poisson batch {number} and would be followed by one on "
@@ -260,9 +267,12 @@ class PoissonLoader(Uncopied, DataLoader):
             self.position = number + 1
 
     def state_dict(self) -> dict[str, int | float]:
-        """Returns the position in the data: without the key, and the same on every rank."""
+        """Returns the position in the data: without the key, and the same on every rank.
+
+        A batch that was yielded for a step, and that none has used, comes again after a load.
+        """
         return {
-            "position": self.position,
+            "position": self.position if self.usage.pending is None else self.usage.pending,
             "epoch_end": self._epoch_end,
             "num_samples": self.batch_sampler.num_samples,
             "sample_rate": self.sample_rate,

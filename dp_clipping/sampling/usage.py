@@ -30,7 +30,10 @@ class SampleUsage:
         number: the number of the batch that was yielded last; None: without one.
         unused_from: the number of the batch after the last one that is in a step.
         is_unused: a batch of the iteration in progress was yielded and is in no step yet.
-        in_training: the model was in training when that batch began.
+        pending: the number of a batch that is to be in the next step: it was yielded in training,
+            or as the first of an iteration, and is in no step yet; None: there is none.
+        is_firm: that batch was yielded in training.
+        has_passed: batches of the iteration in progress were passed over in evaluation.
         holds_dummy: what was handed out is the made-up sample of `rand_on_empty`. Its gradient must
             be masked: were it added, taking away the only real sample of a batch could move the sum
             by 2C.
@@ -55,25 +58,36 @@ class SampleUsage:
         self.number: int | None = None
         self.unused_from = 0
         self.is_unused = False
-        self.in_training = False
+        self.pending: int | None = None
+        self.is_firm = False
+        self.has_passed = False
         self.holds_dummy = False
         self.rows: int | None = None
         self.real = 0
         self.largest: int | None = None
         self.fill: Tensor | None = None
 
-    @property
-    def comes_again(self) -> bool:
-        """Returns whether the batch that was yielded last is to be in a step, and is in none."""
-        return self.is_unused and self.in_training
+    def expect(self, number: int, *, in_training: bool, first: bool) -> None:
+        """Records that batch `number` is about to be yielded, as the `first` of an iteration.
+
+        A loop that passes over batches in evaluation uses none of them. One that takes the first
+        of each iteration may be in evaluation by chance, and make a step of some.
+        """
+        if in_training and self.pending is None:
+            self.pending = number
+        elif not in_training and not self.is_firm:
+            self.pending = number if first else None
+        self.is_firm = self.is_firm or (in_training and self.pending == number)
+        self.has_passed = not first and (self.has_passed or self.is_unused)
 
     def begin_iteration(self) -> None:
         """Accepts that the last batch of an iteration that was ended early is in no step yet."""
-        self.is_unused = False
+        self.is_unused = self.has_passed = False
 
     def restart(self, position: int) -> None:
         """Records that batch `position` is the next one, whatever was yielded before."""
         self.number, self.unused_from, self.is_unused = None, position, False
+        self.pending, self.is_firm = None, False
 
     def hand_over(self, samples: int, is_dummy: bool = False, fill: Tensor | None = None) -> None:
         """Records a batch that the loader is about to yield."""
@@ -150,6 +164,12 @@ class SampleUsage:
         if self.handed is None:
             self._use_of_batch(samples, part)
             return
+        if self.has_passed:
+            raise RuntimeError(
+                "backward of a batch of the loader after others of this iteration that were passed "
+                "over while the model was in evaluation: ε does not cover a choice among batches, "
+                "so begin another iteration to train, for x, y in loader:, after model.train()"
+            )
         too_many = samples > self.left
         is_again = bool(samples) and not self._are_apart(slices)
         elsewhere = bool(self.uses) and on_any_rank(too_many or is_again)
@@ -179,8 +199,9 @@ class SampleUsage:
                 f"some of them: {once}, so add up the losses of a batch before one backward(), "
                 "with a factor of 0 for samples that a loss leaves out, as (mask * loss_a + "
                 "loss_b).backward(); parts without a sample in common are split by "
-                "BatchMemoryManager, or are slices of one tensor that is on its device, as "
-                "model(x[:8]), model(x[8:])"
+                "BatchMemoryManager, or are slices of tensors that were moved and converted "
+                "before, as model(x[:8]), model(x[8:]), or follow optimizer.signal_skip_step(True) "
+                "and optimizer.step() in each part but the last"
             )
         what = "samples that another rank has used already"
         if too_many:
@@ -213,6 +234,7 @@ class SampleUsage:
     def close(self) -> None:
         """Records that a step is about to be released: its batch cannot be used again."""
         self.steps += 1
+        self.pending, self.is_firm = None, False
         if self.number is not None:
             self.unused_from = self.number + 1
         self.take_back()
@@ -228,5 +250,5 @@ class SampleUsage:
     def forget(self) -> None:
         """Stops counting: another loader (Opacus's BatchMemoryManager) takes the batches."""
         self._parts = []
-        self.handed = self.largest = None
-        self.is_unused = False
+        self.handed = self.largest = self.pending = None
+        self.is_unused = self.is_firm = False

@@ -219,6 +219,13 @@ class StepState:
             raise RuntimeError(
                 f"batch {number} of the loader begins before optimizer.step() has used "
                 "the last one: a step is one batch, an empty one too; to split it use "
-                "BatchMemoryManager, and to leave the loader's iteration begin another"
+                "BatchMemoryManager, and to leave the loader's iteration begin another, after "
+                "optimizer.zero_grad()"
             )
-        self.batch_number, self.usage.in_training = number, in_training
+        pending = self.usage.pending
+        if in_training and self.usage.is_firm and number != pending:
+            raise RuntimeError(
+                f"batch {number} of the loader begins, and no step has used batch {pending}, which "
+                "was left in training: begin another iteration, which yields that batch"
+            )
+        self.batch_number = number

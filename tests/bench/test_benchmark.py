@@ -258,6 +258,7 @@ def test_sixteen_bit(tmp_path, dtype):
     twice = {name: sent.pop(name) for name in ("zero1", "zero2")}  # gradients, then parameters
     assert set(twice.values()) == {2 * whole}
     assert sent.pop("fsdp") > whole
+    assert sent.pop("torch_fsdp") is None  # not counted
     assert set(sent.values()) - {0} == {whole}
 
 

@@ -307,9 +307,11 @@ class TestAccount:
         """A batch of an evaluation is the next one after a load, but not before it."""
         run = build()
         run.model.eval()
-        next(iter(run.loader))
+        batches = iter(run.loader)
+        next(batches), next(batches)
         run.model.train()
         save(run, path)
+        run.loader.load_state_dict({**run.loader.state_dict(), "position": 3})
         train(run, 2)
         self.load(run, path, 2)
         with pytest.raises(RuntimeError, match=r"step 0 was made before, .* batch,"):

@@ -60,8 +60,9 @@ def test_a_checkpoint_knows_which_batches_were_used(tmp_path):
     start = run.loader.state_dict()
     train(run, 1)
     run.model.eval()
+    batches = iter(run.loader)
     for _ in range(4):
-        next(iter(run.loader))
+        next(batches)
     run.model.train()
     train(run, 1)
     run.loader.load_state_dict(start)

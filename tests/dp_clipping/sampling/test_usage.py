@@ -112,6 +112,41 @@ def test_nor_among_those_that_the_memory_manager_splits():
             next(iter(loader))
 
 
+def test_nor_in_evaluation():
+    run = make()
+    run.model.eval()
+    batches = [next(iter(run.loader))[0] for _ in range(10)]
+    assert all(torch.equal(batch, batches[0]) for batch in batches)
+    with pytest.raises(RuntimeError, match="10 iterations of the loader in a row"):
+        next(iter(run.loader))
+    iteration = iter(run.loader)
+    for _ in range(3):
+        batch = next(iteration)
+    run.model.train()
+    with pytest.raises(RuntimeError, match="after others of this iteration that were passed over"):
+        backward(run, batch)
+    step(run, next(iter(run.loader)))
+
+
+def test_a_batch_that_was_left_comes_again_after_an_evaluation_and_a_load():
+    run = make()
+    left = next(iter(run.loader))[0]
+    run.model.eval()
+    for _ in run.loader:
+        pass
+    run.model.train()
+    assert torch.equal(next(iter(run.loader))[0], left)
+    run.loader.load_state_dict(run.loader.state_dict())
+    again = next(iter(run.loader))
+    assert torch.equal(again[0], left)
+    step(run, again)
+    run.model.eval()
+    batches = iter(run.loader)
+    next(batches), next(batches)
+    run.model.train()
+    assert not torch.equal(next(iter(run.loader))[0], left), "what was passed over is not used"
+
+
 def test_one_that_was_left_after_its_backward_is_no_batch_of_the_next_iteration():
     run = make()
     for batch in run.loader:
