@@ -36,7 +36,7 @@ PREPARED = (
     "accelerator.accumulate(model) use BatchMemoryManager"
 )
 
-IN_VAIN = 10
+IN_VAIN = 100
 AGAIN = (
     "{times} iterations of the loader in a row began with batch {number}, and no step has used it: "
     "a batch cannot be left out, since ε does not cover a choice among batches, so make a step of "
@@ -253,6 +253,8 @@ class PoissonLoader(Uncopied, DataLoader):
             self.on_batch(number)
         if first and self.is_training is not None:
             is_first = self._epoch is not None and number == self._epoch.start
+            # Where batches are in order, a step on a later one is refused in any case.
+            is_first = is_first or self.batch_sampler.scheme.in_order
             self.usage.expect(number, in_training=self.is_training(), first=is_first)
         if not first and not self.usage.is_unused:
             raise RuntimeError(

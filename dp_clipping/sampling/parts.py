@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dp_clipping.torch_compat import version_of
-
 
 @dataclass(frozen=True)
 class Slice:
@@ -65,19 +63,20 @@ class Slice:
         )  # fmt: skip
 
 
-def slices_of(tensors: Iterable[tuple[Tensor, int]]) -> list[Slice | None]:
+def slices_of(tensors: Iterable[tuple[Tensor, int]], versions: Iterable[int]) -> list[Slice | None]:
     """Returns where tensors are: (tensor, dimension that counts its rows). None: not known."""
-    return [_slice_of(x, dim) for x, dim in tensors]
+    pairs = zip(tensors, versions, strict=True)
+    return [_slice_of(x, dim, version) for (x, dim), version in pairs]
 
 
-def _slice_of(x: Tensor, dim: int) -> Slice | None:
+def _slice_of(x: Tensor, dim: int, version: int) -> Slice | None:
     if type(x) is not Tensor or x.layout is not torch.strided or not x.numel():
         return None
     if not x.stride(dim):
         return None
     return Slice(
         x.untyped_storage(), x.dtype, x.stride(), tuple(x.shape), dim, int(x.storage_offset()),
-        version_of(x),
+        version,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from dp_clipping.step.plain_backend import PlainBackend
 from dp_clipping.step.private_step import Backend, PrivateStep
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms, StepState
-from dp_clipping.torch_compat import is_compiled_in_place
+from dp_clipping.torch_compat import is_compiled_in_place, versions_of
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
 
@@ -187,7 +187,8 @@ class ForwardBackward:
                     output = self._call_network_again(args, kwargs)
         self.state.pending, self._batch = private_step, seen
         if self.state.usage.is_part(given.size):
-            private_step.slices = slices_of(given.rows())
+            rows = given.rows()
+            private_step.slices = slices_of(rows, versions_of(x for x, _ in rows))
         if check is not None:
             private_step.watched = Watched(output, self._establishment.layouts_of(output), check)
             output = private_step.watched.outputs

@@ -86,10 +86,10 @@ def test_a_loop_cannot_choose_among_batches(workers):
     run = make(data_loader=DataLoader(data(), batch_size=3, num_workers=workers))
     for _ in range(3):
         step(run, next(iter(run.loader)))
-    batches = [next(iter(run.loader))[0] for _ in range(10)]  # it waits for another batch
+    batches = [next(iter(run.loader))[0] for _ in range(100)]  # it waits for another batch
     assert all(torch.equal(batch, batches[0]) for batch in batches)
     with pytest.raises(
-        RuntimeError, match="10 iterations of the loader in a row began with batch 3"
+        RuntimeError, match="100 iterations of the loader in a row began with batch 3"
     ):
         next(iter(run.loader))
     assert (run.loader.position, run.optimizer.steps) == (4, 3)
@@ -106,7 +106,7 @@ def test_nor_among_those_that_the_memory_manager_splits():
             data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
         ) as loader,
     ):
-        for _ in range(10):
+        for _ in range(100):
             next(iter(loader))
         with pytest.raises(RuntimeError, match="in a row began with batch 0"):
             next(iter(loader))
@@ -115,9 +115,9 @@ def test_nor_among_those_that_the_memory_manager_splits():
 def test_nor_in_evaluation():
     run = make()
     run.model.eval()
-    batches = [next(iter(run.loader))[0] for _ in range(10)]
+    batches = [next(iter(run.loader))[0] for _ in range(100)]
     assert all(torch.equal(batch, batches[0]) for batch in batches)
-    with pytest.raises(RuntimeError, match="10 iterations of the loader in a row"):
+    with pytest.raises(RuntimeError, match="100 iterations of the loader in a row"):
         next(iter(run.loader))
     iteration = iter(run.loader)
     for _ in range(3):
