@@ -69,6 +69,7 @@ def weights(folder: Path) -> list[torch.Tensor]:
     return [value for value in saved["module_state_dict"].values()]
 
 
+@pytest.mark.slow
 def test_the_program_trains_on_two_ranks(program):
     out = finished(program, "--epochs", "1")
     assert re.fullmatch(r"step 64 of 64: epsilon 7\.9\d\d\n", out)

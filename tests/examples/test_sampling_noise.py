@@ -1,8 +1,11 @@
 """The table of noise multipliers is that of `make_private_with_epsilon`."""
 
+import pytest
+
 from examples import sampling_noise
 
 
+@pytest.mark.slow
 def test_a_row(capsys):
     options = "--samples 200 --batch-size 50 --max-batch-size 90 --epochs 2 --epsilons 4"
     sampling_noise.main([*options.split(), "--delta", "1e-3"])

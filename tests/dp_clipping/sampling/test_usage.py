@@ -81,9 +81,8 @@ def test_a_batch_that_was_left_comes_again():
     assert not torch.equal(next(iter(run.loader))[0], batch[0])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loop_cannot_choose_among_batches(workers):
-    run = make(data_loader=DataLoader(data(), batch_size=3, num_workers=workers))
+def test_a_loop_cannot_choose_among_batches():
+    run = make()
     for _ in range(3):
         step(run, next(iter(run.loader)))
     batches = [next(iter(run.loader))[0] for _ in range(100)]  # it waits for another batch
@@ -96,6 +95,12 @@ def test_a_loop_cannot_choose_among_batches(workers):
     for batch in run.loader:
         step(run, batch)
     assert run.loader.position == run.optimizer.steps == 3 + len(run.loader)
+
+
+def test_prefetched_batches_are_not_chosen_among_either():
+    run = make(data_loader=DataLoader(data(), batch_size=3, num_workers=1))
+    batch, again = (next(iter(run.loader))[0] for _ in range(2))
+    assert torch.equal(batch, again)
 
 
 def test_nor_among_those_that_the_memory_manager_splits():
