@@ -7,13 +7,9 @@ side by side are one unit of privacy, the rows must have the samples' order, too
 
 import copy
 import pickle
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
-from functools import partial
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -22,9 +18,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import default_collate
 
+from dp_clipping.sampling.collate_state import PLAIN, CollateState
+
 LOOKED_AT = 4
 CONFIRMATIONS = 3
-PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 COUNTING = ("torch.int32", "torch.int64", "<i4", "<i8", "int")
 
 INSTEAD = (
@@ -55,7 +52,7 @@ HIDDEN = (
 
 @dataclass(frozen=True)
 class Row:
-    """What a row is compared by.
+    """Holds what a row is compared by.
 
     Attributes:
         sizes: the sizes of what is in it; they change when it is padded to another length.
@@ -77,7 +74,8 @@ class CheckedCollate:
 
     It is called again with copies of up to `LOOKED_AT` of them, with the same random numbers.
     Afterwards random states are as they were: the global ones of the CPU, and generators and plain
-    values that the function or its object holds (`_State`). Torch's own function is not checked.
+    values that the function or its object holds (`CollateState`). Torch's own function is not
+    checked.
 
     Args:
         batch_dim: the dimension of tensors that counts the samples; of those with one, 0.
@@ -106,7 +104,7 @@ class CheckedCollate:
 
     def _check(self, samples: list) -> bool:
         """Raises ValueError as a call does; returns whether the samples differ."""
-        state = _State(self.collate_fn)
+        state = CollateState(self.collate_fn)
         try:
             return _Check(self, samples, state).run()
         finally:
@@ -127,7 +125,7 @@ class _Check:
         alone: rows of each sample alone.
     """
 
-    def __init__(self, collate: CheckedCollate, samples: list, state: "_State") -> None:
+    def __init__(self, collate: CheckedCollate, samples: list, state: CollateState) -> None:
         self.collate, self.samples, self.state = collate, samples, state
         self.example: tuple[Any, Any] = (None, None)
         self.parts: list[str] = []
@@ -389,92 +387,3 @@ def _copied(sample: Any) -> Any:
             object.__setattr__(other, name, _copied(value))
         return other
     return sample
-
-
-# ---- random numbers ------------------------------------------------------------------------------
-
-
-class _State:
-    """What a collate function may change when it is called, to be set back.
-
-    Those are the global random states of Python, NumPy and torch's CPU, and generators and plain
-    values among the attributes of the function's object and in its closure, and generators among
-    the globals that it names.
-    """
-
-    def __init__(self, collate_fn: Callable[[list], Any]) -> None:
-        self._global = _global_state()
-        self._restored: list[Callable[[], object]] = []
-        while isinstance(collate_fn, partial):
-            for value in (*collate_fn.args, *collate_fn.keywords.values()):
-                self._note(value)
-            collate_fn = collate_fn.func
-        attributes = getattr(getattr(collate_fn, "__self__", collate_fn), "__dict__", None)
-        attributes = attributes if isinstance(attributes, dict) else {}  # a class has no such one
-        for name, value in list(attributes.items()):
-            self._note(value, partial(attributes.__setitem__, name, value))
-        function = getattr(collate_fn, "__func__", collate_fn)
-        if not isinstance(function, FunctionType):
-            function = type(collate_fn).__call__
-        for cell in getattr(function, "__closure__", None) or ():
-            with suppress(ValueError):  # an empty one
-                value = cell.cell_contents
-                self._note(value, partial(setattr, cell, "cell_contents", value))
-        code = getattr(function, "__code__", None)
-        for name in code.co_names if code else ():
-            self._note(function.__globals__.get(name))
-
-    def _note(self, value: Any, put_back: Callable[[], object] | None = None) -> None:
-        if isinstance(value, torch.Generator):
-            self._restored.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            self._restored.append(partial(setattr, bits, "state", copy.deepcopy(bits.state)))
-        elif isinstance(value, np.random.RandomState):
-            self._restored.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._restored.append(partial(value.setstate, value.getstate()))
-        elif put_back is not None and isinstance(value, PLAIN):
-            self._restored.append(put_back)
-
-    def restore(self) -> None:
-        """Sets everything back."""
-        _set_global_state(self._global)
-        for put_back in self._restored:
-            put_back()
-
-    @contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        """Lets calls begin with other global random numbers."""
-        before = self._global
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        self._global = _global_state()
-        try:
-            yield
-        finally:
-            self._global = before
-
-    def drawn(self) -> tuple[Any, ...]:
-        """Returns the global random states now: equal where as many numbers were drawn."""
-        python, numpy, cpu = _global_state()
-        return python, pickle.dumps(numpy), cpu.numpy().tobytes()
-
-    @property
-    def has_drawn(self) -> bool:
-        """Returns whether global random numbers were drawn since `restore`, which it calls."""
-        now = self.drawn()
-        self.restore()
-        return now != self.drawn()
-
-
-def _global_state() -> tuple[Any, Any, Tensor]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _set_global_state(state: tuple[Any, Any, Tensor]) -> None:
-    python, numpy, cpu = state
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)

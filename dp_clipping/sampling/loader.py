@@ -36,7 +36,7 @@ PREPARED = (
     "accelerator.accumulate(model) use BatchMemoryManager"
 )
 
-IN_VAIN = 100
+IN_VAIN = 100  # iterations in a row that begin with one batch, at which the next is refused
 AGAIN = (
     "{times} iterations of the loader in a row began with batch {number}, and no step has used it: "
     "a batch cannot be left out, since ε does not cover a choice among batches, so make a step of "

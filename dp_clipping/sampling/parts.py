@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Slice:
-    """Where the rows of a tensor are in memory.
+    """Says where the rows of a tensor are in memory.
 
     Attributes:
         storage: the memory. It is kept, so that no other tensor gets it.

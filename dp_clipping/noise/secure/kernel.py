@@ -29,7 +29,7 @@ if triton is not None:
 
 GROUP = reference.GROUP
 BLOCK = 128  # groups of one program; each gives 16 values
-LOOPS = 1  # blocks of one program; four take 5 % longer, and the same without a loop 20 %
+LOOPS = 1  # blocks of one program: with 4 it takes 5 % longer, without the loop 20 %
 RUN_WORDS = 12
 GROUPS = 7  # which of them counts a run's groups
 

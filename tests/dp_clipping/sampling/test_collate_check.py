@@ -32,7 +32,7 @@ def time_first(samples):
 
 
 def one_token(samples):
-    """Of time-first rows, with one number each: one that is contiguous with any stride."""
+    """Returns time-first rows of one number each, which are contiguous with any stride."""
     return torch.stack([x[:1].long() for x, _ in samples], 1)
 
 
@@ -71,7 +71,7 @@ def bags_with_end(samples):
 
 
 def boxes(samples):
-    """As many boxes as fit the picture: 2, 1, 1 and 0 of four samples are four rows."""
+    """Returns as many boxes as a picture has: 2, 1, 1 and 0 of four samples are four rows."""
     found = torch.cat([torch.full((y, 4), float(y)) for _, y in samples])
     return stack(samples)[0], found, [torch.zeros(y, 4) for _, y in samples]
 
@@ -106,7 +106,7 @@ def column_labels(samples):
 
 
 def positions(samples):
-    """As of multimodal models: three positions of each token."""
+    """Returns three positions of each token, as multimodal models have."""
     x = pad(samples)["x"]
     return x, torch.arange(x.shape[1]).expand(3, *x.shape) + 0
 

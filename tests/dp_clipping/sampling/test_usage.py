@@ -177,7 +177,7 @@ def test_the_last_batch_of_an_epoch_that_was_left_is_the_first_of_the_next():
 
 
 def test_parts_that_may_have_samples_in_common():
-    """As those of several losses, each of the samples that have its label."""
+    """Uses parts as several losses do, each of the samples that have its label."""
     run = make()
     _, (x, y) = first_draw(run)
     has = torch.arange(len(x)) < len(x) - 1
