@@ -47,6 +47,8 @@ class RankPool:
     Attributes:
         environment: variables of these processes, beside those of this one.
         prepare: what each calls before anything else, a module-level function.
+        begin: what each calls before a function that it is given, with the seed that the caller's
+            process has (`torch.initial_seed()`), a module-level function.
         seconds: that a function may take.
         groups_by_all: a function that makes a process group on some of the ranks fails. Groups are
             named by their number: later ones of all ranks would not meet.
@@ -58,11 +60,13 @@ class RankPool:
         device_type: str = "cpu",
         environment: Mapping[str, str] | None = None,
         prepare: Callable[[], None] | None = None,
+        begin: Callable[[int], object] = torch.manual_seed,
         seconds: float = 3 * TIMEOUT.total_seconds(),
         groups_by_all: bool = False,
     ):
         self.size, self.device_type = size, device_type
         self.environment, self.prepare, self.seconds = environment or {}, prepare, seconds
+        self.begin = begin
         self.groups_by_all = groups_by_all
         self._processes: list = []
         self._pipes: Sequence[Connection] = ()
@@ -78,7 +82,7 @@ class RankPool:
             self._start()
         pipes = self._pipes[:world_size]
         for pipe in pipes:
-            pipe.send((world_size, function, arguments))
+            pipe.send((world_size, torch.initial_seed(), function, arguments))
         answers = self._collect(pipes, self.seconds)
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
         if failures:
@@ -111,6 +115,7 @@ class RankPool:
                     str(store),
                     end,
                     self.prepare,
+                    self.begin,
                     self.groups_by_all,
                 ),
                 daemon=True,
@@ -156,6 +161,7 @@ def _serve(
     store: str,
     pipe: Connection,
     prepare: Callable[[], None] | None,
+    begin: Callable[[int], object],
     groups_by_all: bool,
 ) -> None:
     os.environ.clear()  # what the server had when it started
@@ -178,9 +184,9 @@ def _serve(
     pipe.send((True, "ready"))
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the caller was killed
         while (task := pipe.recv()) is not None:
-            world_size, function, arguments = task
+            world_size, seed, function, arguments = task
             try:
-                torch.manual_seed(0)
+                begin(seed)
                 context = Context(rank, world_size, device, groups[world_size])
                 before = _groups()
                 answer = function(context, *arguments)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lm.rank_pool import RankPool
+from tests.support import seeds
 from tests.support.interpreter import Interpreter
 
 # None of these imports Triton, which some ranks want interpreted.
@@ -69,12 +70,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE.py:CLASS",
         help="run the behaviour tests of tests/ddp on this variant instead of the built-in ones",
     )
+    parser.addoption(
+        "--seed-offset",
+        type=int,
+        default=0,
+        metavar="N",
+        help="add N to the seed of each test, which follows from its name",
+    )
+
+
+@pytest.fixture(autouse=True)
+def repeatable(request: pytest.FixtureRequest):
+    """Makes what a test draws follow from its name, so that it repeats."""
+    with pytest.MonkeyPatch.context() as patch:  # a test may undo what it has patched itself
+        seeds.replace_entropy(patch.setattr)
+        seeds.begin(seeds.seed_of(request.node.nodeid, request.config.getoption("--seed-offset")))
+        yield
 
 
 @pytest.fixture(scope="session")
 def cpu_ranks():
     """Four gloo ranks for the whole session."""
-    pool = RankPool(4, groups_by_all=True)
+    pool = RankPool(4, prepare=seeds.replace_entropy, begin=seeds.begin, groups_by_all=True)
     yield pool
     pool.close()
 
@@ -97,7 +114,7 @@ class GpuPools:
 
     def __init__(self, size: int):
         self.size = size
-        self._pools = {n: RankPool(n, "cuda") for n in range(1, size + 1)}
+        self._pools = {n: RankPool(n, "cuda", prepare=seeds.replace_entropy, begin=seeds.begin) for n in range(1, size + 1)}
 
     def run(self, world_size: int, *arguments):
         if world_size > self.size:

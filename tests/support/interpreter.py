@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from lm.rank_pool import Context, RankPool
+from tests.support import seeds
 
 
 class Interpreter:
@@ -21,7 +22,9 @@ class Interpreter:
 
     def __init__(self) -> None:
         environment = {"TRITON_INTERPRET": "1"}
-        self.ranks = RankPool(2, environment=environment, prepare=_prepare, seconds=400)
+        self.ranks = RankPool(
+            2, environment=environment, prepare=_prepare, begin=seeds.begin, seconds=400
+        )
 
     def run(self, function: Callable, *arguments: Any) -> None:
         """Call a module-level function there; its assertions are the test's."""
@@ -34,6 +37,7 @@ def _call(context: Context, function: Callable, *arguments: Any) -> None:
 
 
 def _prepare() -> None:
+    seeds.replace_entropy()
     warnings.simplefilter("ignore")
     _hasten()
 

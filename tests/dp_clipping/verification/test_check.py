@@ -85,24 +85,27 @@ def test_networks(case):
         assert report.ok, report
 
 
-class Cancelling(nn.Module):
-    """What is left of numbers that cancel, multiplied by 10,000: a float32 backward of one
-    sample is off by more than 1e-4."""
+class RoundsByBatch(nn.Module):
+    """Rounds a batch of one otherwise in float32, as libraries do that choose kernels by shape.
+
+    What is left of it is multiplied by 10,000: a backward of one sample is off by more than 1e-4.
+    """
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.head = nn.Linear(2048, 8), nn.Linear(8, 3)
-        with torch.no_grad():
-            self.first.weight[:, 1024:] = -self.first.weight[:, :1024]
+        self.first, self.head = nn.Linear(16, 8), nn.Linear(8, 3)
 
     def forward(self, x):
-        return self.head(torch.sin(1e4 * self.first(torch.cat([x, x], 1))))
+        hidden = self.first(x)
+        if len(x) == 1 and x.dtype == torch.float32:
+            hidden = hidden * (1 + 2**-20)
+        return self.head(torch.sin(1e4 * hidden))
 
 
 def test_float32_rounding_of_a_sample_s_own_backward_is_no_fault(monkeypatch):
-    batch = torch.randn(8, 1024), torch.randint(0, 3, (8,))
-    run = private(Cancelling(), nn.CrossEntropyLoss(), grad_sample_mode="bookkeeping")
+    batch = torch.randn(8, 16), torch.randint(0, 3, (8,))
+    run = private(RoundsByBatch(), nn.CrossEntropyLoss(), grad_sample_mode="bookkeeping")
     before = {name: value.clone() for name, value in run.model.network.state_dict().items()}
     report = run.engine.check(run.model, batch)
     assert report.ok, report
