@@ -114,7 +114,10 @@ class GpuPools:
 
     def __init__(self, size: int):
         self.size = size
-        self._pools = {n: RankPool(n, "cuda", prepare=seeds.replace_entropy, begin=seeds.begin) for n in range(1, size + 1)}
+        self._pools = {
+            n: RankPool(n, "cuda", prepare=seeds.replace_entropy, begin=seeds.begin)
+            for n in range(1, size + 1)
+        }
 
     def run(self, world_size: int, *arguments):
         if world_size > self.size:
