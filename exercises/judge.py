@@ -11,10 +11,10 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
 from types import ModuleType
@@ -51,14 +51,8 @@ class Ranks(RankPool):
             self.close(kill=True)
         return verdicts
 
-    def _send(self, world_size: int, function, *arguments) -> list:
-        pipes = list(self._pipes[:world_size])
-        for pipe in pipes:
-            pipe.send((world_size, function, arguments))
-        return pipes
-
     @staticmethod
-    def _collect_verdicts(pipes: list, seconds: float) -> list[Verdict | None]:
+    def _collect_verdicts(pipes: Sequence[Connection], seconds: float) -> list[Verdict | None]:
         verdicts: dict[int, Verdict | None] = {}
         deadline = monotonic() + seconds
         while len(verdicts) < len(pipes) and (left := deadline - monotonic()) > 0:

@@ -47,8 +47,8 @@ class RankPool:
     Attributes:
         environment: variables of these processes, beside those of this one.
         prepare: what each calls before anything else, a module-level function.
-        begin: what each calls before a function that it is given, with the seed that the caller's
-            process has (`torch.initial_seed()`), a module-level function.
+        seed: called here before each run; what it returns goes to `begin`.
+        begin: what each rank calls before a function that it is given, a module-level function.
         seconds: that a function may take.
         groups_by_all: a function that makes a process group on some of the ranks fails. Groups are
             named by their number: later ones of all ranks would not meet.
@@ -60,13 +60,14 @@ class RankPool:
         device_type: str = "cpu",
         environment: Mapping[str, str] | None = None,
         prepare: Callable[[], None] | None = None,
-        begin: Callable[[int], object] = torch.manual_seed,
+        seed: Callable[[], Any] = torch.initial_seed,
+        begin: Callable[[Any], object] = torch.manual_seed,
         seconds: float = 3 * TIMEOUT.total_seconds(),
         groups_by_all: bool = False,
     ):
         self.size, self.device_type = size, device_type
         self.environment, self.prepare, self.seconds = environment or {}, prepare, seconds
-        self.begin = begin
+        self.seed, self.begin = seed, begin
         self.groups_by_all = groups_by_all
         self._processes: list = []
         self._pipes: Sequence[Connection] = ()
@@ -80,15 +81,20 @@ class RankPool:
         __tracebackhide__ = True  # what the ranks say is the failure
         if not self._processes:
             self._start()
-        pipes = self._pipes[:world_size]
-        for pipe in pipes:
-            pipe.send((world_size, torch.initial_seed(), function, arguments))
+        pipes = self._send(world_size, function, *arguments)
         answers = self._collect(pipes, self.seconds)
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.close(kill=True)
             raise AssertionError("\n".join(failures))
         return [value for _, value in answers]
+
+    def _send(self, world_size: int, function: Callable, *arguments: Any) -> Sequence[Connection]:
+        """Starts a function on the first ranks; returns the pipes that their answers come by."""
+        seed, pipes = self.seed(), self._pipes[:world_size]
+        for pipe in pipes:
+            pipe.send((world_size, seed, function, arguments))
+        return pipes
 
     def close(self, kill: bool = False) -> None:
         for pipe in self._pipes:
@@ -161,7 +167,7 @@ def _serve(
     store: str,
     pipe: Connection,
     prepare: Callable[[], None] | None,
-    begin: Callable[[int], object],
+    begin: Callable[[Any], object],
     groups_by_all: bool,
 ) -> None:
     os.environ.clear()  # what the server had when it started

@@ -84,14 +84,16 @@ def repeatable(request: pytest.FixtureRequest):
     """Makes what a test draws follow from its name, so that it repeats."""
     with pytest.MonkeyPatch.context() as patch:  # a test may undo what it has patched itself
         seeds.replace_entropy(patch.setattr)
-        seeds.begin(seeds.seed_of(request.node.nodeid, request.config.getoption("--seed-offset")))
+        seeds.begin_test(
+            seeds.seed_of(request.node.nodeid, request.config.getoption("--seed-offset"))
+        )
         yield
 
 
 @pytest.fixture(scope="session")
 def cpu_ranks():
     """Four gloo ranks for the whole session."""
-    pool = RankPool(4, prepare=seeds.replace_entropy, begin=seeds.begin, groups_by_all=True)
+    pool = RankPool(4, prepare=seeds.replace_entropy, **seeds.ON_RANKS, groups_by_all=True)
     yield pool
     pool.close()
 
@@ -115,7 +117,7 @@ class GpuPools:
     def __init__(self, size: int):
         self.size = size
         self._pools = {
-            n: RankPool(n, "cuda", prepare=seeds.replace_entropy, begin=seeds.begin)
+            n: RankPool(n, "cuda", prepare=seeds.replace_entropy, **seeds.ON_RANKS)
             for n in range(1, size + 1)
         }
 

@@ -23,7 +23,7 @@ class Interpreter:
     def __init__(self) -> None:
         environment = {"TRITON_INTERPRET": "1"}
         self.ranks = RankPool(
-            2, environment=environment, prepare=_prepare, begin=seeds.begin, seconds=400
+            2, environment=environment, prepare=_prepare, **seeds.ON_RANKS, seconds=400
         )
 
     def run(self, function: Callable, *arguments: Any) -> None:

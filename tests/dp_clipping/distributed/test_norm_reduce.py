@@ -512,7 +512,7 @@ def dies(context: Context) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_dies_stops_the_others():
-    pool = RankPool(3, prepare=seeds.replace_entropy, begin=seeds.begin)
+    pool = RankPool(3, prepare=seeds.replace_entropy, **seeds.ON_RANKS)
     with pytest.raises(AssertionError) as failed:
         pool.run(3, dies)
     text = str(failed.value)
