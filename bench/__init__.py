@@ -1,5 +1,5 @@
 """The parts of `benchmark_ddp.py`: options, correctness gate, timed rounds, profiles, report."""
 
-from lm.interrupt import end_quietly_when_interrupted
+from lm.interrupt import begin_program
 
-end_quietly_when_interrupted()
+begin_program()

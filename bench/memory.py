@@ -8,7 +8,15 @@ import torch
 
 from bench.options import NOT_PRIVATE
 from bench.settings import Settings
-from lm.memory import KINDS, MIB, VARIANTS, largest_model, predict_memory, total_parameters
+from lm.memory import (
+    KINDS,
+    MIB,
+    VARIANTS,
+    largest_model,
+    memory_after_backward,
+    predict_memory,
+    total_parameters,
+)
 from measure import OK, Column, describe_failure, draw_memory, format_table
 
 COMPILED = "memory is not predicted with --compile, which changes what blocks keep for backward"
@@ -84,6 +92,12 @@ def draw_predicted(
         Whether there was something to draw.
     """
     known = predictions(settings, world_size, on_gpu)
+    later = {
+        name: {kind: size / MIB for kind, size in kinds.items()}
+        for name in known
+        for kinds in [memory_after_backward(name, settings.model, ranks=world_size,
+                                            dtype=settings.dtype)]
+    }  # fmt: skip
     shown = [row for row in rows if row["clipping"] == NOT_PRIVATE and row["label"] in known]
     if not shown:
         return False
@@ -99,12 +113,13 @@ def draw_predicted(
         {
             "label": row["name"],
             "kinds": known[row["label"]],
+            "later": later[row["label"]],
             "measured": row.get("peak_memory_mb") if on_gpu else None,
             "reason": None if row["status"] == OK else describe_failure(row),
         }
         for row in shown
     ]
-    draw_memory(bars, path, "Memory of a rank at the peak of a step, by kind", notes)
+    draw_memory(bars, path, "Memory of a rank at the peak of a step, and after backward", notes)
     return True
 
 

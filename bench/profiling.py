@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,15 @@ from tracing import (
     basis_of,
     budgets,
     describe_budgets,
+    disturbance,
     draw_budgets,
     draw_timeline,
+    hidden_fraction,
     load_traces,
     overlap,
     phase,
     profile,
+    representative_step,
     slowest_operators,
 )
 from tracing import write_summary as write_summary_file
@@ -237,17 +241,23 @@ class Profiling:
         }
 
     def _print_figures(self, subject: Subject, traces: list[Trace]) -> None:
-        whole = overlap(traces[0])
-        measured = whole.per_step() or whole
-        share = measured.overlap_fraction
+        """Prints the numbers of the picture, and whether other programs disturbed them."""
+        windows = representative_step(traces)
+        measured = [overlap(trace, window) for trace, window in zip(traces, windows, strict=True)]
+
+        def mean(time: str) -> str:
+            return f"{fmean(getattr(one, time) for one in measured) / 1e3:.2f} ms"
+
+        hidden = hidden_fraction(measured)
         print(
-            f"{subject.label}: step {measured.span / 1e3:.2f} ms, communication "
-            f"{measured.communication / 1e3:.2f} ms, exposed {measured.exposed / 1e3:.2f} ms, "
-            f"waiting {measured.waiting / 1e3:.2f} ms"
-            + ("" if share is None else f", overlap {share:.0%}")
-            + f" (rank 0, mean of {whole.steps} steps, {measured.basis})",
+            f"{subject.label}: step {mean('span')}, communication {mean('communication')}, "
+            f"exposed {mean('exposed')}, waiting {mean('waiting')}"
+            + ("" if hidden is None else f", {hidden:.0%} hidden")
+            + f" (the step of median length, mean over ranks, {measured[0].basis})",
             flush=True,
         )
+        if doubt := disturbance(traces):
+            print(f"{subject.label}: {doubt}", flush=True)
 
     def _report(self, subjects: list[Subject]) -> None:
         for label, reason in self.ended.items():

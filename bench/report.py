@@ -60,7 +60,10 @@ def report(
     def draw_peaks(path: Path) -> bool:
         return draw_predicted(settings, rows, world_size, device != "cpu", title, path)
 
-    pictures = {"comparison": lambda path: _draw(settings, rows, title, path), "memory": draw_peaks}
+    pictures = {
+        "comparison": lambda path: _draw(settings, rows, device, title, path),
+        "memory": draw_peaks,
+    }
     for name, draw in pictures.items():
         picture = settings.output_dir / f"{name}.png"
         try:
@@ -72,15 +75,18 @@ def report(
     return text, status
 
 
-def _draw(settings: Settings, rows: list[dict], subtitle: str, picture: Path) -> bool:
+def _draw(settings: Settings, rows: list[dict], device: str, subtitle: str, picture: Path) -> bool:
     has_overhead = any(row.get("ratio_to_ordinary") for row in rows)
     labels = {row["label"] for row in rows}
     reference = WITHOUT_PRIVACY if has_overhead else REFERENCE if REFERENCE in labels else None
     heading = "Step time, and the exposed communication in it"
     if settings.has_private:
         heading = "Step time with privacy and without, and the exposed communication in it"
+    pictured = [_for_picture(row, has_overhead) for row in rows]
+    if device == "cpu":  # the process's memory, most of it Python and libraries
+        pictured = [row | {"peak_memory_mb": None} for row in pictured]
     draw_comparison(
-        [_for_picture(row, has_overhead) for row in rows],
+        pictured,
         picture,
         title=heading,
         subtitle=subtitle,

@@ -21,7 +21,7 @@ from ddp.buckets import Bucket
 
 
 class NaiveDDP(nn.Module):
-    """The whole of `ddp` in 15 lines. Use it by `wrap("ddp/synchronous.py:NaiveDDP", module)`."""
+    """The whole of `ddp` in 16 lines. Use it by `wrap("ddp/synchronous.py:NaiveDDP", module)`."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -34,8 +34,9 @@ class NaiveDDP(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         for parameter in self.module.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad.div_(dist.get_world_size())
+            if parameter.requires_grad:
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(dist.get_world_size())
 
 
 class SynchronousDDP(DataParallel):

@@ -1,5 +1,5 @@
 """Whole programs to start from: `python -m examples.private_text`."""
 
-from lm.interrupt import end_quietly_when_interrupted
+from lm.interrupt import begin_program
 
-end_quietly_when_interrupted()
+begin_program()

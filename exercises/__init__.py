@@ -4,9 +4,9 @@ Each folder has a `starter.py`, the specification with blanks to fill in, and a 
 properties that a solution has.
 """
 
-from lm.interrupt import end_quietly_when_interrupted
+from lm.interrupt import begin_program
 
-end_quietly_when_interrupted()
+begin_program()
 
 EXERCISES: dict[str, str] = {
     "average": "ex1_average",

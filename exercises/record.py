@@ -40,7 +40,8 @@ class Event:
     """One event: `what` is the name of a call, or a mark with its `detail`.
 
     Marks are `"wait"` with the name of the call as its detail, `"freed"` and `"overwritten"` with
-    the call's size, and those of a check.
+    the call's size, `"changed"` if an all-reduce's tensor was written before its wait, and those of
+    a check.
     """
 
     what: str
@@ -105,7 +106,8 @@ class Record:
             finally:
                 self._depth -= 1
             if isinstance(answer, dist.Work):
-                return RecordedWork(answer, self, name, transfer)
+                reduced = bound.arguments.get("tensor") if name == "all_reduce" else None
+                return RecordedWork(answer, self, name, transfer, reduced)
             if transfer is not None:
                 transfer.deliver()
             return answer
@@ -147,9 +149,16 @@ class RecordedWork:
     """Wraps what an asynchronous call returned; waiting for it is recorded as an event."""
 
     def __init__(
-        self, work: dist.Work, record: Record, name: str = "", transfer: Transfer | None = None
+        self,
+        work: dist.Work,
+        record: Record,
+        name: str = "",
+        transfer: Transfer | None = None,
+        reduced: Tensor | None = None,
     ):
         self._work, self._record, self._name, self._transfer = work, record, name, transfer
+        self._reduced = reduced
+        self._version = None if reduced is None else reduced._version
 
     def wait(self, *arguments: Any) -> bool:
         answer = self._work.wait(*arguments)
@@ -170,6 +179,9 @@ class RecordedWork:
 
     def _ended(self) -> None:
         """Records a wait. A transfer ends once, however often it is waited for."""
+        reduced, self._reduced = self._reduced, None
+        if reduced is not None and reduced._version != self._version:
+            self._record.mark("changed")
         transfer, self._transfer = self._transfer, None
         if transfer is not None or self._name not in SCATTERS + GATHERS:
             self._record.mark("wait", self._name)

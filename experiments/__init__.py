@@ -1,5 +1,5 @@
 """Commands that measure, or verify, private training; each is `python -m experiments.NAME`."""
 
-from lm.interrupt import end_quietly_when_interrupted
+from lm.interrupt import begin_program
 
-end_quietly_when_interrupted()
+begin_program()

@@ -1,17 +1,19 @@
-"""Handles Ctrl-C where a program does not yet do so, such as during the import of torch."""
+"""Prepares a program before it imports torch: Ctrl-C, and what is said where torch is missing."""
 
 import os
 import sys
+from importlib.util import find_spec
 from types import TracebackType
 
 INTERRUPTED = 130  # what shells report for Ctrl-C, 128 + SIGINT
 
 
-def end_quietly_when_interrupted() -> None:
+def begin_program() -> None:
     """Makes an unhandled Ctrl-C print `interrupted`, without a traceback, and exit with status 130.
 
     Programs call it in the `__init__.py` of their package, which is imported before anything slow.
-    Of several ranks on one host the first one prints.
+    Of several ranks on one host the first one prints. Where PyTorch is not installed, it says what
+    to do and exits with status 2.
     """
     previous = sys.excepthook
 
@@ -26,3 +28,10 @@ def end_quietly_when_interrupted() -> None:
         sys.exit(INTERRUPTED)
 
     sys.excepthook = hook
+    if find_spec("torch") is None:
+        print(
+            f"PyTorch is not installed for {sys.executable}: run `source .venv/bin/activate` first "
+            "(`make benchmark` sets up .venv)",
+            file=sys.stderr,
+        )
+        sys.exit(2)

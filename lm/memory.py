@@ -124,6 +124,21 @@ def predict_memory(
     return {kind: round(size) for kind, size in peak._asdict().items()}
 
 
+def memory_after_backward(
+    variant: str, model: ModelConfig, *, ranks: int, dtype: str = "float32"
+) -> dict[str, int]:
+    """Returns kind -> bytes of what a rank holds from the end of backward to the optimizer's step.
+
+    All activations are freed by then, and all gradients are there, so it shows what is sharded.
+    Arguments are those of `predict_memory`.
+    """
+    step = _Step(variant, model, ranks, 0, dtype, 0, True)
+    parameters = step.whole / (ranks if "fsdp" in variant else 1)
+    gradients = step.whole / (ranks if "fsdp" in variant or variant == "zero2" else 1)
+    held = Kinds(parameters, gradients, 2 * step.stepped(), 0, 0)
+    return {kind: round(size) for kind, size in held._asdict().items()}
+
+
 @dataclass(frozen=True)
 class _Step:
     """Walks through the moments of a step; `width` is the bytes of a number that a rank keeps."""
@@ -157,7 +172,7 @@ class _Step:
         """Yields what is allocated at every moment that can be the peak."""
         by_variant = {"fsdp": self._fsdp, "torch_fsdp": self._torch_fsdp}
         parameters = self.whole / (self.ranks if self.variant in by_variant else 1)
-        optimizer = 2 * self._stepped()
+        optimizer = 2 * self.stepped()
         for kept, gradients, buffers in by_variant.get(self.variant, self._whole_parameters)():
             yield Kinds(parameters, gradients, optimizer, kept, buffers)
         table = self.width * self.model.vocab_size * self.model.d_model
@@ -165,7 +180,7 @@ class _Step:
         building = max(MESSAGE_BYTES, copied.get(self.variant, 0))  # broadcast, or divided
         yield Kinds(self.whole, 0, 0, 0, min(building, self.whole))
 
-    def _stepped(self) -> float:
+    def stepped(self) -> float:
         """Returns the bytes of parameters that a rank steps.
 
         ZeroRedundancyOptimizer gives whole parameters, the largest first, to the emptiest rank.

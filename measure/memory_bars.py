@@ -1,8 +1,10 @@
-"""The memory picture: one stacked horizontal bar per variant, by kind, and what was measured.
+"""The memory picture: two stacked horizontal bars per variant, by kind, and what was measured.
 
-How to read it: a bar is the predicted peak of a rank, cut into what is allocated at that moment.
-The dark line across its end is the measured peak. Behind it stand the measured peak and how far
-the prediction is off. Without a measured peak there stands the predicted one, in grey.
+How to read it: the upper bar is the predicted peak of a rank, cut into what is allocated at that
+moment. At the peak there may be no gradients yet, so the thin bar below it is what the rank holds
+after backward. The dark line across the upper bar's end is the measured peak. Behind it stand the
+measured peak and how far the prediction is off. Without a measured peak there stands the predicted
+one, in grey.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,8 @@ _TEXT_ROOM = 1.5  # width of the axes in widths of the longest bar
 def draw_memory(rows: Sequence[dict], path: Path, title: str, notes: Sequence[str]) -> None:
     """Writes the picture of `rows`, in their order from the top, as a PNG to `path`, atomically.
 
-    A row has `label`, `kinds` (kind -> predicted MiB), `measured` (MiB or None) and `reason`, which
+    A row has `label`, `kinds` (kind -> predicted MiB at the peak), `later` (the same after
+    backward), `measured` (MiB or None) and `reason`, which
     says why nothing was measured (or None). `notes` are the lines below the title.
     """
     from matplotlib.figure import Figure
@@ -45,14 +48,11 @@ def draw_memory(rows: Sequence[dict], path: Path, title: str, notes: Sequence[st
     scale, unit = (1024, "GiB") if max(ends) >= 1024 else (1, "MiB")
     limit = max(ends) / scale
     for position, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        left = 0.0
-        for kind, colour in COLOURS.items():
-            size = row["kinds"][kind] / scale
-            axes.barh(position, size, left=left, height=0.66, color=colour, ec="white", lw=0.4)
-            left += size
+        left = _stack(axes, position - 0.1, 0.44, row["kinds"], scale)
+        _stack(axes, position + 0.26, 0.18, row["later"], scale)
         measured = row["measured"]
         if measured is not None:
-            axes.plot([measured / scale] * 2, [position - 0.43, position + 0.43], color=_INK, lw=2)
+            axes.plot([measured / scale] * 2, [position - 0.38, position + 0.18], color=_INK, lw=2)
         text, weight = _beside(left, measured, scale, unit, row["reason"])
         axes.text(end / scale + 0.012 * limit, position, text, size=8.8, va="center", weight=weight,
                   color=_FAINT if measured is None else _INK, parse_math=False)  # fmt: skip
@@ -66,7 +66,8 @@ def draw_memory(rows: Sequence[dict], path: Path, title: str, notes: Sequence[st
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_FAINT)
     axes.set_xlabel(
-        f"{unit} on a rank: bar = predicted; in grey: predicted, not measured",
+        f"{unit} on a rank, predicted: upper bar = at the peak; thin bar = after backward, when "
+        "all gradients are there",
         size=8.5,
         color=_FAINT,
         loc="left",
@@ -81,10 +82,23 @@ def draw_memory(rows: Sequence[dict], path: Path, title: str, notes: Sequence[st
     figure.legend(handles=handles, loc="upper left", ncols=6, frameon=False, fontsize=8.8,
                   bbox_to_anchor=(0.004, 1 - (head - 0.4) / height), handlelength=1.1,
                   columnspacing=1.2, handletextpad=0.5)  # fmt: skip
-    sentence = "A bar is what is allocated at the predicted peak of a step; sharding shortens it"
+    sentence = (
+        "Upper bars are what is allocated at the predicted peak of a step, thin ones what is held "
+        "after backward; sharding shortens them"
+    )
     if is_measured:
-        sentence += "; it should end at the dark line, which is the measured peak"
+        sentence += "; an upper bar should end at the dark line, which is the measured peak"
     save_picture(figure, path, f"{sentence}.")
+
+
+def _stack(axes, y: float, height: float, kinds: dict[str, float], scale: float) -> float:
+    """Draws the kinds of one moment; returns where the bar ends."""
+    left = 0.0
+    for kind, colour in COLOURS.items():
+        size = kinds[kind] / scale
+        axes.barh(y, size, left=left, height=height, color=colour, ec="white", lw=0.4)
+        left += size
+    return left
 
 
 def _beside(

@@ -10,7 +10,14 @@ only, which are in `dp_clipping`.
 
 from .budget import Budget, basis_of, budget, budgets, describe_budgets
 from .budget_chart import draw_budgets
-from .overlap import Overlap, overlap, steps
+from .overlap import (
+    Overlap,
+    disturbance,
+    hidden_fraction,
+    overlap,
+    representative_step,
+    steps,
+)
 from .phases import PHASES, phase
 from .pieces import (
     Slowdown,
@@ -41,8 +48,10 @@ __all__ = [
     "budgets",
     "collective_seconds",
     "describe_budgets",
+    "disturbance",
     "draw_budgets",
     "draw_timeline",
+    "hidden_fraction",
     "load_runs",
     "load_trace",
     "load_traces",
@@ -50,6 +59,7 @@ __all__ = [
     "phase",
     "pieces",
     "profile",
+    "representative_step",
     "slowdown",
     "slowest_operators",
     "steps",

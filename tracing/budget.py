@@ -2,7 +2,7 @@
 
     step = computation + contention + added + exposed + waiting + idle
 
-    computation   what `none`, the floor, computes: the time that the model needs
+    computation   what `none`, the floor, computes, or less where this step computed less
     contention    the same kernels take longer here: communication holds multiprocessors and memory
     added         kernels that the floor does not have: copies into buckets, divisions
     exposed       communication while nothing is computed
@@ -14,7 +14,7 @@ mean time of that name. A CPU's operators contain each other, so there it is par
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import isclose
 from statistics import fmean
 
@@ -23,12 +23,13 @@ from dp_clipping.table import aligned
 from .overlap import Overlap, overlap
 from .trace import Trace
 
+PARTS = ("computation", "contention", "added", "exposed", "waiting", "idle")
 NOT_TOLD_APART = "contention includes added operators, which are told apart on a GPU only"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Microseconds per step: its parts, whose sum is `step`, and the floor's step."""
+    """Microseconds per step: its parts, whose sum is `step`; the floor's computation and step."""
 
     computation: float
     contention: float
@@ -36,7 +37,14 @@ class Budget:
     exposed: float
     waiting: float
     idle: float
+    needed: float
     floor: float
+
+    @property
+    def computed(self) -> float:
+        """Returns how long it computed, of the floor's time: below 1 if kernels were faster."""
+        mine = self.computation + self.contention + self.added
+        return mine / self.needed if self.needed else 1.0
 
     @property
     def is_floor(self) -> bool:
@@ -48,7 +56,7 @@ class Budget:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "floor"}
+        return {name: getattr(self, name) for name in PARTS}
 
 
 def budget(traces: Sequence[Trace], floor: Sequence[Trace]) -> Budget:
@@ -68,6 +76,7 @@ def budget(traces: Sequence[Trace], floor: Sequence[Trace]) -> Budget:
         exposed=fmean(one.exposed for one in own),
         waiting=fmean(one.waiting for one in own),
         idle=fmean(one.idle for one in own),
+        needed=needed,
         floor=fmean(one.span for one in base),
     )
 
@@ -83,19 +92,30 @@ def budgets(traces: Mapping[str, Sequence[Trace]], floors: Mapping[str, str]) ->
 
 def describe_budgets(found: Mapping[str, Budget], basis: str) -> list[str]:
     """Returns the table in milliseconds, and what it is made of."""
-    names = [f.name for f in fields(Budget)]
-    if not tells_added(basis):
-        names.remove("added")
-    names[-1] = "x floor"
-    rows = [["", "step", *names]]
+    names = [part for part in PARTS if part != "added" or tells_added(basis)]
+    rows = [["", "step", *names, "x floor"]]
     for name, one in found.items():
-        times = one.step, *(one.parts()[part] for part in names[:-1])
+        times = one.step, *(one.parts()[part] for part in names)
         rows.append([name, *(f"{us / 1000:.3f}" for us in times), f"{one.step / one.floor:.3f}"])
     return [
-        *aligned(rows, [False] + [True] * (len(names) + 1)),
+        *aligned(rows, [False] + [True] * (len(names) + 2)),
         "",
         f"Basis: {basis}, means over ranks and steps. The step is the sum of the parts.",
         *([f"Here {NOT_TOLD_APART}."] if not tells_added(basis) else []),
+        *less_computed(found),
+    ]
+
+
+def less_computed(found: Mapping[str, Budget]) -> list[str]:
+    """Returns a sentence about steps that computed for a shorter time than the floor's, if any."""
+    less = [
+        f"{name} {1 - one.computed:.0%} less" for name, one in found.items() if one.computed < 0.95
+    ]
+    if not less:
+        return []
+    return [
+        f"Computed for a shorter time than the floor: {', '.join(less)}. Either the machine was "
+        "busier while the floor ran, or the kernels are others; contention cannot be told there."
     ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dp_clipping.files import replacing
 
-from .budget import NOT_TOLD_APART, Budget, tells_added
+from .budget import NOT_TOLD_APART, Budget, less_computed, tells_added
 from .timeline import COMPUTATION, DOTS_PER_INCH, EXPOSED, INK, QUIET, WAITING, WIDTH
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ STYLES = {  # part: colour, hatch, what it is, colour of a number in it
     "waiting": (WAITING, "....", "waiting for a slower rank", INK),
     "idle": ("#F1F1F1", "", "idle: nothing runs", INK),
 }
-ROW, HEAD, FOOT = 0.42, 0.98, 1.08  # inches
+ROW, HEAD, FOOT, LINE = 0.42, 0.98, 1.08, 0.135  # inches; a further line of the note
 AXIS = 0.65  # of the figure's width
 CHARACTER, MARGIN = 5.1, 3.0  # points: a number that is wider than its part is left out
 
@@ -46,16 +46,18 @@ def budget_figure(found: Mapping[str, Budget], title: str, basis: str) -> Figure
         raise ValueError("draw_budgets: no budget; profile none beside the others")
     from matplotlib.figure import Figure
 
-    height = HEAD + ROW * len(found) + FOOT
+    note = _note(found, basis)
+    foot = FOOT + LINE * max(0, len(note) - 3)
+    height = HEAD + ROW * len(found) + foot
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
     longest = max(one.step for one in found.values()) / 1000
-    area = (0.2, FOOT / height, _axis(longest), ROW * len(found) / height)
+    area = (0.2, foot / height, _axis(longest), ROW * len(found) / height)
     axes = figure.add_axes(area)
     shown = _shown(found, basis)
     for row, one in enumerate(found.values()):
         _draw_bar(axes, -row, one, shown, longest)
     _finish(axes, found, longest)
-    _write_words(figure, found, shown, title, basis)
+    _write_words(figure, shown, title, note)
     return figure
 
 
@@ -119,9 +121,7 @@ def _broken(name: str) -> str:
     return name.replace("+", "\n+") if len(name) > 20 else name
 
 
-def _write_words(
-    figure: Figure, found: Mapping[str, Budget], shown: list[str], title: str, basis: str
-) -> None:
+def _write_words(figure: Figure, shown: list[str], title: str, note: list[str]) -> None:
     from matplotlib.patches import Patch
 
     inches = figure.get_figheight()
@@ -134,12 +134,16 @@ def _write_words(
         handles=handles, loc="upper left", bbox_to_anchor=(0.004, 1 - 0.34 / inches), ncols=3,
         fontsize=9, frameon=False, handlelength=1.4, columnspacing=1.4,
     )  # fmt: skip
+    figure.text(0.012, 0.06 / inches, "\n".join(note), fontsize=8, va="bottom", color=QUIET)
+
+
+def _note(found: Mapping[str, Budget], basis: str) -> list[str]:
+    """Returns the lines below the axis: what the parts are, and where they mislead."""
     note = (
-        "A bar is a step. Computation: as long as that of the same step without communication, the "
+        "A bar is a step. Computation: up to that of the same step without communication, the "
         "floor. Contention: what kernels take beyond that. The dashed line is the floor's step."
         + ("" if tells_added(basis) else f" Here {NOT_TOLD_APART}.")
         + f" Measured from {basis} under the profiler, means over ranks and steps; for step times "
-        "use the benchmark's table."
+        "use the benchmark's table. " + " ".join(less_computed(found))
     )
-    note = "\n".join(textwrap.wrap(note, 128))
-    figure.text(0.012, 0.06 / inches, note, fontsize=8, va="bottom", color=QUIET)
+    return textwrap.wrap(note, 128)

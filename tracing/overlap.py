@@ -1,10 +1,14 @@
 """Measures how much communication is overlapped by computation: the course's main number."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 
 from .intervals import Interval, difference, intersection, total, union
 from .trace import Trace
 
+UNEVEN = 1.5  # 90th over 10th percentile of the steps, from which times say little about the method
+MUCH_WAITING = 0.1  # of the time
 TIMES = ("span", "computation", "communication", "overlapped", "exposed", "waiting", "idle")
 
 
@@ -71,6 +75,44 @@ def overlap(trace: Trace, window: Interval | None = None) -> Overlap:
         steps=sum(inside[0][0] <= start < inside[0][1] for start, _ in steps(trace)),
         basis=trace.basis,
     )
+
+
+def representative_step(traces: list[Trace]) -> list[Interval]:
+    """Returns the step of median length (mean over ranks), the same on every rank; else the span.
+
+    It is the same because the ranks of one step wait for each other: lanes explain each other.
+    """
+    per_rank = [steps(trace) for trace in traces]
+    count = min(len(windows) for windows in per_rank)
+    if count == 0:
+        return [trace.span for trace in traces]
+    lengths = [fmean(w[i][1] - w[i][0] for w in per_rank) for i in range(count)]
+    median = sorted(range(count), key=lengths.__getitem__)[(count - 1) // 2]
+    return [windows[median] for windows in per_rank]
+
+
+def hidden_fraction(measured: Iterable[Overlap]) -> float | None:
+    """Returns the mean over ranks of how much communication was hidden; None without any."""
+    fractions = [m.overlap_fraction for m in measured if m.overlap_fraction is not None]
+    return fmean(fractions) if fractions else None
+
+
+def disturbance(traces: list[Trace]) -> str | None:
+    """Returns a sentence if other programs slowed the steps of one implementation, else None.
+
+    All ranks compute the same. Steps of very different length, or a rank that waits long for
+    another, are then not the method's doing.
+    """
+    lengths = sorted(end - start for trace in traces for start, end in steps(trace))
+    tenth = len(lengths) // 10
+    waiting = fmean(one.waiting / one.span if one.span else 0.0 for one in map(overlap, traces))
+    if lengths and lengths[-1 - tenth] > UNEVEN * lengths[tenth]:
+        found = f"steps took {lengths[tenth] / 1000:.0f} to {lengths[-1 - tenth] / 1000:.0f} ms"
+    elif waiting > MUCH_WAITING:
+        found = f"ranks waited {waiting:.0%} of the time for a slower one, though all do the same"
+    else:
+        return None
+    return f"The machine was busy: {found}. Close other programs and profile again."
 
 
 def steps(trace: Trace) -> list[Interval]:

@@ -14,7 +14,7 @@ from .waiting import share_clock
 
 RANGES = (EPOCH_PREFIX, *LAYER_PREFIXES, "norm_reduce/", "FSDP::")
 LEGEND = (
-    "step = computation + exposed + waiting + idle; overlap = overlapped / communication.",
+    "step = computation + exposed + waiting + idle; hidden = overlapped / communication.",
     "exposed: communication while this rank computes nothing (PROFILING.md, Exposed "
     "communication).",
 )
@@ -104,7 +104,7 @@ def _milliseconds(microseconds: float) -> str:
 
 
 def _overlap_table(measured: dict[int, Overlap], traces: list[Trace]) -> list[str]:
-    rows = [["rank", "step", *TIMES[1:], "overlap"]]
+    rows = [["rank", "step", *TIMES[1:], "hidden"]]
     for rank, whole in measured.items():
         step = whole.per_step() or whole
         fraction = step.overlap_fraction

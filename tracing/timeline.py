@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from dp_clipping.files import replacing
 
 from .intervals import Interval, difference, intersection, union
-from .overlap import Overlap, overlap, steps
+from .overlap import Overlap, disturbance, hidden_fraction, overlap, representative_step
 from .phases import PARTS_OF_BACKWARD
 from .trace import Trace
 from .waiting import share_clock
@@ -92,25 +92,12 @@ def timeline_figure(traces: dict[str, list[Trace]], title: str) -> Figure:
     for axes, (name, lanes) in zip(all_axes, panels.items(), strict=True):
         measured = [overlap(t, w) for t, w in zip(traces[name], windows[name], strict=True)]
         _draw_panel(axes, lanes[:MAX_LANES], axis_end)
-        _write_figures(axes, name, measured, len(lanes[:MAX_LANES]))
+        disturbed = disturbance(traces[name]) is not None
+        _write_figures(axes, name, measured, len(lanes[:MAX_LANES]), disturbed)
     all_axes[-1].set_xlabel("milliseconds since the step's first forward pass began", fontsize=9)
     all_axes[-1].tick_params(labelbottom=True)
     _draw_frame(figure, title, traces)
     return figure
-
-
-def representative_step(traces: list[Trace]) -> list[Interval]:
-    """Returns the step of median length (mean over ranks), the same on every rank; else the span.
-
-    It is the same because the ranks of one step wait for each other: lanes explain each other.
-    """
-    per_rank = [steps(trace) for trace in traces]
-    count = min(len(windows) for windows in per_rank)
-    if count == 0:
-        return [trace.span for trace in traces]
-    lengths = [fmean(w[i][1] - w[i][0] for w in per_rank) for i in range(count)]
-    median = sorted(range(count), key=lengths.__getitem__)[(count - 1) // 2]
-    return [windows[median] for windows in per_rank]
 
 
 def _lanes(traces: list[Trace], windows: list[Interval]) -> list[Lane]:
@@ -140,7 +127,7 @@ def _empty_figure(lane_counts: list[int]) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
     heights = [HEADER + LANE * max(count, 2) for count in lane_counts]
-    top, bottom, gap = 0.78, 1.12, 0.12
+    top, bottom, gap = 0.78, 1.25, 0.12
     height = top + bottom + sum(heights) + gap * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, height))
     all_axes, y = [], height - top
@@ -195,22 +182,26 @@ def _label_phases(axes: Axes, lane: Lane, axis_end: float) -> None:
                 )
 
 
-def _write_figures(axes: Axes, name: str, measured: list[Overlap], drawn: int) -> None:
+def _write_figures(
+    axes: Axes, name: str, measured: list[Overlap], drawn: int, is_disturbed: bool
+) -> None:
     """Writes the panel's name and, right of it, its numbers: means over all ranks."""
     style = {"transform": axes.transAxes, "va": "top", "color": INK}
     axes.text(0, 1.0, name, weight="bold", fontsize=10, **style)
     if len(measured) > drawn:
         note = f"first {drawn} of {len(measured)} ranks"
         axes.text(0.995, 1.0, note, ha="right", fontsize=8, **style)
-    fractions = [m.overlap_fraction for m in measured if m.overlap_fraction is not None]
+    hidden = hidden_fraction(measured)
     lines = [
         (f"step {fmean(m.span for m in measured) / 1000:.1f} ms", INK, "bold"),
         (f"exposed {fmean(m.exposed for m in measured) / 1000:.1f} ms", EXPOSED, "bold"),
         (f"waiting {fmean(m.waiting for m in measured) / 1000:.1f} ms", QUIET, "bold"),
-        (f"{fmean(fractions):.0%} hidden" if fractions else "no communication", INK, "normal"),
+        ("no communication" if hidden is None else f"{hidden:.0%} hidden", INK, "normal"),
     ]
     if not any(m.waiting for m in measured):
         del lines[2]
+    if is_disturbed:
+        lines.append(("machine was busy", EXPOSED, "bold"))
     for row, (text, colour, weight) in enumerate(lines):
         axes.annotate(
             text,
@@ -270,4 +261,8 @@ def _draw_frame(figure: Figure, title: str, traces: dict[str, list[Trace]]) -> N
         f"Measured from {', '.join(bases)}. The step of median "
         f"length, {clock}; numbers are means over ranks."
     )
+    if any(map(disturbance, traces.values())):
+        note += (
+            "\nMachine was busy: other programs made steps longer and ranks wait; profile again."
+        )
     figure.text(0.012, 0.06 / inches, note, fontsize=8, va="bottom", color="#555555")

@@ -1,4 +1,4 @@
-"""Exercise 10, zero1: each rank keeps the optimizer's state of one slice, and steps that alone.
+r"""Exercise 10, zero1: each rank keeps the optimizer's state of one slice, and steps that alone.
 
 What
     An all-reduce is a reduce-scatter, then an all-gather (exercise 8). Put the optimizer between
@@ -34,7 +34,7 @@ You need
     optimizer.state[tensor]                          a dict, as {"step": ..., "exp_avg": ...}
 
 Check it        python -m exercises.check zero1 my_zero1.py
-Benchmark it    python benchmark_ddp.py \\
+Benchmark it    python benchmark_ddp.py \
                     --implementations none ddp_bucketed zero1 my_zero1.py:StateShardedDDP
 Then read       ddp/sharded/layout.py, ddp/sharded/optimizer.py
 """

@@ -1,4 +1,4 @@
-"""Exercise 11, zero2: reduce-scatter a bucket when it is ready, and free the rest of it.
+r"""Exercise 11, zero2: reduce-scatter a bucket when it is ready, and free the rest of it.
 
 What
     Exercise 10 left all gradients in memory, and began to communicate after backward. Divide the
@@ -29,7 +29,7 @@ You need
     tensor memory is freed when nothing refers to it: a list of handles, a view, a local variable
 
 Check it        python -m exercises.check zero2 my_zero2.py
-Benchmark it    python benchmark_ddp.py --bucket-size-mb 1 \\
+Benchmark it    python benchmark_ddp.py --bucket-size-mb 1 \
                     --implementations none zero1 zero2 my_zero2.py:GradientShardedDDP
 Then read       ddp/sharded/zero1.py, and ddp/sharded/zero2.py, the difference in 15 lines
 """

@@ -39,6 +39,11 @@ def gradients(rank: Rank) -> None:
     own = local_gradients(Branches(seed=0), [branches_loss(1)], rank.rank)
     sums = scaled(expected, rank.world_size)
     expect_parameters_left_alone(rank, model.module)
+    if any(e.what == "changed" for e in rank.record.events):
+        raise Wrong(
+            "a gradient was changed between the start of its all-reduce and handle.wait(), in a "
+            "race with it: divide after the wait"
+        )
     mistakes = {
         "that is the sum over the ranks": sums,
         "that is this rank's own: reduce parameter.grad itself, after it was accumulated": own,
@@ -100,8 +105,10 @@ def later_steps(rank: Rank) -> None:
     for seed in range(3):
         model.zero_grad(set_to_none=seed == 1)
         step(rank, model, seed)
-    expected = mean_gradients(Branches(seed=0), [branches_loss(2)], rank.world_size)
-    expect_gradients(model, expected, "right in the first step only: what is left over from it?")
+        expected = mean_gradients(Branches(seed=0), [branches_loss(seed)], rank.world_size)
+        first = "wrong in the first step already: see the first property"
+        left = f"right until step {seed}: what is left over from it?"
+        expect_gradients(model, expected, left if seed else first)
 
 
 PROPERTIES = [gradients, overlap, nothing_blocks, once, handles, later_steps]

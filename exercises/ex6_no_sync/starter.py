@@ -1,4 +1,4 @@
-"""Exercise 6, no_sync: several backwards, one reduction.
+r"""Exercise 6, no_sync: several backwards, one reduction.
 
 What
     A large batch is often cut into microbatches whose gradients add up. Only the last backward
@@ -24,7 +24,7 @@ Rules
 Begin with your own exercise 2: copy start_reduction and finish from it, and change them.
 
 Check it        python -m exercises.check no_sync my_no_sync.py
-Benchmark it    python benchmark_ddp.py --implementations none torch_ddp \\
+Benchmark it    python benchmark_ddp.py --implementations none torch_ddp \
                     my_no_sync.py:AccumulatingDDP
 Then read       `no_sync` and `forward` in ddp/base.py, which also broadcasts the buffers
                 before each forward that will synchronise

@@ -1,4 +1,4 @@
-"""Exercise 9, flat: buckets whose slices are the gradients.
+r"""Exercise 9, flat: buckets whose slices are the gradients.
 
 What
     Put exercises 2, 4 and 5 together. When all gradients of a bucket are ready, bring them into one
@@ -27,7 +27,7 @@ You need
     flat[start : start + parameter.numel()].view_as(parameter)   a view that shares its memory
 
 Check it        python -m exercises.check flat my_flat.py
-Benchmark it    python benchmark_ddp.py --bucket-size-mb 1 \\
+Benchmark it    python benchmark_ddp.py --bucket-size-mb 1 \
                     --implementations none ddp_bucketed torch_ddp my_flat.py:FlatDDP
 Then read       ddp/bucketed.py and ddp/buckets.py. Then run all behaviour tests of the course:
                 pytest tests/ddp --implementation my_flat.py:FlatDDP

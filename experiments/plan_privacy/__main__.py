@@ -1,7 +1,7 @@
-"""Plans a private training: model size, batch, steps and noise for a budget, and the loss.
+r"""Plans a private training: model size, batch, steps and noise for a budget, and the loss.
 
     python -m experiments.plan_privacy --epsilon 2 --examples 1e8 --compute 1e21
-    python -m experiments.plan_privacy --epsilon 2 --examples 1e8 --gpu-hours 5000 --gpus 8 \\
+    python -m experiments.plan_privacy --epsilon 2 --examples 1e8 --gpu-hours 5000 --gpus 8 \
         --throughput-from results/llama-3.2-1b-2xh200
     python -m experiments.plan_privacy --calibrate my_runs --epsilon 2 --compute 1.2e12
 

@@ -106,6 +106,22 @@ class HooksParameter(OverlapDDP):
         self.handles.clear()
 
 
+@mistake("hooks", "After finish every gradient", "divide after the wait")
+class HooksRace(OverlapDDP):
+    """The gradient is divided while its reduction is under way."""
+
+    @torch.no_grad()
+    def start_reduction(self, parameter):
+        self.handles.append((dist.all_reduce(parameter.grad, async_op=True), parameter))
+        parameter.grad /= dist.get_world_size()
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self):
+        for handle, _ in self.handles:
+            handle.wait()
+        self.handles.clear()
+
+
 @mistake("hooks", "In each of three steps finish waits", "[8, 16, 24]")
 class HooksLeakedHandles(OverlapDDP):
     """The handles of earlier steps are kept."""

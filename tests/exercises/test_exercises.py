@@ -97,6 +97,33 @@ def test_solution_is_right(ranks, name):
     assert [r for r in results if r.verdict != "right"] == []
 
 
+def test_the_whole_of_ddp_is_a_solution_of_exercise_1(ranks, tmp_path):
+    path = tmp_path / "naive.py"
+    path.write_text("from ddp.synchronous import NaiveDDP as AverageDDP\n")
+    results = list(judge(EXERCISES["average"], path, ranks, patience_s=60))
+    assert [r for r in results if r.verdict != "right"] == []
+
+
+def test_a_hint_about_later_steps_is_not_given_for_a_wrong_first_one(ranks, tmp_path):
+    path = tmp_path / "sums.py"
+    path.write_text(
+        "from tests.exercises.solutions import OverlapDDP as Right\n\n\n"
+        "class OverlapDDP(Right):\n"
+        "    def finish_gradient_synchronization(self):\n"
+        "        for handle, _ in self.handles:\n"
+        "            handle.wait()\n"
+        "        self.handles.clear()\n"
+    )
+    *_, last = judge(EXERCISES["hooks"], path, ranks, patience_s=60)
+    assert last.why.endswith("wrong in the first step already: see the first property")
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_commands_of_a_starter_can_be_pasted_from_its_file(name):
+    text = (ROOT / "exercises" / EXERCISES[name] / "starter.py").read_text()
+    assert "\\\\" not in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
 def test_another_solution_is_right_too(ranks, name):

@@ -24,6 +24,14 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
+WITHOUT_TORCH = """
+import importlib.util, runpy, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find(name, *rest)
+sys.modules["torch"] = None
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 PROGRAMS = [
     "benchmark_ddp", "examples.opacus_tutorials", "examples.private_text", "exercises.check",
     *(f"experiments.{p.parent.name}" for p in sorted((ROOT / "experiments").glob("*/__main__.py"))),
@@ -40,3 +48,14 @@ def test_an_import_that_is_interrupted(name):
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_python_without_torch_is_told_what_to_do(program):
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 2
+    assert run.stderr.startswith("PyTorch is not installed for ")
+    assert "source .venv/bin/activate" in run.stderr
+    assert run.stderr.count("\n") == 1

@@ -7,9 +7,16 @@ from measure.memory_bars import COLOURS, draw_memory
 from measure.picture import read_picture
 
 KINDS = dict(zip(COLOURS, (1024.0, 0.0, 2048.0, 4096.0, 512.0), strict=True))
+LATER = dict(zip(COLOURS, (1024.0, 512.0, 2048.0, 0.0, 0.0), strict=True))
 ROWS = [
-    {"label": "none", "kinds": KINDS, "measured": 8000.0, "reason": None},
-    {"label": "file.py:Mine", "kinds": KINDS, "measured": None, "reason": "oom: rank 1: $2^30$"},
+    {"label": "none", "kinds": KINDS, "later": LATER, "measured": 8000.0, "reason": None},
+    {
+        "label": "file.py:Mine",
+        "kinds": KINDS,
+        "later": LATER,
+        "measured": None,
+        "reason": "oom: rank 1: $2^30$",
+    },
 ]
 
 
@@ -36,6 +43,7 @@ def test_bars_are_stacked_and_the_line_is_where_the_peak_was(drawn):
     (axes,) = figure.axes
     parts = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
     assert parts[:5] == [(0, 1), (1, 0), (1, 2), (3, 4), (7, 0.5)]  # GiB
+    assert parts[5:10] == [(0, 1), (1, 0.5), (1.5, 2), (3.5, 0), (3.5, 0)], "after backward"
     assert [list(line.get_xdata()) for line in axes.lines] == [[8000 / 1024] * 2]
     assert [text.get_text() for text in axes.texts] == [
         "measured 7.8 GiB, predicted -4.0%", "7.5 GiB, oom: rank 1: $2^30$",

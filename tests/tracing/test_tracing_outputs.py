@@ -13,16 +13,19 @@ from matplotlib.colors import to_hex
 from tracing import (
     OperatorRow,
     Trace,
+    disturbance,
     draw_timeline,
+    hidden_fraction,
     load_trace,
     overlap,
     phase,
     profile,
+    representative_step,
     slowest_operators,
     write_summary,
 )
 from tracing.gpu_rules import Work
-from tracing.timeline import COMPUTATION, EXPOSED, HIDDEN, representative_step, timeline_figure
+from tracing.timeline import COMPUTATION, EXPOSED, HIDDEN, timeline_figure
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -218,3 +221,27 @@ def test_the_note_below_names_the_backgrounds_and_lies_below_the_axis():
     own = note.get_window_extent(renderer)
     assert 0 <= own.y0 < own.y1 < label.y0
     assert own.x1 < figure.bbox.x1
+
+
+def test_a_busy_machine_is_said_and_drawn():
+    def drawn(trace):
+        return texts(timeline_figure({"ddp": [trace]}, "t").axes[0])
+
+    calm = made_up_trace(lengths=(1e5, 1e5))
+    assert disturbance([calm, calm]) is None
+    assert "busy" not in drawn(calm)
+    uneven = made_up_trace(lengths=(1e5, 1.9e5))
+    assert "steps took 100 to 190 ms" in disturbance([uneven])
+    assert "machine was busy" in drawn(uneven)
+    late = made_up_trace(lengths=(2e5, 2e5), exposed=8e4)
+    late = replace(late, waiting=[(1e5, 1.8e5), (3e5, 3.8e5)])
+    assert "ranks waited 20% of the time for a slower one" in disturbance(
+        [made_up_trace(lengths=(2e5, 2e5)), late]
+    )
+
+
+def test_console_and_picture_have_one_number_for_what_is_hidden():
+    traces = [fixture("overlapped")]
+    windows = representative_step(traces)
+    hidden = hidden_fraction([overlap(t, w) for t, w in zip(traces, windows, strict=True)])
+    assert f"{hidden:.0%} hidden" in texts(timeline_figure({"v2": traces}, "t").axes[0])
