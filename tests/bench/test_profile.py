@@ -81,7 +81,7 @@ def test_the_summary_explains_itself(folder):
 
 
 def test_without_a_terminal_it_prints_a_line_each(run):
-    lines = run.stdout.splitlines()
+    lines = [line for line in run.stdout.splitlines() if "The machine was busy" not in line]
     assert lines[0] == "gloo, 2 processes on CPU (as asked)"
     for number, name in enumerate(NAMES, start=1):
         assert lines[number].startswith(f"{name}: step ")
@@ -133,7 +133,7 @@ def test_a_failure_is_named_and_the_others_are_profiled(tmp_path):
     run = benchmark("--profile", "--implementations", *names, "--profile-output-dir", tmp_path)
     assert run.returncode == 1
     assert run.stderr.count("rank 1 failed first: KeyError: 'no bucket of that name'") == 1
-    lines = run.stdout.splitlines()
+    lines = [line for line in run.stdout.splitlines() if "The machine was busy" not in line]
     assert [line.partition(":")[0] for line in lines[1:3]] == ["ddp", "ddp_individual"]
     assert lines[3].startswith("ddp_copy_engine: unavailable: ")
     assert lines[4].startswith("Raising: error: rank 1: KeyError: 'no bucket of that name'")
