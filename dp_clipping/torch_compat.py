@@ -73,6 +73,10 @@ def version_of(x: Tensor) -> int:
         raise _missing("Tensor._version") from error
 
 
+VERSION: Callable[[Tensor], int] = attrgetter("_version")
+"""`version_of`, without a function in Python and without an error of its own."""
+
+
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """Returns `version_of` each tensor, without a loop in Python.
 
@@ -80,7 +84,7 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
         RuntimeError: if torch does not count them.
     """
     try:
-        return list(map(attrgetter("_version"), tensors))
+        return list(map(VERSION, tensors))
     except AttributeError as error:
         raise _missing("Tensor._version") from error
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -56,6 +57,8 @@ class Normalized:
     rstd: Tensor
     mean: Tensor | None = None
     with_bias: bool = False
+
+    held = attrgetter("y", "x", "rstd")
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ summed values are those of the norm.
 
 from functools import partial
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -170,6 +171,8 @@ class Convolution(torch.autograd.Function):
 class Factors:
     """Factors of one use: x [N, C, ..] and y [N, O, ..], N a multiple of B; G is [B, *weight]."""
 
+    held = attrgetter("x", "y")
+
     def __init__(self, x: Tensor, y: Tensor, shape: torch.Size, batch_size: int, options: tuple):
         stride, padding, dilation, transposed, _, groups = options
         self.shape, self.batch_size = shape, batch_size
@@ -231,6 +234,7 @@ class KernelFactors:
     """
 
     may_be_recomputed = True
+    held = staticmethod(lambda self: tuple(z.values for z in self._operands))  # may be the layer's
 
     def __init__(self, use: Factors):
         self._shape, self._geometry, self._batch_size = use.shape, use.geometry, use.batch_size

@@ -16,6 +16,7 @@ summed: both passes form them by the same products of the same samples.
 """
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -81,6 +82,8 @@ def _token_norms(gram: Tensor, x: Tensor) -> Tensor:
 
 class LinearFactors:
     """Factors of one use: a [B, T, p], y [B, T, d]; the parameter is [d, p], transposed [p, d]."""
+
+    held = attrgetter("a", "y")
 
     def __init__(self, a: Tensor, y: Tensor, transposed: bool):
         self.a, self.y, self.transposed = a, y, transposed

@@ -137,6 +137,7 @@ class ForwardBackward:
             args, kwargs = given.with_a_row_of_zeros()
             batch = self._establishment.batch_of(args, kwargs)
         seen = batch if real == given.size else batch.first(max(1, real))  # by the checks
+        is_looked_at = self.looks_at(seen.size)
         try:
             check = self._establishment.ensure(seen)
         except BaseException:
@@ -155,6 +156,7 @@ class ForwardBackward:
                 self.context, batch.size, backend, real, each, fill, is_compiled
             )
             private_step.padding = self.padding
+            backend.kept.reads_values = is_looked_at
             private_step.is_empty = not given.size
             self._begun = private_step
             return private_step

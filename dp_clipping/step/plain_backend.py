@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.clipping.accumulation import Weights, only, squared_norms, weighted_sum
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
 from dp_clipping.clipping.norms import Norm
@@ -120,11 +121,12 @@ class PlainBackend:
 
     def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
         self.context, self.batch_size, self.padding = context, batch_size, padding
-        self.plans = PlainPlans(context.policy)
+        self.plans, self.kept = PlainPlans(context.policy), Kept(context.capture.names)
         self.norms = norms_of(context, batch_size, lambda p: is_rescaled(self.sums.kept.get(p)))
         self.forget()
 
     def forget(self) -> None:
+        self.kept.forget()
         self.norms.forget()
         self.sums = PlainSums(self.context)
         self._grams = Grams()
@@ -161,6 +163,7 @@ class PlainBackend:
     # ---- clipping -------------------------------------------------------------------------------
 
     def clip(self) -> BatchNorms:
+        self.kept.check(self.sums.kept.items())
         squared, bounds = self.norms.squares_and_bounds()
         policy, clip_norms = self.context.policy, self._clip_norms
         scale = coefficients(bounds, clip_norms, policy.clipping_function, policy.gamma)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dp_clipping.capture.checks.kept import Kept, changed_in_place
 from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.linear_factors import LinearFactors
@@ -36,7 +37,7 @@ from dp_clipping.step.context import StepContext
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.step_norms import StepNorms
-from dp_clipping.torch_compat import flush_ready_nodes
+from dp_clipping.torch_compat import VERSION, flush_ready_nodes
 
 Accumulate = Callable[[Parameter, Tensor | None], None]
 
@@ -90,6 +91,7 @@ class Backend(Protocol):
 
     Attributes:
         fused: whether it runs on kernels; then `normalized` and `counted` are called.
+        kept: the versions of what is kept; compared before norms and sums are formed of it.
         plans: how each layer is handled.
         norms: the norms of the parameters so far.
         sums: forms the clipped sums; another object after `forget`.
@@ -97,6 +99,7 @@ class Backend(Protocol):
     """
 
     fused: bool
+    kept: Kept
     norms: StepNorms
 
     @property
@@ -189,7 +192,7 @@ class PrivateStep:
         self._seen: set[int] = set()  # ids of parameters, in the backward under way
         self._slots: dict[Parameter, Tensor] = {}
         self._joins: dict[Parameter, Tensor] = {}
-        self._parts: dict[Parameter, list[LinearFactors]] = {}  # of uses, until they are joined
+        self._parts: dict[Parameter, list[tuple]] = {}  # uses and versions, until they are joined
         self.slots = self.capture.make_slots(self)
 
     def release(self) -> None:
@@ -252,7 +255,7 @@ class PrivateStep:
 
     def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
         """Takes G [B, *parameter], summed over the parameter's uses; `own`: its squared norms."""
-        if not self._is_new(parameter):
+        if not self._is_new(parameter, gradients):
             return
         if self._stage is Stage.SUMS:
             self.backend.sums.emit(parameter, gradients)
@@ -261,7 +264,7 @@ class PrivateStep:
 
     def factors(self, parameter: Parameter, factors: Any) -> None:
         """Takes the factors of G of the parameter's only use."""
-        if not self._is_new(parameter):
+        if not self._is_new(parameter, factors):
             return
         if self._stage is Stage.SUMS:
             self.backend.sums.emit(parameter, factors)
@@ -270,11 +273,16 @@ class PrivateStep:
 
     def join_factors(self, parameter: Parameter, factors: LinearFactors) -> None:
         """Takes the factors of one use of a weight that has several."""
-        self._parts.setdefault(parameter, []).append(factors)
+        self._parts.setdefault(parameter, []).append(
+            (factors, *map(VERSION, factors.held(factors)))
+        )
 
     def joined(self, parameter: Parameter) -> None:
         """Delivers all uses of a weight together: as factors, or as G where that is smaller."""
-        factors = LinearFactors.joined(self._parts.pop(parameter))
+        uses = self._parts.pop(parameter)
+        if any(tuple(map(VERSION, use.held(use))) != (*versions,) for use, *versions in uses):
+            raise changed_in_place([self.capture.names[parameter]])
+        factors = LinearFactors.joined([use for use, *_ in uses])
         left, right = factors.operands
         if self.plans.prefers_dense(left.shape[1], left.shape[2], right.shape[2]):
             self.dense(parameter, gradients_of(left, right))
@@ -284,15 +292,15 @@ class PrivateStep:
     def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
         """Takes the factors of a normalisation's only use; None for a frozen parameter."""
         own = [p for p in (weight, bias) if p is not None]
-        if all([self._is_new(parameter) for parameter in own]):
+        if all([self._is_new(parameter, use) for parameter in own]):
             self.backend.normalized(weight, bias, use)
 
     def counted(self, parameter: Parameter, count: Tensor) -> None:
         """Takes how often compiled code has used a weight [1]; called before its gradient."""
         self.backend.counted(parameter, count)
 
-    def _is_new(self, parameter: Parameter) -> bool:
-        """Returns whether a gradient that arrives is to be used.
+    def _is_new(self, parameter: Parameter, arrived: Any) -> bool:
+        """Returns whether a gradient that arrives is to be used, and notes its versions.
 
         Raises:
             RuntimeError: the norm would miss something.
@@ -315,6 +323,12 @@ class PrivateStep:
                 "model.reset_batch_layouts() before a forward that differs"
             )
         self._seen.add(number)
+        kept = self.backend.kept
+        if kept.reads_values:
+            kept.note_arrival(parameter, arrived)
+        else:
+            held = (arrived,) if isinstance(arrived, Tensor) else arrived.held(arrived)
+            kept.versions[parameter] = tuple(map(VERSION, held))
         return True
 
     # ---- the step -------------------------------------------------------------------------------

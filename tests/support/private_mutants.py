@@ -50,9 +50,26 @@ SECURE_KERNEL = "tests/dp_clipping/noise/secure/test_kernel.py"
 ROUNDED = "tests/dp_clipping/noise/secure/test_rounded_gaussian.py"
 CERTIFICATE = "tests/dp_clipping/noise/secure/test_certificate.py"
 BATCHES_ONCE = "tests/dp_clipping/sampling/test_batches_once.py"
+KEPT = "tests/dp_clipping/capture/checks/test_kept.py"
 TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
 
 ROWS = [
+    # ---- what a backward keeps
+    ("kept gradients are not compared before sums", "step/plain_backend.py",
+     "self.kept.check(self.sums.kept.items())", "pass", KEPT, "sibling"),
+    ("kept gradients are not compared before sums on kernels", "step/fused/clipped_sums.py",
+     "self._noted.check(saved)", "pass", KEPT, "kernels"),
+    ("uses that wait to be joined are not compared", "step/private_step.py",
+     "raise changed_in_place([self.capture.names[parameter]])", "pass", KEPT, "two_uses"),
+    ("only the output's gradient is compared", "layers/linear_factors.py",
+     'held = attrgetter("a", "y")', 'held = attrgetter("y", "y")', KEPT, "activations"),
+    ("values are compared in no step", "step/forward_backward.py",
+     "backend.kept.reads_values = is_looked_at", "backend.kept.reads_values = False", KEPT,
+     "without_a_version"),
+    ("versions are compared in no step", "capture/checks/kept.py",
+     "if self.versions[p]", "if self.reads_values and self.versions[p]", KEPT, "later_step"),
+    ("a second backward may bring anything", "capture/checks/kept.py",
+     "if _are_others(before, values):", "if False:", KEPT, "counts_its_calls"),
     # ---- clipping
     ("norms without their margin", "clipping/coefficients.py",
      "norms = squared_bounds.sqrt() * margin", "norms = squared_bounds.sqrt()", COEFFICIENTS),

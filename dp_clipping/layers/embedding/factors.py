@@ -5,6 +5,7 @@ over the distinct tokens of the sample, of the squared norm of that sum.
 """
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,7 @@ class TableGradients:
 
     gradients: Tensor
 
+    held = staticmethod(lambda _: ())  # nobody else has it
     may_be_recomputed = False
     nbytes = 0  # little beside what the forward holds
 
@@ -69,6 +71,8 @@ class TableGradients:
 
 class EmbeddingFactors:
     """Factors of one use: ids [B, T], int32 or int64, y [B, T, d]."""
+
+    held = attrgetter("ids", "y")
 
     def __init__(self, ids: Tensor, y: Tensor, vocabulary: int):
         self.ids, self.y, self.vocabulary = ids.long(), y, vocabulary

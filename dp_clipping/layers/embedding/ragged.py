@@ -4,6 +4,8 @@ The tokens of all samples are the rows of one tensor, [N, d], and another one, [
 row is. No row is added to make samples as long as the longest one.
 """
 
+from operator import attrgetter
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from dp_clipping.kernels.embedding import TokenSums
 
 class RaggedFactors:
     """Factors of one use of an embedding: ids [N], samples [N] in ascending order, y [N, d]."""
+
+    held = attrgetter("ids", "samples", "y")
 
     def __init__(self, ids: Tensor, samples: Tensor, y: Tensor, batch_size: int, vocabulary: int):
         self.ids, self.samples, self.y = ids.long(), samples, y

@@ -6,6 +6,7 @@ the sum over this sample alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class LayerSums:
             [*parameter.shape].
         rows: B.
         gradient: the gradient of the output; only its device and dtype count.
+        tensors: what the functions compute with.
     """
 
     def __init__(
@@ -38,9 +40,10 @@ class LayerSums:
         weighted_sum: Callable[[Tensor, Tensor], Results],
         rows: int,
         gradient: Tensor,
+        tensors: tuple[Tensor, ...] = (),
     ):
         self._norm, self._weighted_sum = norm, weighted_sum
-        self.rows, self.gradient = rows, gradient
+        self.rows, self.gradient, self.tensors = rows, gradient, tensors
         self._norms: Results | None = None
         self._key: Any = None
         self._left: dict[str, Tensor] = {}
@@ -95,6 +98,7 @@ class NormAndSum:
 
     may_be_recomputed = True
     gradients = None
+    held = attrgetter("sums.tensors")
 
     def __init__(self, sums: LayerSums, name: str, nbytes: int, good: Tensor | None = None):
         self.sums, self.name, self.nbytes, self.good = sums, name, nbytes, good

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.capture.compile_forecast import CompiledShapes, refuse_repeated
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.norm_layer_gradients import Normalized
@@ -61,6 +62,7 @@ class FusedBackend:
         self.context, self.batch_size, self.padding = context, batch_size, padding
         capture, device = context.capture, context.capture.trigger.device
         self.norms, self._compiled = norms_of(context, batch_size), forecast is not None
+        self.kept = Kept(capture.names)
         self.schedule = schedule = LaunchSchedule(context.sharding, device)
         self.plans = LayerPlans(
             capture.names, capture.parameters, context.policy, context.plans,
@@ -71,9 +73,10 @@ class FusedBackend:
     def forget(self) -> None:
         context, tile_size = self.context, self.context.policy.tile_size
         self.norms.forget()
+        self.kept.forget()
         self.queue = NormQueue(context.capture.norm_group_key, tile_size)
         self.sums = FusedSums(
-            context.capture, context.sums, context.timer, tile_size, self.schedule,
+            context.capture, context.sums, context.timer, tile_size, self.schedule, self.kept,
             compiled=self._compiled,
         )  # fmt: skip
         self._counts: dict[Parameter, Tensor] = {}  # of uses in compiled code
@@ -150,6 +153,7 @@ class FusedBackend:
         keep = not (self.context.policy.two_passes and use.may_be_recomputed)
         with self.context.timer.layers("norm/factors", parameter):
             self.norms.found[parameter] = use.take_norm(keep)
+        self.kept.note_all({parameter: use})
         if keep:
             self.sums.kept[parameter] = use
         else:
@@ -185,7 +189,9 @@ class FusedBackend:
     # ---- norms and coefficients -----------------------------------------------------------------
 
     def _take_norms(self, everything: bool) -> None:
+        self.kept.check(self.queue.operands())
         found = self.queue.flush(everything, self.context.timer.layers)
+        self.kept.note_all(found.gradients)
         self.norms.found.update(found.norms)
         self.norms.joined |= found.joined
         self.sums.kept.update(found.gradients)  # in the factors' places

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.distributed.gradient_reduce import ShardedSums
@@ -91,6 +92,7 @@ class FusedSums:
         timer: the timer of the step.
         tile_size: the tile size of the kernels, None: chosen by them.
         schedule: when queued work is launched.
+        noted: the versions of what is kept.
         compiled: operands arrive in another order than activations are freed, those of linear
             layers last.
 
@@ -112,10 +114,11 @@ class FusedSums:
         timer: Timer,
         tile_size: int | None,
         schedule: LaunchSchedule,
+        noted: Kept,
         compiled: bool = False,
     ):
         self.capture, self.shards, self.schedule = capture, shards, schedule
-        self.compiled = compiled
+        self.compiled, self._noted = compiled, noted
         self._how = capture.groups, capture.shapes, tile_size, timer.layers
         self.kept: dict[Parameter, Any] = {}
         self.recomputed: list[Parameter] = []
@@ -151,6 +154,7 @@ class FusedSums:
         self.schedule.check_stream(saved if isinstance(saved, Tensor) else saved.y)
         if not isinstance(saved, Tensor | LinearFactors):
             saved = saved.on_kernels()
+            self._noted.note_all({parameter: saved})
         self._taken.add(parameter)
         self._queue(parameter, saved)
 
@@ -202,6 +206,7 @@ class FusedSums:
     @torch.no_grad()
     def form(self, saved: list[tuple[Parameter, Any]], scale: Coefficients) -> None:
         """Forms sums of several parameters; `saved` is emptied."""
+        self._noted.check(saved)
         totals = clipped_sums(saved, scale, *self._how)
         totals.reverse()
         while totals:

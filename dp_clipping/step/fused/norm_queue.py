@@ -7,6 +7,7 @@ are queued until their norms are taken, because they are many and small.
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,12 @@ class NormQueue:
     ) -> None:
         """Queues a normalisation of which the weight, the bias, or both are trained."""
         self._normalized.append(((weight, bias), use))
+
+    def operands(self) -> list[tuple[Parameter, Any]]:
+        """Returns what is queued, by parameter."""
+        linear = [(parameter, factors) for parameter, factors, _ in self.linear]
+        normalized = [(p, use) for own, use in self._normalized for p in own if p is not None]
+        return [*linear, *normalized, *self.vectors]
 
     def flush(self, everything: bool, label: Label) -> NormBatch:
         """Takes the norms of linear layers whose factors nothing else needs, or of the whole queue.

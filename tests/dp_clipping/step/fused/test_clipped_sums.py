@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.weighted_product import weighted_product_plain
@@ -64,7 +65,7 @@ def test_a_sum_that_takes_more_than_it_frees_is_formed_last(monkeypatch):
     capture = SimpleNamespace(sharding=None, groups={}, shapes={})
     timer = SimpleNamespace(layers=None)
     schedule = LaunchSchedule(None, torch.device("cpu"))
-    sums = FusedSums(capture, None, timer, None, schedule, compiled=True)
+    sums = FusedSums(capture, None, timer, None, schedule, Kept({}), compiled=True)
     sums.begin()
     table, *weights = (torch.nn.Parameter(torch.empty(n)) for n in (1000, 10, 20))
     sums.kept = {p: torch.empty(8, 30) for p in (table, *weights)}

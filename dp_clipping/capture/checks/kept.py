@@ -1,0 +1,114 @@
+"""Refuses changes of what a backward keeps, between its arrival and its use.
+
+Autograd gives one gradient tensor to all branches that need it, and a hook or a backward on another
+branch may write to it after a layer has delivered it. So the versions of all tensors that are kept
+are noted on arrival, and compared before norms and before sums are formed.
+
+`Tensor.data`, NumPy and kernels of other libraries write without a new version. So where the losses
+of a batch are checked, values are noted and compared too, also between two backwards.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dp_clipping.capture.checks.summaries import Summary, differ, summary
+from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.torch_compat import VERSION
+
+
+class Kept:
+    """Versions, and in some steps values, of the tensors that one step keeps.
+
+    What is kept for a parameter is G, or an object of factors. That has a function `held` from
+    itself to its tensors.
+
+    Args:
+        names: parameter -> its full name.
+
+    Attributes:
+        versions: parameter -> those that were noted.
+        reads_values: values are noted too.
+    """
+
+    def __init__(self, names: Mapping[Parameter, str]):
+        self._names, self.reads_values = names, False
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was noted."""
+        self.versions: dict[Parameter, tuple[int, ...]] = {}
+        self._values: dict[Parameter, list[Summary]] = {}
+        self._arrived: dict[Parameter, list[Summary]] = {}
+
+    def note_all(self, found: Mapping[Parameter, Any]) -> None:
+        """Notes what is kept for parameters from now on."""
+        for parameter, one in found.items():
+            held = _tensors_of(one)
+            self.versions[parameter] = tuple(map(VERSION, held))
+            if self.reads_values:
+                self._values[parameter] = _values_of(held)
+
+    def note_arrival(self, parameter: Parameter, one: Any) -> None:
+        """Notes what arrives in a step in which values are read.
+
+        Raises:
+            RuntimeError: a second backward computes other values than the first one.
+        """
+        self.note_all({parameter: one})
+        values = self._values[parameter]
+        before = self._arrived.setdefault(parameter, values)
+        if _are_others(before, values):
+            raise RuntimeError(
+                f"{self._names[parameter]}: its layer got other output gradients, or other inputs, "
+                "in the second backward of this mode than in the first one, of which the norms "
+                "are: let no hook and no backward of a torch.autograd.Function depend on how often "
+                'it runs, or give grad_sample_mode="bookkeeping", which runs one backward'
+            )
+
+    def check(self, kept: Iterable[tuple[Parameter, Any]]) -> None:
+        """Raises RuntimeError if a tensor has changed since it was noted."""
+        pairs = list(kept)
+        changed = [
+            p for p, one in pairs
+            if self.versions[p]
+            != tuple(map(VERSION, (one,) if isinstance(one, Tensor) else one.held(one)))
+        ]  # fmt: skip
+        if self.reads_values and not changed:
+            changed = [p for p, one in pairs if self._has_changed(p, one)]
+        if changed:
+            raise changed_in_place(dict.fromkeys(self._names[p] for p in changed))
+
+    def _has_changed(self, parameter: Parameter, one: Any) -> bool:
+        return _are_others(self._values[parameter], _values_of(_tensors_of(one)))
+
+
+def changed_in_place(names: Iterable[str]) -> RuntimeError:
+    """Returns the error for parameters of whose layers a kept tensor has changed."""
+    return RuntimeError(
+        f"{', '.join(names)}: the gradient of its layer's output, or its input, was changed in "
+        "place in backward after the layer had used it, so its clipped sum would not be that of "
+        "its norm: in a hook, or in the backward of a torch.autograd.Function on another branch, "
+        "return a new tensor, as return gradient * 2 in place of return gradient.mul_(2)"
+    )
+
+
+def _tensors_of(one: Any) -> tuple[Tensor, ...]:
+    return (one,) if isinstance(one, Tensor) else one.held(one)
+
+
+def _values_of(tensors: Iterable[Tensor]) -> list[Summary]:
+    """Returns a summary of the rows of each tensor that has any."""
+    return [summary(x, Layout(), len(x)) for x in tensors if x.dim() and len(x)]
+
+
+def _are_others(before: list[Summary], now: list[Summary]) -> bool:
+    """Returns whether values differ; the host waits."""
+    return any(
+        any(differ([(one, other)], torch.ones(len(one.values), dtype=torch.bool)))
+        for one, other in zip(before, now, strict=True)
+        if one is not other
+    )
