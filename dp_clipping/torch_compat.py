@@ -375,6 +375,15 @@ def is_of_vmap(x: Tensor) -> bool:
     return getattr(functorch, "is_batchedtensor", lambda _: False)(x)
 
 
+def in_transform() -> bool:
+    """Returns whether code runs under `torch.vmap` or another transform of `torch.func`.
+
+    False where torch cannot tell.
+    """
+    functorch = getattr(torch._C, "_functorch", None)
+    return getattr(functorch, "peek_interpreter_stack", lambda: None)() is not None
+
+
 def current_vmap() -> Vmap | None:
     """Returns the vmap that runs now; None outside of it.
 

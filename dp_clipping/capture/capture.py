@@ -254,6 +254,13 @@ class Capture:
             self._widened |= weights
             self.make_whole(())
 
+    def let_differentiate(self, handles: Collection[LayerState]) -> None:
+        """Runs these modules under vmap, where a gradient can be differentiated again."""
+        modules = [m for m in self.network.modules() if vars(m).get("_private") in handles]
+        self._widened |= {module: [] for module in modules if module not in self._widened}
+        self._whole.update(modules)
+        self.make_whole(())
+
     def _is_apart(self, module: nn.Module) -> bool:
         handle = vars(module).get("_private")
         return handle is not None and handle.kind == "vectorized"

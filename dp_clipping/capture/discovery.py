@@ -224,11 +224,14 @@ class LayoutDiscovery:
             except ValueError as error:
                 raise refusal or error from error
             else:
-                if not unfit:
+                if self._search.differentiated:
+                    capture.let_differentiate(self._search.differentiated)
+                elif not unfit:
                     if not self._search.packs:
                         learn_whole_batches(capture, *arguments[:2])
                     return
-                capture.make_whole(unfit)
+                else:
+                    capture.make_whole(unfit)
             self._search.forget()
 
     def _unfit(self, arguments: list[tuple]) -> list[LayerState]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
@@ -36,6 +37,7 @@ from dp_clipping.layers.handle import (
     rows_unknown,
 )
 from dp_clipping.layers.tensor_parallel import local
+from dp_clipping.layers.vmap.refusals import refuse_transforms
 from dp_clipping.torch_compat import TorchDispatchMode, is_dtype_cast
 
 UNSURE = "unsure"
@@ -55,6 +57,7 @@ class Search:
         self.capture = capture
         self._uses: dict[Parameter, int] = {}
         self._routing: set[str] = set()
+        self.differentiated: set[LayerState] = set()  # by the network's own forward
         self.packs = False  # sequences, for a recurrent layer
         self.checks_values = False  # a GPU may stop at numbers that are out of range
         self.output_layouts: dict[tuple[int, ...], list[Layout | None]] = {}
@@ -63,6 +66,7 @@ class Search:
     def forget(self) -> None:
         """Discards where the samples are and how often parameters are used."""
         self._uses.clear()
+        self.differentiated.clear()
         self.output_layouts.clear()
         for handle in self.capture.handles:
             handle.layouts.clear()
@@ -188,6 +192,20 @@ class Search:
                 'network.set_experts_implementation("batched_mm") before make_private'
             )
 
+    def _note_derivatives(self, handle: LayerState, inputs: list[Tensor]) -> None:
+        """Notes a layer that is given dual numbers, of `torch.autograd.forward_ad`."""
+        is_dual = any(unpack_dual(x).tangent is not None for x in inputs)
+        if is_dual and not _can_be_differentiated(handle):
+            self.differentiated.add(handle)
+
+    def _note_backwards(self, handle: LayerState, outputs: list[Tensor]) -> None:
+        """Notes a layer from which a backward passes while the network's forward still runs."""
+        if _can_be_differentiated(handle):
+            return
+        for y in outputs:
+            if y.requires_grad:
+                y.register_hook(lambda _: self.differentiated.add(handle))
+
     def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list[LayerCall]]:
         """Returns name of a layer -> its calls in a plain forward of `batch_size` samples."""
         calls: dict[str, list[LayerCall]] = {}
@@ -198,6 +216,8 @@ class Search:
             handle: LayerState = module._private
             _refuse_packed(handle, module, (*args, *kwargs.values()))
             inputs = [tensor_parallel.local(x) for x in handle.tensors((args, kwargs))]
+            refuse_transforms(handle.name)
+            self._note_derivatives(handle, handle.tensors((args, kwargs)))
             self.packs |= any(isinstance(x, PackedSequence) for x in args)
             dtype = product_dtype(inputs[0]) if inputs else None
             shapes = [_if_flattened(x, batch_size, handle) for x in inputs]
@@ -211,6 +231,7 @@ class Search:
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             handle: LayerState = module._private
             call = calls[handle.name][-1]
+            self._note_backwards(handle, handle.tensors(output))
             outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
             call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]
             dims = tuple(x.dim() for x in call.inputs)
@@ -235,6 +256,11 @@ class Search:
             LayerCall([], [_if_flattened(local(y), batch_size) for y in outputs], None)
         ]
         return calls | {h.name: [] for h in self.capture.handles if h.name not in calls}
+
+
+def _can_be_differentiated(handle: LayerState) -> bool:
+    """Returns whether gradients of what a module computes have gradients of their own."""
+    return handle.kind == "vectorized" and not handle.children_apart
 
 
 def _refuse_packed(handle: LayerState, module: nn.Module, inputs: tuple) -> None:

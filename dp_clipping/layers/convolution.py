@@ -149,7 +149,7 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
-        gy = tensor_parallel.settled(gy)
+        gy = tensor_parallel.arrived(gy)
         weight_target, bias_target, batch_size, options = ctx.rest
         wants_x, wants_weight, wants_bias = ctx.wants
         gx = gradients = biases = None
@@ -229,12 +229,13 @@ class KernelFactors:
     """Packed operands (channels last), from which kernels compute norms and sums.
 
     Attributes:
+        values: the operands' tensors.
         gradients: G [B, O, taps, C / groups], which taking the norm leaves in the operands' place
             where it is smaller.
     """
 
     may_be_recomputed = True
-    held = staticmethod(lambda self: tuple(z.values for z in self._operands))  # may be the layer's
+    held = attrgetter("values")
 
     def __init__(self, use: Factors):
         self._shape, self._geometry, self._batch_size = use.shape, use.geometry, use.batch_size
@@ -244,6 +245,7 @@ class KernelFactors:
             pack(use.x, use.batch_size, tf32, use.geometry.padding),
             pack(use.y, use.batch_size, tf32),
         )
+        self.values = (self._operands[0].values, self._operands[1].values)  # may be the layer's
         self.gradients: Tensor | None = None
 
     @property
@@ -264,7 +266,7 @@ class KernelFactors:
             return Norm(*gram.gram_squares(*work), GRAM_ROUNDING, error)
         gradients, squares = gradients_and_squares(*work, store)
         if store:
-            self.gradients, self._operands = gradients, ()
+            self.gradients, self._operands, self.values = gradients, (), ()
         return Norm(squares)
 
     def weighted_sum(self, coefficients: Tensor, _outputs: int) -> Tensor:

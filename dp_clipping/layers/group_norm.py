@@ -66,7 +66,7 @@ class GroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         x, weight, mean, rstd = ctx.saved_tensors
-        gy = tensor_parallel.settled(gy).contiguous()
+        gy = tensor_parallel.arrived(gy).contiguous()
         batch_size, sizes, fused = ctx.rest
         wants_x, wants_weight, wants_bias = ctx.wants
         gx = weights = biases = None

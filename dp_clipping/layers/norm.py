@@ -146,7 +146,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         x, weight, rstd = ctx.saved_tensors
-        gy = tensor_parallel.settled(gy)
+        gy = tensor_parallel.arrived(gy)
         shape, dims, layout, batch_size, wants_x, wants_weight = ctx.rest
         gx = _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) if wants_x else None
         gradients = None
@@ -200,7 +200,7 @@ class LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        gy = tensor_parallel.settled(gy)
+        gy = tensor_parallel.arrived(gy)
         shape, layout, batch_size, (wants_x, wants_weight, wants_bias) = ctx.rest
         gx = None
         if wants_x:

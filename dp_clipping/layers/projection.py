@@ -120,7 +120,7 @@ class Dense(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
-        gy = tensor_parallel.settled(gy)
+        gy = tensor_parallel.arrived(gy)
         wants_x, wants_weight, wants_bias = ctx.wants
         weight_target, bias_target, kind, dim, batch_size, transposed = ctx.rest
         layout = Layout(kind, dim)
@@ -149,7 +149,7 @@ class Factors(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
-        gy = tensor_parallel.settled(gy)
+        gy = tensor_parallel.arrived(gy)
         batch_size, take, layout, transposed, bias_target = ctx.rest
         wants_x, wants_bias = ctx.wants
         y = layout.batch_tokens(gy, batch_size)

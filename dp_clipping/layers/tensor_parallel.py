@@ -189,6 +189,31 @@ def settled(x: Tensor) -> Tensor:
     return Settle.apply(x)
 
 
+def arrived(gy: Tensor) -> Tensor:
+    """Returns the gradient of a layer's output in its backward, settled.
+
+    Raises:
+        RuntimeError: the gradients that the layer computes of it are to be differentiated, and its
+            weights would be constants there.
+    """
+    compiling = torch.compiler.is_compiling()
+    if torch.is_grad_enabled() and not compiling:
+        raise RuntimeError(DIFFERENTIATED_AGAIN)
+    if type(gy) is Tensor or compiling or not _is_under_way(gy):
+        return gy
+    return Settle.apply(gy)
+
+
+DIFFERENTIATED_AGAIN = (
+    "a gradient of what the network has computed is to be differentiated itself "
+    "(create_graph=True), and where layers have arithmetic of their own it depends on no weight: "
+    "compute it in the forward of the network that make_private is given, as "
+    "torch.autograd.grad(energy.sum(), x, create_graph=True), in its first batch too, and return "
+    "it beside the outputs; a network that is sharded over ranks, or compiled, has no such "
+    "gradients"
+)
+
+
 def _is_under_way(x: Tensor) -> bool:
     """Returns whether x is an asynchronous tensor; the class has no public name in torch."""
     return type(x).__name__ == "AsyncCollectiveTensor"

@@ -187,6 +187,7 @@ class ForwardBackward:
                 private_step = begin()
                 with self.capture.attached(private_step), randomness.again():
                     output = self._call_network_again(args, kwargs)
+        private_step.end_forward()
         self.state.pending, self._batch = private_step, seen
         if self.state.usage.is_part(given.size):
             rows = given.rows()

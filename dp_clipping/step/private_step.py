@@ -42,9 +42,24 @@ from dp_clipping.torch_compat import VERSION, flush_ready_nodes
 Accumulate = Callable[[Parameter, Tensor | None], None]
 
 
+IN_FORWARD = (
+    "the network's forward calls backward(), or it differentiates what this layer computes and did "
+    "not in the first batch: in forward call torch.autograd.grad(energy.sum(), x, "
+    "create_graph=True), with respect to inputs alone, and model.reset_batch_layouts() before a "
+    "forward that differs from the first one"
+)
+OF_SOMETHING_ELSE = (
+    "backward of something else than the private criterion's loss for the last forward: call "
+    "backward() on what the criterion from make_private returns, once for each forward (samples of "
+    "one batch may be concatenated); in place of loss = model(**batch).loss, "
+    "loss = criterion(model(**batch).logits, labels)"
+)
+
+
 class Stage(Enum):
     """Selects what a backward does with per-sample gradients that arrive."""
 
+    FORWARD = auto()
     IDLE = auto()
     NORMS = auto()
     SUMS = auto()
@@ -188,12 +203,16 @@ class PrivateStep:
         self.padding: Tensor | None = None
         self.slices: Sequence[Slice | None] = ()
         self.is_compiled = is_compiled
-        self._stage = Stage.IDLE
+        self._stage = Stage.FORWARD
         self._seen: set[int] = set()  # ids of parameters, in the backward under way
         self._slots: dict[Parameter, Tensor] = {}
         self._joins: dict[Parameter, Tensor] = {}
         self._parts: dict[Parameter, list[tuple]] = {}  # uses and versions, until they are joined
         self.slots = self.capture.make_slots(self)
+
+    def end_forward(self) -> None:
+        """Is called when the forward has returned."""
+        self._stage = Stage.IDLE
 
     def release(self) -> None:
         """Drops what refers to the step's autograd graph; the step is not used again.
@@ -273,6 +292,7 @@ class PrivateStep:
 
     def join_factors(self, parameter: Parameter, factors: LinearFactors) -> None:
         """Takes the factors of one use of a weight that has several."""
+        self._refuse_outside(parameter)  # of one use
         self._parts.setdefault(parameter, []).append(
             (factors, *map(VERSION, factors.held(factors)))
         )
@@ -299,6 +319,13 @@ class PrivateStep:
         """Takes how often compiled code has used a weight [1]; called before its gradient."""
         self.backend.counted(parameter, count)
 
+    def _refuse_outside(self, parameter: Parameter) -> None:
+        """Raises RuntimeError if a gradient arrives that is not of the step's own backward."""
+        if self._stage is Stage.FORWARD:
+            raise RuntimeError(f"{self.capture.names[parameter]}: {IN_FORWARD}")
+        if self._stage is Stage.IDLE:
+            raise RuntimeError(f"{self.capture.names[parameter]}: {OF_SOMETHING_ELSE}")
+
     def _is_new(self, parameter: Parameter, arrived: Any) -> bool:
         """Returns whether a gradient that arrives is to be used, and notes its versions.
 
@@ -307,14 +334,8 @@ class PrivateStep:
         """
         if self._stage is Stage.SUMS and self.backend.sums.has_taken(parameter):
             return False
-        if self._stage is Stage.IDLE:
-            raise RuntimeError(
-                f"{self.capture.names[parameter]}: backward of something else than the private "
-                "criterion's loss for the last forward: call backward() on what the criterion from "
-                "make_private returns, once for each forward (samples of one batch may be "
-                "concatenated); in place of loss = model(**batch).loss, "
-                "loss = criterion(model(**batch).logits, labels)"
-            )
+        if self._stage not in (Stage.NORMS, Stage.SUMS):
+            self._refuse_outside(parameter)
         number = id(parameter)
         if number in self._seen:
             raise RuntimeError(

@@ -50,10 +50,22 @@ SECURE_KERNEL = "tests/dp_clipping/noise/secure/test_kernel.py"
 ROUNDED = "tests/dp_clipping/noise/secure/test_rounded_gaussian.py"
 CERTIFICATE = "tests/dp_clipping/noise/secure/test_certificate.py"
 BATCHES_ONCE = "tests/dp_clipping/sampling/test_batches_once.py"
+DERIVATIVES = "tests/dp_clipping/test_second_derivatives.py"
 KEPT = "tests/dp_clipping/capture/checks/test_kept.py"
 TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
 
 ROWS = [
+    # ---- second derivatives
+    ("a gradient of layers may be differentiated again", "layers/tensor_parallel.py",
+     "if torch.is_grad_enabled() and not compiling:", "if False:", DERIVATIVES, "loop"),
+    ("layers that a forward differentiates keep their arithmetic", "capture/layout_search.py",
+     "y.register_hook(lambda _: self.differentiated.add(handle))", "pass", DERIVATIVES,
+     "in_its_forward"),
+    ("dual numbers are not noted", "capture/layout_search.py",
+     "if is_dual and not _can_be_differentiated(handle):", "if False:", DERIVATIVES,
+     "in_its_forward"),
+    ("a backward in a forward leaves factors of joined uses", "step/private_step.py",
+     "self._refuse_outside(parameter)  # of one use", "pass", DERIVATIVES, "later or loop"),
     # ---- what a backward keeps
     ("kept gradients are not compared before sums", "step/plain_backend.py",
      "self.kept.check(self.sums.kept.items())", "pass", KEPT, "sibling"),

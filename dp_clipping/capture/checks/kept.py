@@ -47,7 +47,7 @@ class Kept:
     def note_all(self, found: Mapping[Parameter, Any]) -> None:
         """Notes what is kept for parameters from now on."""
         for parameter, one in found.items():
-            held = _tensors_of(one)
+            held = (one,) if isinstance(one, Tensor) else one.held(one)
             self.versions[parameter] = tuple(map(VERSION, held))
             if self.reads_values:
                 self._values[parameter] = _values_of(held)

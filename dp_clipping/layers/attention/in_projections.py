@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
+from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import deliver
 
@@ -38,6 +39,7 @@ class InProjections(torch.autograd.Function):
     def backward(ctx, *gys):
         weight, *xs = ctx.saved_tensors
         takes, sizes, layouts, batch_size = ctx.rest
+        gys = [tensor_parallel.arrived(gy) for gy in gys]
         parts = weight.split(sizes)
         inputs = [
             gy @ part if needed else None
@@ -69,6 +71,7 @@ class AddBiases(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gys):
         wants_bias, target, layouts, batch_size = ctx.rest
+        gys = tuple([tensor_parallel.arrived(gy) for gy in gys])
         biases = None
         if wants_bias:
             dtype = accumulation_dtype(gys[0].dtype)
@@ -91,6 +94,7 @@ class RepeatToken(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         wants, target, layout, batch_size = ctx.rest
+        gy = tensor_parallel.arrived(gy)
         gradients = None
         if wants:
             rows = layout.batch_tokens(gy[0].unsqueeze(1), batch_size)

@@ -110,7 +110,7 @@ class Bag(torch.autograd.Function):
     def backward(ctx, gy):
         ids, weight, scales = ctx.saved_tensors
         mode, padding_idx, handle, private_step, layout, batch_size = ctx.rest
-        gy = tensor_parallel.settled(gy).unsqueeze(1)
+        gy = tensor_parallel.arrived(gy).unsqueeze(1)
         of_scales = gradients = None
         if scales is not None and ctx.needs_input_grad[2]:
             of_scales = without_padding(ids, gy * F.embedding(ids, weight), padding_idx).sum(2)
@@ -151,7 +151,7 @@ class RaggedBag(torch.autograd.Function):
         ids, offsets, weight, scales = ctx.saved_tensors
         mode, padding_idx, has_last, handle, private_step, batch_size, each = ctx.rest
         bags = bags_of(ids, offsets, has_last)
-        y = tensor_parallel.settled(gy)[bags]
+        y = tensor_parallel.arrived(gy)[bags]
         of_scales = gradients = None
         if scales is not None and ctx.needs_input_grad[3]:
             of_scales = without_padding(ids, y * F.embedding(ids, weight), padding_idx).sum(1)

@@ -41,7 +41,7 @@ class Dense(torch.autograd.Function):
     def backward(ctx, gy):
         (ids,) = ctx.saved_tensors
         padding_idx, kind, dim, batch_size, shape, dtype = ctx.rest
-        gy = tensor_parallel.settled(gy)
+        gy = tensor_parallel.arrived(gy)
         ids, gy = batch_tokens(ids, gy, Layout(kind, dim), batch_size)
         factors = EmbeddingFactors(ids, without_padding(ids, gy, padding_idx), shape[1])
         return None, None, factors.dense().to(dtype), None, None, None, None
@@ -60,7 +60,7 @@ class Factors(torch.autograd.Function):
     def backward(ctx, gy):
         (ids,) = ctx.saved_tensors
         handle, private_step, padding_idx, layout, vocabulary = ctx.rest
-        gy = tensor_parallel.settled(gy)
+        gy = tensor_parallel.arrived(gy)
         ids, gy = batch_tokens(ids, gy, layout, private_step.batch_size)
         gy = without_padding(ids, gy, padding_idx)
         private_step.factors(handle.parameter("weight"), EmbeddingFactors(ids, gy, vocabulary))

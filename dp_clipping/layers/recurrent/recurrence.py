@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
+from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.recurrent.kernel import Weights
 from dp_clipping.layers.recurrent.packing import Packing
@@ -203,6 +204,7 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         gates, *weights = ctx.saved_tensors
+        g = tensor_parallel.arrived(g)
         with torch.autocast(g.device.type, enabled=False):
             weights = [None if w is None else w.to(g.dtype) for w in weights]
             of_all: Any = [tuple(weights[n : n + 3]) for n in range(0, len(weights), 3)]

@@ -22,6 +22,7 @@ from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.registered.norm_and_sum import LayerSums, NormAndSum, checked, without
 from dp_clipping.layers.registered.one_alone import refuse_wrong
 from dp_clipping.layers.registered.registry import LinearProduct, arithmetic_of
+from dp_clipping.layers.tensor_parallel import arrived
 from dp_clipping.layers.vmap.module import Body, plain_forward
 from dp_clipping.torch_compat import never_compiled, tree_flatten, tree_unflatten
 
@@ -291,6 +292,6 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gy):
-        inputs = list(ctx.saved_tensors)
+        inputs, gy = list(ctx.saved_tensors), arrived(gy)
         gradients = ctx.use.deliver(gy, inputs)
         return gy, None, *[None] * len(inputs), *gradients

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.torch_compat import is_of_vmap
+from dp_clipping.torch_compat import in_transform, is_of_vmap
 
 LIBRARIES = (
     *(str(Path(str(m.__file__)).parent) for m in (torch, linecache)),
@@ -24,6 +24,14 @@ OF_VMAP = (
     "requires? grad|require gradient|requires_grad"
 )
 ESCAPED = "escaped from inside"
+WITHOUT_RULE = ("must override the setup_context", "implement the jvp function for custom")
+TRANSFORMED = (
+    "the network calls its layers under a transform of torch.func (grad, vjp, jvp, jacrev, jacfwd, "
+    "vmap), where they have no per-sample gradients: use torch.autograd there, as "
+    "torch.autograd.grad(energy.sum(), x, create_graph=True) in place of torch.func.grad"
+    "(energy_of)(x), and torch.autograd.functional.jvp(f, x, v, create_graph=True) in place of "
+    "torch.func.jvp"
+)
 
 
 def refusal_of(error: RuntimeError, name: str, module: nn.Module) -> ValueError | None:
@@ -53,16 +61,27 @@ def _place_of(error: BaseException) -> str:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}, {line}: "
 
 
+def refuse_transforms(name: str) -> None:
+    """Raises ValueError if a layer is called under a transform of the network's own code."""
+    if in_transform():
+        raise ValueError(f"{name or 'the network'}: {TRANSFORMED}")
+
+
 @contextmanager
 def escapes_named(network: nn.Module) -> Iterator[None]:
-    """Surrounds a forward, and names a tensor of a finished vmap that it uses.
+    """Surrounds a forward; names a tensor of a finished vmap that it uses, and transforms.
 
     Raises:
-        ValueError: naming the attribute that holds the tensor.
+        ValueError: naming the attribute that holds the tensor; or layers are called under a
+            transform, which they were not in the first batch.
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, NotImplementedError) as error:
+        if any(text in str(error) for text in WITHOUT_RULE):
+            raise ValueError(
+                f"{TRANSFORMED}; in the first batch, too, or after model.reset_batch_layouts()"
+            ) from error
         if ESCAPED not in str(error):
             raise
         names = ", ".join(_left_behind(network.named_modules())) or "a variable"

@@ -1,0 +1,428 @@
+"""Networks that differentiate in their own forward, as for forces from an energy."""
+
+import contextlib
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import PrivacyEngine
+from tests.dp_clipping.conftest import assert_close
+
+MODES = ("per_sample", "ghost", "flash", "bookkeeping", "flash_bookkeeping")
+every_mode = pytest.mark.parametrize("mode", MODES)
+WIDTH, CLIP = 5, 0.5
+
+
+class Energy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 16), nn.Linear(16, 1)
+
+    def energy(self, x):
+        return self.second(F.softplus(self.first(x)))
+
+    def total(self, x):
+        return self.energy(x).sum()
+
+    def forward(self, x):
+        x = x.clone().requires_grad_(True)
+        energy = self.energy(x)
+        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return torch.cat([energy, -slope], 1)
+
+
+# ---- other ways to the same derivative ---------------------------------------------------------
+
+
+class Enabled(Energy):
+    def forward(self, x):
+        with torch.enable_grad():
+            return super().forward(x.detach())
+
+
+class Jacobian(Energy):
+    def forward(self, x):
+        slope = torch.autograd.functional.jacobian(self.total, x, create_graph=True)
+        return torch.cat([self.energy(x), -slope], 1)
+
+
+class Product(Energy):
+    """A derivative along a direction, by two backwards."""
+
+    def forward(self, x):
+        energy, along = torch.autograd.functional.jvp(
+            self.energy, x, torch.ones_like(x), create_graph=True
+        )
+        return torch.cat([energy, along.expand(-1, WIDTH)], 1)
+
+
+class Dual(Energy):
+    """The same in forward mode."""
+
+    def forward(self, x):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            energy, along = forward_ad.unpack_dual(self.energy(dual))
+        return torch.cat([energy, along.expand(-1, WIDTH)], 1)
+
+
+class Curvature(Energy):
+    """A third derivative of the parameters."""
+
+    def forward(self, x):
+        x = x.clone().requires_grad_(True)
+        energy = self.energy(x)
+        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        (change,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+        return torch.cat([energy, change], 1)
+
+
+class Constant(Energy):
+    """A gradient that is not differentiated again, and layers that are called again."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            z = x.detach().requires_grad_(True)
+            (slope,) = torch.autograd.grad(self.total(z), z)
+        return torch.cat([self.energy(x * slope), x], 1)
+
+
+# ---- other layers ------------------------------------------------------------------------------
+
+
+class Convolution(Energy):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.second = nn.Linear(4, 1)
+
+    def energy(self, x):
+        return self.second(F.softplus(self.norm(self.first(x[:, None]))).mean(2))
+
+
+class Norms(Energy):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.other = nn.LayerNorm(16), nn.RMSNorm(16)
+
+    def energy(self, x):
+        return self.second(self.other(self.norm(self.first(x)).tanh()))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Scaled(nn.Module):
+    """A module with a parameter of its own, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = Doubled(WIDTH, 16), nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+class Nested(Energy):
+    def __init__(self):
+        super().__init__()
+        self.first = Scaled()
+
+
+class Tied(Energy):
+    def __init__(self):
+        super().__init__()
+        self.first, self.again = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.again.weight, self.second = self.first.weight, nn.Linear(WIDTH, 1)
+
+    def energy(self, x):
+        return self.second(self.again(self.first(x).tanh()).tanh())
+
+
+class Between(Energy):
+    """Layers before and behind the differentiated ones, which keep their own arithmetic."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.Embedding(4, WIDTH), nn.Linear(1 + WIDTH, 1 + WIDTH)
+
+    def forward(self, x):
+        return self.last(super().forward(x + self.words((x[:, 0] > 0).long())))
+
+
+class Checkpointed(Energy):
+    def energy(self, x):
+        return self.second(checkpoint(lambda z: self.first(z).tanh(), x, use_reentrant=False))
+
+
+class Critic(Energy):
+    """A frozen part is differentiated, by `torch.func` and by autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.critic.requires_grad_(False)
+
+    def forward(self, x):
+        h = x + self.energy(x)
+        slope = torch.func.grad(lambda z: self.critic(z).sum())(h)
+        z = h.detach().requires_grad_(True)
+        with torch.enable_grad():
+            (other,) = torch.autograd.grad(self.critic(z).pow(2).sum(), z, create_graph=True)
+        return torch.cat([self.energy(x), slope + other], 1)
+
+
+NETWORKS = (
+    Energy, Enabled, Jacobian, Product, Dual, Curvature, Constant, Convolution, Norms, Nested, Tied,
+    Between, Checkpointed, Critic,
+)  # fmt: skip
+
+
+# ---- steps -------------------------------------------------------------------------------------
+
+
+def data(size=8):
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(size, WIDTH, generator=draw), torch.randn(size, 1 + WIDTH, generator=draw)
+
+
+def loss(outputs, targets):
+    return (outputs - targets).square().mean(1)
+
+
+def trained(network, mode, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PrivacyEngine().make_private(
+            module=network, criterion=loss, loss_reduction="sum", grad_sample_mode=mode,
+            optimizer=torch.optim.SGD(
+                [p for p in network.parameters() if p.requires_grad], lr=0.0
+            ),
+            data_loader=DataLoader(TensorDataset(*data()), batch_size=4), noise_multiplier=0.0,
+            poisson_sampling=False, **{"max_grad_norm": CLIP} | options,
+        )  # fmt: skip
+
+
+def sums_of(network, mode, **options):
+    model, optimizer, criterion, _ = trained(network, mode, **options)
+    x, y = data(4)
+    criterion(model(x), y).backward()
+    optimizer.pre_step()
+    return {n: p.grad.clone() for n, p in network.named_parameters() if p.requires_grad}
+
+
+def one_by_one(network, groups=lambda names: [names]):
+    """The clipped sum, of one ordinary backward for each sample."""
+    network = copy.deepcopy(network)
+    named = {n: p for n, p in network.named_parameters() if p.requires_grad}
+    total = {n: torch.zeros_like(p) for n, p in named.items()}
+    for x, y in zip(*(t.split(1) for t in data(4)), strict=True):
+        network.zero_grad()
+        loss(network(x), y).sum().backward()
+        for group in groups(list(named)):
+            norm = sum(named[n].grad.square().sum() for n in group).sqrt()
+            for n in group:
+                total[n] += named[n].grad * (CLIP / norm).clamp(max=1)
+    return total
+
+
+def build(kind):
+    torch.manual_seed(0)
+    return kind().train()
+
+
+@every_mode
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_a_network_that_differentiates_in_its_forward(kind, mode):
+    network = build(kind)
+    expected = one_by_one(network)
+    assert_close(sums_of(network, mode), expected, 1e-4)
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "flash_bookkeeping"])
+def test_thresholds_for_each_layer(mode):
+    network = build(Energy)
+    groups = lambda names: [names[:2], names[2:]]  # noqa: E731
+    expected = one_by_one(network, groups)
+    found = sums_of(network, mode, clipping="per_layer", max_grad_norm=[CLIP] * 2)
+    assert_close(found, expected, 1e-4)
+
+
+def test_it_is_checked_and_evaluated():
+    network = build(Energy)
+    model, *_ = trained(network, "flash_bookkeeping")
+    expected = network(data()[0])
+    model.eval()
+    torch.testing.assert_close(model(data()[0]), expected)
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+def by_vmap(network, x):
+    return torch.func.vmap(torch.func.grad(network.total))(x)
+
+
+def by_jvp(network, x):
+    return torch.func.jvp(network.energy, (x,), (torch.ones_like(x),))[1].expand(-1, WIDTH)
+
+
+def by_vjp(network, x):
+    energy, pull = torch.func.vjp(network.energy, x)
+    return pull(torch.ones_like(energy))[0]
+
+
+def under_no_grad(network, x):
+    with torch.no_grad():
+        return torch.func.grad(network.total)(x)
+
+
+TRANSFORMS = {
+    "grad": lambda network, x: torch.func.grad(network.total)(x),
+    "vmap of grad": by_vmap,
+    "jvp": by_jvp,
+    "vjp": by_vjp,
+    "jacrev": lambda network, x: torch.func.jacrev(network.total)(x),
+    "jacfwd": lambda network, x: torch.func.vmap(torch.func.jacfwd(network.energy))(x)[:, 0],
+    "hessian": lambda network, x: torch.func.hessian(network.total)(x).sum((2, 3)),
+    "vmap": lambda network, x: torch.vmap(network.energy)(x).expand(-1, WIDTH),
+    "grad under no_grad": under_no_grad,
+}
+
+
+class Transformed(Energy):
+    def __init__(self, transform, after=0):
+        super().__init__()
+        self.transform, self.after = transform, after
+
+    def forward(self, x):
+        if len(x) < self.after:
+            return torch.cat([self.energy(x), x], 1)
+        return torch.cat([self.energy(x), self.transform(self, x)], 1)
+
+
+@every_mode
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_torch_func_are_refused_by_what_they_are(name, mode):
+    network = build(lambda: Transformed(TRANSFORMS[name]))
+    with pytest.raises(
+        ValueError, match=r"transform of torch\.func.*torch\.autograd\.grad\(energy\.sum\(\), x"
+    ):
+        sums_of(network, mode)
+
+
+class Later(Transformed):
+    """Differentiates in batches that are not the first."""
+
+    begins = False
+
+    def forward(self, x):
+        slope = self.transform(self, x) if self.begins else x
+        return torch.cat([self.energy(x) + self.energy(2 * x), slope], 1)
+
+
+def by_autograd(network, x):
+    x = x.clone().requires_grad_(True)
+    return torch.autograd.grad(network.total(x), x, create_graph=True)[0]
+
+
+def constant(network, x):
+    z = x.detach().requires_grad_(True)
+    return torch.autograd.grad(network.total(z), z)[0]
+
+
+LATER = (TRANSFORMS["grad"], by_jvp, by_autograd, constant)
+
+
+@every_mode
+@pytest.mark.parametrize("transform", LATER)
+def test_derivatives_that_begin_later(transform, mode, monkeypatch):
+    """They are refused, and `reset_batch_layouts` is the cure for those that can be had."""
+    network = build(lambda: Later(transform))
+    model, optimizer, criterion, _ = trained(network, mode)
+    x, y = data(4)
+    for _ in range(2):  # the second batch is checked, the third is not
+        criterion(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monkeypatch.setattr(Later, "begins", True)
+    if (transform, mode) != (constant, "per_sample"):  # which is right
+        with pytest.raises((RuntimeError, ValueError), match=r"torch\.autograd\.grad\(energy"):
+            model(x)
+    if transform in LATER[:2]:
+        return
+    expected = one_by_one(network)
+    model.reset_batch_layouts()
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    optimizer.pre_step()
+    assert_close({n: p.grad for n, p in network.named_parameters()}, expected, 1e-4)
+
+
+class Backward(Energy):
+    def forward(self, x):
+        z = x.detach().requires_grad_(True)
+        with torch.enable_grad():
+            self.total(z).backward()
+        return torch.cat([self.energy(x * z.grad), x], 1)
+
+
+@every_mode
+def test_backward_in_a_forward_is_refused_by_what_it_is(mode):
+    network = build(Backward)
+    with pytest.raises(RuntimeError, match=r"forward calls backward\(\).*torch\.autograd\.grad"):
+        sums_of(network, mode)
+
+
+class Plain(Energy):
+    def forward(self, x):
+        return torch.cat([self.energy(x), x], 1)
+
+
+@every_mode
+@pytest.mark.parametrize("kind", [Plain, Convolution, Norms, Nested])
+def test_a_penalty_in_the_loop_is_refused(kind, mode):
+    """A gradient of outputs that is differentiated again; in the forward it is right."""
+
+    class Outputs(kind):
+        forward = Plain.forward
+
+    model, *_ = trained(build(Outputs), mode)
+    x = data(4)[0].requires_grad_(True)
+    outputs = model(x)
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*in the forward of the network"):
+        torch.autograd.grad(outputs.sum(), x, create_graph=True)
+
+
+class Twice(Energy):
+    """Layers with two uses."""
+
+    def forward(self, x):
+        return torch.cat([self.energy(x) + self.energy(2 * x), x], 1)
+
+
+@every_mode
+@pytest.mark.parametrize("same_forward", [False, True])
+@pytest.mark.parametrize("kind", [Plain, Twice])
+def test_a_gradient_in_the_loop_that_is_not_differentiated(kind, same_forward, mode):
+    """As an attack on inputs takes it: right, or refused, and the step after it is right."""
+    network = build(kind)
+    expected = one_by_one(network)
+    model, optimizer, criterion, _ = trained(network, mode)
+    x, y = data(4)
+    z = x.clone().requires_grad_(True)
+    outputs = model(z)
+    with contextlib.suppress(RuntimeError):
+        torch.autograd.grad(outputs.sum(), z, retain_graph=True)
+    criterion(outputs if same_forward else model(x), y).backward()
+    optimizer.pre_step()
+    assert_close({n: p.grad for n, p in network.named_parameters()}, expected, 1e-4)
