@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
-from tests.dp_clipping.conftest import assert_close
+from tests.dp_clipping.conftest import MODES, assert_close
 
-MODES = ("per_sample", "ghost", "flash", "bookkeeping", "flash_bookkeeping")
 every_mode = pytest.mark.parametrize("mode", MODES)
 WIDTH, CLIP = 5, 0.5
 
