@@ -81,7 +81,8 @@ ROWS = [
     ("versions are compared in no step", "capture/checks/kept.py",
      "if self.versions[p]", "if self.reads_values and self.versions[p]", KEPT, "later_step"),
     ("a second backward may bring anything", "capture/checks/kept.py",
-     "if _are_others(before, values):", "if False:", KEPT, "counts_its_calls"),
+     "if first is not found and self._is_other(*first, found[1]):", "if False:", KEPT,
+     "counts_its_calls"),
     # ---- clipping
     ("norms without their margin", "clipping/coefficients.py",
      "norms = squared_bounds.sqrt() * margin", "norms = squared_bounds.sqrt()", COEFFICIENTS),
