@@ -5,6 +5,7 @@ interfaces, its function does without, or raises a RuntimeError that names it.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -189,15 +190,21 @@ def symmetric_memory() -> ModuleType:
 
 
 def in_backward() -> bool:
-    """Returns whether autograd is running a backward in this thread.
+    """Returns whether autograd is running a backward in this thread."""
+    return number_of_backward() != -1
 
-    `torch._C._current_graph_task_id()`, which PyTorch's activation checkpointing asks too.
+
+def number_of_backward() -> int:
+    """Returns the number of the backward that runs in this thread, -1 if none does.
+
+    `torch._C._current_graph_task_id()`, which PyTorch's activation checkpointing asks too. A
+    backward inside of another one, as reentrant checkpointing runs it, has a number of its own.
 
     Raises:
         RuntimeError: if autograd does not number its backwards.
     """
     try:
-        return torch._C._current_graph_task_id() != -1
+        return torch._C._current_graph_task_id()
     except AttributeError as error:
         raise _missing("torch._C._current_graph_task_id") from error
 
@@ -210,3 +217,17 @@ def keeps_graph() -> bool:
     """
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if keeps is None else keeps()
+
+
+def without_torch_functions() -> AbstractContextManager:
+    """Enters a context in which functions of PyTorch treat subclasses of tensors as tensors.
+
+    `torch._C.DisableTorchFunctionSubclass`, which PyTorch's notes on extending it describe.
+
+    Raises:
+        RuntimeError: if there is no such context.
+    """
+    try:
+        return torch._C.DisableTorchFunctionSubclass()
+    except AttributeError as error:
+        raise _missing("torch._C.DisableTorchFunctionSubclass") from error

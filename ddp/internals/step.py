@@ -253,9 +253,14 @@ class Step:
         missing = self._missing()
         if not missing:
             return
+        others = (  # each has arrived in some backward
+            ", or others got several in one, as reentrant checkpointing of a module that is called "
+            "twice gives them"
+        )
         message = (
             f"unfinished reduction: {self._gradients.show(missing)} got no gradient in a backward "
-            "of this step; if that is meant, pass find_unused_parameters=True"
+            f"of this step{others if all(map(self._schedule.arrivals.get, missing)) else ''}; if "
+            "that is meant, pass find_unused_parameters=True"
         )
         try:
             self.discard(variant)

@@ -20,7 +20,8 @@ What `fsdp` has beside, with units.py to be read first:
 - units.py: the memory of a block's parameters, which comes and goes, and its gradients
 - call_order.py: blocks are called in one order, and backward goes through them in its reverse, on
   every rank, also where it has failed
-- whole.py: whole parameters on demand, for evaluation and checkpoints
+- whole.py: whole parameters on demand: where they are used outside of their block's forward, for
+  evaluation, and for checkpoints
 
 Beside them, what PyTorch has: torch_zero1.py (ZeroRedundancyOptimizer) and torch_fsdp.py
 (fully_shard).

@@ -98,7 +98,7 @@ class WayBack:
     def add(self, block: Block) -> int:
         """Adds a block that forward has left; returns its place."""
         self.blocks.append(block)
-        self.ahead += 1
+        self.ahead, self.is_over = len(self.blocks), False  # a backward in the forward may be over
         return self.ahead - 1
 
     def begin(self) -> None:

@@ -25,7 +25,8 @@ Skip at first what is there for steps that fail, or that go another way: call_or
 and `_is_next`, the stand-ins for gradients in units.py, whole.py.
 """
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,17 +45,40 @@ from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import agree
 from ddp.sharded.units import Block, GatheredUnit, blocks_of, cast, wait_for
 from ddp.sharded.whole import WholeOnDemand
-from ddp.torch_compat import at_end_of_backward, in_backward
+from ddp.torch_compat import (
+    at_end_of_backward,
+    in_backward,
+    number_of_backward,
+    without_torch_functions,
+)
+
+CREATES_GRAPH = (
+    "create_graph=True through a block of fsdp, whose parameters are freed before a second "
+    'derivative needs them: use wrap("zero2", module)'
+)
+INSIDE = (
+    "{what} inside of whole_parameters(), where other tensors are in the network: take them from "
+    "model.parameters() inside of it"
+)
+IN_BACKWARD = (
+    "{what} in a backward, where fsdp has freed the parameter: call it behind "
+    "finish_gradient_synchronization()"
+)
+ON_ONE_RANK = (
+    "outside of its block's forward each use of a parameter is a call of all ranks: to look at "
+    "parameters on one rank, let all enter `with model.whole_parameters():`"
+)
 
 
 class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     """A network of which a rank holds a slice of every parameter, gradient and optimizer state.
 
-    While nothing computes with it, a parameter is NaN and has the memory of one element;
-    `model.whole_parameters()` and `model.state_dict()` gather all. Every forward must call the same
-    blocks in the same order, on all ranks. With `find_unused_parameters`, what may be unused is a
-    part of a block, or what is in no block. Under `no_sync()` gradients add up whole, in float32 or
-    wider.
+    Outside of its block's forward and backward, a parameter has the memory of one element, and
+    functions that read or write its values are collective calls (whole.py);
+    `model.whole_parameters()` and `model.state_dict()` gather all at once. Every forward must call
+    the same blocks in the same order, on all ranks. With `find_unused_parameters`, what may be
+    unused is a part of a block, or what is in no block. Under `no_sync()` gradients add up whole,
+    in float32 or wider.
 
     Args:
         units: the classes of modules that are blocks; default: each member of an `nn.ModuleList`.
@@ -83,6 +107,8 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.reduction.contributors = 1  # `.grad` never holds a reduced gradient, see GatheredUnit
         for block in self.blocks:
             block.call(self.enter, self.leave)
+            for unit in block.units:
+                unit.before_use = _weak(self.before_use)
 
     def describe_gradients(self) -> Gradients:
         """Divides the parameters among the ranks, block by block."""
@@ -94,6 +120,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.order = CallOrder(self.process_group)
         self._new_way = self.way_back = WayBack()  # of the last forward; of the last backward
         self._is_ahead = False  # the optimizer has started the gathers of the next forward
+        self._backward = -1  # the number of the one that runs, not of those inside of it
         return super().describe_gradients()
 
     # ---- parameters ----------------------------------------------------------------------------
@@ -105,7 +132,18 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
             self.step.discard(self)
         dtype = self._param_dtype
         args = tuple(cast(x, dtype) for x in args)
-        return super().forward(*args, **{key: cast(x, dtype) for key, x in kwargs.items()})
+        try:
+            return super().forward(*args, **{key: cast(x, dtype) for key, x in kwargs.items()})
+        finally:
+            self._end_calls()  # also of a forward that has failed
+
+    def before_forward(self) -> None:
+        with without_torch_functions():  # which would take 10 times as long
+            super().before_forward()
+
+    def finish_gradient_synchronization(self) -> None:
+        with without_torch_functions():
+            super().finish_gradient_synchronization()
 
     def enter(self, block: Block) -> None:
         """Begins a block's forward: its parameters become whole, the next block's gather starts."""
@@ -116,32 +154,42 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
             return
         if block is self.root:
             self._begin_forward()
+        elif not self.root.computes:
+            return  # called by itself: its functions gather what they use
         else:
             self.order.call(block)
+        block.computes = True
         self.gather(block)
         if (next_block := self.order.next_block()) is not None:
             self.start(next_block)
 
     def leave(self, block: Block, output: Any) -> None:
         """Ends a block's forward: its parameters are freed until its backward begins."""
-        if self.is_whole or in_backward():
+        if not block.computes or in_backward():
             return
+        block.computes = False
         outputs = [x for x in tensors_in(output) if x.requires_grad]
         if outputs:
             way = self._new_way
             place = way.add(block)
             for x in outputs:
-                x.register_hook(lambda _gradient: self.enter_backward(way, place))
+                x.register_hook(lambda _gradient: self._enter_backward(way, place))
         if block is self.root:
             self.order.end()
             self.way_back = way if outputs else self.way_back
         if block is not self.root or not outputs:
             block.free()
 
+    def _enter_backward(self, way: WayBack, place: int) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(CREATES_GRAPH)
+        self.enter_backward(way, place)
+
     @torch.no_grad()
     def enter_backward(self, way: WayBack, place: int) -> None:
         """Begins the backward of the block at a place of the way back."""
         at_end_of_backward(self._end_backward)
+        self._backward = number_of_backward()
         way.begin()
         self.way_back = way
         while way.ahead > place:  # several, if the loss does not depend on some of them
@@ -162,7 +210,24 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
             block.free()
         self._is_ahead = False
 
+    def before_use(self, what: str) -> None:
+        """Called before a function gathers whole values of stand-ins, on all ranks."""
+        if self.is_whole:
+            raise RuntimeError(INSIDE.format(what=what))
+        if in_backward():  # where ranks may have come to different places
+            raise RuntimeError(IN_BACKWARD.format(what=what))
+        try:
+            agree(lambda mine: self.exchange(mine, wait_for), what)
+        except RuntimeError as error:
+            error.add_note(ON_ONE_RANK)
+            raise
+
+    def _end_calls(self) -> None:
+        for block in self.blocks:
+            block.computes = False
+
     def _begin_forward(self) -> None:
+        self._end_calls()
         self.way_back.complete(self.start)
         if not self._is_ahead:
             self.free()
@@ -205,7 +270,9 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         unit.put_stand_in_back(self.gradients, member)
         super().after_accumulation(i)
         unit.awaited.discard(member)
-        if not unit.awaited:  # backward uses a parameter no more once its gradient is there
+        # Backward uses a parameter no more once its gradient is there, but one in another
+        # backward, as reentrant checkpointing runs it, has the gradient of one segment alone.
+        if not unit.awaited and number_of_backward() == self._backward:
             unit.free()
 
     def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor, Tensor]:
@@ -248,3 +315,14 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     def end_step(self, parameters: list[Parameter]) -> None:
         self._is_ahead = True
+
+
+def _weak(method: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns a function that calls a wrapper's method as long as there is the wrapper."""
+    weak = weakref.WeakMethod(method)
+
+    def call(what: str) -> None:
+        if (alive := weak()) is not None:
+            alive(what)
+
+    return call

@@ -217,7 +217,8 @@ def not_whole(parameters: Iterable[Tensor]) -> Tensor | None:
 
 def _is_noted(x: Tensor) -> bool:
     is_plain = type(x) in (Tensor, Parameter) and x.layout == torch.strided  # a DTensor is not
-    return is_plain and x.untyped_storage() in _not_whole
+    is_divided = getattr(type(x), "is_divided", False)  # by fsdp
+    return is_divided or (is_plain and x.untyped_storage() in _not_whole)
 
 
 def _round_up(numel: int, unit: int) -> int:

@@ -1,8 +1,8 @@
 """Gathers and frees the parameters of a block, and calls `fsdp` around each block.
 
-A parameter is the same object for the whole of training. Where nothing computes with it, it is NaN
-and has the memory of one element. While a module computes with it, it is a view of a flat buffer
-with the values of all ranks.
+A parameter is the same object for the whole of training. Where nothing computes with it, it is a
+stand-in without values (whole.py). While a module computes with it, it is a view of a flat buffer
+with the values of all ranks; what is written there meanwhile is kept when the buffer is freed.
 
 The buffer's storage is resized, never replaced: autograd saves views of it for backward, such as
 the transposed weight of a linear layer, and these must see the values that a later gather writes.
@@ -15,7 +15,7 @@ back. So no other stream has to be told about it.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
 from ddp.sharded.layout import FlatUnit, note_not_whole
+from ddp.sharded.whole import Place, Values, hide, reveal, unlike
 from ddp.torch_compat import all_gather, copy_, own_parameters, version_of
 
 NOT_TOGETHER = (
@@ -60,6 +61,9 @@ class GatheredUnit(FlatUnit):
         name: that of its block; "" if it belongs to none.
         awaited: positions of the parameters that got no gradient since the last gather.
         kept: positions of those whose reduced gradient the next one is added to.
+        computes: its block's forward is running, so that it is not freed.
+        replaced: how often each stand-in got other `.data`.
+        before_use: is called before whole values of stand-ins are gathered, with what they are for.
     """
 
     def __init__(
@@ -68,27 +72,34 @@ class GatheredUnit(FlatUnit):
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         name: str = "",
+        names: Sequence[str] = (),
     ):
         super().__init__(parameters, group, itemsize=dtype.itemsize)
-        self.name = name
+        self.name, self.computes = name, False
+        self.before_use: Callable[[str], None] = lambda what: None
+        myself: weakref.ref[Values] = weakref.ref(self)
+        names = names or [f"a parameter {list(p.shape)}" for p in self.parameters]
+        self.replaced = [0] * len(self.parameters)
+        self._places = [Place(myself, member, own) for member, own in enumerate(names)]
         flat = self.flatten()
         self.is_trainable = self.parameters[0].requires_grad
         self.shard = self.layout.slice_of(flat, self.rank).clone()
         self.values = torch.empty_like(flat, dtype=dtype)
         self._views = self.layout.views(self.values)
         nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, device=flat.device)
-        nothing = nothing.to(dtype)
-        note_not_whole(nothing)
+        self._nothing = nothing.to(dtype)  # all that C++ sees of them
+        note_not_whole(self._nothing)
         weakref.finalize(self, note_not_whole, self.values).atexit = False  # stale from then on
-        self._freed = [nothing.expand(p.shape) for p in self.parameters]
         self._work: dist.Work | None = None
+        self._is_shown = False
         self._stand_ins: dict[int, Tensor] = {}
         self.awaited: set[int] = set()
         self.kept: set[int] = set()
         self._absent = False  # the stand-in that was taken away was not in `.grad`
         for parameter in self.parameters:
             parameter.grad = None
-        self.free()
+        self._hide()
+        self.values.untyped_storage().resize_(0)
 
     def start(self) -> int:
         """Starts to gather the values, unless they are there. Returns the bytes handed over."""
@@ -103,14 +114,30 @@ class GatheredUnit(FlatUnit):
         """Makes the parameters whole, for later work of the current stream."""
         self._wait_for_values()
         self.awaited = set(range(len(self.parameters)))
-        self._show(self._views)
+        if not self._is_shown:
+            self._show()
 
     def free(self) -> None:
-        """Makes the parameters NaN and gives the memory back."""
-        if self.values.untyped_storage().size():
+        """Makes the parameters stand-ins and frees their memory, unless a forward computes."""
+        if self.values.untyped_storage().size() and not self.computes:
             self._wait_for_values()
-            self._show(self._freed)
+            if self._is_shown:
+                self._keep_written()
+                self._hide()
             self.values.untyped_storage().resize_(0)
+
+    def whole(self) -> list[Tensor]:
+        """Returns copies of the parameters from every rank's slice; a collective call."""
+        return self.gather(self.shard)
+
+    @torch.no_grad()
+    def keep(self, member: int, value: Tensor) -> None:
+        """Makes `value` that of a stand-in: this rank keeps what it owns of it."""
+        for piece in self.pieces:
+            if piece.member == member:
+                own = self.shard.narrow(0, piece.start, piece.numel)
+                own.copy_(value.reshape(-1).narrow(0, piece.offset, piece.numel))
+        self.free()  # what was gathered before
 
     def stand_in(self, member: int) -> Tensor:
         """Returns a `.grad` that says: this rank has its slice of the reduced gradient."""
@@ -191,9 +218,35 @@ class GatheredUnit(FlatUnit):
             work, self._work = self._work, None
             wait_for(work, "gather", self.name)
 
-    def _show(self, values: Iterable[Tensor]) -> None:
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.data = value
+    def _show(self) -> None:
+        self._is_shown = True
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            reveal(parameter)
+            parameter.data = view
+
+    def _hide(self) -> None:
+        self._is_shown = False
+        for parameter, place in zip(self.parameters, self._places, strict=True):
+            parameter.data = self._nothing.expand(parameter.shape)
+            hide(parameter, place)
+
+    @torch.no_grad()
+    def _keep_written(self) -> None:
+        """Takes into this rank's slice what was written to parameters while they were whole.
+
+        All of it is copied, since nothing counts what is written through `.data`. What is narrower
+        than the slice is compared, so that the digits of the rest are not lost.
+        """
+        for parameter, view, place in zip(self.parameters, self._views, self._places, strict=True):
+            if parameter.data_ptr() != view.data_ptr():  # `parameter.data = value`
+                if parameter.shape != view.shape or parameter.dtype != view.dtype:
+                    raise RuntimeError(unlike(place.name, parameter))
+                view.copy_(parameter)
+        own = self.layout.slice_of(self.values, self.rank)
+        if own.dtype != self.shard.dtype:
+            same = own == self.shard.to(own.dtype)
+            own = torch.where(same, self.shard, own.to(self.shard.dtype))
+        self.shard.copy_(own)
 
 
 class Block:
@@ -208,6 +261,7 @@ class Block:
     def __init__(self, name: str, module: nn.Module, units: list[GatheredUnit]):
         self.name, self.module, self.units = name, module, units
         self.around: list[Block] = []
+        self._computes = False
 
     def start(self) -> list[int]:
         """Starts to gather what has no memory. Returns the bytes of each collective."""
@@ -220,6 +274,17 @@ class Block:
     def free(self) -> None:
         for unit in self.units:
             unit.free()
+
+    @property
+    def computes(self) -> bool:
+        """Whether its forward is running."""
+        return self._computes
+
+    @computes.setter
+    def computes(self, value: bool) -> None:
+        self._computes = value
+        for unit in self.units:
+            unit.computes = value
 
     def call(self, enter: Callable[["Block"], None], leave: Callable[["Block", Any], None]) -> None:
         """Calls two methods of a wrapper around each forward of this module.
@@ -262,7 +327,8 @@ def blocks_of(
         units = []
         for (dtype, *_), parameters in groups.items():
             narrow = param_dtype if dtype.is_floating_point else None
-            units.append(GatheredUnit(parameters, group, narrow or dtype, name))
+            full_names = [names[p] for p in parameters]
+            units.append(GatheredUnit(parameters, group, narrow or dtype, name, full_names))
         blocks.append(Block(name, network.get_submodule(name), units))
     for block in blocks[1:]:
         block.around = [b for b in blocks[1:] if f"{block.name}.".startswith(f"{b.name}.")]

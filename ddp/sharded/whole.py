@@ -1,22 +1,363 @@
-"""Whole parameters of a network that `fsdp` has divided, and checkpoints of it."""
+"""Whole parameters of a network that `fsdp` has divided: where they are used, and all at once.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+Where nothing computes with a parameter, `fsdp` makes it a stand-in: the same object, of another
+class, whose functions PyTorch hands to `call` below.
+
+    shape, dtype, .grad, hooks         as of any parameter
+    views of it, `.data` among them    stand-ins too, which remember how they were made
+    functions in place, and `.data =`  work on whole values, of which each rank keeps its slice
+    all others                         work on whole values, and have gradients
+
+The last two are collective calls, which the ranks agree on before. So what is written is not lost,
+and what is read is not garbage. While its block computes, a parameter is an ordinary one, and
+PyTorch calls nothing here.
+"""
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 
-from ddp.sharded.units import Block
-from ddp.torch_compat import own_parameters
+from ddp.torch_compat import own_parameters, version_of, without_torch_functions
+
+GONE = (
+    "{name} has no values, because the wrapper that has divided it is deleted: build another "
+    "network, and load the wrapper's state_dict() into it before"
+)
+UNFIT = (
+    "{what} gives it other memory, another shape or a graph, where each rank has a slice of it: "
+    "copy values into it, under torch.no_grad()"
+)
+UNLIKE = (
+    "{what} is of shape {shape}, {dtype}, on {device}, and the parameter is not, which fsdp has "
+    "divided among ranks: build a new network and load the wrapper's state_dict() into it"
+)
+
+REPLACED = (
+    "this is a view of what {name} was before it got other .data: take a copy before that, as by "
+    "parameter.data.clone()"
+)
+LEAVES = (
+    "{name}.{function}() would give its memory to others, and this rank has a slice of it: take a "
+    "copy, parameter.detach().clone()"
+)
+
+_ABOUT_NO_VALUE = """
+    dim ndimension size numel nelement stride storage_offset element_size nbytes __len__
+    is_contiguous is_floating_point is_complex is_signed is_inference is_conj is_neg is_shared
+    is_same_size is_set_to get_device data_ptr untyped_storage result_type can_cast has_names
+    register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad
+    new_empty new_zeros new_ones new_full new_tensor new_empty_strided
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+"""
+_OPERATORS = "add sub mul truediv div floordiv mod pow and or xor"
+ABOUT_NO_VALUE = frozenset(_ABOUT_NO_VALUE.split())
+LIKE = frozenset(["view_as", "reshape_as", "expand_as", "type_as"])  # of the second: no value
+VIEWS = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])
+WRITES = frozenset(["__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())])
+
+
+class Values(Protocol):
+    """The interface to the values behind stand-ins; `GatheredUnit` implements it."""
+
+    parameters: list[Parameter]
+    replaced: list[int]
+
+    def before_use(self, what: str) -> None: ...
+    def whole(self) -> list[Tensor]: ...
+    def keep(self, member: int, value: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which values a stand-in is for, and how it was made from its parameter."""
+
+    unit: weakref.ref[Values]
+    member: int
+    name: str
+    replaced: int = 0
+    views: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    def values(self) -> Values:
+        if (unit := self.unit()) is None:
+            raise RuntimeError(GONE.format(name=self.name))
+        if self.views and self.replaced != unit.replaced[self.member]:
+            raise RuntimeError(REPLACED.format(name=self.name))
+        return unit
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return id(self.values()), self.member
+
+    def of(self, whole: dict[tuple[int, int], Tensor]) -> Tensor:
+        """Returns what this stand-in is of one of the whole values."""
+        value = whole[self.key]
+        for view in self.views:
+            value = view(value)
+        return value
+
+
+class Divided(Tensor):
+    """A tensor without values, whose functions PyTorch hands to `call`."""
+
+    _place: Place
+    is_divided = True
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_about_no_value(func):
+            with without_torch_functions():
+                return func(*args, **(kwargs or {}))
+        return call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        values = self.detach().clone()
+        new = values
+        if isinstance(self, Parameter):
+            new = type(self).__mro__[2](values, requires_grad=self.requires_grad)
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
+
+
+@cache
+def _divided(cls: type[Parameter]) -> type[Parameter]:
+    return type(f"Divided{cls.__name__}", (Divided, cls), {"__module__": __name__})
+
+
+def hide(parameter: Parameter, place: Place) -> None:
+    """Makes a parameter a stand-in."""
+    parameter.__class__ = _divided(type(parameter))
+    parameter._place = place  # type: ignore[attr-defined]  # of its class now
+
+
+def reveal(parameter: Parameter) -> None:
+    """Makes a stand-in an ordinary parameter again."""
+    if isinstance(parameter, Divided):
+        parameter.__class__ = type(parameter).__mro__[2]
+        del parameter._place
+
+
+@cache
+def is_about_no_value(func: Any) -> bool:
+    """Returns whether a function, or access to an attribute, neither reads nor writes values."""
+    name = _name(func)
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(func.__self__, "__name__", "data") not in VIEWS
+    return name in ABOUT_NO_VALUE
+
+
+def _name(func: Any) -> str:
+    return func.__name__.partition(".")[0]  # that of an operator's overload follows
+
+
+def call(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Calls a function of PyTorch that has stand-ins among its arguments.
+
+    Raises:
+        RuntimeError: on every rank, if ranks do different things; if slices cannot follow a write.
+    """
+    name = _name(func)
+    own = args[0] if args else next((kwargs[k] for k in ("tensor", "input") if k in kwargs), None)
+    if name in LIKE and not isinstance(own, Divided):
+        with without_torch_functions():
+            return func(*args, **kwargs)
+    first, *others = _stand_ins((args, kwargs))
+    if name in ("__repr__", "__format__"):
+        return f"{first._place.name}, {list(first.shape)}, divided among ranks"
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        with without_torch_functions():
+            args, kwargs = _replace((args, kwargs), get_gradient_edge)
+        return func(*args, **kwargs)
+    is_in_place = name in WRITES or (name.endswith("_") and not name.endswith("__"))
+    if targets := list(_stand_ins(own if is_in_place else kwargs.get("out"))):
+        return _write(func, name, targets, args, kwargs)
+    if own is first and not is_in_place and (not others or name in LIKE):
+        view = _view(first, func, args[1:], kwargs)
+        if view is not None:
+            return view
+    first._place.values().before_use(f"{first._place.name}.{name}()")
+    whole = _gather([first, *others], _with_gradient)
+    new_args, new_kwargs = _replace((args, kwargs), lambda x: x._place.of(whole))
+    result = func(*new_args, **new_kwargs)
+    if name == "numpy":
+        result.flags.writeable = False  # a copy
+    elif name == "__dlpack__":
+        raise RuntimeError(LEAVES.format(name=first._place.name, function=name))
+    return first if result is new_args[0] else result  # as of `parameter.cpu()` on a CPU
+
+
+def _write(func: Any, name: str, targets: list[Divided], args: tuple, kwargs: dict) -> Any:
+    """Calls a function that writes to whole parameters, and keeps slices of what it leaves."""
+    what = f"{targets[0]._place.name}.{name}(arguments {_digest((args, kwargs)):08x})"
+    if name == "__set__":
+        if args[1] is args[0]:
+            return None
+        func, what = _assign, what.replace("__set__", "data = ")
+    targets[0]._place.values().before_use(what)
+    with torch.inference_mode(False):
+        whole = _gather(
+            _stand_ins((args, kwargs)), lambda p, value: Parameter(value, p.requires_grad)
+        )
+    before = {key: (p.data_ptr(), p.shape, version_of(p)) for key, p in whole.items()}
+    made: list[tuple[Divided, Tensor]] = []
+
+    def substitute(x: Divided) -> Tensor:
+        made.append((x, x._place.of(whole)))
+        return made[-1][1]
+
+    new_args, new_kwargs = _replace((args, kwargs), substitute)
+    result = func(*new_args, **new_kwargs)
+    for key, place in {x._place.key: x._place for x in targets}.items():
+        p, (pointer, shape, version) = whole[key], before[key]
+        if (p.data_ptr(), p.shape) != (pointer, shape) or p.grad_fn is not None:
+            raise RuntimeError(UNFIT.format(what=what))
+        place.values().keep(place.member, p)
+        place.values().replaced[place.member] += func is _assign
+        if version_of(p) != version:
+            with without_torch_functions():
+                increment_version(place.values().parameters[place.member])  # autograd compares it
+    return next((x for x, value in made if value is result), result)
+
+
+def _assign(parameter: Tensor, value: Tensor) -> None:
+    """Does what `parameter.data = value` does, by a copy."""
+    if (value.shape, value.dtype, value.device) != (
+        parameter.shape,
+        parameter.dtype,
+        parameter.device,
+    ):
+        raise RuntimeError(unlike("a value for .data", value))
+    parameter.data.copy_(value)
+
+
+def unlike(what: str, value: Tensor) -> str:
+    """Says that a value does not fit the parameter that it is given to."""
+    return UNLIKE.format(what=what, shape=list(value.shape), dtype=value.dtype, device=value.device)
+
+
+class _Gathered(torch.autograd.Function):
+    """Returns a parameter's whole value, whose gradient is the parameter's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(_parameter: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        """Needs nothing for backward."""
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def _with_gradient(parameter: Parameter, value: Tensor) -> Tensor:
+    value = value.to(parameter.dtype)
+    with without_torch_functions():
+        return _Gathered.apply(parameter, value) if parameter.requires_grad else value
+
+
+def _gather(
+    stand_ins: Iterable[Divided], make: Callable[[Parameter, Tensor], Tensor]
+) -> dict[tuple[int, int], Tensor]:
+    """Returns what `make` makes of each parameter behind stand-ins and of its whole value."""
+    places = {x._place.key: x._place for x in stand_ins}
+    units = {id(place.values()): place.values() for place in places.values()}
+    values = {key: unit.whole() for key, unit in units.items()}
+    return {  # a copy: a view would keep the memory of its whole unit
+        (key, i): make(units[key].parameters[i], values[key][i].clone()) for key, i in places
+    }
+
+
+def _view(of: Divided, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Returns stand-ins for what a function returns, if that is views; else None."""
+    with without_torch_functions():
+        probe = torch.empty(of.shape, dtype=of.dtype, device="meta")
+        result = None
+        with suppress(Exception):  # it wants values
+            result = func(probe, *args, **kwargs)
+        if result is probe:
+            return of
+        parts = result if isinstance(result, list | tuple) else [result]
+        memory = probe.untyped_storage()
+        if not all(isinstance(x, Tensor) and x.untyped_storage() is memory for x in parts):
+            return None
+        shown = func(of, *args, **kwargs)
+
+    def made(x: Tensor) -> Any:
+        return func(x, *args, **kwargs)
+
+    def member(i: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: made(x)[i]
+
+    if parts is not result:
+        return _named(of, shown, made)
+    return type(result)(_named(of, part, member(i)) for i, part in enumerate(shown))
+
+
+def _named(of: Divided, shown: Tensor, view: Callable[[Tensor], Tensor]) -> Divided:
+    made: Any = shown
+    made.__class__ = Divided
+    place = of._place
+    made._place = replace(
+        place,
+        views=(*place.views, view),
+        replaced=place.replaced if place.views else place.values().replaced[place.member],
+    )
+    return made
+
+
+def _stand_ins(x: Any) -> Iterator[Divided]:
+    """Yields the stand-ins among arguments."""
+    if isinstance(x, Divided):
+        yield x
+    elif isinstance(x, dict | list | tuple):
+        for item in x.values() if isinstance(x, dict) else x:
+            yield from _stand_ins(item)
+
+
+def _replace(x: Any, substitute: Callable[[Any], Any]) -> Any:
+    """Returns arguments with something in place of each stand-in."""
+    if isinstance(x, Divided):
+        return substitute(x)
+    if isinstance(x, dict):
+        return {key: _replace(value, substitute) for key, value in x.items()}
+    return type(x)(_replace(y, substitute) for y in x) if type(x) in (list, tuple) else x
+
+
+def _digest(x: Any) -> int:
+    """Returns a number by which arguments of other values differ; stand-ins have none."""
+    if isinstance(x, dict):
+        x = list(x.items())
+    if isinstance(x, list | tuple):
+        return zlib.crc32(b"".join(_digest(item).to_bytes(4, "big") for item in x))
+    if isinstance(x, Divided):
+        return zlib.crc32(x._place.name.encode())
+    if isinstance(x, Tensor):
+        values = x.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return zlib.crc32(values.view(torch.uint8).numpy().tobytes(), x.dim())
+    is_plain = isinstance(x, bool | int | float | complex | str | slice | torch.dtype)
+    return zlib.crc32(repr(x).encode()) if is_plain else 0
 
 
 class WholeOnDemand(nn.Module):
     """Methods that gather all parameters of a wrapper at once."""
 
     module: nn.Module
-    blocks: list[Block]
+    blocks: list[Any]  # of units.py, which imports this file
     is_whole: bool = False
     """True inside of `whole_parameters`, where a forward communicates nothing."""
 
@@ -43,7 +384,7 @@ class WholeOnDemand(nn.Module):
             (module, name, p)
             for module in self.module.modules()
             for name, p in own_parameters(module).items()
-            if p is not None
+            if p in whole  # none that was added to the network since
         ]
         try:
             self.is_whole = True

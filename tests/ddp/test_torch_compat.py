@@ -72,6 +72,21 @@ def test_in_backward(monkeypatch):
         torch_compat.in_backward()
 
 
+def test_functions_without_subclasses(monkeypatch):
+    class Silent(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return None
+
+    x = torch.ones(2).as_subclass(Silent)
+    assert x.sum() is None
+    with torch_compat.without_torch_functions():
+        assert x.sum() == 2
+    monkeypatch.delattr(torch._C, "DisableTorchFunctionSubclass")
+    with pytest.raises(RuntimeError, match="DisableTorchFunctionSubclass"):
+        torch_compat.without_torch_functions()
+
+
 def test_copying_with_and_without_foreach(monkeypatch):
     assert hasattr(torch, "_foreach_copy_")
     for _ in range(2):

@@ -390,8 +390,38 @@ MUTANTS = [
     ),
     Mutant(
         "a block is freed before its last gradient",
-        (("sharded/fsdp.py", "if not unit.awaited:", "if True:"),),
+        (("sharded/fsdp.py", "if not unit.awaited and", "if"),),
         ("tests/ddp/sharded/test_fsdp.py", "one_process"),
+    ),
+    Mutant(
+        "a segment computed again is taken for the whole backward",
+        (("sharded/fsdp.py", " and number_of_backward() == self._backward:", ":"),),
+        ("tests/ddp/sharded/test_fsdp_networks.py", "TwoSegments"),
+    ),
+    Mutant(
+        "what a forward writes to parameters is lost",
+        (("sharded/units.py", "                self._keep_written()", "                pass"),),
+        ("tests/ddp/sharded/test_fsdp_parameters.py", "forward_writes"),
+    ),
+    Mutant(
+        "a backward inside of a forward frees what that computes with",
+        (("sharded/units.py", " and not self.computes:", ":"),),
+        ("tests/ddp/sharded/test_fsdp_parameters.py", "inner_gradient"),
+    ),
+    Mutant(
+        "ranks that write different values are not told apart",
+        (("sharded/whole.py", "{_digest((args, kwargs)):08x}", ""),),
+        ("tests/ddp/sharded/test_fsdp_parameters.py", "differs"),
+    ),
+    Mutant(
+        "the digits of a slice are lost in the dtype that computes",
+        (("sharded/units.py", "if own.dtype != self.shard.dtype:", "if False:"),),
+        ("tests/ddp/sharded/test_fsdp_parameters.py", "narrow"),
+    ),
+    Mutant(
+        "what was gathered before a write is computed with",
+        (("sharded/units.py", "        self.free()  # what was gathered before", "        pass"),),
+        ("tests/ddp/sharded/test_fsdp_parameters.py", "outside_of_a_forward"),
     ),
     Mutant(
         "a block that contains the next one is freed",

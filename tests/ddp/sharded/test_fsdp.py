@@ -293,7 +293,7 @@ def overlaps(context: Context, checkpointing: bool) -> None:
         loss_of(model, step, context.rank).backward()
         model.finish_gradient_synchronization()
         assert not any(u.values.untyped_storage().size() for b in model.blocks for u in b.units)
-        assert all(p.isnan().all() and p.untyped_storage().size() == 4 for p in model.parameters())
+        assert all(p.untyped_storage().size() == 4 for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     places = {event: i for i, event in reversed(list(enumerate(model.events)))}

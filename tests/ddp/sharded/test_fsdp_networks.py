@@ -147,6 +147,20 @@ class Reentrant(Network):
         return self.head(x)
 
 
+class TwoSegments(Network):
+    """A module of no block computes in two segments, of which each has a part of its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(self.shared, x, use_reentrant=True) + block(x)
+        return self.head(x)
+
+
 def steps(context: Context, make: Callable[[], nn.Module], options: dict) -> None:
     torch.manual_seed(0)
     pair = Pair(context, make(), **options)
@@ -176,11 +190,23 @@ def assert_freed_but_root(model: HandBuiltFSDP) -> None:
         (low_rank, {}),
         (Repeated, {}),
         (Reentrant, {}),
+        (TwoSegments, {"find_unused_parameters": True}),
         (Network, {"units": ()}),
     ],
 )
 def test_networks(cpu_ranks, make, options):
     cpu_ranks.run(2, steps, make, options)
+
+
+def names_segments(context: Context) -> None:
+    model = HandBuiltFSDP(TwoSegments(), process_group=context.group)
+    loss_of(model, 0, context.rank).backward()
+    with pytest.raises(RuntimeError, match=r"reentrant checkpointing.*find_unused_parameters=True"):
+        model.finish_gradient_synchronization()
+
+
+def test_segments_are_named(cpu_ranks):
+    cpu_ranks.run(2, names_segments)
 
 
 def several_forwards(context: Context) -> None:
