@@ -189,6 +189,29 @@ def symmetric_memory() -> ModuleType:
     return _symmetric_memory
 
 
+class OperatorsOnly(Tensor):
+    """A tensor whose operators PyTorch hands to `__torch_dispatch__`; other functions are as ever.
+
+    `torch._C._disabled_torch_function_impl`, as PyTorch's notes on extending it have it.
+    """
+
+    __torch_function__ = getattr(  # without it, functions are slower
+        torch._C, "_disabled_torch_function_impl", Tensor.__torch_function__
+    )
+
+
+def without_dispatch() -> AbstractContextManager:
+    """Enters a context in which operators treat subclasses of tensors as tensors.
+
+    Raises:
+        RuntimeError: if there is no `torch._C._DisableTorchDispatch`.
+    """
+    try:
+        return torch._C._DisableTorchDispatch()
+    except AttributeError as error:
+        raise _missing("torch._C._DisableTorchDispatch") from error
+
+
 def in_backward() -> bool:
     """Returns whether autograd is running a backward in this thread."""
     return number_of_backward() != -1

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp.internals.gradients import Gradients
-from ddp.torch_compat import own_parameters, version_of
+from ddp.torch_compat import own_parameters, version_of, without_torch_functions
 
 STEPPED = (
     "{name} was changed after its backward and before its gradient was reduced, so the ranks may "
@@ -31,8 +32,9 @@ STEPPED_IN_HOOK = (
 )
 REPLACED = (
     "{name} is trainable, but not one of the parameters that were wrapped (replaced, as by "
-    "load_state_dict(assign=True), added, converted, or frozen when the network was wrapped): no "
-    "gradient of it would be reduced. Wrap the network again: model = wrap(..., model.module)"
+    "load_state_dict(assign=True), added, converted (even if back), or frozen when the network "
+    "was wrapped): no gradient of it would be reduced. Wrap the network again: model = wrap(..., "
+    "model.module)"
 )
 
 _watches: weakref.WeakSet = weakref.WeakSet()  # all that are alive
@@ -50,6 +52,9 @@ class Watch:
     def __init__(self, gradients: Gradients):
         self._names = gradients.names
         self._wrapped = {id(p): (p, p.dtype, p.device) for p in gradients.parameters}
+        with without_torch_functions():  # a parameter's node in the graph is not its values
+            self._memory = {p: weakref.ref(p.untyped_storage()) for p in gradients.parameters}
+            self._nodes = {p: get_gradient_edge(p).node for p in gradients.parameters}
         self._versions: dict[Parameter, int] = {}
         self._accumulating: dict[Parameter, int] = {}
         _watches.add(self)
@@ -105,6 +110,13 @@ class Watch:
                     continue
                 if self._wrapped.get(id(p)) != (p, p.dtype, p.device):
                     raise RuntimeError(REPLACED.format(name=_full_name(module, owner, name)))
+                if self._memory[p]() is not (memory := p.untyped_storage()):
+                    # Converted and back, it has another node, without the hooks.
+                    with without_torch_functions():
+                        is_same = get_gradient_edge(p).node is self._nodes[p]
+                    if not is_same:
+                        raise RuntimeError(REPLACED.format(name=_full_name(module, owner, name)))
+                    self._memory[p] = weakref.ref(memory)
 
 
 def _full_name(module: nn.Module, owner: nn.Module, name: str) -> str:

@@ -121,6 +121,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self._new_way = self.way_back = WayBack()  # of the last forward; of the last backward
         self._is_ahead = False  # the optimizer has started the gathers of the next forward
         self._backward = -1  # the number of the one that runs, not of those inside of it
+        self._has_agreed = False
         return super().describe_gradients()
 
     # ---- parameters ----------------------------------------------------------------------------
@@ -130,6 +131,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
             return self.module(*args, **kwargs)
         if self.step.backward.has_failed() and not in_backward():
             self.step.discard(self)
+        self._has_agreed = False  # on this forward, all ranks
         dtype = self._param_dtype
         args = tuple(cast(x, dtype) for x in args)
         try:
@@ -138,8 +140,10 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
             self._end_calls()  # also of a forward that has failed
 
     def before_forward(self) -> None:
+        """Agrees with the others before buffers are broadcast, which only such a forward does."""
         with without_torch_functions():  # which would take 10 times as long
             super().before_forward()
+        self._agree_on_forward("a forward")
 
     def finish_gradient_synchronization(self) -> None:
         with without_torch_functions():
@@ -226,13 +230,21 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         for block in self.blocks:
             block.computes = False
 
-    def _begin_forward(self) -> None:
+    def _agree_on_forward(self, act: str) -> None:
+        """Returns once all ranks begin such a forward; others may be in a step or evaluate."""
         self._end_calls()
         self.way_back.complete(self.start)
         if not self._is_ahead:
             self.free()
-        agree(lambda mine: self.exchange(mine, wait_for), "a forward")  # others may be in a step
-        self._is_ahead, self._new_way = False, WayBack()
+        agree(lambda mine: self.exchange(mine, wait_for), act)
+        self._has_agreed = True
+
+    def _begin_forward(self) -> None:
+        if not self._has_agreed:
+            how = "in eval mode" if torch.is_grad_enabled() else "without gradients"
+            is_local = self.training and torch.is_grad_enabled()
+            self._agree_on_forward(f"a forward {'under no_sync()' if is_local else how}")
+        self._has_agreed, self._is_ahead, self._new_way = False, False, WayBack()
         self.order.begin()
 
     def _end_backward(self) -> None:

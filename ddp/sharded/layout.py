@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,13 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from ddp.buckets import ALIGNMENT_BYTES
-from ddp.torch_compat import all_gather, version_of
+from ddp.torch_compat import OperatorsOnly, all_gather, version_of, without_dispatch
+
+DIVIDED = (
+    "{function}: gradients are divided among ranks, and .grad stands for one without its values: "
+    "call model.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_(), and `for "
+    "*_, g in model.gradient_pieces(): g.clamp_(-value, value)` in place of clip_grad_value_()"
+)
 
 
 @dataclass(frozen=True)
@@ -199,7 +206,43 @@ class FlatUnit:
     def _expanded_marks(self) -> list[Tensor]:
         shapes = self.layout.shapes
         note_not_whole(self._marks)
-        return [mark.expand(shape) for mark, shape in zip(self._marks, shapes, strict=True)]
+        return [
+            mark.expand(shape).as_subclass(StandIn)
+            for mark, shape in zip(self._marks, shapes, strict=True)
+        ]
+
+
+class StandIn(OperatorsOnly):
+    """A `.grad` that is NaN, because this rank has only its slice of the reduced gradient."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Calls an operator.
+
+        Raises:
+            RuntimeError: if it takes a norm, or writes to an element of several.
+        """
+        with without_dispatch():
+            if "norm" in func.__name__:
+                raise RuntimeError(DIVIDED.format(function=func))
+            try:
+                return func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                raise RuntimeError(DIVIDED.format(function=func)) from error
+
+    def numpy(self, **_options: Any) -> NoReturn:  # PyTorch has neither for such a tensor
+        raise RuntimeError(DIVIDED.format(function="numpy"))
+
+    def tolist(self) -> NoReturn:
+        raise RuntimeError(DIVIDED.format(function="tolist"))
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
 
 
 def note_not_whole(memory: Tensor) -> None:
@@ -216,9 +259,9 @@ def not_whole(parameters: Iterable[Tensor]) -> Tensor | None:
 
 
 def _is_noted(x: Tensor) -> bool:
-    is_plain = type(x) in (Tensor, Parameter) and x.layout == torch.strided  # a DTensor is not
+    is_plain = type(x) in (Tensor, Parameter, StandIn) and x.layout == torch.strided
     is_divided = getattr(type(x), "is_divided", False)  # by fsdp
-    return is_divided or (is_plain and x.untyped_storage() in _not_whole)
+    return is_divided or (is_plain and x.untyped_storage() in _not_whole)  # a DTensor is neither
 
 
 def _round_up(numel: int, unit: int) -> int:

@@ -10,6 +10,8 @@ over the network's parameters: learning-rate schedulers change its `param_groups
 is that of the optimizer on one process.
 """
 
+import inspect
+import math
 from collections.abc import Callable
 from functools import partial, wraps
 from itertools import accumulate
@@ -23,12 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp.internals.gradients import Gradients
 from ddp.sharded.layout import FlatUnit, Piece, not_whole
-from ddp.sharded.state import IMPLEMENTATIONS, Part, cut, entries, gather
+from ddp.sharded.state import IMPLEMENTATIONS, Part, cut, entries, gather, told_to_train
 
 NOT_ELEMENTWISE = (
-    "{name} looks at whole tensors, and here each rank steps a slice of every tensor: use SGD, "
-    "Adam, AdamW or another optimizer that treats every element alone, or a variant with whole "
-    'gradients, as wrap("ddp_bucketed", module)'
+    "{name} looks at whole tensors, at several together or at the loss, and here each rank steps a "
+    "slice of every tensor{error}: use SGD, Adam, AdamW or another optimizer that treats every "
+    'element alone, or a variant with whole gradients, as wrap("ddp_bucketed", module)'
 )
 
 
@@ -56,8 +58,12 @@ BROKEN = (
 
 
 NOT_THE_SAME = (
-    "ranks are about to do different things, and nothing has changed on any of them: {acts}. Every "
-    "rank must step as often as the others: leave a step out on all of them or on none"
+    "ranks are about to do different things, and nothing has changed on any of them: {acts}. {cure}"
+)
+AS_OFTEN = "Every rank must step as often as the others: leave a step out on all of them or on none"
+ON_ALL = (
+    "Every forward is a call of all ranks: to evaluate on one rank, let all enter `with "
+    "model.whole_parameters():`"
 )
 
 
@@ -73,6 +79,7 @@ def refuse_plain(optimizer: Optimizer, *_arguments: Any) -> None:
 
 
 GROUPS = 4  # of units, each stepped at once
+LISTS = ("params", "param_names")  # of a group, of which every rank has its own part
 
 
 class ShardedModel(Protocol):
@@ -126,7 +133,12 @@ def agree(exchange: Callable[[str], list[str]], act: str, message: str = "") -> 
         ranks.setdefault(other, []).append(rank)
     if len(ranks) > 1:
         acts = ", ".join(f"{other} on rank {first}" for other, (first, *_) in ranks.items())
-        raise ToldError(NOT_THE_SAME.format(acts=acts))
+        cure = (
+            ON_ALL
+            if any(" without " in other or " in eval" in other for other in ranks)
+            else AS_OFTEN
+        )
+        raise ToldError(NOT_THE_SAME.format(acts=acts, cure=cure))
 
 
 def together(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,13 +190,20 @@ class ShardedOptimizer(Optimizer):
     def __init__(
         self, model: ShardedModel, cls: Callable[..., Optimizer], params: Any, **options: Any
     ):
-        template = cls([Parameter(torch.zeros_like(model.units[0].shard[:1, None]))], **options)
-        if not treats_elements_alone(cls, options):
-            raise TypeError(NOT_ELEMENTWISE.format(name=type(template).__name__))
+        params = list(params)
+        is_grouped = bool(params) and isinstance(params[0], dict)
+        template = cls(
+            [
+                {**group, "params": [Parameter(torch.zeros_like(model.units[0].shard[:1, None]))]}
+                for group in (params if is_grouped else [{}])
+            ],
+            **options,
+        )
         self._is_built = False
         super().__init__(params, template.defaults)
         self.model, self.cls, self._is_built = model, type(template), True
         self._make = partial(cls, **options)
+        refuse_not_elementwise(self._make, self._settings(), self.cls.__name__)
         self._broken = ""  # why the last step was applied in part
         group_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         trained = {p for unit in model.units for p in unit.parameters}
@@ -205,6 +224,9 @@ class ShardedOptimizer(Optimizer):
             self._stepped_together.append(parts)
         self._parts = [part for parts in self._stepped_together for part in parts]
         self._share_state(self._parts)
+        for mode in ("train", "eval"):  # of a schedule-free optimizer: others have neither
+            if callable(getattr(template, mode, None)):
+                setattr(self, mode, partial(self._enter, mode))
 
     @together
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -223,11 +245,11 @@ class ShardedOptimizer(Optimizer):
             self.model.refuse_unfinished()
             self.model.begin_step(self._units)
             self._agree()
-            failure = None
+            failure, settings = None, self._settings()
             for parts in self._stepped_together:
                 try:
                     if failure is None:
-                        self._step(parts)
+                        self._step(parts, settings)
                 except Exception as error:  # other ranks wait for this one's slices
                     failure, self._broken = error, self._tell(BROKEN, error)
                 for unit, *_ in parts:
@@ -235,7 +257,22 @@ class ShardedOptimizer(Optimizer):
             self.model.end_step(self._held)
             if failure is not None:
                 raise failure
+            self._take_settings()
         return loss
+
+    @torch.no_grad()
+    def _enter(self, mode: str) -> None:
+        """Calls `train()` or `eval()`, which may change the parameters; a collective call."""
+        settings = self._settings()
+        self.model.begin_step(self._units)
+        agree(self.model.exchange, f"optimizer.{mode}()", self._broken)
+        for parts in self._stepped_together:
+            self._give_settings(parts, settings)
+            getattr(parts[0][2], mode)()
+            for unit, *_ in parts:
+                self.model.publish(unit)
+        self.model.end_step(self._held)
+        self._take_settings()
 
     def _agree(self) -> None:
         """Returns once all ranks are about to step.
@@ -254,14 +291,13 @@ class ShardedOptimizer(Optimizer):
         text = f"{type(error).__name__}: {error}"
         return message.format(rank=self.model.units[0].rank, error=text)
 
-    def _step(self, parts: list[Part]) -> None:
+    def _step(self, parts: list[Part], settings: list[dict[str, Any]]) -> None:
         inner, known = parts[0][2], len(parts[0][2].state)
         for unit, own, _ in parts:
             for piece, parameter in own:
                 gradient = unit.gradient_of(piece)
                 parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-        for group, settings in zip(inner.param_groups, self._settings(), strict=True):
-            group.update(settings)
+        self._give_settings(parts, settings)
         inner.step()
         if len(inner.state) != known:
             self._share_state(parts)
@@ -339,9 +375,19 @@ class ShardedOptimizer(Optimizer):
 
     def _settings(self) -> list[dict[str, Any]]:
         return [
-            {key: value for key, value in group.items() if key != "params"}
+            {key: value for key, value in group.items() if key not in LISTS}
             for group in self.param_groups
         ]
+
+    def _give_settings(self, parts: list[Part], settings: list[dict[str, Any]]) -> None:
+        for group, values in zip(parts[0][2].param_groups, settings, strict=True):
+            group.update(values)
+
+    def _take_settings(self) -> None:
+        """Takes what a step has changed in the groups, as a count, from the slices' optimizers."""
+        inner = self._stepped_together[-1][0][2]
+        for group, changed in zip(self.param_groups, inner.param_groups, strict=True):
+            group.update({key: value for key, value in changed.items() if key not in LISTS})
 
     def _share_state(self, parts: list[Part]) -> None:
         """Shows the state of this rank's pieces under the network's parameters."""
@@ -361,26 +407,121 @@ def _in_groups(units: list[FlatUnit]) -> list[list[FlatUnit]]:
     return list(groups.values())
 
 
-def treats_elements_alone(cls: Callable[..., Optimizer], options: dict[str, Any]) -> bool:
-    """Returns whether stepping a matrix and stepping parts of it give the same, by trying it."""
-    options = {key: value for key, value in options.items() if key not in IMPLEMENTATIONS}
-    start = torch.linspace(-1.0, 1.0, 16)
+TRIALS = ((torch.float64, 1e-6), (torch.float32, 1e-3))  # the second, if the first one raises
+TRIAL_STEPS = 32
+TRIAL_SHAPES = ((129, 128), (4, 3, 2, 2), (16,), (2,))
 
-    def stepped(parts: list[Tensor]) -> Tensor:
-        parameters = [Parameter(part.clone()) for part in parts]
-        optimizer = cls(parameters, **options)
+
+def refuse_not_elementwise(
+    make: Callable[..., Optimizer], settings: list[dict[str, Any]], name: str
+) -> None:
+    """Raises TypeError unless each element's step follows from its own gradients, by trying it.
+
+    Args:
+        make: makes an optimizer from parameter groups.
+        settings: those of the groups.
+        name: of the optimizer's class.
+    """
+    error = ""
+    unlike = {"lr", "initial_lr", *IMPLEMENTATIONS}
+    groups = [
+        {key: value for key, value in group.items() if key not in unlike} for group in settings
+    ]
+    groups = list({repr(group): group for group in groups}.values())
+    for dtype, tolerance in TRIALS:
+        try:
+            if _treats_elements_alone(make, groups, dtype, tolerance):
+                return
+            error = ""
+            break
+        except Exception as exception:  # wants matrices, sparse gradients, a closure
+            error = f" (a trial ended in {type(exception).__name__}: {exception})"
+    raise TypeError(NOT_ELEMENTWISE.format(name=name, error=error))
+
+
+def _treats_elements_alone(
+    make: Callable[..., Optimizer],
+    groups: list[dict[str, Any]],
+    dtype: torch.dtype,
+    tolerance: float,
+) -> bool:
+    """Returns whether one optimizer of whole tensors steps as one optimizer for each part of them.
+
+    What depends on several elements may show late, or with some gradients only. So there are many
+    steps, and gradients that are large or small, persistent or orthogonal to the values, and in the
+    end not finite. Numbers that an optimizer estimates are compared too, as their effect is small
+    at first. One part's optimizer is told the loss.
+    """
+
+    def made(parameters: dict[int, list[Parameter]]) -> Optimizer:
+        optimizer = make([{**own, "params": parameters.get(i, [])} for i, own in enumerate(groups)])
         for group in optimizer.param_groups:
-            group["lr"] = 0.1  # none, as a schedule may begin with, would show nothing
-        for _ in range(2):
-            for parameter in parameters:
-                parameter.grad = torch.sin(3 * parameter.detach())
-            optimizer.step()
-        return torch.cat([p.detach().reshape(-1) for p in parameters])
+            group["lr"] = 1.0  # none, as a schedule may begin with, would show nothing
+        return told_to_train(optimizer)
 
-    try:
-        return torch.allclose(stepped([start.view(4, 4)]), stepped([*start.split([6, 10])]))
-    except Exception:  # wants matrices, sparse gradients, a closure
-        return False
+    wholes = {i: [_trial_value(shape, dtype) for shape in TRIAL_SHAPES] for i in range(len(groups))}
+    whole = made(wholes)
+    parts = []
+    for i, parameter in ((i, parameter) for i, held in wholes.items() for parameter in held):
+        numel = parameter.numel()
+        for place in (slice(5 * numel // 8), slice(5 * numel // 8, numel)):
+            part = Parameter(parameter.detach().reshape(-1)[place].clone())
+            parts.append((parameter, place, part, made({i: [part]})))
+    takes_loss = "closure" in inspect.signature(whole.step).parameters
+    for step in range(TRIAL_STEPS):
+        before = {p: p.detach().clone() for held in wholes.values() for p in held}
+        gradients = {p: _trial_gradient(p, i, step) for i, p in enumerate(before)}
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient.clone()
+        whole.step()
+        estimates = _estimates(whole)
+        told: Any = partial(torch.tensor, 10 ** (2 * math.sin(2.1 * step)))  # a loss
+        for parameter, place, part, alone in parts:
+            part.grad = gradients[parameter].reshape(-1)[place].clone()
+            is_told = takes_loss and place.stop == 1  # which others are not
+            alone.step(told) if is_told else alone.step()
+            change = (parameter.detach() - before[parameter]).abs().nan_to_num(0.0, 0.0)
+            limits = {
+                "rtol": 1e4 * torch.finfo(dtype).eps, "atol": tolerance * change.max().item()
+            }  # fmt: skip
+            expected = parameter.detach().reshape(-1)[place]
+            if not torch.allclose(part.detach(), expected, **limits, equal_nan=True):
+                return False
+            for key, value in () if is_told else _estimates(alone).items():
+                if not math.isclose(value, estimates.get(key, value), rel_tol=tolerance):
+                    return False
+    return True
+
+
+def _trial_value(shape: tuple[int, ...], dtype: torch.dtype) -> Parameter:
+    return Parameter(1 + 0.5 * torch.arange(math.prod(shape), dtype=dtype).sin().view(shape))
+
+
+def _trial_gradient(parameter: Parameter, number: int, step: int) -> Tensor:
+    """Returns one of a size between 1e-4 and 1e4."""
+    value = parameter.detach()
+    place = torch.arange(value.numel(), dtype=value.dtype).view(value.shape)
+    gradient = (0.7 * place).cos() + 0.3 * (1.3 * place + step).sin()
+    if value.dim() > 1 and step % 4 == 2:
+        rows, along = gradient.flatten(1), value.flatten(1)
+        along = along / along.norm(dim=1, keepdim=True)
+        gradient = (rows - (rows * along).sum(1, keepdim=True) * along).view(value.shape)
+    gradient *= 10 ** (4 * math.sin(1.7 * number + 0.9 * step))
+    if number == 0 and step == TRIAL_STEPS - 1:
+        gradient.view(-1)[0] = math.inf
+    return gradient
+
+
+def _estimates(optimizer: Optimizer) -> dict[Any, float]:
+    """Returns the numbers that an optimizer keeps for all its parameters, but for counts."""
+    held = [(None, vars(optimizer)), *enumerate(optimizer.param_groups)]
+    return {
+        (number, key): float(value)
+        for number, values in held
+        for key, value in values.items()
+        if isinstance(value, float)
+        or (isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point())
+    }
 
 
 def _own(unit: FlatUnit, piece: Piece) -> Parameter:

@@ -64,6 +64,13 @@ def entries(
     return found
 
 
+def told_to_train(optimizer: Optimizer) -> Optimizer:
+    """Calls `optimizer.train()` where there is one, as a schedule-free optimizer has it."""
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
+    return optimizer
+
+
 def _kinds(groups: Sequence[dict[str, Any]], make: Callable[..., Optimizer]) -> dict[str, bool]:
     """Returns key -> whether its value is elementwise (True) or one number (False)."""
     kinds: dict[str, bool] = {}
@@ -72,7 +79,7 @@ def _kinds(groups: Sequence[dict[str, Any]], make: Callable[..., Optimizer]) -> 
         parameter.grad = torch.ones(2, 3)
         try:
             settings = {k: v for k, v in group.items() if k not in (*IMPLEMENTATIONS, "params")}
-            optimizer = make([{**settings, "params": [parameter]}])
+            optimizer = told_to_train(make([{**settings, "params": [parameter]}]))
             optimizer.step()
         except Exception:  # wants a closure, other tensors: nothing is known
             continue

@@ -26,15 +26,16 @@ from torch.nn import Parameter
 
 from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
-from ddp.sharded.layout import FlatUnit, note_not_whole
+from ddp.sharded.layout import FlatUnit, StandIn, note_not_whole
 from ddp.sharded.whole import Place, Values, hide, reveal, unlike
 from ddp.torch_compat import all_gather, copy_, own_parameters, version_of
 
 NOT_TOGETHER = (
     "the {what} of {name} has failed. With fsdp each forward and backward is a call of all ranks, "
-    "and another rank has ended, has failed in its forward, or evaluates alone. To evaluate on one "
-    "rank, let all enter `with model.whole_parameters():`. After an error start all ranks again, "
-    "from a checkpoint"
+    "and another rank has not made it: it has ended, failed, left its loop earlier, returned from "
+    "its forward before this block, or evaluates alone. Take the same steps on all ranks and call "
+    "the same blocks in them; to evaluate on one rank, let all enter `with "
+    "model.whole_parameters():`. After an error start all ranks again, from a checkpoint"
 )
 
 
@@ -145,7 +146,7 @@ class GatheredUnit(FlatUnit):
         dtype = parameter.grad_dtype or parameter.dtype
         if known is None or known.dtype != dtype or version_of(known):
             one = torch.full((), torch.nan, dtype=dtype, device=parameter.device)
-            known = self._stand_ins[member] = one.expand(parameter.shape)
+            known = self._stand_ins[member] = one.expand(parameter.shape).as_subclass(StandIn)
             note_not_whole(one)
         return known
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ddp import IMPLEMENTATIONS
+from tests.support.differences import Behaviours
 
 HAND_BUILT = ["ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed"]
 COPY_ENGINE = "ddp_copy_engine"
@@ -46,5 +47,7 @@ def _short(name: str) -> str:
 
 @pytest.fixture
 def ranks(device_type: str, request: pytest.FixtureRequest):
-    """The pool on which the implementation at hand is tested."""
-    return request.getfixturevalue("cpu_ranks" if device_type == "cpu" else "gpu_ranks")
+    """The pool on which the implementation at hand is tested, which may refuse a behaviour."""
+    pool = request.getfixturevalue("cpu_ranks" if device_type == "cpu" else "gpu_ranks")
+    held = {"implementation", "hand_built"}.intersection(request.fixturenames)
+    return Behaviours(pool, request.getfixturevalue(held.pop()))

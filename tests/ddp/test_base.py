@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import ddp
+from tests.support.differences import REFUSED
 
 FOLDER = Path(ddp.__file__).parent
 LINES = 250
@@ -64,3 +65,10 @@ def test_internals_do_not_know_the_variants():
     for path in (FOLDER / "internals").glob("*.py"):
         others = {name for name in imports_of(path) if not name.startswith("ddp.internals")}
         assert others <= known, path
+
+
+def test_what_a_variant_refuses_is_a_behaviour_of_the_tests():
+    code = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for name, rows in REFUSED.items():
+        assert name in ddp.IMPLEMENTATIONS
+        assert all(f"\ndef {behaviour}(" in code for behaviour in rows)

@@ -8,13 +8,13 @@ from torch import nn
 
 from ddp import implementation, wrap
 from lm.rank_pool import Context
+from tests.ddp.conftest import SHARDED
 from tests.ddp.test_step import FailingChain
 from tests.support.beside import (
     Beside,
     Branches,
     branches_loss,
     chain_loss,
-    is_divided,
     is_sharded,
     is_torch,
     make_optimizer,
@@ -22,6 +22,7 @@ from tests.support.beside import (
     small_buckets,
     whole_values,
 )
+from tests.support.differences import is_divided
 
 
 def strides_of_the_parameter(context: Context, name: str) -> None:
@@ -102,7 +103,7 @@ def one_rank_discards(context: Context, name: str) -> bool:
     return any(g.isnan().any().item() for g in reduced_here(model))
 
 
-@pytest.mark.parametrize("name", ["ddp_individual", "ddp_individual_v2", "ddp_bucketed", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp_individual", "ddp_individual_v2", "ddp_bucketed", *SHARDED])
 def test_a_rank_that_discards_does_not_pass_for_zeros(cpu_ranks, name):
     assert cpu_ranks.run(2, one_rank_discards, name) == [True, True]
 

@@ -10,16 +10,15 @@ from ddp import implementation, wrap
 from ddp.copy_engine import CopyEngineDDP
 from lm.rank_pool import Context
 from tests.support.beside import (
-    DIVIDED,
     Chain,
     chain_loss,
-    is_divided,
     is_sharded,
     is_torch,
     numbers,
     small_buckets,
     whole_gradients,
 )
+from tests.support.differences import keeps_strides, sends_gradients_alone
 from tests.support.recorder import RecordingGroup, recording
 
 ODD = 1 + 2**-12  # rounded away in 16 bits
@@ -114,13 +113,12 @@ def float32_sums(context: Context, name: str) -> None:
             for p, g, s in zip(
                 trainable(model), gradients_of(model), reduced(context, model, rounds), strict=True
             ):
-                assert g.stride() == p.stride() or is_divided(name)
+                assert g.stride() == p.stride() or not keeps_strides(name)
                 assert torch.equal(g, s), "not exact, or rounded on the way"
             if recorder is group and not issubclass(implementation(name), CopyEngineDDP):
                 assert types_recorded(recorder) == {"torch.float32", "torch.float64"}
-            gathered = is_divided(name)  # and with the padding between parameters
-            sent = model.stats()["bytes"]
-            assert sent % sum(p.grad.nbytes for p in trainable(model)) == 0 or gathered
+            whole_times = model.stats()["bytes"] % sum(p.grad.nbytes for p in trainable(model)) == 0
+            assert whole_times or not sends_gradients_alone(name)
             if not is_sharded(model):
                 replace_gradients(model)
                 optimizer.step()
@@ -188,7 +186,7 @@ def unused(context: Context, name: str) -> None:
         model.zero_grad()
 
 
-def refusals(context: Context, name: str) -> None:
+def refused_dtypes(context: Context, name: str) -> None:
     model = wrap(name, Mixed().to(context.device), process_group=context.group)
     model.reduce = "sum"
     with pytest.raises(ValueError, match=r"gradient_dtype: torch.int32 is not a floating type"):
@@ -212,10 +210,6 @@ def refusals(context: Context, name: str) -> None:
     model.finish_gradient_synchronization()
     for g, s in zip(gradients_of(model), reduced(context, model, [0]), strict=True):
         assert torch.equal(g, s)
-    if is_divided(name):
-        with pytest.raises(RuntimeError, match=DIVIDED):
-            wrap(name, model.module, process_group=context.group)
-        return
     wrap(name, model.module, process_group=context.group)
     assert all(p.grad.dtype == p.grad_dtype == p.dtype for p in trainable(model))
 
@@ -234,7 +228,9 @@ def unchanged(context: Context, name: str) -> None:
         assert p.grad.data_ptr() == address
 
 
-def types_of_the_user(context: Context, name: str) -> None:
+def types_of_the_user(
+    context: Context, name: str, leaves: tuple[str, ...] = ("undone", "gone")
+) -> None:
     """A `grad_dtype` that was set before `wrap` is kept, used, and given back."""
     network = nn.Linear(6, 6, dtype=torch.bfloat16).to(context.device)
     network.weight.grad_dtype, network.bias.grad_dtype = torch.float32, None
@@ -267,13 +263,11 @@ def types_of_the_user(context: Context, name: str) -> None:
         with pytest.raises(RuntimeError, match=r"bias has a gradient of torch\.float32 in place"):
             model.gradient_ready(network.bias)
         network.zero_grad()
-    for leave in ("undone", "wrapped again", "gone"):
+    for leave in leaves:
         model.gradient_dtype = torch.float32
         check_types(torch.float32, torch.float32)
         if leave == "undone":
             model.gradient_dtype = None
-        elif leave == "wrapped again" and is_divided(name):
-            continue
         elif leave == "wrapped again":
             model = wrap(name, network, process_group=context.group)
         else:
@@ -282,7 +276,14 @@ def types_of_the_user(context: Context, name: str) -> None:
         check_types(torch.float32, None)
 
 
-@pytest.mark.parametrize("body", [float32_sums, unused, refusals, unchanged, types_of_the_user])
+def types_wrapped_again(context: Context, name: str) -> None:
+    types_of_the_user(context, name, leaves=("undone", "wrapped again", "gone"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [float32_sums, unused, refused_dtypes, unchanged, types_of_the_user, types_wrapped_again],
+)
 def test_gradient_dtype(ranks, implementation, body):
     ranks.run(2, body, implementation)
 

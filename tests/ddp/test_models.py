@@ -10,13 +10,13 @@ from tests.support.beside import (
     Beside,
     Branches,
     Chain,
-    any_order,
     branches_loss,
     chain_loss,
     numbers,
     small_buckets,
     whole_parameters,
 )
+from tests.support.differences import any_order
 
 
 class MixedTypes(nn.Module):

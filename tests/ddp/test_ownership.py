@@ -7,24 +7,13 @@ from torch import nn
 from ddp import wrap
 from lm.rank_pool import Context
 from tests.support.beside import (
-    DIVIDED,
     Beside,
     Chain,
     chain_loss,
-    is_divided,
     small_buckets,
     whole_gradients,
     whole_parameters,
 )
-
-
-def refuses_another(context: Context, name: str, network: nn.Module) -> bool:
-    """Whether the variant divides its network, which no other wrapper can take then."""
-    if is_divided(name):
-        for other in (name, "ddp"):
-            with pytest.raises(RuntimeError, match=DIVIDED):
-                wrap(other, network, process_group=context.group)
-    return is_divided(name)
 
 
 def in_turn(context: Context, name: str) -> None:
@@ -32,13 +21,11 @@ def in_turn(context: Context, name: str) -> None:
 
     Afterwards either wrapper may be used.
     """
-    for other in ("ddp_bucketed", name, "torch_ddp"):
+    for other in ("ddp_bucketed", "torch_ddp", name):
         pair = Beside(context, other, Chain(), **small_buckets(other))
         first = pair.model
         pair.backward(chain_loss(0))  # never finished
         pair.zero_grad(set_to_none=True)
-        if other == name and refuses_another(context, name, first.module):
-            continue
         second = wrap(name, first.module, process_group=context.group, **small_buckets(name))
         first.finish_gradient_synchronization()  # does nothing: the step is forgotten
         for step, model in enumerate([second, first, first, second]):
@@ -48,8 +35,6 @@ def in_turn(context: Context, name: str) -> None:
 
 def not_at_once(context: Context, name: str) -> None:
     first = wrap(name, Chain().to(context.device), process_group=context.group)
-    if refuses_another(context, name, first.module):
-        return
     second = wrap(name, first.module, process_group=context.group)
     chain_loss(0)(first, context.rank).backward()
     with pytest.raises(RuntimeError, match=r"another wrapper .* call finish_gradient_sync"):
@@ -68,8 +53,6 @@ def on_one_trunk(context: Context, name: str) -> None:
     trunk = nn.Linear(6, 6)
     actor = wrap(name, with_head(3), process_group=context.group)
     critic = with_head(1)
-    if refuses_another(context, name, critic):
-        return
     for network in (critic, nn.ModuleDict({"of": actor})):  # around a wrapper, too
         with pytest.raises(RuntimeError, match=r"weight is a parameter of another wrapped .*0\."):
             wrap(name, network, process_group=context.group)
@@ -97,10 +80,21 @@ def in_a_loop(context: Context, name: str) -> None:
         for g, e in zip(ours, expected, strict=True):
             torch.testing.assert_close(g, e)
         network.zero_grad()
-        if refuses_another(context, name, network):
-            return
 
 
-@pytest.mark.parametrize("body", [in_turn, not_at_once, on_one_trunk, in_a_loop])
+def by_another_variant(context: Context, name: str) -> None:
+    network = Chain().to(context.device)
+    pair = (
+        wrap(name, network, process_group=context.group),
+        wrap("ddp", network, process_group=context.group),
+    )
+    for step, model in enumerate(pair):
+        chain_loss(step)(model, context.rank).backward()
+        model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize(
+    "body", [by_another_variant, in_turn, not_at_once, on_one_trunk, in_a_loop]
+)
 def test_several_wrappers(ranks, implementation, body):
     ranks.run(2, body, implementation)

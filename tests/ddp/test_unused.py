@@ -8,13 +8,13 @@ from lm.rank_pool import Context
 from tests.support.beside import (
     Beside,
     Branches,
-    any_order,
     branches_loss,
     is_torch,
     make_optimizer,
     small_buckets,
     whole_values,
 )
+from tests.support.differences import any_order
 
 
 def pair_of(context: Context, name: str, reduce: str = "mean", **options) -> Beside:

@@ -1,6 +1,7 @@
 """Parameters that change under a wrapper: what is right, what is said, and what is no fault."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -9,15 +10,7 @@ from torch import nn
 
 from ddp import wrap
 from lm.rank_pool import Context
-from tests.support.beside import (
-    DIVIDED,
-    Beside,
-    Chain,
-    chain_loss,
-    is_divided,
-    numbers,
-    small_buckets,
-)
+from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets
 
 FORGOTTEN = r"weight|bias.* changed after its backward .* call finish_gradient_synchronization\(\)"
 
@@ -104,47 +97,66 @@ def no_fault(context: Context, name: str) -> None:
         pair.zero_grad(set_to_none=True)
 
 
-def replaced(context: Context, name: str) -> None:
-    """Each is named at the next forward with gradients, with or without unused parameters."""
+def replaced(context: Context, name: str, change: Callable, which: int = 1) -> None:
+    """It is named at the next forward with gradients, with or without unused parameters."""
+    for unused in (False, True):
+        network = Chain().to(context.device)
+        network.layers[1].requires_grad_(change is not thaw)
+        options = dict(process_group=context.group, find_unused_parameters=unused)
+        model = wrap(name, network, **options)
+        change(model)
+        for training in (True, False):
+            model.train(training)
+            with pytest.raises(RuntimeError, match=rf"layers\.{which}\.weight is trainable, but"):
+                chain_loss(0)(model, context.rank)
+        network.float()
+        Beside(context, name, network).step(chain_loss(1))  # the remedy
 
-    def assign(model: nn.Module) -> None:
-        state = {key: value.clone() for key, value in model.state_dict().items()}
-        if is_divided(name):
-            with pytest.raises(ValueError, match="give assign=False"):
-                model.load_state_dict(state, assign=True)
-            state = {key.removeprefix("module."): value for key, value in state.items()}
-            model.module.load_state_dict(state, assign=True)  # behind the wrapper's back
-        else:
-            model.load_state_dict(state, assign=True)
 
-    def new_layer(model: nn.Module) -> None:
+def load(model: nn.Module) -> None:
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def thaw(model: nn.Module) -> None:
+    model.module.layers[1].requires_grad_(True)
+
+
+def loaded_by_assignment(context: Context, name: str) -> None:
+    replaced(context, name, load, which=0)
+
+
+def loaded_behind_the_wrapper(context: Context, name: str) -> None:
+    def load(model: nn.Module) -> None:
+        state = {key.removeprefix("module."): x.clone() for key, x in model.state_dict().items()}
+        model.module.load_state_dict(state, assign=True)
+
+    replaced(context, name, load, which=0)
+
+
+def another_layer(context: Context, name: str) -> None:
+    def replace(model: nn.Module) -> None:
         model.module.layers[1] = nn.Linear(6, 6).to(context.device)
 
+    replaced(context, name, replace)
+
+
+def converted(context: Context, name: str) -> None:
+    replaced(context, name, lambda model: model.module.layers[1].double())
+
+
+def converted_and_back(context: Context, name: str) -> None:
     def convert(model: nn.Module) -> None:
-        model.module.layers[1].double()
+        chain_loss(0)(model, context.rank).backward()
+        model.finish_gradient_synchronization()
+        model.zero_grad()
+        model.bfloat16().float()
 
-    def thaw(model: nn.Module) -> None:
-        model.module.layers[1].requires_grad_(True)
+    replaced(context, name, convert, which=0)
 
-    for change, which in ((assign, 0), (new_layer, 1), (convert, 1), (thaw, 1)):
-        for unused in (False, True):
-            network = Chain().to(context.device)
-            network.layers[1].requires_grad_(change is not thaw)
-            options = dict(process_group=context.group, find_unused_parameters=unused)
-            model = wrap(name, network, **options)
-            change(model)
-            for training in (True, False):
-                model.train(training)
-                with pytest.raises(
-                    RuntimeError, match=rf"layers\.{which}\.weight is trainable, but"
-                ):
-                    chain_loss(0)(model, context.rank)
-            network.float()
-            if is_divided(name) and change is not assign:
-                with pytest.raises(RuntimeError, match=DIVIDED):
-                    wrap(name, network, process_group=context.group)
-                continue
-            Beside(context, name, network).step(chain_loss(1))  # the remedy
+
+def thawed(context: Context, name: str) -> None:
+    replaced(context, name, thaw)
 
 
 def functional_call(context: Context, name: str) -> None:
@@ -153,9 +165,6 @@ def functional_call(context: Context, name: str) -> None:
     x = numbers(4, 6, seed=1, rank=context.rank, like=pair.model)
     halves = {n: p * 0.5 for n, p in pair.model.named_parameters()}
     loss = torch.func.functional_call(pair.model, halves, (x,)).square().sum()
-    if is_divided(name):  # nothing can be computed from parameters that are not gathered
-        assert loss.isnan()
-        return
     loss.backward()
     for rank in range(context.world_size):
         x = numbers(4, 6, seed=1, rank=rank, like=pair.model)
@@ -184,7 +193,18 @@ def frozen_phase(context: Context, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [forgotten_finish, no_fault, replaced, functional_call, frozen_phase]
+    "body",
+    [
+        *(forgotten_finish, no_fault, functional_call, frozen_phase),
+        *(
+            loaded_by_assignment,
+            loaded_behind_the_wrapper,
+            another_layer,
+            converted,
+            converted_and_back,
+            thawed,
+        ),
+    ],
 )
 def test_parameters_that_change(ranks, implementation, body):
     ranks.run(2, body, implementation)

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp import implementation, wrap
 from lm.rank_pool import Context
-from tests.support.beside import (
-    NOT_COPIED,
-    Beside,
-    Chain,
-    chain_loss,
-    is_divided,
-    small_buckets,
-)
+from tests.support.beside import Beside, Chain, chain_loss, is_torch, small_buckets
 
 
 def goes_on(context: Context, name: str, model: nn.Module, reference: nn.Module) -> None:
@@ -36,11 +31,6 @@ def deep_copies(context: Context, name: str) -> None:
     pair.model.reduce = "sum"
     pair.scale = 1
     pair.backward(chain_loss(0))
-    if is_divided(name):
-        with pytest.raises(RuntimeError, match=NOT_COPIED):
-            copy.deepcopy(pair.model)
-        pair.finish()
-        return
     twin = copy.deepcopy(pair.model)
     if context.rank == 0:
         copy.deepcopy(pair.model)
@@ -62,10 +52,6 @@ def averaged(context: Context, name: str) -> None:
     """An average of the weights, as `torch.optim.swa_utils` keeps it; copied when it is frozen."""
     cls = implementation(name)
     model = cls(module=Chain().to(context.device), process_group=context.group)
-    if is_divided(name):
-        with pytest.raises(RuntimeError, match=NOT_COPIED):
-            AveragedModel(model)
-        return
     average = AveragedModel(model)
     average.update_parameters(model)
     with torch.no_grad():
@@ -85,10 +71,6 @@ def through_a_file(context: Context, name: str) -> None:
     model = wrap(name, Chain().to(context.device), **small_buckets(name))
     chain_loss(0)(model, context.rank).backward()
     file = io.BytesIO()
-    if is_divided(name):
-        with pytest.raises(RuntimeError, match=NOT_COPIED):
-            torch.save(model, file)
-        return
     torch.save(model, file)
     model.finish_gradient_synchronization()
     file.seek(0)
@@ -99,10 +81,7 @@ def through_a_file(context: Context, name: str) -> None:
 
 def not_in_a_file(context: Context, name: str) -> None:
     model = wrap(name, Chain().to(context.device), process_group=context.group)
-    says = (
-        NOT_COPIED if is_divided(name) else r"process_group .* save model\.module or model\.state"
-    )
-    with pytest.raises(RuntimeError, match=says):
+    with pytest.raises(RuntimeError, match=r"process_group .* save model\.module or model\.state"):
         torch.save(model, io.BytesIO())
 
 
@@ -114,3 +93,27 @@ def test_copies(ranks, implementation, body):
 def test_saved_and_loaded(ranks, implementation):
     """With the default process group."""
     ranks.run(ranks.size, through_a_file, implementation)
+
+
+def uneven(context: Context, name: str) -> None:
+    """Ranks with another number of batches: what is said instead of join(), and does it."""
+    model = wrap(name, Chain().to(context.device), process_group=context.group)
+    assert hasattr(model, "join") is is_torch(name)  # PyTorch's own has it
+    if not is_torch(name):
+        with pytest.raises(AttributeError, match=r"same number of batches.*docs/variants\.md"):
+            model.join()
+    with pytest.raises(AttributeError, match="has no attribute 'joined'"):
+        _ = model.joined
+    page = Path(__file__).parents[2] / "docs/variants.md"
+    (block,) = re.findall(r"```python\n([^`]*def until_one_has_none[^`]*)```", page.read_text())
+    exec(block, names := {})
+    steps = 0
+    for step in names["until_one_has_none"](range(3 + context.rank), model):
+        chain_loss(step)(model, context.rank).backward()
+        model.finish_gradient_synchronization()
+        steps += 1
+    assert steps == 3
+
+
+def test_uneven_data(ranks, implementation):
+    ranks.run(2, uneven, implementation)

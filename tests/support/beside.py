@@ -112,21 +112,6 @@ def small_buckets(name: str, bucket_size_mb: float = 1e-4) -> dict:
     return {"bucket_size_mb": bucket_size_mb} if has_it else {}
 
 
-def any_order(name: str) -> dict:
-    """The option with which ranks may call modules in any order, where a variant needs one."""
-    return {"units": ()} if is_divided(name) else {}
-
-
-def is_divided(name: str) -> bool:
-    """Returns whether a variant divides the parameters, so that the network is of no use alone."""
-    return hasattr(implementation(name), "whole_parameters")
-
-
-# Messages of such a variant: another wrapper of its network is refused, and so are copies.
-DIVIDED = r"fsdp has divided among ranks: build a new network and load"
-NOT_COPIED = r"fsdp has divided cannot be copied or pickled.*save model\.state_dict\(\)"
-
-
 class Chain(nn.Module):
     """Three layers and a tied one: `layers[0]` is used at both ends."""
 

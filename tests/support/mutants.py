@@ -314,7 +314,7 @@ MUTANTS = [
     ),
     Mutant(
         "the schedule's learning rate does not reach the slices",
-        (("sharded/optimizer.py", "group.update(settings)", "pass"),),
+        (("sharded/optimizer.py", "group.update(values)", "pass"),),
         ("tests/ddp/sharded/test_optimizer.py", "checkpoint"),
     ),
     Mutant(

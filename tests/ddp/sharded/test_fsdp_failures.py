@@ -1,5 +1,6 @@
 """`fsdp`: steps that fail, on all ranks, in different places, or on one rank alone."""
 
+from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
@@ -96,6 +97,48 @@ def alone(context: Context) -> None:
 
 def test_the_timeout_says_what_happened(cpu_ranks):
     cpu_ranks.run(cpu_ranks.size, alone)
+
+
+class WithStatistics(Network):
+    """Its buffers are broadcast as a training forward begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1000))
+
+
+def evaluates_where_others_train(context: Context, how: str) -> None:
+    """All hear of it before anything is sent, and training goes on."""
+    torch.manual_seed(0)
+    pair = Pair(context, WithStatistics())
+    pair.backward(0)
+    pair.finish()
+    pair.step()
+    is_alone, says = context.rank == 0, rf"a forward {how}\S* on rank 0, a forward on rank 1.*"
+    with ExitStack() as contexts:
+        if is_alone and how == "under no_sync":
+            contexts.enter_context(pair.model.no_sync())
+        elif is_alone and how == "without gradients":
+            contexts.enter_context(torch.no_grad())
+        pair.model.train(not is_alone or how == "under no_sync")
+        with pytest.raises(RuntimeError, match=says + CURE[how]):
+            loss_of(pair.model, 1, context.rank)
+    pair.model.train()
+    pair.backward(3)
+    pair.finish()
+    pair.step()
+
+
+CURE = {
+    "without gradients": r"with model\.whole_parameters\(\):",
+    "in eval mode": r"with model\.whole_parameters\(\):",
+    "under no_sync": "leave a step out on all",
+}
+
+
+@pytest.mark.parametrize("how", CURE)
+def test_a_rank_that_evaluates_where_others_train_is_named(cpu_ranks, how):
+    cpu_ranks.run(2, evaluates_where_others_train, how)
 
 
 def one_rank_fails(context: Context) -> None:

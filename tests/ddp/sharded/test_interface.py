@@ -1,6 +1,8 @@
 """Norms, pieces and whole gradients of a sharded network are those of one process."""
 
+import copy
 import gc
+import io
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,15 +13,8 @@ from torch import nn
 from ddp import wrap
 from ddp.sharded.interface import STATUS_BYTES
 from lm.rank_pool import Context
-from tests.support.beside import (
-    Beside,
-    Chain,
-    any_order,
-    chain_loss,
-    numbers,
-    small_buckets,
-    whole_values,
-)
+from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets, whole_values
+from tests.support.differences import any_order
 
 
 def clipped(context: Context, name: str) -> None:
@@ -35,6 +30,39 @@ def clipped(context: Context, name: str) -> None:
 def test_clipping_takes_the_norm_over_all_ranks(cpu_ranks):
     for world_size, name in ((3, "zero1"), (2, "zero2")):
         cpu_ranks.run(world_size, clipped, name)
+
+
+def clipped_by_pytorch(context: Context, name: str) -> None:
+    """What it says is right; nothing has changed before; other reading gives NaN."""
+    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair.backward(chain_loss(0))
+    pair.finish()
+    utils, gradients = torch.nn.utils, [p.grad for p in pair.model.parameters()]
+    for foreach in (None, False):
+        for refused in (
+            lambda f=foreach: utils.clip_grad_norm_(pair.model.parameters(), 0.01, foreach=f),
+            lambda f=foreach: utils.clip_grad_value_(pair.model.parameters(), 0.01, foreach=f),
+            lambda: utils.get_total_norm(gradients),
+            lambda: utils.clip_grad_norm_(pair.model.parameters(), 0.1, error_if_nonfinite=True),
+            *(gradients[0].norm, gradients[0].numpy, gradients[0].tolist),
+            lambda: gradients[0].div_(2),
+        ):
+            with pytest.raises(RuntimeError, match=r"model\.clip_grad_norm_\(max_norm\) in place"):
+                refused()
+    assert all(g.sum().isnan() and copy.deepcopy(g).isnan().all() for g in gradients)
+    torch.save(gradients, file := io.BytesIO())
+    file.seek(0)
+    assert all(g.isnan().all() for g in torch.load(file))
+    pair.compare()
+    utils.clip_grad_value_(pair.reference.parameters(), 0.01)
+    for *_, g in pair.model.gradient_pieces():
+        g.clamp_(-0.01, 0.01)
+    pair.compare()
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
+def test_clipping_by_pytorch_is_refused_with_what_to_call(cpu_ranks, name):
+    cpu_ranks.run(2, clipped_by_pytorch, name)
 
 
 class OfSeveralDtypes(nn.Module):

@@ -7,11 +7,19 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from ddp.sharded.optimizer import treats_elements_alone
 from lm.rank_pool import Context
-from tests.support.beside import Beside, Branches, Chain, branches_loss, chain_loss, small_buckets
+from tests.support.beside import (
+    Beside,
+    Branches,
+    Chain,
+    branches_loss,
+    chain_loss,
+    small_buckets,
+    whole_values,
+)
 
 NAME = "zero1"
+SHARDED = ["zero1", "zero2", "fsdp"]
 
 
 def in_groups(model: nn.Module) -> list[dict]:
@@ -116,30 +124,206 @@ def test_other_elementwise_optimizers(cpu_ranks):
     cpu_ranks.run(2, other_optimizers)
 
 
-class NormSGD(torch.optim.SGD):
-    """Divides each parameter's gradient by its norm, as some public optimizers do."""
+class Averaged(torch.optim.Optimizer):
+    """SGD on z beside the mean x of all z; a parameter is x in evaluation, between them else."""
 
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "is_training": False, "count": 0})
+
+    def train(self, mode=True):
+        for group in self.param_groups:
+            for p in group["params"] if group["is_training"] != mode else ():
+                if state := self.state[p]:
+                    p.data.copy_(0.1 * state["z"] + 0.9 * state["x"] if mode else state["x"])
+            group["is_training"] = mode
+
+    def eval(self):
+        self.train(mode=False)
+
+    @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
+            assert group["is_training"], "call optimizer.train()"
+            group["count"] += 1
             for p in group["params"]:
-                p.grad = p.grad / p.grad.norm()
-        return super().step(closure)
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.clone()).sub_(p.grad, alpha=group["lr"])
+                    x = self.state[p].setdefault("x", p.clone()).lerp_(z, 1 / group["count"])
+                    p.copy_(0.1 * z + 0.9 * x)
+
+
+def schedule_free(context: Context, name: str) -> None:
+    """What a step notes in a group stays, is saved, and counts once for all slices."""
+    torch.manual_seed(0)
+    pair = Beside(context, name, Chain(), **small_buckets(name))
+    ours = pair.model.make_optimizer(Averaged, params=pair.model.module.named_parameters())
+    plain = Averaged(pair.reference.named_parameters())
+    for step in range(4):
+        for optimizer in (ours, plain):
+            optimizer.train()
+        pair.backward(chain_loss(step))
+        pair.finish()
+        for optimizer in (ours, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.eval()
+        values = zip(whole_values(pair.model), pair.reference.parameters(), strict=True)
+        for value, expected in values:
+            torch.testing.assert_close(value, expected)
+        assert ours.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+        if step == 1:
+            state = ours.state_dict()
+            ours = pair.model.make_optimizer(Averaged, params=pair.model.module.named_parameters())
+            ours.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_schedule_free_optimizer(cpu_ranks, name):
+    cpu_ranks.run(2, schedule_free, name)
+
+
+class Changed(torch.optim.SGD):
+    """SGD whose gradients `change` replaces before a step."""
+
+    def __init__(self, params, lr=0.1, changes=True):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("changes", changes)
+        self.size, self.count = 1e-6, 0
+
+    def step(self, closure=None):
+        self.loss = 1.0 if closure is None else float(closure())
+        self.count += 1
+        held = [p for g in self.param_groups if g["changes"] for p in g["params"]]
+        for p, gradient in zip(held, self.change([p.grad for p in held], held), strict=True):
+            p.grad = gradient
+        super().step()
+
+    def change(self, gradients, values):
+        raise NotImplementedError
+
+
+def norm(tensors):
+    return torch.stack([t.norm() for t in tensors]).norm()
+
+
+class Signs(Changed):
+    def change(self, gradients, values):
+        return [g.sign() for g in gradients]
+
+
+class NormSGD(Changed):
+    def change(self, gradients, values):
+        return [g / g.norm() for g in gradients]
+
+
+class GlobalClip(Changed):
+    def change(self, gradients, values):
+        return [g / norm(gradients).clamp(min=1.0) for g in gradients]
+
+
+class OneSize(Changed):
+    """Estimates one step size from all gradients, which grows a little at each step."""
+
+    def change(self, gradients, values):
+        self.size = min(1.02 * self.size, 1 / float(norm(gradients)))
+        self.estimate = float(norm(gradients))
+        return [g * self.size for g in gradients]
+
+
+class Late(Changed):
+    """Looks at a matrix from its 25th step on, as Shampoo may."""
+
+    def change(self, gradients, values):
+        return [g / g.norm() if self.count >= 25 and g.dim() > 1 else g for g in gradients]
+
+
+class Centred(Changed):
+    """Looks at large matrices only."""
+
+    def change(self, gradients, values):
+        large = [g.dim() == 2 and min(g.shape) >= 128 for g in gradients]
+        return [g - g.mean() if wide else g for g, wide in zip(gradients, large, strict=True)]
+
+
+class Projected(Changed):
+    """Does otherwise where a gradient is nearly orthogonal to the values, as AdamP."""
+
+    def change(self, gradients, values):
+        similar = [torch.cosine_similarity(g.flatten(), v.flatten(), 0).abs()
+                   for g, v in zip(gradients, values, strict=True)]  # fmt: skip
+        return [
+            g * 2 if g.dim() > 1 and s < 0.01 else g
+            for g, s in zip(gradients, similar, strict=True)
+        ]
+
+
+class Skipped(Changed):
+    """Leaves a step out where some gradient is not finite."""
+
+    def change(self, gradients, values):
+        finite = all(g.isfinite().all() for g in gradients)
+        return [g if finite else torch.zeros_like(g) for g in gradients]
+
+
+class Polyak(Changed):
+    def change(self, gradients, values):
+        return [g * self.loss for g in gradients]
+
+
+class Narrow(Changed):
+    """Takes float32 alone."""
+
+    def change(self, gradients, values):
+        assert all(g.dtype == torch.float32 for g in gradients)
+        return [g.sign() for g in gradients]
+
+
+def elementwise(context: Context, cls, options, groups=None) -> None:
+    model = wrap(NAME, nn.Linear(3, 2), process_group=context.group)
+    params = None
+    if groups is not None:
+        params = [{"params": [p], **g} for p, g in zip(model.parameters(), groups, strict=True)]
+    model.make_optimizer(cls, params=params, **options)
 
 
 @pytest.mark.parametrize(
-    ("cls", "alone"),
+    ("cls", "options"),
     [
-        (torch.optim.AdamW, True),
-        (torch.optim.RMSprop, True),
-        (torch.optim.Muon, False),
-        (torch.optim.LBFGS, False),
-        (torch.optim.Adafactor, False),
-        (torch.optim.SparseAdam, False),
-        (NormSGD, False),
+        (torch.optim.AdamW, {"lr": 0.0, "amsgrad": True}),
+        (torch.optim.Adam, {"fused": True, "maximize": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+        (torch.optim.Adagrad, {"lr": torch.tensor(0.1)}),
+        *((cls, {}) for cls in (torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam)),
+        (torch.optim.Rprop, {}),
+        (Averaged, {}),
+        (Signs, {}),
+        (Narrow, {}),
+        (GlobalClip, {"changes": False}),
     ],
 )
-def test_optimizers_that_look_at_whole_tensors(cls, alone):
-    assert treats_elements_alone(cls, {"lr": 0.0} if cls is NormSGD else {}) is alone
+def test_optimizers_that_treat_elements_alone_are_accepted(cpu_ranks, cls, options):
+    cpu_ranks.run(1, elementwise, cls, options)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        *(torch.optim.Muon, torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam),
+        *(NormSGD, GlobalClip, OneSize, Late, Centred, Projected, Skipped, Polyak),
+    ],
+)
+def test_optimizers_that_combine_elements_are_refused_by_name(cpu_ranks, cls):
+    with pytest.raises(AssertionError, match=rf"TypeError: {cls.__name__} looks at whole tensors"):
+        cpu_ranks.run(1, elementwise, cls, {"lr": 0.0} if cls is NormSGD else {})
+
+
+def test_a_group_that_combines_elements_is_found(cpu_ranks):
+    groups = [{"changes": False}, {"changes": True}]
+    with pytest.raises(
+        AssertionError, match="TypeError: GlobalClip looks at whole tensors, at several"
+    ):
+        cpu_ranks.run(1, elementwise, GlobalClip, {}, groups)
 
 
 def refusals(context: Context) -> None:

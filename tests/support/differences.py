@@ -1,0 +1,86 @@
+"""Where a variant does otherwise in the behaviour tests of tests/ddp, which run on all of them.
+
+A row of `REFUSED` is a behaviour (the name of a test's function) that a variant refuses, and what
+its message says. The test then expects that, on every rank. A function that goes on beyond a
+refusal, or where only a value differs, asks one of the functions below.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ddp import implementation
+from lm.rank_pool import Context, RankPool
+
+DIVIDED = r"fsdp has divided among ranks: build a new network and load"
+NOT_COPIED = r"fsdp has divided cannot be copied or pickled.*save model\.state_dict\(\)"
+
+REFUSED = {
+    "fsdp": {
+        "deep_copies": NOT_COPIED,
+        "averaged": NOT_COPIED,
+        "through_a_file": NOT_COPIED,
+        "not_in_a_file": NOT_COPIED,
+        "in_turn": DIVIDED,
+        "not_at_once": DIVIDED,
+        "on_one_trunk": DIVIDED,
+        "in_a_loop": DIVIDED,
+        "goes_without_a_trace": "because the wrapper that has divided it is deleted",
+        "loaded_by_assignment": "give assign=False",
+        "by_another_variant": DIVIDED,
+        "refused_dtypes": DIVIDED,
+        "types_wrapped_again": DIVIDED,
+        "another_layer": DIVIDED,
+        "converted": DIVIDED,
+        "converted_and_back": DIVIDED,
+        "thawed": DIVIDED,
+    }
+}
+
+
+def is_divided(name: str) -> bool:
+    """Returns whether a variant divides the parameters, so that the network is of no use alone."""
+    return hasattr(implementation(name), "whole_parameters")
+
+
+def any_order(name: str) -> dict:
+    """The option with which ranks may call modules in any order, where a variant needs one."""
+    return {"units": ()} if is_divided(name) else {}
+
+
+def keeps_strides(name: str) -> bool:
+    """Returns whether gradients have the strides of their parameters, which are as they were."""
+    return not is_divided(name)
+
+
+def sends_gradients_alone(name: str) -> bool:
+    """Returns whether all bytes sent are of gradients, without parameters and padding."""
+    return not is_divided(name)
+
+
+@dataclass
+class Refused:
+    """A behaviour's function that ends in a message instead, and may be sent to ranks."""
+
+    function: Callable[..., Any]
+    says: str
+
+    def __call__(self, context: Context, *arguments: Any) -> None:
+        with pytest.raises(Exception, match=self.says):
+            self.function(context, *arguments)
+
+
+class Behaviours:
+    """Runs the function of a behaviour on a pool's ranks, as its row of `REFUSED` says."""
+
+    def __init__(self, pool: RankPool, name: str):
+        self.pool, self.size = pool, pool.size
+        self.rows = REFUSED["fsdp"] if is_divided(name) else REFUSED.get(name, {})
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        __tracebackhide__ = True
+        if (says := self.rows.get(function.__name__)) is not None:
+            function = Refused(function, says)
+        return self.pool.run(world_size, function, *arguments)
