@@ -259,6 +259,7 @@ class _Captured:
         number, noise = self.state.steps, self.optimizer.noise
         args, kwargs = tree_unflatten(self._inputs, self._spec)
         self.passes.padding, noise.table = self._padding, self._streams
+        self.state.had_finite = True  # from here on the host looks at no norm
         try:
             with (
                 holding(self._held),

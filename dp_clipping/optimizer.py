@@ -35,6 +35,13 @@ UNCOUNTED = (
     "on_train_start: docs/lightning.md)"
 )
 
+NOISE_ALONE = (
+    "no sample of the first step has a finite gradient, so the step would be noise alone, and ε "
+    "would count it: call engine.check(model, batch), which shows whether an ordinary backward's "
+    "gradients are finite; usual causes are NaN or infinity in the samples or in a parameter, and "
+    "numbers too large for float16"
+)
+
 
 class StepHooks:
     """Runs hooks in each step before it is counted."""
@@ -384,12 +391,32 @@ class PrivateOptimizer(Optimizer):
         if is_private:
             self.noise.check_process()
             self.fixed_settings.agree()
+            self._refuse_noise_alone()
         if self._count is None:
             self.hooks.run(self)
         else:
             self._count(self)
         # Counted before noise is made: what fails from here on never adds the same noise again.
         return self.step_state.count()
+
+    def _refuse_noise_alone(self) -> None:
+        """Raises RuntimeError on every rank if the first step with samples has no finite one.
+
+        Whether it does depends on the samples. Later steps do not tell: without finite samples
+        they apply noise.
+        """
+        state, agreement = self.step_state, self.fixed_settings.agreement
+        if state.had_finite:
+            return
+        counts = [len(batch.norms) for batch in state.norms]
+        left_out = [int(batch.nonfinite) for batch in state.norms]
+        samples, finite = sum(counts), sum(counts) - sum(left_out)
+        if agreement is not None:
+            samples, finite = agreement.sums([samples, finite])
+        if samples and not finite:
+            self.model.clear_gradients()
+            raise RuntimeError(NOISE_ALONE)
+        state.had_finite = finite > 0
 
     def resume(self, steps: int, noise_key: bytes) -> None:
         """Continues at a step boundary: the next noise is that of step number `steps`."""

@@ -58,6 +58,12 @@ class Agreement:
                 "on every rank alike, such as by scheduler.step() on all ranks"
             )
 
+    def sums(self, counts: list[int]) -> list[int]:
+        """Returns the sums of each count over the ranks; every rank calls it."""
+        total = torch.tensor(counts)
+        dist.all_reduce(total, group=self._group)
+        return total.tolist()
+
     def _launch(self, settings: Settings) -> tuple[torch.Tensor, Any]:
         digest = hashlib.blake2b(repr(settings).encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little") >> 1  # of 63 bits, so that it can be negated

@@ -112,6 +112,7 @@ class StepState:
         keeps_losses: metrics show the mean loss.
         pending: the private step of the last forward, until its backward.
         steps: steps counted so far, which is the number of the next one.
+        had_finite: some step had a sample whose norm was finite; until then each is looked at.
         batch_number: the number of the Poisson batch that was handed out and that no step has used.
         held_back: sums are this rank's alone, because of `no_sync()`.
         microbatches: whether further parts of the Poisson batch follow.
@@ -129,6 +130,7 @@ class StepState:
         self.keeps_losses = False
         self.pending: Any = None
         self.steps = 0
+        self.had_finite = False
         self.batch_number: int | None = None
         self.held_back = False
         self.microbatches = Microbatches()
@@ -209,6 +211,7 @@ class StepState:
     def resume(self, steps: int) -> None:
         """Continues between two steps, after `steps` of them."""
         self.phase = Phase.IDLE
+        self.had_finite |= steps > 0
         self.steps, self.batch_number = steps, None
         self.usage.take_back()
         self.microbatches.end()

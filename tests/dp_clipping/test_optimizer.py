@@ -113,3 +113,59 @@ def test_a_run_that_goes_on_without_its_account_is_refused(private):
     backward(model, criterion)
     optimizer.step()
     assert steps(engine) == 3
+
+
+def backward_of(model, criterion, *samples: float):
+    x = torch.tensor(samples).view(-1, 1).expand(-1, 3)
+    criterion(model(x), torch.arange(len(samples)) % 2).backward()
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_a_first_step_of_noise_alone_is_refused_before_it_is_counted(private):
+    """Later steps without a finite sample do not tell: they apply noise."""
+    model, optimizer, criterion, engine = private
+    before = model.network.weight.detach().clone()
+    for _ in range(2):
+        backward_of(model, criterion, NAN, NAN)
+        with pytest.raises(RuntimeError, match="no sample of the first step has a finite gradient"):
+            optimizer.step()
+        assert model.network.weight.grad is None
+        assert torch.equal(model.network.weight, before)
+        assert (steps(engine), optimizer.steps) == (0, 0)
+    backward_of(model, criterion, NAN, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward_of(model, criterion, NAN, NAN)
+    assert not gradient(model).any()
+    optimizer.step()
+    assert gradient(model).isfinite().all()
+    assert gradient(model).all()
+    assert (steps(engine), optimizer.steps) == (2, 2)
+
+
+def test_a_first_step_is_that_with_the_first_samples(private):
+    """An empty draw shows nothing; each part of a batch counts."""
+    model, optimizer, criterion, engine = private
+    backward_of(model, criterion)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward_of(model, criterion, INF)
+    with pytest.raises(RuntimeError, match="no sample of the first step"):
+        optimizer.pre_step()
+    assert steps(engine) == 1
+    for sample in (1.0, NAN):
+        optimizer.signal_skip_step(do_skip=sample == 1.0)
+        backward_of(model, criterion, sample)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert steps(engine) == 2
+
+
+def test_a_run_that_goes_on_has_had_finite_samples(private):
+    model, optimizer, criterion, _ = private
+    optimizer.resume(3, b"x" * 32)
+    backward_of(model, criterion, NAN)
+    optimizer.step()
+    assert optimizer.steps == 4

@@ -253,3 +253,42 @@ def test_a_rank_alone_has_nobody_to_agree_with():
     run = build()
     assert isinstance(run.model, PrivateModel)
     assert run.optimizer.fixed_settings.agreement is None
+
+
+# ---- a first step of noise alone -----------------------------------------------------------------
+
+NAN = float("nan")
+
+
+def first_step(context: Context, variant: str, samples: tuple, early: bool) -> tuple[str, int]:
+    """The error of a first step on these samples of each rank, and how many steps are counted."""
+    run = build(context, variant, poisson_sampling=False, grad_sample_mode="bookkeeping")
+    if early:
+        run.optimizer.fixed_settings.agreement = Agreement(context.group, early=True)
+    mine = torch.tensor(samples[context.rank], dtype=torch.float32)
+    labels = torch.zeros(len(mine), dtype=torch.long)
+    run.criterion(run.model(mine[:, None].expand(-1, 6)), labels).backward()
+    try:
+        run.optimizer.step()
+    except RuntimeError as error:
+        return str(error)[:21], len(run.engine.accountant)
+    return "", len(run.engine.accountant)
+
+
+@pytest.mark.parametrize(
+    ("samples", "is_noise_alone"),
+    [
+        (([NAN], [NAN, NAN]), True),
+        (([NAN], []), True),
+        (([NAN], [1.0, NAN]), False),
+        (([], []), False),
+    ],
+    ids=["none", "none-empty", "one", "empty"],
+)
+@pytest.mark.parametrize(("variant", "early"), [("ddp_bucketed", True), ("fsdp", False)])
+def test_all_ranks_refuse_a_first_step_of_noise_alone(
+    cpu_ranks, variant, early, samples, is_noise_alone
+):
+    expected = ("no sample of the firs", 0) if is_noise_alone else ("", 1)
+    found = cpu_ranks.run(4, first_step, variant, (*samples, [], []), early)
+    assert found == [expected] * 4
