@@ -401,8 +401,11 @@ def current_vmap() -> Vmap | None:
 
 @contextmanager
 def outside_of_vmap() -> Iterator[None]:
-    """Enters a context in which the running vmap has no effect."""
+    """Enters a context in which the running vmap, if one runs, has no effect."""
     functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is None:
+        yield
+        return
     layer = functorch.pop_dynamic_layer_stack()
     try:
         yield
@@ -619,7 +622,7 @@ USE_FSDP2 = "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"
 
 def plain_name(name: str) -> str:
     """Returns the name of a module or a parameter before FSDP1 wrapped modules around it."""
-    return name.replace(f"{WRAPPED}.", "").removesuffix(WRAPPED)
+    return name.replace(f"{WRAPPED}.", "").removesuffix(WRAPPED).removesuffix(".")
 
 
 @cache

@@ -29,13 +29,14 @@ from dp_clipping.capture.ownership import (
     CONTAINERS,
     called_by,
     can_be_apart,
+    own_names,
     owned,
     trainable_names,
 )
 from dp_clipping.capture.randomness import fork_randomness
 from dp_clipping.capture.samples.batch import tensors_in
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.distributed.dtensor import owner_of
+from dp_clipping.distributed.dtensor import is_fsdp1, owner_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers import inner_call
 from dp_clipping.layers.handle import LayerState
@@ -47,8 +48,10 @@ from dp_clipping.torch_compat import (
     any_compiled,
     any_size,
     can_leave_vmap,
+    own_parameters,
     plain_name,
     reusable_backwards,
+    stop_intercepting,
 )
 from dp_clipping.validation import refuse_offsets
 
@@ -92,6 +95,11 @@ class Capture:
         # Under vmap for what they do with child layers, and the weights of those that they read.
         self._widened: dict[nn.Module, list[Parameter]] = {}
         self._session: Recorder | None = None
+        self._originals = {  # FSDP puts others in their place
+            (module, name): parameter
+            for module in network.modules()
+            for name, parameter in own_parameters(module).items()
+        }
         self._install()
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = {p: plain_name(n) for n, p in reversed(list(network.named_parameters()))}
@@ -123,8 +131,9 @@ class Capture:
         A module that owns bare parameters runs under vmap. Its child layers are captured like any
         others, and run outside of vmap where possible.
         """
-        may_be_apart = self.sharding is None and can_leave_vmap() and not self.is_compiled
         whole_samples = self.sharding is None or self.sharding.tensor_group is None
+        may_be_apart = whole_samples and can_leave_vmap() and not self.is_compiled
+        gathered = frozenset() if self.sharding is None else self.sharding.gathered
         may_be_inner = whole_samples and not self.is_compiled
         self.handles: list[LayerState] = []
         self._copied: dict[Parameter, tuple[nn.Module, str]] = {}
@@ -140,7 +149,7 @@ class Capture:
                 kind = kind_of(module)
                 if kind == "attention" and module in self._whole:
                     kind = "vectorized"
-            elif module in called:
+            elif module in called or (module in gathered and module in inside):
                 kind = "child"
             else:
                 continue
@@ -155,8 +164,12 @@ class Capture:
                 inside.update(child for child in module.modules() if child is not module)
                 called.update(c for c in called_by(module) if any(True for _ in c.parameters()))
             elif kind in ("vectorized", "attention", "recurrent"):
+                self._refuse_gathered(module)
                 covered.update(module.modules())
-            self._replace_forward(plain_name(name), kind, module, is_apart, module in inside, inner)
+            name = plain_name(name) + (" (FSDP)" if is_fsdp1(module) else "")
+            self._replace_forward(name, kind, module, is_apart, module in inside, inner)
+            if module in inside and module in gathered:
+                children.let_calls_leave_vmap(module)
         self.arithmetic = Arithmetic(
             (plain_name(name), module)
             for name, module in self.network.named_modules()
@@ -164,7 +177,7 @@ class Capture:
         )
 
     def _can_be_apart(self, module: nn.Module) -> bool:
-        return module not in self._whole and can_be_apart(module)
+        return module not in self._whole and can_be_apart(module, self.sharding is not None)
 
     def _replace_forward(
         self,
@@ -179,8 +192,9 @@ class Capture:
         read = self._widened.get(module, ())
         owns = is_apart or kind == "registered"
         names = trainable_names(module, takes_all, owns, read, kind == "vectorized")
-        handle = LayerState(name, kind, module, names)
-        handle.children_apart = is_apart
+        parameters = {n: self._originals[owner_of(module, n)] for n in names}
+        handle = LayerState(name, kind, module, names, parameters)
+        handle.children_apart, handle.is_own = is_apart, set(names) <= set(own_names(module))
         run = FORWARDS[kind] if inner is None else inner_call.arithmetic_of(FORWARDS[kind], inner)
         run = children.leaves_vmap(run) if is_inside else run
         if inner is not None:
@@ -202,6 +216,8 @@ class Capture:
             if "_private" in vars(module):
                 own = module._private.own_forward
                 del module._private, module.forward
+                if module is not self.network:
+                    stop_intercepting(module)
                 let_copies_be(module)
                 if own is not None:
                     module.forward = own
@@ -227,6 +243,9 @@ class Capture:
         All layers get a new state.
         """
         modules = [m for m in self.network.modules() if vars(m).get("_private") in handles]
+        for module in modules:
+            if vars(module)["_private"].inner is None:
+                self._refuse_gathered(module)
         self._unfit.update(m for m in modules if vars(m)["_private"].inner is not None)
         self._whole.update(m for m in modules if vars(m)["_private"].inner is None)
         self._uninstall()
@@ -260,6 +279,30 @@ class Capture:
         self._widened |= {module: [] for module in modules if module not in self._widened}
         self._whole.update(modules)
         self.make_whole(())
+
+    def _refuse_gathered(self, module: nn.Module) -> None:
+        """Raises ValueError if layers would run under vmap with a module that ranks gather in it.
+
+        All ranks raise it.
+        """
+        inside = {child for child in module.modules() if child is not module}
+        if self.sharding is None or self.sharding.gathered.isdisjoint(inside):
+            return
+        handle: LayerState | None = vars(module).get("_private")
+        why = "" if handle is None else handle.whole_because
+        why = why or (
+            "they are given by a parametrization, or a part of the network is compiled: compute "
+            "with them in a module without such layers"
+        )
+        name = next(plain_name(n) for n, m in self.network.named_modules() if m is module)
+        instead = "fully_shard, or FullyShardedDataParallel, around it alone"
+        if self.sharding.by_wrapper:
+            instead = 'wrap("zero2", network)'
+        raise ValueError(
+            f"{name or 'the network'} ({type(module).__name__}) computes with parameters of its "
+            "own, and the layers in it that ranks gather one by one would have to run under "
+            f"torch.vmap with it, since {why}, or use {instead}"
+        )
 
     def _is_apart(self, module: nn.Module) -> bool:
         handle = vars(module).get("_private")

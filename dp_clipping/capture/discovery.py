@@ -255,7 +255,8 @@ class LayoutDiscovery:
                 return self._unfit([few, again, few, again])
             if capture.inner:
                 return capture.inner
-            if isinstance(error, NeedsVmap) or not capture.apart:
+            gathers = self._sharding is not None and self._sharding.gathered
+            if isinstance(error, NeedsVmap) or not capture.apart or gathers:
                 raise
             return capture.apart
 

@@ -10,7 +10,7 @@ CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 
 def owned(module: nn.Module) -> Iterator[Parameter]:
     """Yields the module's own parameters, also those of its lists and parametrizations."""
-    yield from _bare(module)
+    yield from bare(module)
     if nn.utils.parametrize.is_parametrized(module):
         yield from module.parametrizations.parameters()
     # PEFT's DoRA multiplies weights of child layers, so they are captured together.
@@ -21,7 +21,8 @@ def owned(module: nn.Module) -> Iterator[Parameter]:
         yield from magnitudes.parameters()
 
 
-def _bare(module: nn.Module) -> Iterator[Parameter]:
+def bare(module: nn.Module) -> Iterator[Parameter]:
+    """Yields the module's own parameters, also those of its lists and dictionaries."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
@@ -33,19 +34,27 @@ def called_by(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from called_by(child)
-        elif not isinstance(child, CONTAINERS) and "forward" not in vars(child):
+        elif not isinstance(child, CONTAINERS):
             yield child
 
 
 def own_names(module: nn.Module, also: Iterable[Parameter] = ()) -> list[str]:
-    """Returns the names of a module's trainable bare parameters; all of one with several.
+    """Returns the names that a module has for its trainable bare parameters; all of one.
+
+    A layer in it that has one of them too uses it by itself.
 
     Args:
         also: parameters of layers in it, which its own code computes with.
     """
-    own = {id(p) for p in (*_bare(module), *also)}
+    lists = (nn.ParameterList, nn.ParameterDict)
+    owners = {"", *(name for name, child in module.named_children() if isinstance(child, lists))}
+    those = {id(p) for p in also}
     named = module.named_parameters(remove_duplicate=False)
-    return [name for name, p in named if id(p) in own and p.requires_grad]
+    return [
+        name
+        for name, p in named
+        if p.requires_grad and (name.rpartition(".")[0] in owners or id(p) in those)
+    ]
 
 
 def trainable_names(
@@ -66,9 +75,15 @@ def trainable_names(
     return tuple(name for name, p in named if p.requires_grad)
 
 
-def can_be_apart(module: nn.Module) -> bool:
-    """Returns whether a module shares none of its own parameters and a child is trainable."""
-    own = {p for p in _bare(module) if p.requires_grad}
-    if {p for p in owned(module) if p.requires_grad} != own or len(own_names(module)) != len(own):
+def can_be_apart(module: nn.Module, also_frozen: bool = False) -> bool:
+    """Returns whether a module's own parameters are bare ones, and it may call a trainable child.
+
+    Args:
+        also_frozen: a child need not be trainable.
+    """
+    if {p for p in owned(module) if p.requires_grad} != {
+        p for p in bare(module) if p.requires_grad
+    }:
         return False
-    return any(p.requires_grad for child in called_by(module) for p in child.parameters())
+    children = (p for child in called_by(module) for p in child.parameters())
+    return any(also_frozen or p.requires_grad for p in children)

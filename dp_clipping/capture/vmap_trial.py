@@ -16,11 +16,14 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping.capture.network import CapturedNetwork, expanded_output, trials
+from dp_clipping.capture.ownership import bare
 from dp_clipping.capture.randomness import generator_states, same_generators, without_dropout
 from dp_clipping.capture.samples.batch import map_tensors, tensors_in
+from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.attention.core import fits
 from dp_clipping.layers.batch_layout import FEW, MORE, is_close
-from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.handle import LayerState, LayoutUnknown
+from dp_clipping.layers.vmap.children import Record
 from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.layers.vmap.whole_batch import Call, Operation, UnknownOperation, learned
@@ -76,18 +79,40 @@ def _try(
     if not handle.children_apart:
         return _try_rows(module, every_sample, batch_size, args, kwargs)
     copied_args, copied_kwargs = map_tensors(Tensor.clone, (args, kwargs))
-    before = generator_states(capture.network.modules(), capture.trigger.device)
-    plain = plain_forward(module, *args, **kwargs)
+    before, record = generator_states(capture.network.modules(), capture.trigger.device), Record()
+    with record.recording():
+        plain = plain_forward(module, *args, **kwargs)
     is_random = generator_states(capture.network.modules(), capture.trigger.device) != before
     layouts = handle.output_layouts.get(tuple(x.dim() for x in tensors_in((args, kwargs))), ())
     try:
         run = partial(every_sample, batch_size=batch_size, args=copied_args, kwargs=copied_kwargs)
         expected = expanded_output(handle, layouts, plain, batch_size)
-        if not _agrees(module, run, batch_size, expected, is_random):
+        with record.answering(compares=not is_random):
+            is_fit = _agrees(module, run, batch_size, expected, is_random)
+        if not is_fit:
+            handle.whole_because = (
+                "its code computes with a weight of one of them, or otherwise for one sample than "
+                "for a batch: call that layer, and treat samples apart"
+            )
             unfit.append(handle)
-    except Exception:  # with its children under vmap it may run; otherwise that raises the error
+    except Exception as error:  # with its children under vmap it may run, or that raises the error
+        handle.whole_because = _why(error)
         unfit.append(handle)
     return plain
+
+
+def _why(error: Exception) -> str:
+    """Returns why a module's code failed without its child layers, and what to do."""
+    if isinstance(error, LayoutUnknown):
+        return (
+            f"it gives {error} a tensor made of its parameters alone, without samples: expand that "
+            "to the batch, as in self.table.expand(len(x), -1, -1)"
+        )
+    first = str(error).strip().partition("\n")[0]
+    return (
+        f"its code does not run without them ({type(error).__name__}: {first}): compute with its "
+        "parameters in a module without such layers"
+    )
 
 
 def _try_rows(
@@ -99,7 +124,7 @@ def _try_rows(
     if any(layout.kind == "dimension" for layout in layouts):
         copied_args, copied_kwargs = map_tensors(Tensor.clone, (args, kwargs))
         try:
-            copies = _copies(handle, batch_size)
+            copies = _copies(module, batch_size)
             found = every_sample(module, copies, batch_size, copied_args, copied_kwargs)
             if all(layout.kind != "shared" for layout in layouts):
                 return found
@@ -108,21 +133,19 @@ def _try_rows(
     return plain_forward(module, *args, **kwargs)
 
 
-def _copies(handle: LayerState, batch_size: int) -> dict[str, Tensor]:
-    own = handle.parameters().items()
-    return {name: p.detach().expand(batch_size, *p.shape) for name, p in own}
+def _copies(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
+    own = {name: getattr(*owner_of(module, name)) for name in vars(module)["_private"].trainable}
+    return {name: p.detach().expand(batch_size, *p.shape) for name, p in own.items()}
 
 
 def _agrees(
     module: nn.Module, run: Callable[..., Any], batch_size: int, expected: Any, is_random: bool
 ) -> bool:
     """Returns whether a run from the module's own parameters computes what a plain forward does."""
-    handle: LayerState = vars(module)["_private"]
-    own = handle.parameters()
-    copies = _copies(handle, batch_size)
     others = {id(p) for p in module.parameters() if p.requires_grad}
-    with _Uses(others - {id(p) for p in own.values()}) as uses:
-        found = tensors_in(run(module, copies))
+    own = (getattr(*owner_of(module, name)) for name in vars(module)["_private"].trainable)
+    with _Uses(others - {id(p) for p in (*own, *bare(module))}) as uses:
+        found = tensors_in(run(module, _copies(module, batch_size)))
     wanted = tensors_in(expected)
     if uses.found or [y.shape for y in found] != [y.shape for y in wanted]:
         return False
@@ -154,7 +177,9 @@ def learn_whole_batches(capture: CapturedNetwork, few: tuple, more: tuple) -> No
         few, more: arguments of forwards of `FEW` and of `MORE` samples.
     """
     candidates = [handle for handle in capture.handles if _may_do_without_vmap(handle)]
-    if not candidates or capture.sharding is not None or capture.is_compiled:
+    sharding = capture.sharding
+    splits = sharding is not None and sharding.tensor_group is not None
+    if not candidates or splits or capture.is_compiled:
         return
     runs: list[dict[tuple, list[list[Operation]]]] = []
     for (args, kwargs), size in ((few, FEW), (more, MORE)):
@@ -172,7 +197,7 @@ def learn_whole_batches(capture: CapturedNetwork, few: tuple, more: tuple) -> No
     learnt = [handle for handle in candidates if handle.whole_batch]
     if learnt:
         args, kwargs = few
-        with trials(learnt, partial(_compare, [])), _plain(capture):
+        with trials(learnt, _compare), _plain(capture):
             capture.network(*args, **kwargs)
 
 
@@ -183,7 +208,7 @@ def _may_do_without_vmap(handle: LayerState) -> bool:
     handle.whole_batch.clear()
     layouts = [layout for found in handle.output_layouts.values() for layout in found]
     is_shared = any(layout.kind == "shared" for layout in layouts)
-    return not is_shared and not any("." in name for name in handle.trainable)
+    return not is_shared and handle.is_own
 
 
 @contextmanager
@@ -192,7 +217,8 @@ def _plain(capture: CapturedNetwork) -> Iterator[None]:
     modules = capture.network.modules()
     with (
         capture.looked_at(lambda *_: None), without_dropout(capture.network),
-        same_generators(modules), torch.enable_grad(), escapes_named(capture.network),
+        same_generators(modules), torch.set_grad_enabled(capture.sharding is None),
+        escapes_named(capture.network),
     ):  # fmt: skip
         yield
 
@@ -204,56 +230,62 @@ def _note_operations(
     """Runs a module in a plain forward, and records the operations with its parameters."""
     handle: LayerState = vars(module)["_private"]
     again = map_tensors(Tensor.clone, (args, kwargs))
-    call = Call(batch_size, None)
+    call, record = Call(batch_size, None), Record()
+    with record.recording():
+        outputs = plain_forward(module, *args, **kwargs)
     try:
-        outputs = on_whole_batch(module, call, dict.fromkeys(handle.trainable), args, kwargs)
+        with record.answering():
+            on_whole_batch(module, call, dict.fromkeys(handle.trainable), *again)
     except Exception:
         handle.whole_batch = None
-        return plain_forward(module, *again[0], **again[1])
-    dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
+        return outputs
+    dims = tuple(x.dim() for x in handle.tensors(again))
     found.setdefault((handle, dims), []).append(call.operations)
     return outputs
 
 
-def _compare(
-    running: list[LayerState],
-    every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
-) -> Any:  # fmt: skip
+def _compare(every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Runs a module in a plain forward of `FEW` samples.
 
-    Discards what was learned about the module if outputs or G differ from those under vmap.
-
-    Args:
-        running: the modules that are compared now, outermost first.
+    Discards what was learned about the module if outputs, inputs of child layers or G differ from
+    those under vmap.
     """
     handle: LayerState = vars(module)["_private"]
     dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
     known = (handle.whole_batch or {}).get(dims)
-    if known is not None and not running:
-        running.append(handle)
-        under_vmap = partial(every_sample, module, batch_size=FEW)
-        without_vmap = partial(on_whole_batch, module, Call(FEW, known))
-        try:
-            runs = [
-                _outputs_and_gradients(run, handle, args, kwargs)
-                for run in (under_vmap, without_vmap)
-            ]
-            is_right = all(is_close(*pair) for pair in zip(*runs, strict=True))
-        except Exception:
-            is_right = False
-        if not is_right:
-            handle.whole_batch = None
-        running.pop()
-    return plain_forward(module, *args, **kwargs)
+    if known is None:
+        return plain_forward(module, *args, **kwargs)
+    again, record = map_tensors(Tensor.clone, (args, kwargs)), Record()
+    with record.recording():
+        outputs = plain_forward(module, *args, **kwargs)
+    under_vmap = partial(every_sample, batch_size=FEW)
+    without_vmap = partial(on_whole_batch, call=Call(FEW, known))
+    try:
+        runs = [
+            _outputs_and_gradients(run, record, module, *again)
+            for run in (under_vmap, without_vmap)
+        ]
+        is_right = all(is_close(*pair) for pair in zip(*runs, strict=True))
+    except Exception:
+        is_right = False
+    if not is_right:
+        handle.whole_batch = None
+    return outputs
 
 
+@torch.enable_grad()
 def _outputs_and_gradients(
-    run: Callable[..., Any], handle: LayerState, args: tuple, kwargs: dict
+    run: Callable[..., Any], record: Record, module: nn.Module, args: tuple, kwargs: dict
 ) -> list[Tensor]:
-    """Returns the outputs of a run, and G of each parameter for fixed output gradients."""
+    """Returns the outputs of a run, inputs of child layers, and G of each parameter.
+
+    G is that for fixed gradients of the former two; child layers answer from the record.
+    """
     args, kwargs = map_tensors(lambda x: x.detach().clone(), (args, kwargs))
-    copies = {n: c.clone().requires_grad_() for n, c in _copies(handle, FEW).items()}
-    outputs = tensors_in(run(copies=copies, args=args, kwargs=kwargs))
+    copies = {n: c.clone().requires_grad_() for n, c in _copies(module, FEW).items()}
+    with record.answering():
+        outputs = tensors_in(run(module, copies=copies, args=args, kwargs=kwargs))
+    outputs += [x.nan_to_num(0, 0, 0) for x in record.inputs]  # an attention mask, say
     ends = [y for y in outputs if y.requires_grad]
     given = [torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y) for y in ends]
     found = torch.autograd.grad(ends, list(copies.values()), given, allow_unused=True)

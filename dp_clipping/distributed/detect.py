@@ -73,6 +73,7 @@ def _of_wrapper(module: Any) -> Sharding:
     return Sharding(
         api='wrap("fsdp", ..)', data_parallel_group=group, tensor_group=None, everyone=group,
         replicas=None, shards=group, parts=parts, by_wrapper=True,
+        gathered=frozenset(block.module for block in module.blocks[1:]),
     )  # fmt: skip
 
 
@@ -123,7 +124,8 @@ def _of_fsdp(root: nn.Module) -> Sharding:
     sharding = _joined(
         "FSDP2 (fully_shard)", meshes[0], data[meshes[0]], tensor, parts, tuple(gathering)
     )
-    return replace(sharding, managed=root)
+    gathered = frozenset(m for m in root.modules() if is_fsdp2(m) and m is not root)
+    return replace(sharding, managed=root, gathered=gathered)
 
 
 def _units(root: nn.Module) -> list[tuple[Any, dict[Parameter, str]]]:

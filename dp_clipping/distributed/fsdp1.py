@@ -175,7 +175,7 @@ def flat_sharding_of(module: nn.Module) -> FlatSharding:
     )
     return FlatSharding(
         "FSDP1 (FullyShardedDataParallel)", group, None, group, None, group, parts, gathering,
-        root=module, slices=slices, leaving=ReshardOnExit(units),
+        root=module, slices=slices, leaving=ReshardOnExit(units), gathered=frozenset(units[1:]),
     )  # fmt: skip
 
 

@@ -68,10 +68,10 @@ class Sharding:
         shards: those ranks of the data axis among which parameters are sharded.
         parts: trainable parameter -> its part.
         gathering: modules before whose forward whole parameters take the place of shards.
+        gathered: modules in the network whose call gathers their parameters.
         managed: the root that FSDP2 manages.
         slices: of FSDP1, parameter -> what each rank of the data axis has of it, flattened; without
             those that every rank has (on one rank, and where FSDP1 was told to ignore them).
-        by_wrapper: a `ddp` wrapper gathers the parameters and takes the sums to their owners.
         by_wrapper: a `ddp` wrapper gathers the parameters and takes the sums to their owners.
     """
 
@@ -86,6 +86,7 @@ class Sharding:
     managed: nn.Module | None = field(repr=False, default=None)
     slices: dict[Parameter, list[Slice]] = field(repr=False, default_factory=dict)
     by_wrapper: bool = False
+    gathered: frozenset[nn.Module] = field(repr=False, default=frozenset())
     _layouts: dict[tuple[Tensor, torch.dtype], Any] = field(repr=False, default_factory=dict)
 
     @property

@@ -86,11 +86,13 @@ class LayerState:
         name: the name of the module in the network.
         kind: the file of `layers` that has its forward.
         children_apart: it runs under vmap, and its child layers outside of it (`vmap.children`).
+        is_own: all that it captures are bare parameters of its own.
         is_inside: a module under vmap calls it now, in a plain forward.
         trial: takes a call of a module under vmap in a plain forward that tries it; or None.
         inner: the layer that its class is derived from, if that is what is captured (`inner_call`);
             `inner_forward` runs it.
         around: functions called before and after its calls now, where `inner` is set.
+        whole_because: why its child layers cannot run outside of vmap, and what to do; or "".
         is_misfit: `inner` is set, and it has computed with its parameters otherwise.
         trainable: names of the parameters it captures, relative to the module.
         has_last: for a bag: its offsets end with the number of ids.
@@ -109,9 +111,18 @@ class LayerState:
             of one use, so factors are joined instead.
     """
 
-    def __init__(self, name: str, kind: str, module: nn.Module, trainable: tuple[str, ...]):
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        module: nn.Module,
+        trainable: tuple[str, ...],
+        parameters: dict[str, Parameter] | None = None,
+    ):
         self.name, self.kind, self.trainable = name, kind, trainable
-        self._parameters = {n: module.get_parameter(n) for n in trainable}
+        if parameters is None:
+            parameters = {n: module.get_parameter(n) for n in trainable}
+        self._parameters = parameters
         self.has_last = bool(getattr(module, "include_last_offset", False))
         before = vars(module).get("_private")  # of an earlier private model, which is not its own
         self.own_forward: Callable[..., Any] | None = (
@@ -123,12 +134,12 @@ class LayerState:
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.always_dense = False
         self.joined: frozenset[str] = frozenset()
-        self.children_apart = self.is_inside = False
+        self.children_apart = self.is_inside = self.is_own = False
         self.trial: Callable[..., Any] | None = None
         self.inner: Any = None
         self.inner_forward: Callable[..., Any] | None = None
         self.around: tuple[Callable[..., Any], Callable[..., Any] | None] | None = None
-        self.is_misfit = False
+        self.whole_because, self.is_misfit = "", False
         self.checks = self.backwards = 0
         self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
         self.whole_batch: dict[tuple[int, ...], tuple] | None = {}
@@ -281,6 +292,12 @@ class LayerState:
             return self.private_step.policy.dense_always
         tokens = x.shape[:-1].numel() // self.private_step.batch_size
         return self.private_step.plans.prefers_dense(tokens, *weight.shape)
+
+
+def plain_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls the forward that a captured module has of its own, or its class's."""
+    own = vars(module)["_private"].own_forward
+    return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
 
 def expand_shared(x: Tensor, batch_size: int) -> Tensor:

@@ -363,7 +363,7 @@ def test_fsdp1_is_as_it_was():
         ("weight", "weight"),
         ("_fsdp_wrapped_module.weight", "weight"),
         ("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.up.weight", "blocks.0.up.weight"),
-        ("blocks.0._fsdp_wrapped_module", "blocks.0."),
+        ("blocks.0._fsdp_wrapped_module", "blocks.0"),
     ],
 )
 def test_names_before_fsdp1(wrapped, name):

@@ -52,6 +52,10 @@ CERTIFICATE = "tests/dp_clipping/noise/secure/test_certificate.py"
 BATCHES_ONCE = "tests/dp_clipping/sampling/test_batches_once.py"
 DERIVATIVES = "tests/dp_clipping/test_second_derivatives.py"
 KEPT = "tests/dp_clipping/capture/checks/test_kept.py"
+OPTIMIZER = "tests/dp_clipping/test_optimizer.py"
+AGREEMENT = "tests/dp_clipping/distributed/test_agreement.py"
+VMAP_TRIAL = "tests/dp_clipping/capture/test_vmap_trial.py"
+AROUND_BLOCKS = "tests/dp_clipping/distributed/test_around_blocks.py"
 TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
 
 ROWS = [
@@ -83,6 +87,19 @@ ROWS = [
     ("a second backward may bring anything", "capture/checks/kept.py",
      "if first is not found and self._is_other(*first, found[1]):", "if False:", KEPT,
      "counts_its_calls"),
+    # ---- a first step of noise alone
+    ("a first step of noise alone counts", "optimizer.py",
+     "if samples and not finite:", "if False:", OPTIMIZER),
+    ("a step of noise alone is looked for in each step", "optimizer.py",
+     "state.had_finite = finite > 0", "pass", OPTIMIZER),
+    ("ranks look at their own samples alone", "distributed/agreement.py",
+     "dist.all_reduce(total, group=self._group)", "pass", AGREEMENT, "noise_alone and True-one"),
+    # ---- modules around layers
+    ("a child layer is given anything under vmap", "layers/vmap/children.py",
+     "if self._compares and not", "if False and not", VMAP_TRIAL),
+    ("hooks that gather run under vmap", "capture/capture.py",
+     "if module in inside and module in gathered:", "if False:", AROUND_BLOCKS,
+     "test_norms_and_sums and not fsdp1 and not fsdp2"),
     # ---- clipping
     ("norms without their margin", "clipping/coefficients.py",
      "norms = squared_bounds.sqrt() * margin", "norms = squared_bounds.sqrt()", COEFFICIENTS),

@@ -22,7 +22,7 @@ from dp_clipping.capture.samples.batch import map_tensors, tensors_of
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout, all_tokens
-from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.handle import LayerState, LayoutUnknown
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.whole_batch import Call
@@ -223,7 +223,9 @@ class Observer:
         call = Call(batch_size, known, watch)
         try:
             return on_whole_batch(module, call, dict.fromkeys(handle.trainable), args, kwargs)
-        except Exception:  # it computes otherwise: from now on it runs under vmap
+        except Exception as error:  # it computes otherwise: from now on it runs under vmap
+            if self._capture.sharding is not None:  # whose ranks call each layer equally often
+                raise LayoutUnknown(handle.name) from error
             handle.whole_batch = None
             return plain_forward(module, *again[0], **again[1])
 

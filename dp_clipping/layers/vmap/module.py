@@ -7,15 +7,22 @@ they run without their child layers (`children`), or without vmap (`whole_batch`
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, LayoutUnknown, check_size, rows_unknown
+from dp_clipping.layers.handle import (
+    LayerState,
+    LayoutUnknown,
+    check_size,
+    plain_forward,
+    rows_unknown,
+)
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
 from dp_clipping.layers.vmap.attention import BatchedAttention
 from dp_clipping.layers.vmap.refusals import refusal_of
@@ -32,14 +39,6 @@ class Body(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return plain_forward(self.module, *args, **kwargs)
-
-
-def plain_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls the forward that a captured module has of its own, or its class's."""
-    own = module._private.own_forward
-    if own is not None:
-        return own(*args, **kwargs)
-    return type(module).forward(module, *args, **kwargs)
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +93,9 @@ def every_sample(
     handle: LayerState = self._private
     leaves, structure = tree_flatten((args, kwargs))
     leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    refuse_distributed(handle, *leaves, *self.parameters())
+    owners = [owner_of(self, name) for name in handle.trainable]
+    own = [getattr(*owner) for owner in owners]  # what FSDP has put in the parameters' place
+    refuse_distributed(handle, *leaves, *(own if handle.children_apart else self.parameters()))
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[n] for n in places]
     layouts = handle.layouts_of(tensors)
@@ -136,7 +137,7 @@ def every_sample(
     )
     rows = [layout.split(x, batch_size) for x, layout in zip(tensors, layouts, strict=True)]
     try:
-        with _uncovered(self, handle), BatchedAttention():
+        with _uncovered(owners), BatchedAttention():
             outputs = run(copies, *rows)
     except RuntimeError as error:
         refusal = refusal_of(error, handle.name, self)
@@ -170,18 +171,17 @@ def _join(y: Tensor, layout: Layout, examples_per_unit: int) -> Tensor:
     return y if layout.kind == "dimension" else y.flatten(layout.dim, layout.dim + 1)
 
 
-def _uncovered(module: nn.Module, handle: LayerState) -> AbstractContextManager:
-    """Enters a context in which `functional_call` can replace parameters that ranks share."""
-    step = handle.private_step
-    shares = step is not None and step.shards_parameters
-    return _without_covers(module) if shares else nullcontext()
-
-
 @contextmanager
-def _without_covers(module: nn.Module) -> Iterator[None]:
-    """Takes away the plain tensors that FSDP1 lays over parameters: they would be found first."""
-    owners = [(owner, name) for owner in module.modules() for name in own_parameters(owner)]
-    covers = [(vars(owner), name) for owner, name in owners if name in vars(owner)]
+def _uncovered(owners: list[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Enters a context in which `functional_call` can replace these parameters.
+
+    The plain tensors that FSDP1 lays over them would be found first.
+    """
+    covers = [
+        (vars(owner), name)
+        for owner, name in owners
+        if name in vars(owner) and name in own_parameters(owner)
+    ]
     values = [attributes.pop(name) for attributes, name in covers]
     try:
         yield

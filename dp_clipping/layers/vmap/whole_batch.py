@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.batch_layout import FEW, MORE
 from dp_clipping.torch_compat import own_parameters, tree_leaves, tree_map
 
@@ -252,19 +253,24 @@ def _value(x: Any) -> Any:
 
 @contextmanager
 def replaced(module: nn.Module, call: Call, copies: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Enters a context in which the module's own parameters are `Own`, with these copies."""
-    before = []
-    for name in copies:
-        path, _, own_name = name.rpartition(".")
-        own = own_parameters(module.get_submodule(path))
-        before.append((own, own_name, own[own_name]))
+    """Enters a context in which the module's own parameters are `Own`, with these copies.
+
+    FSDP1 lays plain tensors over parameters, as attributes that are found first: these too.
+    """
+    before: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for (own, name, parameter), rows in zip(before, copies.values(), strict=True):
-            own[name] = Own.of(parameter, call, rows)  # type: ignore[assignment, arg-type]
+        for path, rows in copies.items():
+            owner, name = owner_of(module, path)
+            own = Own.of(getattr(owner, name), call, rows)
+            places: tuple[dict[str, Any], ...] = (own_parameters(owner), vars(owner))
+            for place in places:
+                if name in place:
+                    before.append((place, name, place[name]))
+                    place[name] = own
         yield
     finally:
-        for own, name, parameter in before:
-            own[name] = parameter
+        for place, name, parameter in before:
+            place[name] = parameter
 
 
 def learned(few: list[Operation], more: list[Operation]) -> tuple[Operation, ...]:

@@ -40,15 +40,22 @@ def test_children_are_captured_themselves_or_under_vmap():
     assert not any("forward" in vars(m) for m in network.modules())
 
 
-def test_parameters_that_several_modules_have_stay_together():
+def test_parameters_with_several_names():
+    """A module captures all names that it has for them; a layer its own use of them."""
     own = nn.Linear(3, 3)
     tied = block(a=own, b=nn.Linear(3, 3))
     tied.again = own.weight
+    assert states(tied)[""] == ("vectorized", True, ("scale", "again"))
+    assert states(tied)["a"] == ("linear", False, ("weight", "bias"))
     several = block(a=nn.Linear(3, 3))
     several.other = several.scale
+    assert states(several)[""] == ("vectorized", True, ("scale", "other"))
+
+
+def test_what_is_under_vmap_as_a_whole():
     parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     without = block(a=nn.Linear(3, 3).requires_grad_(False), b=nn.ReLU())
-    for network in (tied, several, parametrized, without):
+    for network in (parametrized, without):
         assert not any(is_apart for _, is_apart, _ in states(network).values())
 
 

@@ -49,6 +49,8 @@ def test_fit(function):
         lambda net, x: net.a(x) + net.a(net.scale),  # no sample
         lambda net, x: net.a(x) * (net.scale if len(x) > 1 else 2 * net.scale),  # other values
         lambda net, x: net.a(x) * net.scale * float(net.scale.sum()),  # cannot run
+        lambda net, x: net.a(x - x.mean(0)) * net.scale,  # other values for the child
+        lambda net, x: net.a(x) * net.scale if len(x) > 1 else net.a(net.a(x)) * net.scale,
     ],
 )
 def test_unfit(function):

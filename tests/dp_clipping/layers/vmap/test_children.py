@@ -158,9 +158,9 @@ def own_values_into_a_child() -> nn.Module:
 
 APART = (
     vision, scaled_block, in_rows, without_rule, twice, frozen, checkpointed, structured,
-    hidden_call, weight_of_a_child,
+    hidden_call, weight_of_a_child, tied,
 )  # fmt: skip
-WHOLE = (tied, own_values_into_a_child)
+WHOLE = (own_values_into_a_child,)
 
 
 def batch_of(size: int = 4, dtype: torch.dtype = torch.float64):
