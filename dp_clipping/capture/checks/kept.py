@@ -118,8 +118,13 @@ def _tensors_of(one: Any) -> tuple[Tensor, ...]:
 
 
 def _values_of(tensors: Iterable[Tensor]) -> list[Summary]:
-    """Returns a summary of the rows of each tensor that has any."""
-    return [summary(x, Layout(), len(x)) for x in tensors if x.dim() and len(x)]
+    """Returns a summary of the rows of each tensor that has any, in full precision."""
+    found = []
+    for x in tensors:
+        if x.dim() and len(x):
+            with torch.autocast(x.device.type, enabled=False):
+                found.append(summary(x, Layout(), len(x)))
+    return found
 
 
 def _are_others(before: list[Summary], now: list[Summary]) -> bool:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.distributed.gradient_reduce import ShardedSums
@@ -92,7 +91,7 @@ class FusedSums:
         timer: the timer of the step.
         tile_size: the tile size of the kernels, None: chosen by them.
         schedule: when queued work is launched.
-        noted: the versions of what is kept.
+        noted: the versions of what is kept, a `capture.checks.kept.Kept`.
         compiled: operands arrive in another order than activations are freed, those of linear
             layers last.
 
@@ -114,7 +113,7 @@ class FusedSums:
         timer: Timer,
         tile_size: int | None,
         schedule: LaunchSchedule,
-        noted: Kept,
+        noted: Any,
         compiled: bool = False,
     ):
         self.capture, self.shards, self.schedule = capture, shards, schedule
