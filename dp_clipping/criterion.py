@@ -60,7 +60,7 @@ class PrivateCriterion(nn.Module):
             if self.model.training and torch.is_grad_enabled():
                 losses = self._real(losses)
             return losses.mean() if self.loss_reduction == "mean" else losses.sum()
-        if not torch.is_grad_enabled() or not self.model.training:
+        if not self.model.takes_step:
             losses = self._per_sample(*args, shape=shape, **kwargs)
             return PrivateLoss(self.model, None, losses, self.loss_reduction)
         private_step = self.model.step_state.pending

@@ -247,7 +247,9 @@ class PrivateModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.policy is None:
             return self.module(*args, **kwargs)
-        if not (self.training and torch.is_grad_enabled()):
+        if not self.takes_step:
+            if torch.is_grad_enabled():
+                self.gradient_buffer.watch.set_aside()
             with self.capture.attached(None):
                 return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -283,6 +285,8 @@ class PrivateModel(nn.Module):
         float32 sums.
         """
         if self.step_state.microbatches.keeps_sums:
+            if self.policy is not None:
+                self.gradient_buffer.watch.take_back()
             return
         if self.policy is None:
             super().zero_grad(set_to_none)
@@ -393,6 +397,13 @@ class PrivateModel(nn.Module):
             return getattr(module, name)
 
     # ---- what criterion and optimizer call ------------------------------------------------------
+
+    @property
+    def takes_step(self) -> bool:
+        """Returns whether a forward is one of a private step: there is something to train."""
+        if not (self.training and torch.is_grad_enabled()):
+            return False
+        return any(p.requires_grad for p in self.capture.parameters)
 
     def refuse_in_release(self, what: str) -> None:
         """Raises RuntimeError in a run whose every output is to be covered by ε."""

@@ -264,6 +264,7 @@ class PrivateOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients. After a skipped step it keeps the sums that are being accumulated."""
         if self.step_state.microbatches.keeps_sums:
+            self.model.zero_grad(set_to_none)
             return
         self.model.zero_grad(set_to_none)
         self.original_optimizer.zero_grad(set_to_none or self.model.policy is not None)

@@ -89,6 +89,12 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
         raise _missing("Tensor._version") from error
 
 
+def shape_at(node: Any, number: int) -> tuple[int, ...] | None:
+    """Returns the shape of an output of a node in an autograd graph; None: it is not known."""
+    metadata = getattr(node, "_input_metadata", ())
+    return tuple(metadata[number].shape) if number < len(metadata) else None
+
+
 def scale_each_(tensors: Sequence[Tensor], factors: Sequence[float]) -> None:
     """Multiplies each tensor by its factor in place, in few launches: `torch._foreach_mul_`.
 

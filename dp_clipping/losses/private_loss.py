@@ -1,19 +1,70 @@
-"""The loss of a batch as one loss per sample: prints as one number, and its `backward` clips."""
+"""The loss of a batch as one loss per sample: a tensor of one number, whose `backward` clips."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
 
+from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, leaves_of
 from dp_clipping.step.steppable import Steppable
+from dp_clipping.torch_compat import tree_map, without_memory
 
 ACCUMULATING = {  # modules that divide a loss by steps of accumulation -> where these are given
     "accelerate.accelerator": "Accelerator(gradient_accumulation_steps={n})",
     "lightning.pytorch.loops.optimization.automatic": "Trainer(accumulate_grad_batches={n})",
     "pytorch_lightning.loops.optimization.automatic": "Trainer(accumulate_grad_batches={n})",
 }
+SCALING = "torch.amp.grad_scaler"  # the module that multiplies a loss by a scale
+WITHOUT_VALUE = {  # functions and properties of a tensor that do not read what is in it
+    "dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size",
+    "is_floating_point", "is_complex", "is_signed", "is_contiguous", "get_device", "is_same_size",
+    "__len__", "__hash__",
+}  # fmt: skip
+MADE_LIKE = {  # functions that take shape and dtype of a tensor alone
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
+    "new_ones", "new_empty", "new_full", "new_tensor",
+}  # fmt: skip
+DETACHED = {  # functions whose results have no gradient
+    "data", "item", "tolist", "__float__", "__int__", "__complex__", "numpy", "__array__",
+    "__dlpack__", "__deepcopy__", "__reduce_ex__",
+}  # fmt: skip
+VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}  # properties that do
+LINEAR = {  # functions that act on each sample's loss -> how, and how from the right
+    "add": ("__add__", "__radd__"), "__iadd__": ("__add__", "__radd__"),
+    "sub": ("__sub__", "__rsub__"), "subtract": ("__sub__", "__rsub__"),
+    "__isub__": ("__sub__", "__rsub__"),
+    "mul": ("__mul__", "__rmul__"), "multiply": ("__mul__", "__rmul__"),
+    "__imul__": ("__mul__", "__rmul__"),
+    "div": ("__truediv__", None), "divide": ("__truediv__", None),
+    "true_divide": ("__truediv__", None), "__itruediv__": ("__truediv__", None),
+    "neg": ("__neg__", None), "negative": ("__neg__", None), "positive": ("__pos__", None),
+}  # fmt: skip
+CONVERSIONS = {
+    "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as", "clone", "contiguous",
+    "squeeze",
+}  # fmt: skip
+READ_ONLY = (
+    "the value of a private loss has no gradient behind {name}, which is no sum or multiple of "
+    "losses: call backward() of the private losses themselves, as (loss_a + 0.5 * loss_b)"
+    ".backward(), and put other functions into the criterion, sample by sample"
+)
+OF_TWO_FORWARDS = (
+    "losses of two forwards were added, and a sample has one gradient, of one forward: make a "
+    "module private whose forward returns both outputs, as def forward(self, real, fake): return "
+    "self.network(real), self.network(fake), and add the losses of these"
+)
+OF_EVALUATION = (
+    "backward of a loss of evaluation: call model.train() before the forward of a private step, "
+    "with gradients enabled, then the criterion"
+)
+FROZEN = (
+    "every parameter of the private network is frozen, so its forward was no private step: call "
+    "model.requires_grad_(True) before the forward"
+)
 REENTRANT = (
     "activation checkpointing with use_reentrant=True hides the layers from a private step: "
     "checkpoint(.., use_reentrant=False), of a Hugging Face model "
@@ -32,21 +83,139 @@ def naming_reentrant() -> Iterator[None]:
         raise RuntimeError(REENTRANT) from error
 
 
-class PrivateLoss:
-    """Losses [B] that print and backpropagate as one number.
+class ReadOnly(Function):
+    """Returns the value of a private loss; a backward that comes to it raises the message."""
 
-    `backward()` adds the clipped sum of the samples' gradients to `.grad`. Sums, differences and
-    multiples work as for a tensor; they act on each sample's loss. A tensor to add or multiply with
-    has no gradient and is one number, or one per sample. Most methods are these operators, and
-    those of a tensor that training loops call (`item`, `detach`, `backward`).
+    @staticmethod
+    def forward(ctx, anchor, value, message):
+        ctx.message = message
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError(ctx.message)
+
+
+class PrivateLoss(Tensor):
+    """A tensor of one number, the mean or sum of losses [B], whose `backward()` clips.
+
+    `backward()`, or `torch.autograd.backward(loss)`, adds the clipped sum of the samples' gradients
+    to `.grad`. Sums, differences and multiples are private losses again; they act on each sample's
+    loss. A tensor to add or multiply with has no gradient and is one number, or one per sample.
+    Any other function of torch is given the number, as `detach()` returns it, and what it returns
+    has no backward.
 
     With `PrivacyEngine(hide_unprotected=True)` a training loss cannot be looked at. One of
     evaluation can: what that data is, is the user's own matter.
     """
 
+    model: Steppable
+    loss_reduction: str
+    _session: Any
+    _losses: Tensor
+
+    @staticmethod
+    def __new__(
+        cls, model: Steppable, private_step: Any, losses: Tensor, reduction: str
+    ) -> "PrivateLoss":
+        return without_memory(cls, losses.new_empty(()), losses.dtype)
+
     def __init__(self, model: Steppable, private_step: Any, losses: Tensor, reduction: str):
         self.model, self._session = model, private_step
         self._losses, self.loss_reduction = losses, reduction
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(function)
+        if name in WITHOUT_VALUE:
+            return super().__torch_function__(function, types, args, kwargs)
+        if name in MADE_LIKE:
+            return function(*tree_map(_without_value, args), **kwargs)
+        if function is torch.autograd.backward:
+            return _backward(*args, **kwargs)
+        if function is torch.autograd.grad:
+            raise ValueError(
+                "torch.autograd.grad of a private loss would return a gradient that is not "
+                "clipped: call loss.backward(), and after optimizer.pre_step() read what has noise "
+                "in .grad of the parameters"
+            )
+        first = args[0] if args else None
+        how, from_right = LINEAR.get(name, (None, None))
+        if isinstance(first, PrivateLoss):
+            if how is not None and not kwargs and len(args) <= 2:
+                return getattr(first, how)(*args[1:])
+            if name in CONVERSIONS:
+                return first._converted(function, args, kwargs)
+            if name in ("mean", "sum"):
+                return first._reduced(name, args[1:], kwargs)
+        elif from_right is not None and len(args) == 2 and not kwargs:
+            return getattr(args[1], from_right)(first)
+        elif name == "add_" and not kwargs and not first.requires_grad:
+            made = args[1] + first.clone()  # for total += loss, which keeps what is returned
+            first.add_(args[1].detach())
+            return made
+        changes = name.endswith("_") and not name.endswith("__")
+        if isinstance(first, PrivateLoss) and (changes or name == "__set__"):
+            raise RuntimeError(
+                f"{name.strip('_')}() would change a private loss in place: make another one, as "
+                "loss = 0.5 * loss + other_loss"
+            )
+        return _read(
+            function, None if name in DETACHED else READ_ONLY.format(name=name), args, kwargs
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Gives an operator, as `torch.tensor(loss)` calls one, the number."""
+        args, kwargs = tree_map(_value, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    # ---- as of a tensor with a gradient ---------------------------------------------------------
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._session is not None
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        return self._losses.grad_fn if self.requires_grad else None
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return self.grad_fn is None
+
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        return None
+
+    def requires_grad_(self, requires_grad: bool = True) -> "PrivateLoss":
+        """Returns the loss itself: it has a gradient in training."""
+        if requires_grad != self.requires_grad:
+            raise RuntimeError(
+                "a private loss has a gradient in training, and none in evaluation: call "
+                "detach() for the number alone"
+            )
+        return self
+
+    def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        """Raises RuntimeError: a hook would see, or change, what is not clipped yet."""
+        raise RuntimeError(
+            "a private loss takes no hooks, which would see gradients that are not clipped: call "
+            "optimizer.pre_step() after loss.backward(), and read .grad of the parameters"
+        )
+
+    def retain_grad(self) -> None:
+        """Raises RuntimeError, as `register_hook` does."""
+        self.register_hook(print)
 
     @property
     def loss_per_sample(self) -> Tensor:
@@ -59,7 +228,7 @@ class PrivateLoss:
         losses, fill = self._losses[: self._session.real], self._session.fill
         return losses if fill is None else losses[~fill[: len(losses)]]
 
-    def backward(
+    def backward(  # type: ignore[override]
         self,
         gradient: None = None,
         retain_graph: bool | None = None,
@@ -83,14 +252,15 @@ class PrivateLoss:
                     "wanted, and call (loss_a + 0.5 * loss_b).backward()"
                 )
         if self._session is None:
-            raise RuntimeError(
-                "backward of a loss of evaluation: call the model in training mode with gradients "
-                "enabled, then the criterion"
-            )
+            own = self.model.capture.parameters
+            if leaves_of(self._losses) - set(own):
+                raise RuntimeError(THROUGH)
+            frozen = not any(p.requires_grad for p in own)
+            raise RuntimeError(FROZEN if frozen else OF_EVALUATION)
         with naming_reentrant():
             self.model.private_backward(self._session, self._losses)
 
-    def detach(self) -> Tensor:
+    def detach(self) -> Tensor:  # type: ignore[override]
         """Returns the mean (0 for an empty batch) or the sum. Not covered by ε."""
         without = None if self._session is None else self._session.without_loss
         if without is not None:
@@ -105,10 +275,11 @@ class PrivateLoss:
     def item(self) -> float:
         return self.detach().item()
 
-    __float__ = item
-
     def __format__(self, specification: str) -> str:
         return format(self.item(), specification) if specification else repr(self)
+
+    def __round__(self, digits: int | None = None) -> float:
+        return round(self.item(), digits)
 
     def _with(self, losses: Tensor) -> "PrivateLoss":
         return PrivateLoss(self.model, self._session, losses, self.loss_reduction)
@@ -122,6 +293,10 @@ class PrivateLoss:
         if not isinstance(other, Tensor):
             return other
         if other.requires_grad:
+            names, leaves = self.model.capture.names, leaves_of(other)
+            if leaves <= set(names):
+                shown = ", ".join(sorted(names[p] for p in names if p in leaves)[:3])
+                raise ValueError(AFTER_NOISE.format(names=shown))
             raise ValueError(
                 "a private loss is combined with a tensor that has a gradient of its own, which "
                 "may depend on all samples: put the term into the criterion, one value per sample"
@@ -136,31 +311,48 @@ class PrivateLoss:
     def _other(self, other: Any) -> Any:
         if not isinstance(other, PrivateLoss):
             return self._constant(other)
-        if other.loss_reduction != self.loss_reduction or other._session is not self._session:
-            raise ValueError(
-                "losses of different batches or reductions do not add up sample by sample"
-            )
+        if other.loss_reduction != self.loss_reduction:
+            raise ValueError("a mean and a sum of losses do not add up sample by sample")
         return other._losses
 
-    def __add__(self, other: Any) -> "PrivateLoss":
-        return self._with(self._losses + self._other(other))
+    def _combined(self, other: Any, how: Callable[..., Any]) -> Any:
+        """Returns the sum or difference; of losses of another forward a value without backward."""
+        if isinstance(other, PrivateLoss) and other._session is not self._session:
+            return _read(how, OF_TWO_FORWARDS, (self, other), {})
+        return self._with(how(self._losses, self._other(other)))
 
-    __radd__ = __add__
+    def _converted(self, function: Any, args: tuple, kwargs: dict) -> Any:
+        """Returns the loss in another dtype; on another device the number alone."""
+        made = function(self._losses.view(-1, 1), *args[1:], **kwargs)
+        if made.device != self._losses.device:
+            return _read(function, READ_ONLY.format(name=_name_of(function)), args, kwargs)
+        return self._with(made.reshape(-1))
 
-    def __sub__(self, other: Any) -> "PrivateLoss":
-        return self._with(self._losses - self._other(other))
+    def __add__(self, other: Any) -> "PrivateLoss":  # type: ignore[override]
+        return self._combined(other, torch.add)
 
-    def __rsub__(self, other: Any) -> "PrivateLoss":
+    __radd__ = __iadd__ = __add__  # type: ignore[assignment]
+
+    def __sub__(self, other: Any) -> "PrivateLoss":  # type: ignore[override]
+        return self._combined(other, torch.sub)
+
+    __isub__ = __sub__  # type: ignore[assignment]
+
+    def __rsub__(self, other: Any) -> "PrivateLoss":  # type: ignore[override]
         return self._with(self._constant(other) - self._losses)
 
-    def __mul__(self, factor: Any) -> "PrivateLoss":
+    def __mul__(self, factor: Any) -> "PrivateLoss":  # type: ignore[override]
+        if _caller() == SCALING:
+            raise TypeError(
+                "torch.amp.GradScaler skips steps by what it sees in the data: call loss.backward()"
+                " and optimizer.step() without it, in bfloat16, which needs no scaler"
+            )
         return self._with(self._losses * self._constant(factor))
 
-    __rmul__ = __mul__
+    __rmul__ = __imul__ = __mul__  # type: ignore[assignment]
 
-    def __truediv__(self, divisor: Any) -> "PrivateLoss":
-        frame = inspect.currentframe()
-        by = "" if frame is None else frame.f_back.f_globals.get("__name__", "")
+    def __truediv__(self, divisor: Any) -> "PrivateLoss":  # type: ignore[override]
+        by = _caller()
         if by in ACCUMULATING and divisor != 1:
             raise RuntimeError(
                 f"{ACCUMULATING[by].format(n=divisor)} divides each loss by {divisor}, and takes a "
@@ -170,26 +362,85 @@ class PrivateLoss:
             )
         return self._with(self._losses / self._constant(divisor))
 
-    def __neg__(self) -> "PrivateLoss":
+    __itruediv__ = __truediv__  # type: ignore[assignment]
+
+    def __neg__(self) -> "PrivateLoss":  # type: ignore[override]
         return self._with(-self._losses)
 
-    def mean(self) -> NoReturn:
-        """Raises TypeError, as `sum` does: the reduction is that of the criterion."""
-        raise TypeError(
+    def __pos__(self) -> "PrivateLoss":
+        return self
+
+    def mean(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Returns the loss itself if it is a mean, else the number."""
+        return self._reduced("mean", args, kwargs)
+
+    def sum(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Returns the loss itself if it is a sum, else the number."""
+        return self._reduced("sum", args, kwargs)
+
+    def _reduced(self, by: str, args: tuple, kwargs: dict) -> Tensor:
+        if by == self.loss_reduction and not args and not kwargs:
+            return self
+        return _read(
+            getattr(Tensor, by),
             f"a private loss is the {self.loss_reduction} of its batch already: call "
-            'loss.backward(); a sum is that of make_private(criterion=..(reduction="sum"), '
-            'loss_reduction="sum", ..)'
+            f'loss.backward(); a {by} is that of make_private(criterion=..(reduction="{by}"), '
+            f'loss_reduction="{by}", ..)',
+            (self, *args),
+            kwargs,
         )
 
-    sum = mean
-
-    def __iter__(self) -> NoReturn:
-        """Raises TypeError: `torch.amp.GradScaler` tries it with a loss that is not a tensor."""
-        raise TypeError(
-            "a private loss is one number, not to be iterated over; if torch.amp.GradScaler asked: "
-            "it skips steps by what it sees in the data, so use bfloat16, which needs no scaler"
-        )
-
-    def __repr__(self) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         samples = self.loss_per_sample.numel()
         return f"PrivateLoss({self.item():.4f}, {self.loss_reduction} of {samples} samples)"
+
+
+def _name_of(function: Any) -> str:
+    """Returns the name of a function of torch, or of a property of tensors that it gets."""
+    name = getattr(function, "__name__", "")
+    if name != "__get__":
+        return name
+    of = function.__self__.__name__
+    return of if of in VALUES else "size"
+
+
+def _caller() -> str:
+    """Returns the name of the module whose code calls an operator."""
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
+
+
+def _value(x: Any) -> Any:
+    return x.detach() if isinstance(x, PrivateLoss) else x
+
+
+def _without_value(x: Any) -> Any:
+    return x._losses.detach().new_empty(()) if isinstance(x, PrivateLoss) else x
+
+
+def _read(function: Any, message: str | None, args: tuple, kwargs: dict) -> Any:
+    """Returns what a function makes of the numbers. Its backward raises the message, if any."""
+
+    def value(x: Any) -> Any:
+        if not (message and isinstance(x, PrivateLoss) and x.requires_grad):
+            return _value(x)
+        return ReadOnly.apply(torch.zeros((), requires_grad=True), x.detach(), message)
+
+    args, kwargs = tree_map(value, (args, kwargs))
+    return function(*args, **kwargs)
+
+
+def _backward(
+    losses: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
+    grad_variables: Any = None, inputs: Any = None,
+) -> None:  # fmt: skip
+    """Runs `torch.autograd.backward` of one private loss, or of several of one forward."""
+    if not all(isinstance(loss, PrivateLoss) for loss in losses):
+        raise ValueError(
+            "torch.autograd.backward of private and other losses together: call backward() of the "
+            "private loss, and of the others after optimizer.step()"
+        )
+    weights = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors or ()
+    gradient = next((weight for weight in weights if weight is not None), None)
+    sum(losses).backward(gradient, retain_graph, create_graph, inputs)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.capture.checks.state import Mark
+from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.discovery import LayoutDiscovery
-from dp_clipping.capture.samples.batch import Batch
+from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown
@@ -158,6 +159,7 @@ class ForwardBackward:
             private_step.padding = self.padding
             backend.kept.reads_values = is_looked_at
             private_step.is_empty = not given.size
+            private_step.is_through = any(x.requires_grad for x in tensors_of((args, kwargs)))
             self._begun = private_step
             return private_step
 
@@ -241,7 +243,12 @@ class ForwardBackward:
         is_empty = private_step.is_empty or state.usage.holds_dummy
         samples = 0 if is_empty else private_step.real
         part = state.microbatches.accumulating
-        state.usage.use(samples, self._is_so_on_any_rank, part=part, slices=private_step.slices)
+        try:
+            state.usage.use(samples, self._is_so_on_any_rank, part=part, slices=private_step.slices)
+        except RuntimeError as error:
+            if private_step.is_through:
+                raise RuntimeError(THROUGH) from error
+            raise
         self._gradients.begin_backward()
         self._open_step(clip_norms)
         try:

@@ -60,7 +60,7 @@ class GradientBuffer:
             self._finish_wrapper = wrapper.finish_gradient_synchronization
             wrapper.finish_gradient_synchronization = self._finish_by_wrapper
         self._widen()
-        self.watch = GradientWatch(context.capture, context.sums, state)
+        self.watch = GradientWatch(context.capture, context.sums, state, wrapper is not None)
 
     def remove(self) -> None:
         """Detaches the buffer: autograd and the wrapper fill `.grad` again, as before.

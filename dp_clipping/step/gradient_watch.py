@@ -20,14 +20,25 @@ class GradientWatch:
         capture: the model's parameters.
         sums: takes clipped sums to the shards of a sharded network; None: it is not sharded.
         state: the state of the model's step.
+        is_wrapped: a `ddp` wrapper sends what is in `.grad`.
     """
 
-    def __init__(self, capture: CapturedNetwork, sums: ShardedSums | None, state: StepState):
+    def __init__(
+        self,
+        capture: CapturedNetwork,
+        sums: ShardedSums | None,
+        state: StepState,
+        is_wrapped: bool = False,
+    ):
         self.capture, self.sums, self.state = capture, sums, state
+        self._is_wrapped = is_wrapped or sums is not None
         self._left: list[tuple[Parameter, Tensor]] = []  # what has a `.grad`, and that
         self._versions: list[int] = []  # of those
         self._pieces: list[tuple[Parameter, Tensor]] = []  # what this rank has of a sum
         self._piece_versions: list[int] = []  # of those
+        self._aside: list[
+            tuple[Parameter, Tensor]
+        ] = []  # sums that an ordinary backward must spare
         self._unclipped: set[Parameter] = set()  # what autograd has added an ordinary one to
         add, sharding = self._unclipped.add, self.capture.sharding
         self._hooks = [p.register_post_accumulate_grad_hook(add) for p in self.capture.parameters]
@@ -50,8 +61,26 @@ class GradientWatch:
         if self.sums is not None:
             self.sums.settle()
 
+    def set_aside(self) -> None:
+        """Takes a batch's sums out of `.grad` between its parts, for an ordinary forward.
+
+        Its backward may add to `.grad`. Where a wrapper or FSDP relies on them they stay.
+        """
+        if not self._is_wrapped and self.state.microbatches.keeps_sums and not self._aside:
+            self._aside = [(p, g) for p, g in self._left if p.grad is g]
+            for parameter, _ in self._aside:
+                parameter.grad = None
+
+    def take_back(self) -> None:
+        """Puts the sums back into `.grad`, in place of what an ordinary backward has left there."""
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+            self._unclipped.discard(parameter)
+        self._aside = []
+
     def clear(self) -> None:
         """Expects `.grad` to be empty."""
+        self._aside = []
         self._unclipped.clear()
         self._left, self._pieces = [], []
 
@@ -77,6 +106,14 @@ class GradientWatch:
         changed before noise is added, because the noise is scaled to the clipping threshold.
         """
         unclipped = [p for p in self._unclipped if p.grad is not None]
+        if not unclipped:
+            self.take_back()
+        if unclipped and self.state.microbatches.keeps_sums and not self._aside:
+            raise RuntimeError(
+                f"an ordinary backward has added to the gradient of {self._show(unclipped)}, "
+                "unclipped, between parts of a batch: freeze the network for it, with "
+                "model.requires_grad_(False) before and model.requires_grad_(True) after it"
+            )
         if unclipped:
             raise RuntimeError(
                 f"an ordinary backward (a loss that is not the private criterion's, or a forward "

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.checks.kept import Kept, changed_in_place
 from dp_clipping.capture.checks.losses import Watched
+from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.projection import gradients_of
@@ -179,6 +180,7 @@ class PrivateStep:
     Attributes:
         batch_size: samples of the batch.
         is_empty: the batch has no sample; its one row is padding.
+        is_through: its inputs have gradients: another network may be trained through this one.
         leaves: parameter -> the gathered tensor that FSDP uses in its place in this forward.
         watched: the outputs, if the losses are to be checked.
         slots: name of a layer -> parameter's name -> slot, for slots made before the forward.
@@ -197,7 +199,7 @@ class PrivateStep:
         self.real = rows if real is None else real
         self.capture, self.plans = context.capture, backend.plans
         self.policy: Policy = context.policy
-        self.is_empty = False
+        self.is_empty = self.is_through = False
         self.leaves: dict[Parameter, Tensor] = {}
         self.watched: Watched | None = None
         self.padding: Tensor | None = None
@@ -323,6 +325,8 @@ class PrivateStep:
         """Raises RuntimeError if a gradient arrives that is not of the step's own backward."""
         if self._stage is Stage.FORWARD:
             raise RuntimeError(f"{self.capture.names[parameter]}: {IN_FORWARD}")
+        if self._stage is Stage.IDLE and self.is_through:
+            raise RuntimeError(THROUGH)
         if self._stage is Stage.IDLE:
             raise RuntimeError(f"{self.capture.names[parameter]}: {OF_SOMETHING_ELSE}")
 
@@ -436,10 +440,13 @@ class PrivateStep:
                     flush_ready_nodes()
                     raise
             pairs = zip((*parameters, *leaves), found[len(triggers) :], strict=True)
-            outside = [self.capture.names[p] for p, g in pairs if g is not None]
+            outside = [p for p, g in pairs if g is not None]
             if outside:
+                names = ", ".join(self.capture.names[p] for p in outside)
+                if penalized(losses, outside) == set(outside):
+                    raise RuntimeError(AFTER_NOISE.format(names=names))
                 raise RuntimeError(
-                    f"{', '.join(outside)}: used outside of the module that owns it (as in "
+                    f"{names}: used outside of the module that owns it (as in "
                     "F.linear(x, embedding.weight), or in a hook that computes a weight of it), "
                     "where no per-sample gradient is captured: call the module, tie the weights of "
                     "two modules, compute in forward what a hook computes (or with torch.nn.utils."

@@ -38,6 +38,9 @@ class Steppable(Protocol):
 
     # ---- what the criterion calls
 
+    @property
+    def takes_step(self) -> bool: ...
+
     def refuse_in_release(self, what: str) -> None: ...
 
     def private_backward(self, private_step: Any, losses: Tensor) -> None: ...

@@ -1,13 +1,48 @@
 """A private loss is used like one number; test_criterion.py has what comes of its backward."""
 
+import math
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
+from dp_clipping import PrivacyEngine
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.losses.private_loss import PrivateLoss
 from tests.dp_clipping.conftest import private
+
+pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+
+
+def make(engine, around=lambda network: network):
+    """A private linear layer, and a batch of its loader."""
+    torch.manual_seed(0)
+    network = nn.Linear(4, 2, bias=False)
+    data = TensorDataset(torch.randn(6, 4), torch.arange(6) % 2)
+    model, optimizer, criterion, loader = engine.make_private(
+        module=around(network), optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(data, batch_size=6),
+        noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False,
+    )  # fmt: skip
+    return SimpleNamespace(
+        network=network, model=model, optimizer=optimizer, criterion=criterion,
+        batch=next(iter(loader)),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run():
+    return make(PrivacyEngine())
+
+
+def loss_of(run):
+    x, y = run.batch
+    return run.criterion(run.model(x), y)
 
 
 @pytest.fixture
@@ -31,15 +66,158 @@ def test_two_losses_are_not_multiplied(loss):
         loss * loss
 
 
-@pytest.mark.parametrize("name", ["mean", "sum"])
-def test_it_is_reduced_already(loss, name):
-    with pytest.raises(TypeError, match=r"is the mean of its batch already: call loss\.backward"):
-        getattr(loss, name)()
+def test_it_is_reduced_already(run):
+    loss = loss_of(run)
+    assert loss.mean() is torch.mean(loss) is loss
+    assert loss.sum().item() == loss.item()
+    with pytest.raises(
+        RuntimeError, match=r"is the mean of its batch already: call loss\.backward"
+    ):
+        loss.sum().backward()
 
 
-def test_a_loss_of_evaluation_has_no_backward(loss):
-    with pytest.raises(RuntimeError, match="call the model in training mode"):
-        loss.backward()
+def test_a_loss_of_evaluation_has_no_backward(run):
+    run.model.eval()
+    with pytest.raises(RuntimeError, match=r"call model\.train\(\) before the forward"):
+        loss_of(run).backward()
+
+
+def test_a_frozen_network_has_no_backward(run):
+    run.model.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"call model\.requires_grad_\(True\)"):
+        loss_of(run).backward()
+    run.model.requires_grad_(True)
+    loss_of(run).backward()
+
+
+READ = {  # what loops do with a loss besides backward()
+    "compared": lambda x: bool(x < 10) and bool(x == x) and not bool(torch.tensor(0.0) > x),
+    "isnan": lambda x: torch.isnan(x).item() or x.isnan().any().item() or math.isnan(x),
+    "isfinite": lambda x: torch.isfinite(x).all().item() and bool(x),
+    "stack": lambda x: torch.stack([x, 2 * x]).mean().item(),
+    "cat": lambda x: torch.cat([x.reshape(1), x.unsqueeze(0)]).tolist(),
+    "functions": lambda x: [f(x).item() for f in (torch.exp, torch.sqrt, abs, torch.log)],
+    "powers": lambda x: [(x**2).item(), (1 / x).item(), (x // 1).item(), x.clamp(max=1.0).item()],
+    "largest": lambda x: max(x, 2 * x).item() + min([x, 2 * x]).item() + torch.max(x, 2 * x).item(),
+    "sums": lambda x: (sum([x, 0.5 * x]) / 2 - 1).item() + torch.add(x, x, alpha=2).item(),
+    "numbers": lambda x: [float(x), int(x), complex(x), x.item(), x.tolist(), math.exp(x)],
+    "text": lambda x: (f"{x:.3f}", "{:.2e}".format(x), "%.3f" % x, "%d" % x),  # noqa: UP031, UP032
+    "kind": lambda x: (x.shape, x.dtype, x.device, x.ndim, x.dim(), x.numel(), x.is_cuda, x.layout),
+    "gradient": lambda x: (x.requires_grad, x.is_leaf, x.grad_fn is None, x.grad),
+    "numpy": lambda x: [x.detach().cpu().numpy().item(), x.data.item(), x.to("cpu").item()],
+    "is a tensor": lambda x: torch.is_tensor(x) and isinstance(x, Tensor) and x.is_floating_point(),
+    "made like it": lambda x: (torch.zeros_like(x).item(), x.new_ones(2).tolist()),
+    "total": lambda x: add_in_place(torch.zeros(()), x).item() + torch.zeros(()).add_(x).item(),
+    "entry": lambda x: torch.zeros(2).index_fill(0, torch.tensor([1]), x).tolist(),
+    "repeated": lambda x: (x.repeat(3).shape, x.expand(2).tolist(), torch.equal(x, x), x in [x]),
+    "dtypes": lambda x: (x.double().dtype, x.half().dtype, x.float().item(), x.clone().item()),
+}  # fmt: skip
+
+
+def add_in_place(total, loss):
+    total += loss
+    return total
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor", "ignore:The .grad attribute")
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+def test_it_is_read_like_a_tensor(run, read):
+    loss = loss_of(run)
+    ordinary = loss.detach().requires_grad_() * 1
+    with warnings.catch_warnings(action="error"):
+        found = read(loss)
+    expected = read(ordinary)
+    assert found == (pytest.approx(expected) if isinstance(expected, float) else expected)
+
+
+def test_numpy_takes_it(run):
+    loss = loss_of(run)
+    assert np.mean([loss, loss]) == np.asarray(loss) == loss.numpy() == round(loss, 9)
+
+
+NOT_PRIVATE = {  # name -> how a backward would go around the engine, and the message
+    "stack": (lambda x: torch.stack([x, x]).mean().backward(), r"behind stack, .*\(loss_a \+ 0\.5"),
+    "exp": (lambda x: x.exp().backward(), "behind exp, .*into the criterion"),
+    "entry": (lambda x: entry(x).sum().backward(), "behind __setitem__, .*into the criterion"),
+    "grad": (lambda x: torch.autograd.grad(x, [torch.ones(1)]), r"call loss\.backward\(\), and"),
+    "hook": (lambda x: x.register_hook(print), r"optimizer\.pre_step\(\) after loss\.backward"),
+    "retain_grad": (lambda x: x.retain_grad(), r"optimizer\.pre_step\(\) after loss\.backward"),
+    "in place": (lambda x: x.mul_(2), r"mul\(\) would .* in place: .*loss = 0\.5 \* loss"),
+    "weights": (lambda x: torch.autograd.backward([x], [torch.ones(())]), r"\.backward\(\)"),
+    "scaler": (lambda x: torch.amp.GradScaler("cpu").scale(x), "bfloat16, which needs no scaler"),
+    "other": (
+        lambda x: torch.autograd.backward([x, torch.ones((), requires_grad=True)]),
+        r"call backward\(\) of the private loss, and of the others after optimizer\.step",
+    ),
+}  # fmt: skip
+
+
+def entry(loss):
+    buffer = torch.zeros(2)
+    buffer[0] = loss
+    return buffer
+
+
+@pytest.mark.parametrize(("around", "message"), NOT_PRIVATE.values(), ids=NOT_PRIVATE)
+def test_no_backward_goes_around_the_engine(run, around, message):
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=message):
+        around(loss_of(run))
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+BACKWARD = {  # equal to loss.backward()
+    "autograd": torch.autograd.backward,
+    "list": lambda loss: torch.autograd.backward([loss]),
+    "mean": lambda loss: torch.mean(loss).backward(),
+    "moved": lambda loss: loss.to("cpu").clone().float().backward(),
+    "function": lambda loss: torch.mul(torch.add(loss, loss), 0.5).backward(),
+    "in place": lambda loss: add_in_place(torch.zeros(()), loss).backward(),
+}
+
+
+@pytest.mark.parametrize("backward", BACKWARD.values(), ids=BACKWARD)
+def test_what_is_still_the_loss_has_its_backward(run, backward):
+    other = make(PrivacyEngine())
+    loss_of(run).backward()
+    backward(loss_of(other))
+    torch.testing.assert_close(other.network.weight.grad, run.network.weight.grad)
+
+
+def test_with_hide_unprotected_only_its_kind_can_be_looked_at():
+    loss = loss_of(make(PrivacyEngine(hide_unprotected=True)))
+    assert (loss.shape, loss.dtype, loss.requires_grad) == ((), torch.float32, True)
+    assert torch.zeros_like(loss).item() == 0
+    for read in (torch.isnan, float, lambda x: x < 1, torch.Tensor.numpy, torch.tensor):
+        with pytest.raises(RuntimeError, match="not covered by ε"):
+            read(loss)
+    loss.backward()
+
+
+def test_losses_of_two_forwards_add_up_to_a_number(run):
+    first = loss_of(run)
+    total = first + loss_of(run)
+    assert total.item() == 2 * first.item()
+    with pytest.raises(RuntimeError, match="a module private whose forward returns both outputs"):
+        total.backward()
+
+
+class Both(nn.Module):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, real, fake):
+        return self.network(real), self.network(fake)
+
+
+def test_a_forward_that_returns_both_outputs_trains():
+    run = make(PrivacyEngine(), Both)
+    x, y = run.batch
+    for _ in range(2):
+        real, fake = run.model(x, torch.randn_like(x))
+        (run.criterion(real, y) + run.criterion(fake, 1 - y)).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""Finds what a loss is made of, in its autograd graph."""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from dp_clipping.torch_compat import shape_at
+
+AFTER_NOISE = (
+    "{names}: in the loss itself, where no gradient per sample is captured. If no sample is in "
+    "that term, as in a penalty on the weights (L2, FedProx), leave it out of the loss and add its "
+    "gradient after the noise: loss.backward(); optimizer.pre_step(); for p, g in zip(parameters, "
+    "torch.autograd.grad(term, parameters)): p.grad += g; optimizer.step()"
+)
+THROUGH = (
+    "the loss trains another network through the private one, which is no private step: call "
+    "model.requires_grad_(False) before the forward for it, an ordinary criterion, as "
+    "nn.BCEWithLogitsLoss()(model(generator(z)), y).backward(), and model.requires_grad_(True) "
+    "after that"
+)
+SUMS = ("AddBackward", "SubBackward", "RsubBackward")
+
+
+def leaves_of(loss: Tensor) -> set[Tensor]:
+    """Returns the tensors without a graph of their own that a backward of the loss would reach."""
+    found = {node.variable for node in _nodes(loss.grad_fn) if hasattr(node, "variable")}
+    return found | ({loss} if loss.requires_grad and loss.is_leaf else set())
+
+
+def penalized(loss: Tensor, parameters: Collection[Tensor]) -> set[Tensor]:
+    """Returns the parameters of which the loss has a term of one number that no other leaf is in.
+
+    Such a term is the same for each sample, as a penalty on the weights is.
+    """
+    own, found = set(parameters), set()
+    for node in _nodes(loss.grad_fn):
+        for part, number in node.next_functions if node.name().startswith(SUMS) else ():
+            if part is None or shape_at(part, number) != ():
+                continue
+            leaves = {x.variable for x in _nodes(part) if hasattr(x, "variable")}
+            if leaves and leaves <= own:
+                found |= leaves
+    return found
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    """Yields the nodes of an autograd graph."""
+    seen, found = set(), [root]
+    while found:
+        node = found.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            found += [part for part, _ in node.next_functions]
