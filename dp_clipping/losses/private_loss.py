@@ -344,8 +344,8 @@ class PrivateLoss(Tensor):
     def __mul__(self, factor: Any) -> "PrivateLoss":  # type: ignore[override]
         if _caller() == SCALING:
             raise TypeError(
-                "torch.amp.GradScaler skips steps by what it sees in the data: call loss.backward()"
-                " and optimizer.step() without it, in bfloat16, which needs no scaler"
+                "torch.amp.GradScaler skips steps by what it sees in the data: use bfloat16, which "
+                "needs no scaler"
             )
         return self._with(self._losses * self._constant(factor))
 

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dp_clipping.capture.checks.carried import restored
 from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.capture.checks.state import Mark
 from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.discovery import LayoutDiscovery
+from dp_clipping.capture.randomness import fork_randomness, same_generators
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
@@ -33,6 +35,19 @@ from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms, StepState
 from dp_clipping.torch_compat import is_compiled_in_place, versions_of
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
+
+OF_ANY_SIZE = (
+    "let it take any number of samples, as x.view(len(x), -1) does and x.view(64, -1) does not"
+)
+JOINED = (
+    "row i of each tensor must be of sample i, and a number in it must not be that of another row, "
+    "as in graphs that are joined into one; pad them to one number of nodes, as x [batch, nodes, "
+    "features] and adjacency [batch, nodes, nodes], adjacency @ x"
+)
+OF_ZEROS = (
+    "the batch has no sample, as a Poisson batch may, and the network cannot run on the row of "
+    "zeros that takes its place ({error}): let forward take one, of which nothing is used"
+)
 
 
 class ForwardBackward:
@@ -124,7 +139,8 @@ class ForwardBackward:
             )
         check_still_fixed(self._normalizations)
         self.capture.arithmetic.refuse_changes()
-        given = batch = self._establishment.batch_of(args, kwargs)
+        with self._own_errors_first(args, kwargs):
+            given = batch = self._establishment.batch_of(args, kwargs)
         if given.bags and self.state.usage.rows is not None:
             raise ValueError(
                 "pad_batches=True adds a row of zeros for each sample that a batch lacks, and ids "
@@ -139,11 +155,8 @@ class ForwardBackward:
             batch = self._establishment.batch_of(args, kwargs)
         seen = batch if real == given.size else batch.first(max(1, real))  # by the checks
         is_looked_at = self.looks_at(seen.size)
-        try:
+        with self._own_errors_first(given.args, given.kwargs, given.size):
             check = self._establishment.ensure(seen)
-        except BaseException:
-            self.recover()
-            raise
         padding = self.padding
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
@@ -177,12 +190,15 @@ class ForwardBackward:
                         "other ranks cannot repeat the search now: call "
                         "model.reset_batch_layouts() on every rank before a forward that differs"
                     ) from error
-                self._establishment.look(seen)
+                with self._own_errors_first(args, kwargs, given.size):
+                    self._establishment.look(seen)
                 private_step = begin()  # what layers left in the other belongs to other layouts
                 with self.capture.attached(private_step):
                     output = self._call_network_again(args, kwargs)
-            except BaseException:
+            except BaseException as error:
                 self.recover()
+                if private_step.is_empty and isinstance(error, Exception):
+                    raise ValueError(OF_ZEROS.format(error=_shown(error))) from error
                 raise
             if randomness is not None and private_step.plans.foresaw_too_much():
                 del output  # frees what it has saved
@@ -357,6 +373,52 @@ class ForwardBackward:
         if sharding is not None and not sharding.recover():
             self._is_broken = True
 
+    @contextmanager
+    def _own_errors_first(self, args: tuple, kwargs: dict, size: int = -1) -> Iterator[None]:
+        """Surrounds runs with other samples than a call has; says what an error of them means.
+
+        If the user's own call, with all of its samples, raises an error, that is raised. Ranks of a
+        sharded network cannot repeat a call alone.
+
+        Args:
+            size: of the call's batch; -1: it is not known yet.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.recover()
+            if self.capture.sharding is not None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            is_lost = "CUDA error" in str(error)  # after which nothing more can be computed
+            if size and not is_lost:
+                self._call_as_it_is(args, kwargs)
+            if _is_refusal(error):
+                raise
+            if not size:
+                raise ValueError(OF_ZEROS.format(error=_shown(error))) from error
+            is_index = is_lost or isinstance(error, IndexError)
+            cure = JOINED if is_index else OF_ANY_SIZE
+            raise ValueError(
+                "the network runs on its batch, and not on some of the rows in it, as it does "
+                f"to find where the samples are ({_shown(error)}): {cure}"
+            ) from error
+        except BaseException:
+            self.recover()
+            raise
+
+    def _call_as_it_is(self, args: tuple, kwargs: dict) -> None:
+        """Calls the network as the user does, without a step, and puts back what that changes."""
+        try:
+            with (
+                fork_randomness(self.capture.trigger.device),
+                same_generators(self.network.modules()),
+                restored(self._carried.state),
+                self.capture.looked_at(lambda *_: None),
+            ):
+                self.network(*args, **kwargs)
+        except Exception as error:
+            raise error from None
+
     def _call_network_again(self, args: tuple, kwargs: dict) -> Any:
         """Calls the network without its wrapper, which has prepared this step already."""
         try:
@@ -406,6 +468,20 @@ class ForwardBackward:
         if context.sharding is None and compiled:
             forecast = self._establishment.forecast(batch).of_units(each)
         return FusedBackend(context, samples, padding, forecast)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Returns whether an error was raised here, and not in a network's code."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return isinstance(error, ValueError | RuntimeError) and where.startswith("dp_clipping.")
+
+
+def _shown(error: Exception) -> str:
+    said = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {said}"
 
 
 @kept_on_device(maxsize=8)

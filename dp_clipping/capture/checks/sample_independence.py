@@ -9,8 +9,9 @@ change. Shapes, places and noise are the same in both runs, so nothing else can 
 `losses` checks the criterion.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from dp_clipping.capture.checks.summaries import Seen, compared, differ
 from dp_clipping.capture.network import CapturedNetwork
-from dp_clipping.capture.randomness import without_dropout
+from dp_clipping.capture.randomness import ConstantDraws, fork_randomness, without_dropout
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.layers.batch_layout import TRIMMED, Layout
 
@@ -136,7 +137,7 @@ class Company:
     ) -> None:
         """Compares with a run of another batch, in which one place has another sample."""
         stays, drawn = [i != place for i in range(len(rows))], len(rows) + 1
-        beside = self._run(other, company, stays, drawn=drawn)
+        beside = partial(self._run, other, company, stays, drawn=drawn)
         self._compare(batch, rows, stays, base, beside, drawn)
 
     def _check_size(self, batch: Batch, rows: list[int], base: Seen) -> None:
@@ -162,7 +163,7 @@ class Company:
             more.summaries = {}
         more.summaries = {key: found.without_first() for key, found in more.summaries.items()}
         with without_dropout(self._capture.network):
-            self._compare(batch, rows, [True] * size, base, more, drawn=size + 1)
+            self._compare(batch, rows, [True] * size, base, lambda: more, drawn=size + 1)
 
     def check_batch(self, batch: Batch, number: int, whole: bool) -> None:
         """Exchanges about half of the samples: which ones differs from check to check.
@@ -185,7 +186,7 @@ class Company:
             for i, (r, stay) in enumerate(zip(rows, stays, strict=True))
         ]
         base = self._run(batch, rows)
-        self._compare(batch, rows, stays, base, self._run(batch, company, stays))
+        self._compare(batch, rows, stays, base, partial(self._run, batch, company, stays))
 
     def _run(
         self,
@@ -208,7 +209,7 @@ class Company:
         rows: list[int],
         stays: list[bool],
         base: Seen,
-        beside: Seen,
+        run_beside: Callable[[], Seen],
         drawn: int = 0,
     ) -> None:
         """Compares a run of these rows with one in which the other samples were exchanged.
@@ -217,9 +218,39 @@ class Company:
         changes as much by them, or by numbers that the network draws of its own, tells nothing.
         """
         stays = torch.tensor(stays, device=self._capture.trigger.device)
-        keys = [key for key in base.summaries if key in beside.summaries]
-        flags = differ([(base.summaries[key], beside.summaries[key]) for key in keys], stays)
-        changed = [key for key, flag in zip(keys, flags, strict=True) if flag]
+        beside = run_beside()
+        changed = _changed(base, beside, stays)
+        draws: AbstractContextManager = nullcontext()
+        if self._on_any_rank(bool(changed) and base.is_random):
+            with self._constant_draws() as of_base:
+                again = self._run(batch, rows, drawn=drawn)
+            with self._constant_draws() as of_beside:
+                again_beside = run_beside()
+            if self._on_any_rank(ConstantDraws.by_values(of_base, of_beside)):
+                base, beside, draws = again, again_beside, self._constant_draws()
+                changed = _changed(base, beside, stays)
+        with draws:
+            changed = self._beyond_rounding(batch, rows, stays, base, beside, changed, drawn)
+        self._use_vmap({layer for layer, what, _ in changed if what in OWN})
+        changed = [key for key in changed if key[1] not in OWN]
+        self._refuse(_cause(changed[0], base, beside) if changed else None)
+
+    @contextmanager
+    def _constant_draws(self) -> Iterator[ConstantDraws]:
+        with fork_randomness(self._capture.trigger.device), ConstantDraws() as draws:
+            yield draws
+
+    def _beyond_rounding(
+        self,
+        batch: Batch,
+        rows: list[int],
+        stays: Tensor,
+        base: Seen,
+        beside: Seen,
+        changed: list[Key],
+        drawn: int,
+    ) -> list[Key]:
+        """Returns what has changed by more than errors of the size of rounding change it."""
         rooms: dict[Key, Tensor] = {}
         for seed in range(REPEATS):
             if not self._on_any_rank(bool(changed)):
@@ -229,9 +260,7 @@ class Company:
                 room = _by_rounding(key, base, again, stays)
                 rooms[key] = torch.maximum(room, rooms.get(key, room))
             changed = [key for key in changed if _is_larger(key, base, beside, rooms[key], stays)]
-        self._use_vmap({layer for layer, what, _ in changed if what in OWN})
-        changed = [key for key in changed if key[1] not in OWN]
-        self._refuse(_cause(changed[0], base, beside) if changed else None)
+        return changed
 
     def _use_vmap(self, layers: set[str]) -> None:
         """Lets modules run under vmap in whose code a sample has not a row of its own.
@@ -260,6 +289,13 @@ class Company:
         for one in everything:
             if one is not None:
                 raise ValueError(one)
+
+
+def _changed(base: Seen, beside: Seen, stays: Tensor) -> list[Key]:
+    """Returns what two runs have seen differently of samples that stay."""
+    keys = [key for key in base.summaries if key in beside.summaries]
+    flags = differ([(base.summaries[key], beside.summaries[key]) for key in keys], stays)
+    return [key for key, flag in zip(keys, flags, strict=True) if flag]
 
 
 def _cause(key: Key, base: Seen, beside: Seen) -> str:

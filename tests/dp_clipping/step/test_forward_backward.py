@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import rnn
 
+from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.torch_compat import hooks_of
@@ -151,3 +152,96 @@ def test_bags_with_offsets_have_no_rows_of_zeros():
     model.step_state.usage.pad(4, 3)
     with pytest.raises(ValueError, match=r"pad_batches=True adds a row.*leave it out"):
         model(torch.arange(4), torch.tensor([0, 1, 2, 3]))
+
+
+class Calls(nn.Module):
+    """A linear layer of 5 features, behind what a user's code does with the arguments."""
+
+    def __init__(self, do=lambda x: x):
+        super().__init__()
+        self.layer, self.do = nn.Linear(5, 3), do
+
+    def forward(self, x, *others, **options):
+        return self.layer(self.do(x, *others, **options))
+
+
+def fails(error):
+    def do(x):
+        raise error
+
+    return do
+
+
+OWN = {  # a call that fails: the network's code, and the arguments
+    "width": (lambda x: x, [torch.ones(6, 7)]),
+    "width deep inside": (nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(3, 5)), []),
+    "view": (lambda x: x.view(7, 5), []),
+    "dtype": (lambda x: x, [torch.ones(6, 5, dtype=torch.long)]),
+    "rows": (lambda x, mask: x * mask, [torch.ones(6, 5), torch.ones(4, 5)]),
+    "missing": (lambda x, mask: x * mask, []),
+    "no tensor": (lambda x: x, [[1.0, 2.0]]),
+    "no sample": (lambda x: x, [torch.tensor(1.0)]),
+    "assertion": (lambda x: fails(AssertionError(f"{len(x)} rows"))(x), []),
+    "ValueError": (lambda x: fails(ValueError(f"{len(x)} rows"))(x), []),
+    "KeyError": (lambda x: {}[len(x)], []),
+    "attribute": (lambda x: x.missing, []),
+}
+
+
+@pytest.mark.parametrize(("do", "given"), OWN.values(), ids=OWN)
+def test_a_call_that_fails_raises_its_own_error(do, given):
+    """With the shapes of the call, not those of batches that were made from it."""
+    args = given or [torch.ones(6, 5)]
+    network = Calls(do)
+    with pytest.raises(Exception) as own:
+        network(*args)
+    model = private(network, "bookkeeping")
+    with pytest.raises(type(own.value)) as ours:
+        model(*args)
+    assert str(ours.value) == str(own.value)
+    assert ours.value.__suppress_context__
+
+
+def joined(x, edges, of_graph):
+    """A sum over each node's neighbours, and over each graph's nodes."""
+    x = x + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])
+    return x.new_zeros(int(of_graph.max()) + 1, 5).index_add(0, of_graph, x)
+
+
+OF_ALL_ROWS = {  # a call that runs, and does not with other numbers of samples
+    "view": (lambda x: x.view(6, -1), [], r"as x\.view\(len\(x\), -1\) does"),
+    "assertion": (lambda x: x if len(x) == 6 else fails(AssertionError())(x), [], "any number of"),
+    "graphs": (
+        joined, [torch.tensor([[0, 1, 3, 5], [1, 0, 4, 5]]), torch.tensor([0, 0, 1, 1, 2, 2])],
+        r"IndexError.*joined into one; pad them .*adjacency \[batch, nodes, nodes\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("do", "others", "message"), OF_ALL_ROWS.values(), ids=OF_ALL_ROWS)
+def test_a_call_that_needs_all_of_its_rows_is_refused_in_words(do, others, message):
+    torch.manual_seed(0)
+    x = torch.randn(6, 5)
+    Calls(do)(x, *others)
+    with pytest.raises(ValueError, match="runs on its batch, and not on some.*" + message):
+        private(Calls(do), "bookkeeping")(x, *others)
+
+
+def test_graphs_that_are_padded_train():
+    def padded(x, adjacency):
+        return (x + adjacency @ x).sum(1)
+
+    torch.manual_seed(0)
+    model = private(Calls(padded), "bookkeeping")
+    batch = torch.randn(4, 3, 5), (torch.rand(4, 3, 3) > 0.5).float()
+    criterion = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")
+    criterion(model(*batch), torch.zeros(4, dtype=torch.long)).backward()
+    assert model.per_sample_gradient_norms.shape == (4,)
+
+
+def test_an_empty_batch_that_fails_names_the_row_of_zeros():
+    model = private(Calls(lambda x: x if x.any() else fails(ValueError("zeros"))(x)), "bookkeeping")
+    torch.manual_seed(0)
+    model(torch.randn(4, 5))
+    with pytest.raises(ValueError, match=r"no sample.*row of zeros .*ValueError: zeros"):
+        model(torch.zeros(0, 5))
