@@ -80,7 +80,7 @@ def say_plain(mode: str) -> None:
     if mode in _said or (dist.is_initialized() and dist.get_rank() > 0):
         return
     _said.add(mode)
-    LOG.warning(
+    LOG.info(
         "%s runs as %s, in plain PyTorch: its fused kernels need a CUDA device, Triton, and "
         "parameters in float32, bfloat16 or float16",
         mode,

@@ -48,6 +48,19 @@ NO_LOSS = (
 UNPROTECTED = ("loss", "train_loss", "total_flos", "num_input_tokens_seen")
 
 
+class NotLogged(float):
+    """A loss that is not shown, since ε does not cover it: as a number NaN, printed as words."""
+
+    def __new__(cls) -> "NotLogged":
+        return super().__new__(cls, "nan")
+
+    def __repr__(self) -> str:
+        return "not shown: PrivacyArguments(log_unprotected=True)"
+
+    def __format__(self, specification: str) -> str:
+        return repr(self)
+
+
 class PrivateTrainer(Trainer):
     """A `transformers.Trainer` whose training is differentially private.
 
@@ -116,7 +129,7 @@ class PrivateTrainer(Trainer):
         if self.privacy.log_unprotected:
             return output._replace(metrics=metrics)
         metrics = {name: x for name, x in metrics.items() if name not in UNPROTECTED}
-        return output._replace(training_loss=float("nan"), metrics=metrics)
+        return output._replace(training_loss=NotLogged(), metrics=metrics)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError: each trial trains on the data, and so spends its own ε."""

@@ -155,7 +155,7 @@ class ForwardBackward:
             batch = self._establishment.batch_of(args, kwargs)
         seen = batch if real == given.size else batch.first(max(1, real))  # by the checks
         is_looked_at = self.looks_at(seen.size)
-        with self._own_errors_first(given.args, given.kwargs, given.size):
+        with self._own_errors_first(given.args, given.kwargs, given.size), self._passing():
             check = self._establishment.ensure(seen)
         padding = self.padding
         if padding is None and real < given.size:
@@ -268,7 +268,7 @@ class ForwardBackward:
         self._gradients.begin_backward()
         self._open_step(clip_norms)
         try:
-            with sync:
+            with sync, self._passing():
                 self._add_sums(private_step, losses, samples)
                 self._gradients.end_backward()
         except BaseException:
@@ -392,7 +392,7 @@ class ForwardBackward:
             is_lost = "CUDA error" in str(error)  # after which nothing more can be computed
             if size and not is_lost:
                 self._call_as_it_is(args, kwargs)
-            if _is_refusal(error):
+            if _is_refusal(error) or "use_reentrant=True" in str(error):
                 raise
             if not size:
                 raise ValueError(OF_ZEROS.format(error=_shown(error))) from error
@@ -405,6 +405,9 @@ class ForwardBackward:
         except BaseException:
             self.recover()
             raise
+
+    def _passing(self) -> AbstractContextManager:
+        return nullcontext() if self._gradients is None else self._gradients.watch.passing()
 
     def _call_as_it_is(self, args: tuple, kwargs: dict) -> None:
         """Calls the network as the user does, without a step, and puts back what that changes."""

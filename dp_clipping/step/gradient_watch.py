@@ -1,6 +1,7 @@
 """Detects changes of `.grad` by anything but private backwards, before noise is added."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -40,10 +41,27 @@ class GradientWatch:
             tuple[Parameter, Tensor]
         ] = []  # sums that an ordinary backward must spare
         self._unclipped: set[Parameter] = set()  # what autograd has added an ordinary one to
-        add, sharding = self._unclipped.add, self.capture.sharding
+        self._own: set[Parameter] = set()  # those of them that the network has added itself
+        self._is_passing = False
+        add, sharding = self._add, self.capture.sharding
         self._hooks = [p.register_post_accumulate_grad_hook(add) for p in self.capture.parameters]
         if sharding is not None:
             self._hooks += sharding.watch(add)
+
+    def _add(self, parameter: Parameter) -> None:
+        """Notes a parameter to which autograd adds a gradient."""
+        self._unclipped.add(parameter)
+        if self._is_passing:
+            self._own.add(parameter)
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Surrounds passes of a private step, in which a backward is one of the network's own."""
+        self._is_passing = True
+        try:
+            yield
+        finally:
+            self._is_passing = False
 
     def remove(self) -> None:
         """Removes the hooks from the parameters."""
@@ -54,6 +72,7 @@ class GradientWatch:
         """Begins a private backward. Raises if `.grad` has changed since the last one."""
         self.refuse_unclipped()
         self._unclipped.clear()
+        self._own.clear()
 
     def settle(self) -> None:
         """Allows changes of each gradient: noise has been added."""
@@ -82,6 +101,7 @@ class GradientWatch:
         """Expects `.grad` to be empty."""
         self._aside = []
         self._unclipped.clear()
+        self._own.clear()
         self._left, self._pieces = [], []
 
     def note(self, pieces: list[Piece] | None = None) -> None:
@@ -106,6 +126,14 @@ class GradientWatch:
         changed before noise is added, because the noise is scaled to the clipping threshold.
         """
         unclipped = [p for p in self._unclipped if p.grad is not None]
+        if own := [p for p in unclipped if p in self._own]:
+            raise RuntimeError(
+                f"{self._show(own)}: the network runs a backward of its own in that of the loss (a "
+                "torch.autograd.Function that computes layers again, as reversible layers have), "
+                "where no per-sample gradient is captured: freeze these parameters before "
+                "make_private, or compute the layers again by torch.utils.checkpoint.checkpoint("
+                "layer, x, use_reentrant=False)"
+            )
         if not unclipped:
             self.take_back()
         if unclipped and self.state.microbatches.keeps_sums and not self._aside:

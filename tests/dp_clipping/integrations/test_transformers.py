@@ -50,6 +50,8 @@ def test_epsilon_is_logged_and_the_loss_is_not(tmp_path):
     assert not {"loss", "train_loss", "total_flos"} & set(seen)
     assert state["total_flos"] == 0
     assert output.training_loss != output.training_loss  # not a number
+    assert "nan" not in f"{output} {output.training_loss:.3f}"
+    assert "training_loss=not shown: PrivacyArguments(log_unprotected=True)" in repr(output)
 
 
 def test_epsilon_is_written_for_tensorboard(tmp_path, monkeypatch):

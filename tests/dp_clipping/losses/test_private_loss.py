@@ -144,7 +144,7 @@ NOT_PRIVATE = {  # name -> how a backward would go around the engine, and the me
     "retain_grad": (lambda x: x.retain_grad(), r"optimizer\.pre_step\(\) after loss\.backward"),
     "in place": (lambda x: x.mul_(2), r"mul\(\) would .* in place: .*loss = 0\.5 \* loss"),
     "weights": (lambda x: torch.autograd.backward([x], [torch.ones(())]), r"\.backward\(\)"),
-    "scaler": (lambda x: torch.amp.GradScaler("cpu").scale(x), "use bfloat16, which needs no scaler"),
+    "scaler": (lambda x: torch.amp.GradScaler("cpu").scale(x), "use bfloat16, which needs no"),
     "other": (
         lambda x: torch.autograd.backward([x, torch.ones((), requires_grad=True)]),
         r"call backward\(\) of the private loss, and of the others after optimizer\.step",

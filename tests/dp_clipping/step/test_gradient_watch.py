@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from dp_clipping.criterion import PrivateCriterion
+from tests.dp_clipping.conftest import private
 from tests.dp_clipping.step.test_gradient_buffer import clear, fill
 
 
@@ -36,3 +40,52 @@ def test_nothing_is_noticed_once_it_is_removed(buffer, network):
     buffer.watch.remove()
     network[0](torch.ones(1, 3, dtype=torch.bfloat16))
     assert not any(p._post_accumulate_grad_hooks for p in network.parameters())
+
+
+class ComputedAgain(torch.autograd.Function):
+    """A layer whose backward runs its forward again, as reversible layers have it."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.layer(x), gradient)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self, is_frozen, again):
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.middle.requires_grad_(not is_frozen)
+        self.again = again
+
+    def forward(self, x):
+        return self.last(self.again(self.first(x), self.middle))
+
+
+@pytest.mark.parametrize("way", ["freeze", "checkpoint", None])
+def test_a_backward_of_the_network_s_own_is_named(way):
+    def again(x, layer):
+        if way == "checkpoint":
+            return checkpoint(layer, x, use_reentrant=False)
+        return ComputedAgain.apply(x, layer)
+
+    torch.manual_seed(0)
+    model = private(Reversible(way == "freeze", again), "bookkeeping")
+    criterion = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")
+    loss = criterion(model(torch.randn(4, 4)), torch.arange(4))
+    if way is not None:
+        loss.backward()
+        assert model.first.weight.grad.abs().sum() > 0
+        return
+    with pytest.raises(RuntimeError, match=r"middle\.weight: the network runs a backward of"):
+        loss.backward()
