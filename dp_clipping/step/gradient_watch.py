@@ -37,31 +37,30 @@ class GradientWatch:
         self._versions: list[int] = []  # of those
         self._pieces: list[tuple[Parameter, Tensor]] = []  # what this rank has of a sum
         self._piece_versions: list[int] = []  # of those
-        self._aside: list[
-            tuple[Parameter, Tensor]
-        ] = []  # sums that an ordinary backward must spare
+        self._aside: list[tuple[Parameter, Tensor]] = []  # sums, for an ordinary backward
         self._unclipped: set[Parameter] = set()  # what autograd has added an ordinary one to
         self._own: set[Parameter] = set()  # those of them that the network has added itself
-        self._is_passing = False
-        add, sharding = self._add, self.capture.sharding
+        self._passes: list[None] = []  # one while passes of a private step run
+        unclipped, own, passes = self._unclipped, self._own, self._passes
+        sharding = self.capture.sharding
+
+        def add(parameter: Parameter) -> None:  # a hook that held this object would keep the model
+            unclipped.add(parameter)
+            if passes:
+                own.add(parameter)
+
         self._hooks = [p.register_post_accumulate_grad_hook(add) for p in self.capture.parameters]
         if sharding is not None:
             self._hooks += sharding.watch(add)
 
-    def _add(self, parameter: Parameter) -> None:
-        """Notes a parameter to which autograd adds a gradient."""
-        self._unclipped.add(parameter)
-        if self._is_passing:
-            self._own.add(parameter)
-
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Surrounds passes of a private step, in which a backward is one of the network's own."""
-        self._is_passing = True
+        self._passes.append(None)
         try:
             yield
         finally:
-            self._is_passing = False
+            self._passes.pop()
 
     def remove(self) -> None:
         """Removes the hooks from the parameters."""
