@@ -82,15 +82,20 @@ class PrivateCriterion(nn.Module):
                 "nn.CrossEntropyLoss() or partial(F.cross_entropy, reduction='none'), and for "
                 "flattened targets pass shape=outputs.shape, as it is before flattening"
             )
-        if private_step.watched is not None:
-            private_step.watched.check_graph(losses)
-            exchange = Exchange(
+
+        def exchange() -> Exchange:
+            return Exchange(
                 self._per_sample, self._carried.state, args, kwargs, expected, shape,
                 self.model.batch_first, self._shapes,
             )  # fmt: skip
+
+        if private_step.watched is not None:
+            private_step.watched.check_graph(losses)
             is_whole = expected > self._largest
             self._largest = max(self._largest, expected)
-            exchange.check(private_step.watched.number, is_whole)
+            exchange().check(private_step.watched.number, is_whole)
+        for lengths in private_step.lengths:
+            lengths.check(losses, exchange().of_sample)
         self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
 

@@ -4,8 +4,8 @@
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -264,6 +264,8 @@ class PrivateModel(nn.Module):
             self.gradient_buffer.watch.refuse_unclipped()
         with self.loss_in_network.per_sample(kwargs), naming_reentrant():
             outputs = self.passes.forward(self.module, args, kwargs, self._sync_context())
+        for lengths in self.step_state.pending.lengths:
+            lengths.around = self._as_in_forward(lengths.around, kwargs)
         if is_open:
             self.gradient_buffer.watch.note()  # a wrapper may have waited for sums under way
         return self._with_private_loss(outputs)
@@ -468,10 +470,24 @@ class PrivateModel(nn.Module):
         def private(losses: Tensor) -> PrivateLoss:
             if private_step.watched is not None:
                 private_step.watched.check_graph(losses)
+            for lengths in private_step.lengths:
+                lengths.check(losses)
             return PrivateLoss(self, private_step, losses, self._loss_reduction)
 
         size = 0 if private_step.is_empty else private_step.rows
         return self.loss_in_network.wrapped(outputs, private, size)
+
+    def _as_in_forward(
+        self, context: Callable[[], AbstractContextManager], kwargs: dict
+    ) -> Callable[[], AbstractContextManager]:
+        """Returns what enters the context of a forward with these arguments, and another one."""
+
+        @contextmanager
+        def entered() -> Iterator[None]:
+            with self.reached(), context(), self.loss_in_network.per_sample(kwargs):
+                yield
+
+        return entered
 
     def _batch_norms(self) -> list[BatchNorms]:
         if not self.step_state.norms:

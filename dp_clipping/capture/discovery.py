@@ -6,6 +6,7 @@ sharded model run the same forwards, whatever their own batches, because they ga
 together.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,23 +15,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dp_clipping.capture.checks.carried import Carried, restored
+from dp_clipping.capture.checks.lengths import DependsOnLength, Lengths
 from dp_clipping.capture.checks.observation import Observer
 from dp_clipping.capture.checks.sample_independence import PLACES, Company, Schedule
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork
-from dp_clipping.capture.randomness import same_generators, without_dropout
+from dp_clipping.capture.randomness import (
+    generator_states,
+    same_generators,
+    seed_all,
+    without_dropout,
+)
 from dp_clipping.capture.samples.batch import Batch, tensors_in, tensors_of
 from dp_clipping.capture.samples.known_bags import KnownBags
+from dp_clipping.capture.samples.padded import padded_samples
 from dp_clipping.capture.vmap_trial import (
     callers_of,
     learn_whole_batches,
     unfit_modules,
     weights_read_elsewhere,
 )
+from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
+from dp_clipping.sampling.collate_check import Alone
 from dp_clipping.torch_compat import flush_ready_nodes, tree_map
 
 
@@ -175,6 +185,50 @@ class LayoutDiscovery:
     def skip_checks(self, batches: int) -> None:
         """Counts this number of batches as checked."""
         self._schedule.skip(batches)
+
+    def lengths(self, whole: Any, alone: Alone, rows: int, batch: Batch) -> list[Lengths]:
+        """Returns what compares padded samples with themselves alone, one object for each.
+
+        Args:
+            whole: the loader's batch.
+            alone: samples of it that were collated alone.
+            rows: of the batch; zeros may follow the samples.
+            batch: its samples, as arguments of the network.
+
+        Raises:
+            ValueError: a sample is not whole in the batch.
+        """
+        if self._sharding is not None or batch.bags or batch.size != alone.size:
+            return []
+        try:
+            return [
+                Lengths(padded, batch, self._network, self._run, self._search.layouts_of)
+                for padded in padded_samples(whole, alone, rows)
+            ]
+        except DependsOnLength:
+            raise
+        except Exception:  # of tensors that cannot be compared, say
+            return []
+
+    def _run(
+        self, args: tuple, kwargs: dict, look: Callable[[Any, bool], Any], seed: int | None = None
+    ) -> Any:
+        """Runs the plain network without dropout; returns what `look` returns of its outputs."""
+        modules = list(self._network.modules())
+        with (
+            restored(self.carried.state),
+            self._capture.looked_at(lambda *_: None),
+            without_dropout(self._network),
+            same_generators(modules),
+            torch.enable_grad(),
+            full_float32(layers=True),
+        ):
+            if seed is not None:
+                seed_all(seed)
+            before = generator_states(modules, self._capture.trigger.device)
+            outputs = self._network(*args, **kwargs)
+            is_random = generator_states(modules, self._capture.trigger.device) != before
+            return look(outputs, is_random)
 
     def forecast(self, batch: Batch) -> CompiledShapes:
         """Returns the expected inputs of linear layers, which compiled code needs beforehand."""

@@ -74,6 +74,14 @@ def generator_states(modules: Iterable[nn.Module], device: torch.device) -> list
     ]
 
 
+def seed_all(seed: int) -> None:
+    """Seeds PyTorch's, Python's and, if it is imported, NumPy's generator."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
 class _NoDropout(TorchFunctionMode):
     """Disables functional dropout, and the dropout of attention."""
 

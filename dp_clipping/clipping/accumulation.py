@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Unit roundoff of a sum: what it may differ by, relative to the sum of magnitudes, is a few of it.
 SUM_ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
@@ -47,6 +47,22 @@ def full_float32(layers: bool = False) -> Iterator[None]:
     finally:
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
+
+
+@contextmanager
+def in_float64(network: nn.Module) -> Iterator[None]:
+    """Converts the network's numbers to float64 inside; afterwards they are the same as before."""
+    values = (*network.parameters(), *network.buffers())
+    tensors = [x for x in values if x.is_floating_point()]
+    before = [x.data for x in tensors]
+    try:
+        for x in tensors:
+            x.data = x.data.double()
+        yield
+    finally:
+        for x, data in zip(tensors, before, strict=True):
+            x.data = data
+        torch.clear_autocast_cache()  # copies of weights in it have lost the way to their gradients
 
 
 def wide_bmm(left: Tensor, right: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
     transformers       `PrivateTrainer`, a Hugging Face `Trainer` whose training is private
     trainer_arguments  its `PrivacyArguments`, and which `TrainingArguments` are refused
-    padding            refuses padding that changes the loss of a sample
     adapters           refuses adapters that the loss does not reach
     logical_batches    the microbatches of a Poisson batch as one batch of a training loop
 

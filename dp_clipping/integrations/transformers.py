@@ -16,7 +16,6 @@ from dp_clipping.build import noise_for_target
 from dp_clipping.engine import PrivacyEngine
 from dp_clipping.integrations.adapters import adapters_of, refuse_unreached, warn_of_still
 from dp_clipping.integrations.logical_batches import LogicalBatches, Microbatches
-from dp_clipping.integrations.padding import refuse_padding
 from dp_clipping.integrations.trainer_arguments import (
     PrivacyArguments,
     arguments_of_loop,
@@ -224,7 +223,7 @@ class PrivateTrainer(Trainer):
         )  # fmt: skip
         if self._user_loss is not None:
             self.compute_loss_func = _with_count(self.criterion)
-        self._look_at_losses(loader)
+        self._refuse_unreached_adapters(loader)
         batches = LogicalBatches(
             loader, self.optimizer, self.args.train_batch_size, privacy.pad_batches
         )
@@ -245,21 +244,17 @@ class PrivateTrainer(Trainer):
                 "PrivacyArguments(noise_multiplier=..), with which epsilon adds up"
             )
 
-    def _look_at_losses(self, loader: DataLoader) -> None:
-        """Refuses padding that changes the loss of a sample, and adapters that no loss reaches."""
-
-        def loss(batch: Any) -> Any:
-            inputs = send_to_device(dict(batch), self.args.device)
-            return self.compute_loss(self.model_wrapped, inputs)
+    def _refuse_unreached_adapters(self, loader: DataLoader) -> None:
+        """Raises ValueError for adapters that no loss reaches."""
 
         def of_a_sample() -> Tensor:
-            found = loss(loader.collate_fn.collate_fn([loader.dataset[0]]))
+            batch = loader.collate_fn.collate_fn([loader.dataset[0]])
+            inputs = send_to_device(dict(batch), self.args.device)
+            found = self.compute_loss(self.model_wrapped, inputs)
             return getattr(found, "loss_per_sample", found).sum()
 
         self.model_wrapped.eval()
         with torch.random.fork_rng(devices=[]):
-            dtype, collate = next(self.model.parameters()).dtype, loader.collate_fn.collate_fn
-            refuse_padding(loader.dataset, collate, lambda batch: float(loss(batch)), dtype)
             refuse_unreached(self.model, of_a_sample)
         self.model_wrapped.train()
 

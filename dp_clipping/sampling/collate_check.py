@@ -10,7 +10,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from dp_clipping.sampling.collate_state import PLAIN, CollateState
 
 LOOKED_AT = 4
 CONFIRMATIONS = 3
+LENGTHS = 8  # samples that are collated alone
+NEW_LENGTHS = 8  # looks at batches of new lengths, beside those that are due
+NUMBERS = ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16")
 COUNTING = ("torch.int32", "torch.int64", "<i4", "<i8", "int")
 
 INSTEAD = (
@@ -69,6 +72,31 @@ Rows = dict[str, list[Row]]
 """Part of a batch -> its rows."""
 
 
+class Alone(NamedTuple):
+    """Samples of a batch, each collated alone: they are not padded for the others.
+
+    Attributes:
+        size: the number of samples in the batch.
+        places: of these samples among them.
+        batches: one of each of these samples.
+        random: whether each of the batch's tensors (`beside`) has random numbers.
+        batch_dim: the dimension of tensors that counts the samples.
+    """
+
+    size: int
+    places: tuple[int, ...]
+    batches: tuple[Any, ...]
+    random: tuple[bool, ...]
+    batch_dim: int
+
+
+class Collated(NamedTuple):
+    """A batch on its way from where it was collated, in a worker perhaps."""
+
+    batch: Any
+    alone: Alone | None
+
+
 class CheckedCollate:
     """A collate function that is checked in calls 1, 2, 4, 8, ... with samples that differ.
 
@@ -77,9 +105,15 @@ class CheckedCollate:
     values that the function or its object holds (`CollateState`). Torch's own function is not
     checked.
 
+    In the same calls, and where the lengths of a batch are others than before until some were
+    found to follow from its samples, it collates single samples, for `capture.checks.lengths`.
+
     Args:
         batch_dim: the dimension of tensors that counts the samples; of those with one, 0.
         in_order: row i must be sample i.
+
+    Attributes:
+        alone: samples of the last batch alone, if their lengths are others there.
 
     Raises:
         ValueError: from a call, for rows that are not of one sample each.
@@ -90,17 +124,91 @@ class CheckedCollate:
     ) -> None:
         self.collate_fn, self.batch_dim, self.in_order = collate_fn, batch_dim, in_order
         self._calls, self._due = 0, 1
+        self.alone: Alone | None = None
+        self._batches = self._looks = 0
+        self._lengths: list | None = None  # of the last batch whose samples were collated alone
+        self._differ = False  # the lengths of a batch have followed from its samples
 
     def __call__(self, samples: list) -> Any:
-        if len(samples) > 1 and self.collate_fn is not default_collate:
-            if self._calls + 1 < self._due:
+        self.alone = None
+        if len(samples) < 2 or self.collate_fn is default_collate:
+            return self.collate_fn(samples)
+        if self._calls + 1 < self._due:
+            self._calls += 1
+        else:
+            last, count = len(samples) - 1, min(LOOKED_AT, len(samples))
+            if self._check([samples[i * last // (count - 1)] for i in range(count)]):
                 self._calls += 1
-            else:
-                last, count = len(samples) - 1, min(LOOKED_AT, len(samples))
-                if self._check([samples[i * last // (count - 1)] for i in range(count)]):
-                    self._calls += 1
-                    self._due = 2 * self._calls
-        return self.collate_fn(samples)
+                self._due = 2 * self._calls
+        self._batches += 1
+        is_due = self._batches & (self._batches - 1) == 0
+        # Before the call, which may change its samples.
+        chosen = _chosen(samples) if is_due else {}
+        batch = self.collate_fn(samples)
+        if is_due or self._has_new_lengths(batch):
+            self._looks, self._lengths = self._looks + 1, self._lengths_of(batch)
+            self.alone = self._alone(len(samples), chosen or _chosen(samples), batch)
+            self._differ = self._differ or self.alone is not None
+        return batch
+
+    def some_of(self, samples: list) -> Collated:
+        """Returns a batch of up to `LENGTHS` of these samples, with some of them alone."""
+        state = CollateState(self.collate_fn)
+        some = dict(enumerate(_chosen(samples).values()))
+        try:
+            batch = self.collate_fn(list(map(_copied, some.values())))
+            return Collated(batch, self._alone(len(some), some, batch))
+        finally:
+            state.restore()
+
+    def _alone(self, size: int, chosen: dict[int, Any], batch: Any) -> Alone | None:
+        """Collates the chosen samples alone, and keeps a few of them.
+
+        These are one that has the lengths of the batch, if there is one, and of the others the
+        one that differs most, and the one that fills its batch best: of a length that is a multiple
+        of 8, say.
+
+        Returns:
+            None: they have the lengths of the batch, or cannot be collated alone.
+        """
+        state = CollateState(self.collate_fn)
+
+        def collated(place: int) -> Any:
+            state.restore()
+            return self.collate_fn([_copied(chosen[place])])
+
+        try:
+            alone = {place: collated(place) for place in chosen}
+            differ = {
+                place: _difference(batch, one, size, self.batch_dim) for place, one in alone.items()
+            }
+            others = [place for place in alone if differ[place]]
+            if not others:
+                return None
+            most = max(others, key=differ.__getitem__)
+            full = max(others, key=lambda n: _size(chosen[n]) / max(1, _size(alone[n])))
+            long = [place for place in alone if not differ[place]][:1]
+            places = dict.fromkeys([*long, most, full])
+            # Twice, with the numbers that follow: generators that are not known differ, too.
+            twice = [self.collate_fn(list(map(_copied, chosen.values()))) for _ in range(2)]
+            random = tuple(not equal(x, y) for x, y in beside(*twice))
+            batches = tuple(alone[place] for place in places)
+            return Alone(size, tuple(places), batches, random, self.batch_dim)
+        except Exception:  # most functions cannot make a batch of what they leave out
+            return None
+        finally:
+            state.restore()
+
+    def _has_new_lengths(self, batch: Any) -> bool:
+        """Returns whether lengths are others than at the last look, which had found no reason."""
+        if self._differ or self._looks > NEW_LENGTHS + self._batches.bit_length():
+            return False
+        return self._lengths_of(batch) != self._lengths
+
+    def _lengths_of(self, batch: Any) -> list[tuple[int, ...]]:
+        """Returns the shapes of the batch's tensors, without the dimension of the samples."""
+        shapes = [list(x.shape) for x, _ in beside(batch, batch)]
+        return [(*s[: (d := min(self.batch_dim, len(s) - 1))], *s[d + 1 :]) for s in shapes if s]
 
     def _check(self, samples: list) -> bool:
         """Raises ValueError as a call does; returns whether the samples differ."""
@@ -268,6 +376,93 @@ class _Check:
                 continue
             return one, two
         return None
+
+
+def beside(whole: Any, one: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the tensors of a batch with those of a batch of one of its samples.
+
+    Arrays, whole numbers and packed sequences become tensors. Lists with an entry for each sample
+    are left out: nothing in them is padded.
+    """
+    if isinstance(whole, PackedSequence):
+        yield (
+            pad_packed_sequence(whole, batch_first=True)[0],
+            pad_packed_sequence(one, batch_first=True)[0],
+        )
+    elif isinstance(whole, Tensor) and isinstance(one, Tensor):
+        if whole.layout is one.layout is torch.strided:
+            yield whole, one
+    elif isinstance(whole, np.ndarray) and isinstance(one, np.ndarray):
+        if whole.dtype.str[1:] in NUMBERS:
+            x, y = np.ascontiguousarray(whole), np.ascontiguousarray(one)
+            yield torch.as_tensor(x), torch.as_tensor(y)
+    elif type(whole) is type(one) is int:
+        yield torch.tensor(whole), torch.tensor(one)
+    elif isinstance(whole, Mapping):
+        for key in whole:
+            if key in one:
+                yield from beside(whole[key], one[key])
+    elif isinstance(whole, list | tuple) and len(whole) == len(one):
+        for entries in zip(whole, one, strict=True):
+            yield from beside(*entries)
+    elif is_dataclass(whole) and type(whole) is type(one):
+        for name, value in vars(whole).items():
+            yield from beside(value, getattr(one, name))
+
+
+def sample_dim(whole: Tensor, one: Tensor, size: int, batch_dim: int) -> int | None:
+    """Returns the dimension that counts the samples of a batch; None: there is none."""
+    for dim in dict.fromkeys((batch_dim, *range(whole.dim()))):
+        if dim < whole.dim() and (whole.shape[dim], one.shape[dim]) == (size, 1):
+            return dim
+    return None
+
+
+def equal(x: Tensor, y: Tensor) -> bool:
+    """Returns whether the values are the same, on any device; NaN is equal to NaN."""
+    if x.shape != y.shape:
+        return False
+    y = y.to(x)
+    if x.is_floating_point():
+        x, y = x.nan_to_num(), y.nan_to_num()
+    return torch.equal(x, y)
+
+
+def _difference(batch: Any, one: Any, size: int, batch_dim: int) -> int:
+    """Returns how much the lengths of a sample alone differ from those of its batch."""
+    found = 0
+    for x, y in beside(batch, one):
+        if x.dim() == y.dim():
+            own = sample_dim(x, y, size, batch_dim)
+            pairs = enumerate(zip(x.shape, y.shape, strict=True))
+            found += sum(abs(n - m) for d, (n, m) in pairs if d != own)
+    return found
+
+
+def _chosen(samples: list) -> dict[int, Any]:
+    """Returns copies of up to `LENGTHS` samples of different sizes, by their places."""
+    sizes = {_size(sample): place for place, sample in enumerate(samples)}
+    places = [sizes[size] for size in sorted(sizes)]
+    last, count = len(places) - 1, min(LENGTHS, len(places))
+    chosen = (places[i * last // max(1, count - 1)] for i in range(count))
+    return {place: _copied(samples[place]) for place in chosen}
+
+
+def _size(sample: Any) -> int:
+    """Returns how many numbers, characters or objects a sample has."""
+    if isinstance(sample, Tensor):
+        return sample.numel()
+    if isinstance(sample, np.ndarray):
+        return sample.size
+    if isinstance(sample, Mapping):
+        return sum(map(_size, sample.values()))
+    if isinstance(sample, str | bytes):
+        return len(sample)
+    if isinstance(sample, list | tuple):
+        return sum(map(_size, sample))
+    if is_dataclass(sample) and not isinstance(sample, type):
+        return sum(map(_size, vars(sample).values()))
+    return 1
 
 
 def _one_each(whole: Rows, alone: list[Rows]) -> list[str]:

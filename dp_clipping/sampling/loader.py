@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from dp_clipping.kinds import is_count
-from dp_clipping.sampling.collate import CollateWithEmpty
+from dp_clipping.sampling.collate import CollateWithEmpty, sending
 from dp_clipping.sampling.collate_check import CheckedCollate
 from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler, Scheme, Uncopied
 from dp_clipping.sampling.units import Units
@@ -187,8 +187,11 @@ class PoissonLoader(Uncopied, DataLoader):
         epoch = self.start_epoch()
         # Of this iteration alone: one that was left early cannot disturb it.
         yielded = self.batch_sampler.yielded = deque()
-        for number, batch in enumerate(super().__iter__(), epoch.start):
+        with sending(self):
+            batches = super().__iter__()
+        for number, (batch, alone) in enumerate(batches, epoch.start):
             self.hand_over(number, yielded.popleft())
+            self.usage.compare(batch, alone)
             yield batch
             self.check_last(epoch)
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from dp_clipping.kinds import check_count, check_type
-from dp_clipping.sampling.collate import PaddedCollate
+from dp_clipping.sampling.collate import PaddedCollate, sending
 from dp_clipping.sampling.loader import PoissonLoader, kept_options
 from dp_clipping.sampling.poisson import Drawn, PoissonSampler, Uncopied
 from dp_clipping.sampling.units import fill_of
@@ -186,13 +186,16 @@ class MicrobatchLoader(Uncopied, DataLoader):
         # Of this iteration alone: one that was left early cannot disturb it.
         yielded = self.batch_sampler.yielded = deque()
         try:
-            for batch in super().__iter__():
+            with sending(self):
+                batches = super().__iter__()
+            for batch, alone in batches:
                 first = not place.left
                 left = place.left or yielded.popleft()
                 if poisson:
                     before = poisson.usage.steps
                     poisson.hand_over(place.number, left[0], first=first, last=len(left) == 1)
                     poisson.usage.largest = self.batch_sampler.max_size
+                    poisson.usage.compare(batch, alone)
                     place.steps = before if first else place.steps
                 self.real = left.popleft().rows
                 if self._rows is not None:

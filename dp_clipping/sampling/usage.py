@@ -1,6 +1,7 @@
 """Ensures that each sampled example contributes to exactly one optimizer step."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,9 @@ class SampleUsage:
             splits it; None: it is not split, or not by that.
         fill: bool for each sample of the (micro)batch that was yielded last, True where it only
             fills up a unit of privacy; None: there is no such one.
+        alone: the (micro)batch that was yielded last, and samples of it that were collated alone
+            (a `collate_check.Alone`); None: their lengths are those of the batch, are not due, or
+            were taken.
     """
 
     def __init__(self) -> None:
@@ -66,6 +70,7 @@ class SampleUsage:
         self.real = 0
         self.largest: int | None = None
         self.fill: Tensor | None = None
+        self.alone: tuple[Any, Any] | None = None
 
     def expect(self, number: int, *, in_training: bool, first: bool) -> None:
         """Records that batch `number` is about to be yielded, as the `first` of an iteration.
@@ -97,7 +102,11 @@ class SampleUsage:
         self._parts = []
         self.uses = 0
         self.is_unused = True
-        self.rows = self.largest = None
+        self.rows = self.largest = self.alone = None
+
+    def compare(self, batch: Any, alone: Any) -> None:
+        """Records samples of the batch that were collated alone, for the forward to compare."""
+        self.alone = None if alone is None else (batch, alone)
 
     def pad(self, rows: int | None, real: int = 0) -> None:
         """Declares the first `real` of `rows` rows as samples; None: all are, from here on."""
@@ -250,5 +259,5 @@ class SampleUsage:
     def forget(self) -> None:
         """Stops counting: another loader (Opacus's BatchMemoryManager) takes the batches."""
         self._parts = []
-        self.handed = self.largest = self.pending = None
+        self.handed = self.largest = self.pending = self.alone = None
         self.is_unused = self.is_firm = False

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.checks.carried import restored
-from dp_clipping.capture.checks.losses import Watched
+from dp_clipping.capture.checks.lengths import Lengths
+from dp_clipping.capture.checks.losses import Watched, viewed
 from dp_clipping.capture.checks.state import Mark
 from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.discovery import LayoutDiscovery
@@ -79,6 +80,7 @@ class ForwardBackward:
         self._batch: Batch | None = None  # of the pending step
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
         self._has_packed = False  # sequences among what it was given
+        self._unlooked = 0  # batches whose padding is not looked at
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
 
     def beside(self) -> "ForwardBackward":
@@ -99,6 +101,7 @@ class ForwardBackward:
     def skip_checks(self, batches: int) -> None:
         """Skips checks of samples; see `PrivateModel.skip_checks`."""
         self._establishment.skip_checks(batches)
+        self._unlooked = batches
 
     def forward(
         self,
@@ -161,6 +164,7 @@ class ForwardBackward:
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
         fill = None if each == 1 else self.state.usage.fill_of(batch.size, padding)
+        lengths = self._lengths(seen, given.size)
         is_compiled = self.capture.is_compiled  # asked once: it looks at every module
 
         def begin() -> PrivateStep:
@@ -213,7 +217,40 @@ class ForwardBackward:
         if check is not None:
             private_step.watched = Watched(output, self._establishment.layouts_of(output), check)
             output = private_step.watched.outputs
+        elif lengths:
+            output = viewed(output)
+        for one in lengths:
+            one.outputs = tensors_of(output)
+        private_step.lengths = lengths
         return given.without_rows(output) if private_step.is_empty else output
+
+    def _lengths(self, seen: Batch, rows: int) -> list[Lengths]:
+        """Returns what compares padded samples of this forward, if the loader has collated some.
+
+        Args:
+            seen: the samples of the forward.
+            rows: its rows.
+        """
+        self._unlooked -= self._unlooked > 0
+        found, self.state.usage.alone = self.state.usage.alone, None
+        if found is None or self._unlooked:
+            return []
+        lengths = self._establishment.lengths(*found, rows, seen)
+        for one in lengths:
+            one.around = self._as_now()
+        return lengths
+
+    def _as_now(self) -> Callable[[], AbstractContextManager]:
+        """Returns what enters the same autocast as now, and packs sequences as now."""
+        device = self.capture.trigger.device.type
+        cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with torch.autocast(cast[0], cast[1], enabled=cast[2]), self._repacking():
+                yield
+
+        return around
 
     def _examples_per_unit(self, rows: int) -> int:
         """Returns k of a forward of `rows` rows; 1 for a row that replaces an empty batch.
@@ -285,7 +322,7 @@ class ForwardBackward:
 
     def looks_at(self, samples: int) -> bool:
         """Returns whether the next batch, of this size, will be checked: its step takes longer."""
-        return self._establishment.is_due(samples)
+        return self._establishment.is_due(samples) or self.state.usage.alone is not None
 
     def begin_replay(self, clip_norms: Callable[[], list[float]]) -> None:
         """Opens a step whose sums a CUDA graph forms, as forward and backward of a batch would."""

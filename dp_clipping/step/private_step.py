@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.checks.kept import Kept, changed_in_place
+from dp_clipping.capture.checks.lengths import Lengths
 from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
 from dp_clipping.layers.handle import LayerState
@@ -183,6 +184,7 @@ class PrivateStep:
         is_through: its inputs have gradients: another network may be trained through this one.
         leaves: parameter -> the gathered tensor that FSDP uses in its place in this forward.
         watched: the outputs, if the losses are to be checked.
+        lengths: compare padded samples with themselves alone, if some are to be.
         slots: name of a layer -> parameter's name -> slot, for slots made before the forward.
         padding: bool for each row, True for padding, if a CUDA graph captures the step: the
             same graph serves batches with other real rows. None: `real` says it.
@@ -202,6 +204,7 @@ class PrivateStep:
         self.is_empty = self.is_through = False
         self.leaves: dict[Parameter, Tensor] = {}
         self.watched: Watched | None = None
+        self.lengths: list[Lengths] = []
         self.padding: Tensor | None = None
         self.slices: Sequence[Slice | None] = ()
         self.is_compiled = is_compiled
@@ -222,7 +225,7 @@ class PrivateStep:
         Nodes of the graph hold the step. Where several tensors share such a node, the garbage
         collector does not see the cycle, and neither would be freed.
         """
-        self.watched, self.slices = None, ()
+        self.watched, self.lengths, self.slices = None, [], ()
         self.slots = {}
         self._slots.clear()
         self._joins.clear()

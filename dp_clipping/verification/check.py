@@ -12,7 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.data import default_collate
 
+from dp_clipping.capture.checks.lengths import DependsOnLength
+from dp_clipping.capture.randomness import same_generators
 from dp_clipping.capture.samples.bags import Bags, place_of
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.clipping.accumulation import full_float32
@@ -46,6 +49,7 @@ be off by. Kernels of batches round otherwise than those of one sample."""
 CANCELLED = 0.1
 """A sum shorter than so much of Σ_i c_i‖g_i‖ / √B, the length of a sum of unrelated gradients, is
 judged by that length: rounding errors are relative to what was summed."""
+SAMPLES = 32  # of the data set, among which samples of other lengths are looked for
 RANDOM = 0.1  # of the tolerance of a norm: losses of one sample that differ by more are random
 EXAMPLE = 'loss=lambda model, criterion, batch: criterion(model(**batch).logits, batch["labels"])'
 
@@ -56,6 +60,9 @@ class Run(Protocol):
     model: Any
     optimizer: Any
     criterion: Any
+
+    @property
+    def poisson(self) -> Any: ...
 
 
 class Stage(nn.Module):
@@ -121,19 +128,10 @@ def compare(run: Run, batch: Any, loss: Loss | None = None) -> Check:
     model = run.model
     with _without_trace(model), full_float32(layers=True):
         stage = Stage(model)
-        criterion = run.criterion.for_model(stage)
         batch = changed(batch, lambda x: x.to(stage.clip_norms.device))
-
-        def loss_of(batch: Any) -> Any:
-            made = (loss or _plain_loss)(stage, criterion, batch)
-            if getattr(made, "model", None) is not stage:
-                raise ValueError(
-                    f"loss returned {type(made).__name__}: it must call the model and the "
-                    f"criterion that it is given, and return what that returns, as {EXAMPLE}"
-                )
-            return made
-
+        loss_of = _loss_with(stage, run.criterion, loss)
         loss_of(batch).backward()
+        _check_lengths(run, batch, loss)
         allowance = GRAM_ROUNDING * _tokens_of_grams(stage.plans.last)
         stage.training = False
         setting = _setting(stage, batch, lambda batch: loss_of(batch).loss_per_sample)
@@ -152,6 +150,50 @@ def compare(run: Run, batch: Any, loss: Loss | None = None) -> Check:
             if exact is not None:
                 verdict = _verdict(stage, exact, tolerance, reference, ROUNDING[size])
     return verdict
+
+
+def _loss_with(stage: Stage, criterion: Any, loss: Loss | None) -> Callable[[Any], Any]:
+    """Returns a function of a batch: the loss of the network in the stage."""
+    criterion = criterion.for_model(stage)
+
+    def loss_of(batch: Any) -> Any:
+        made = (loss or _plain_loss)(stage, criterion, batch)
+        if getattr(made, "model", None) is not stage:
+            raise ValueError(
+                f"loss returned {type(made).__name__}: it must call the model and the "
+                f"criterion that it is given, and return what that returns, as {EXAMPLE}"
+            )
+        return made
+
+    return loss_of
+
+
+def _check_lengths(run: Run, batch: Any, loss: Loss | None) -> None:
+    """Raises DependsOnLength if samples of the data set depend on the length of their batch.
+
+    The loader's collate function makes a batch of some of the first samples, which
+    `capture.checks.lengths` compares. Nothing is found if the user's batch is of another kind.
+    """
+    collate = None if run.poisson is None else run.poisson.collate_fn.collate_fn
+    if collate is None or collate.collate_fn is default_collate:
+        return
+    stage, dataset = Stage(run.model), run.poisson.dataset
+    try:
+        with same_generators(()):
+            samples = [dataset[i] for i in range(min(SAMPLES, len(dataset)))]
+            whole, alone = collate.some_of(samples)
+            if alone is not None and _kinds(whole) == _kinds(batch):
+                stage.step_state.usage.compare(whole, alone)
+                whole = changed(whole, lambda x: x.to(stage.clip_norms.device))
+                _loss_with(stage, run.criterion, loss)(whole)
+    except DependsOnLength:
+        raise
+    except Exception:  # the loss does not take such a batch
+        return
+
+
+def _kinds(batch: Any) -> list[tuple[int, torch.dtype]]:
+    return [(x.dim(), x.dtype) for x in tensors_of(batch)]
 
 
 def _setting(stage: Stage, batch: Any, losses_of: Callable[[Any], Tensor]) -> Setting:

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping.capture.samples.bags import Bags
+from dp_clipping.clipping import accumulation
 from dp_clipping.clipping.coefficients import registered
 from dp_clipping.torch_compat import tree_leaves, tree_map
 
@@ -184,20 +185,11 @@ class _Dtypes(TorchFunctionMode):
 
 def in_float64(network: nn.Module, setting: Setting) -> Reference | None:
     """Returns `one_by_one` of the network in float64; None if it cannot run there."""
-    values = (*network.parameters(), *network.buffers())
-    tensors = [x for x in values if x.is_floating_point()]
-    before = [x.data for x in tensors]
     try:
-        for x in tensors:
-            x.data = x.data.double()
-        found = one_by_one(replace(setting, batch=changed(setting.batch, _doubled)))
+        with accumulation.in_float64(network):
+            return one_by_one(replace(setting, batch=changed(setting.batch, _doubled)))
     except (RuntimeError, TypeError, ValueError):  # say, a table or a cast in float32
         return None
-    finally:
-        for x, data in zip(tensors, before, strict=True):
-            x.data = data
-        torch.clear_autocast_cache()  # copies of weights in it have lost the way to their gradients
-    return found
 
 
 def _doubled(x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ USAGE = "tests/dp_clipping/sampling/test_usage.py"
 PARTS = "tests/dp_clipping/sampling/test_parts.py"
 COLLATE_CHECK = "tests/dp_clipping/sampling/test_collate_check.py"
 MEMORY = "tests/dp_clipping/sampling/test_memory_manager.py"
+LENGTHS = "tests/dp_clipping/capture/checks/test_lengths.py"
 COLLATE = "tests/dp_clipping/sampling/test_collate.py"
 SPLIT = "tests/dp_clipping/distributed/test_split_norms.py"
 REDUCE = "tests/dp_clipping/distributed/test_gradient_reduce.py"
@@ -264,6 +265,23 @@ ROWS = [
     ("the collate function draws other numbers in each call", "sampling/collate_check.py",
      "        self.state.restore()\n        return self.collate", "        return self.collate",
      COLLATE_CHECK),
+    ("lengths of a batch are looked at in powers of two alone", "sampling/collate_check.py",
+     "if is_due or self._has_new_lengths(batch):", "if is_due:", LENGTHS),
+    ("the sample that fills its batch is not looked at", "sampling/collate_check.py",
+     "dict.fromkeys([*long, most, full])", "dict.fromkeys([*long, most])", LENGTHS),
+    ("a padded sample has no company of the batch's length", "capture/checks/lengths.py",
+     "rows = [padded.row, *padded.company]", "rows = [padded.row, padded.row]", LENGTHS),
+    ("a loss may use outputs at padding", "capture/checks/lengths.py",
+     "if _part_outside(base.starts, alone.starts) > tolerance:", "if False:", LENGTHS),
+    ("gradients of a padded sample are not compared", "capture/checks/lengths.py",
+     "found = [_relative(self.gradients - other.gradients, other.gradients[:, -1])]",
+     "found = [0.0]", LENGTHS),
+    ("a loss may be divided by the padded length", "capture/checks/lengths.py",
+     "if refusal is None and one is not None and loss_of is not None:", "if False:", LENGTHS),
+    ("a part of a sample is a sample", "capture/checks/lengths.py",
+     "if part is not None:", "if False:", LENGTHS),
+    ("positions from the end are those of the batch", "capture/samples/padded.py",
+     "None if fits else one.alone.to(x)", "None", LENGTHS),
     ("an empty batch has the sample's storage", "sampling/collate.py",
      "one.new_empty(shape)", "one.narrow(dim, 0, 0)", COLLATE),
     # ---- the account

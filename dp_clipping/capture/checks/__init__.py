@@ -6,6 +6,7 @@ Files:
     losses                refuses losses that depend on other samples
     kept                  refuses changes of what a backward keeps for its norms and sums
     terms                 what a loss is made of, in its autograd graph
+    lengths               refuses networks and losses for which a sample depends on its padding
     carried               refuses state that carries data from one batch to the next
     observation           what each layer sees of each sample, forward and backward
     summaries             a sample's part of a tensor in a few numbers, to be compared

@@ -6,7 +6,8 @@ whatever the code in between. The second calls the criterion again with other sa
 of all its arguments: the losses of the samples that stay, and their gradients, must be the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ CALLS = 16  # shapes of arguments that are remembered
 REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError)
 
 
+def viewed(outputs: Any) -> Any:
+    """Returns outputs of a network in tensors that only the user's code and the losses use."""
+    return map_tensors(lambda y: y.view_as(y) if y.requires_grad else y, outputs)
+
+
 class Watched:
     """Outputs of one forward that are watched on their way to the losses.
 
@@ -50,7 +56,7 @@ class Watched:
 
     def __init__(self, outputs: Any, layouts: Sequence[Layout | None], number: int):
         self.number = number
-        self.outputs = map_tensors(lambda y: y.view_as(y) if y.requires_grad else y, outputs)
+        self.outputs = viewed(outputs)
         found = zip(tensors_of(self.outputs), layouts, strict=True)
         self._pairs = [(y, layout) for y, layout in found if y.requires_grad]
 
@@ -233,6 +239,41 @@ class Exchange:
                 places = self._find(base, first, rows)
         if places and not self._ragged:
             self._check_size(base, places)
+
+    def of_sample(
+        self, row: int, change: Callable[[Tensor, Tensor], Tensor],
+        sizes: Mapping[int, int] = MappingProxyType({}),
+    ) -> float | None:  # fmt: skip
+        """Returns the loss of one sample, from arguments that are changed; None: not known.
+
+        Args:
+            change: takes an argument, and the sample's part of it [1, ..]; returns another part.
+            sizes: dimensions of `shape` of the size that is a key get another one.
+        """
+        if self._ragged or not self._places:
+            return None
+        numbers = iter(range(len(self._tensors)))
+
+        def changed(x: Tensor) -> Tensor:
+            n = next(numbers)
+            if n not in self._places:
+                return x.detach().clone()
+            layout = self._places[n][0]
+            own = layout.batch_first(x.detach(), self._size)[row : row + 1]
+            return layout.restore(change(x, own)).clone()
+
+        shape = self._shape and (1, *(sizes.get(n, n) for n in self._shape[1:]))
+        device = self._tensors[0].device
+        with restored(self._state), torch.random.fork_rng(self._devices()), torch.no_grad():
+            try:
+                args, kwargs = map_tensors(changed, self._arguments)
+                before = generator_states((), device)
+                losses = self._call(*args, shape=shape, **kwargs)
+            except (*REFUSALS, TypeError):
+                return None
+            if generator_states((), device) != before or losses.shape != (1,):
+                return None
+            return float(losses)
 
     def _part_agrees(self, number: int) -> bool:
         """Returns whether losses of some samples are the same beside others, and among more."""

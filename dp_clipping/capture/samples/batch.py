@@ -129,6 +129,20 @@ class Batch:
                 leaves[n] = x
         return tree_unflatten(leaves, self._structure)
 
+    def with_leaves(self, change: Callable[[int, Any, int | None], Any]) -> tuple[tuple, dict]:
+        """Returns the arguments with each leaf changed.
+
+        Args:
+            change: takes a leaf's number, the leaf, and the dimension that counts its samples;
+                None: it has none.
+        """
+        leaves = []
+        for n, x in enumerate(self.leaves):
+            has_dims = isinstance(x, Tensor) and x.dim()
+            dim = self._dim(x) if has_dims and x.shape[self._dim(x)] == self.size else None
+            leaves.append(change(n, x, dim))
+        return tree_unflatten(leaves, self._structure)
+
     def with_samples(self, count: int) -> tuple[tuple, dict]:
         """Returns arguments of the first `count` samples, repeated if there are fewer."""
         return self.with_rows([i % self.size for i in range(count)])

@@ -1,0 +1,330 @@
+"""Refuses networks and losses for which a sample's gradient depends on the length of its batch.
+
+A collate function pads samples to the longest one of a batch, so the tensors of the batch show how
+long that is. Clipping bounds what this one sample does only if the gradients of others do not
+depend on it. For one padded sample of a batch, these are compared:
+
+    the gradient by outputs at padded positions    must be zero
+    its outputs, and gradients of parameters       from arguments without padding, and from those of
+                                                   the batch, beside a sample of the batch's length
+    its loss                                       from arguments of the criterion without padding,
+                                                   and from those of the batch
+
+What differs is repeated in float64, and with other random numbers if the network draws some.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.capture.checks.summaries import summary
+from dp_clipping.capture.samples.batch import Batch, map_tensors, tensors_of
+from dp_clipping.capture.samples.padded import Padded, cut, sizes_of
+from dp_clipping.clipping.accumulation import in_float64
+from dp_clipping.layers.batch_layout import Layout
+
+TOLERANCE, TOLERANCE_16_BIT = 2e-4, 3e-2  # changes of less, relative, are rounding
+IN_FLOAT64 = 1e-4
+UNCONFIRMED = 10  # times a tolerance, where the network does not run in float64
+SEEDS, NOISE = 3, 4.0  # repeated runs with random numbers; a change is so many times larger
+CURE = (
+    "so its gradient depends on who else is in the batch: let collate_fn pad all batches to one "
+    "fixed length, or let network and loss leave padding out (read the last token of the sample, "
+    "pack sequences, mask attention and means, begin positions at the sample's first token)"
+)
+CHANGED = (
+    "the {what} of a sample changes {change} when it is padded to the length of another one, from "
+    "{alone} to {beside}, " + CURE
+)
+AT_PADDING = (
+    "the loss of a sample uses what the network returns for padding, where the sample is padded to "
+    "the length of another one, from {alone} to {beside}, " + CURE
+)
+TRUNCATED = (
+    "collate_fn cuts a sample to the length of another one, from {alone} to {beside}, so its "
+    "gradient depends on who else is in the batch: cut samples to a fixed length, in the data "
+    "set's __getitem__"
+)
+
+Run = Callable[..., Any]
+"""`run(args, kwargs, look, seed=None)`: calls the network, and returns `look(outputs, has_drawn)`.
+Random numbers are those that the network would draw next, or begin at `seed`."""
+LossOf = Callable[..., float | None]
+"""`losses.Exchange.of_sample`."""
+
+
+class DependsOnLength(ValueError):
+    """A sample's loss or gradient depends on the length of its batch."""
+
+
+@dataclass
+class Observed:
+    """One sample in one run.
+
+    Attributes:
+        outputs: its part [1, ..] of each output that its loss depends on.
+        starts: the gradients of its loss by these.
+        gradients: a summary of each parameter's gradient [P, ..].
+        is_random: numbers were drawn.
+    """
+
+    outputs: list[Tensor]
+    starts: list[Tensor]
+    gradients: Tensor
+    is_random: bool
+
+    def change(self, other: "Observed", at_end: bool) -> float:
+        """Returns the relative difference of this one, in the batch, from another one alone.
+
+        Outputs count where the loss depends on them.
+        """
+        found = [_relative(self.gradients - other.gradients, other.gradients[:, -1])]
+        for x, y, start in zip(self.outputs, other.outputs, other.starts, strict=True):
+            x = cut(x, sizes_of(x, y), at_end)
+            x, y = ((z.double() * (start != 0)).nan_to_num(0, 0, 0) for z in (x, y))
+            found.append(_relative(x - y, y))
+        return max(found)
+
+
+class Lengths:
+    """Compares a padded sample of a forward with the same sample without its padding.
+
+    Args:
+        padded: the sample.
+        batch: arguments of the forward; what is needed of them is copied.
+        network: the plain network.
+        run: runs it, without dropout.
+        layouts_of: its output tensors -> their layouts.
+
+    Attributes:
+        outputs: the tensors that the forward has returned.
+        around: makes a context for runs of the network.
+    """
+
+    def __init__(
+        self, padded: Padded, batch: Batch, network: nn.Module, run: Run,
+        layouts_of: Callable[[list[Tensor]], Sequence[Layout | None]],
+    ):  # fmt: skip
+        part = padded.part()
+        if part is not None:
+            raise DependsOnLength(TRUNCATED.format(alone=part[1], beside=part[0]))
+        self._padded, self._network, self._run = padded, network, run
+        self._layouts_of, self._size = layouts_of, batch.size
+        self._parameters = [p for p in network.parameters() if p.requires_grad]
+        rows = [padded.row, *padded.company]
+        self._rows, self._beside = len(rows), batch.with_rows(rows)
+        self._alone = padded.arguments(batch) if padded.is_padded else []
+        self._starts: dict[int, Tensor] = {}  # gradients of the loss, by number of the output
+        self.outputs: list[Tensor] = []
+        self.around: Callable[[], AbstractContextManager] = nullcontext
+
+    def check(self, losses: Tensor, loss_of: LossOf | None = None) -> None:
+        """Compares the sample.
+
+        Args:
+            losses: of all samples.
+            loss_of: calls the criterion for the sample; None: the network has computed the losses.
+
+        Raises:
+            DependsOnLength: its loss or gradient depends on its padding.
+        """
+        graded = [n for n, y in enumerate(self.outputs) if y.requires_grad]
+        if not (self._alone and graded and losses.requires_grad):
+            return
+        ys, row = [self.outputs[n] for n in graded], self._padded.row
+        found = torch.autograd.grad(losses[row], ys, retain_graph=True, allow_unused=True)
+        layouts = self._layouts_of(self.outputs)
+        for n, gradient in zip(graded, found, strict=True):
+            layout = layouts[n]
+            if gradient is not None and layout is not None and layout.kind != "shared":
+                self._starts[n] = layout.batch_first(gradient, self._size)[row : row + 1]
+        try:
+            base = self._observe(self._beside, self._rows)
+        except Exception:  # it does not run with other numbers of samples: nothing can be told
+            return
+        self._compare(base, loss_of)
+
+    def _compare(self, base: Observed, loss_of: LossOf | None) -> None:
+        """Compares with each of the arguments without padding, until one agrees."""
+        refusal, one = None, None
+        for arguments in self._alone:
+            try:
+                alone = self._observe(arguments, 2)
+                found = self._difference(arguments, base, alone, loss_of)
+            except Exception:  # it does not take such arguments
+                continue
+            one = one or alone
+            if found is None:
+                refusal = None
+                break
+            refusal = refusal or found
+        if refusal is None and one is not None and loss_of is not None:
+            refusal = self._difference_of_losses(base, one, loss_of)
+        if refusal is not None:
+            raise DependsOnLength(refusal)
+
+    def _difference(
+        self, arguments: tuple[tuple, dict], base: Observed, alone: Observed, loss_of: LossOf | None
+    ) -> str | None:
+        """Returns what to say of a run without padding that differs; None: it does not."""
+        tolerance = self._tolerance(base)
+        if _part_outside(base.starts, alone.starts) > tolerance:
+            return AT_PADDING.format(**self._lengths())
+        change = base.change(alone, self._padded.at_end)
+        if not change > tolerance or not self._is_confirmed(arguments, base, change, tolerance):
+            return None
+        before, after = self._losses(base, alone, loss_of)
+        if before is None or after is None or f"{before:.6g}" == f"{after:.6g}":
+            return CHANGED.format(
+                what="gradient", change=f"by {100 * change:.2g} %", **self._lengths()
+            )
+        return self._changed_loss(before, after)
+
+    def _losses(
+        self, base: Observed, alone: Observed, loss_of: LossOf | None
+    ) -> tuple[float | None, float | None]:
+        """Returns the loss in the batch and that of the sample alone; None: not known."""
+        if loss_of is None:
+            pairs = zip(base.outputs, alone.outputs, strict=True)
+            return next(((float(x), float(y)) for x, y in pairs if x.numel() == 1), (None, None))
+        sizes = self._sizes(base, alone)
+        before = loss_of(self._padded.row, self._with_outputs(base, {}))
+        return before, loss_of(self._padded.row, self._with_outputs(alone, sizes), sizes)
+
+    def _changed_loss(self, before: float, after: float) -> str:
+        change = f"from {after:.6g} to {before:.6g}"
+        return CHANGED.format(what="loss", change=change, **self._lengths())
+
+    def _difference_of_losses(self, base: Observed, alone: Observed, loss_of: LossOf) -> str | None:
+        """Returns what to say of a loss that changes with the length of the criterion's arguments.
+
+        Where two dimensions of an argument have the size of a length, nothing can be told.
+        """
+        sizes = self._sizes(base, alone)
+        cuts: list[int] = []
+
+        def changed(x: Tensor, own: Tensor) -> Tensor:
+            found = _cut_lengths(own, sizes, self._padded.at_end)
+            cuts.append(len(sizes_of(own, found)))
+            return found
+
+        before = loss_of(self._padded.row, lambda x, own: own)
+        after = loss_of(self._padded.row, changed, sizes)
+        if before is None or after is None or max(cuts, default=0) != 1:
+            return None
+        room = self._tolerance(base) * max(abs(before), abs(after)) + 1e-6
+        return self._changed_loss(before, after) if abs(before - after) > room else None
+
+    def _observe(
+        self, arguments: tuple[tuple, dict], count: int, seed: int | None = None
+    ) -> Observed:
+        """Runs `count` samples, and backward from the loss of the first."""
+
+        def look(outputs: Any, is_random: bool) -> Observed:
+            tensors = tensors_of(outputs)
+            layouts = self._layouts_of(tensors)
+            ys = [layouts[n].batch_first(tensors[n], count)[:1] for n in self._starts]
+            starts = [
+                cut(start, sizes_of(start, y), self._padded.at_end).to(y)
+                for start, y in zip(self._starts.values(), ys, strict=True)
+            ]
+            gradients = self._gradients(ys, starts)
+            return Observed([y.detach() for y in ys], starts, gradients, is_random)
+
+        with self.around():
+            return self._run(*arguments, look, seed)
+
+    def _gradients(self, ys: list[Tensor], starts: list[Tensor]) -> Tensor:
+        """Returns a summary of each parameter's gradient, none of which is kept."""
+        found: dict[int, Tensor] = {}
+
+        def note(n: int, gradient: Tensor) -> Tensor:
+            found[n] = summary(gradient[None], Layout(), 1).values[0].double()
+            return gradient.new_zeros(()).expand(gradient.shape)
+
+        hooks = [
+            p.register_hook(lambda gradient, n=n: note(n, gradient))
+            for n, p in enumerate(self._parameters)
+        ]
+        try:
+            torch.autograd.grad(ys, self._parameters, starts, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        nothing = torch.zeros_like(next(iter(found.values())))
+        every = [found.get(n, nothing).to(nothing.device) for n in range(len(self._parameters))]
+        return torch.stack(every).nan_to_num(0, 0, 0)
+
+    def _is_confirmed(
+        self, arguments: tuple[tuple, dict], base: Observed, change: float, tolerance: float
+    ) -> bool:
+        """Returns whether a change is more than rounding, and than what random numbers change."""
+        at_end = self._padded.at_end
+        if base.is_random:
+            again = [self._observe(self._beside, self._rows, seed) for seed in range(SEEDS)]
+            if change <= NOISE * max(base.change(one, at_end) for one in again):
+                return False
+        try:
+            with in_float64(self._network):
+                whole, short = (map_tensors(_in_float64, x) for x in (self._beside, arguments))
+                exact = self._observe(whole, self._rows)
+                return exact.change(self._observe(short, 2), at_end) > IN_FLOAT64
+        except Exception:  # say, a table or a cast in float32
+            return change > UNCONFIRMED * tolerance
+
+    def _with_outputs(
+        self, seen: Observed, sizes: dict[int, int]
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Returns what puts a sample's outputs, and lengths alone, into a criterion's arguments."""
+        own_outputs = {
+            (self.outputs[n].data_ptr(), self.outputs[n].shape): y
+            for n, y in zip(self._starts, seen.outputs, strict=True)
+        }
+
+        def changed(x: Tensor, own: Tensor) -> Tensor:
+            found = own_outputs.get((x.data_ptr(), x.shape))
+            found = _cut_lengths(own, sizes, self._padded.at_end) if found is None else found
+            return found.to(own.dtype)
+
+        return changed
+
+    def _sizes(self, base: Observed, alone: Observed) -> dict[int, int]:
+        """Returns length in the batch -> length alone, of outputs too."""
+        pairs = zip(base.outputs, alone.outputs, strict=True)
+        return self._padded.sizes | dict(p for x, y in pairs for p in sizes_of(x, y).values())
+
+    def _lengths(self) -> dict[str, int]:
+        n, m = max(self._padded.sizes.items(), key=lambda pair: pair[0] - pair[1])
+        return {"beside": n, "alone": m}
+
+    def _tolerance(self, base: Observed) -> float:
+        dtypes = {y.dtype for y in base.outputs} | {p.dtype for p in self._parameters}
+        shortest = min(dtype.itemsize for dtype in dtypes)
+        return TOLERANCE if shortest >= 4 else TOLERANCE_16_BIT
+
+
+def _cut_lengths(own: Tensor, sizes: dict[int, int], at_end: bool) -> Tensor:
+    """Returns a criterion's argument [1, ..] of the sample without padding."""
+    return cut(own, {d: (n, sizes[n]) for d, n in enumerate(own.shape) if d and n in sizes}, at_end)
+
+
+def _part_outside(whole: list[Tensor], within: list[Tensor]) -> float:
+    """Returns the part of a gradient by outputs that is at padded positions."""
+    squares, rest = 0.0, 0.0
+    for x, y in zip(whole, within, strict=True):
+        square = float(x.double().square().sum())
+        squares, rest = squares + square, rest + max(0.0, square - float(y.double().square().sum()))
+    return (rest / squares) ** 0.5 if squares else 0.0
+
+
+def _relative(change: Tensor, base: Tensor) -> float:
+    norm, size = float(change.norm()), float(base.norm())
+    return norm / size if size else float(norm > 0)
+
+
+def _in_float64(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
