@@ -269,8 +269,6 @@ ROWS = [
      "if is_due or self._has_new_lengths(batch):", "if is_due:", LENGTHS),
     ("the sample that fills its batch is not looked at", "sampling/collate_check.py",
      "dict.fromkeys([*long, most, full])", "dict.fromkeys([*long, most])", LENGTHS),
-    ("a padded sample has no company of the batch's length", "capture/checks/lengths.py",
-     "rows = [padded.row, *padded.company]", "rows = [padded.row, padded.row]", LENGTHS),
     ("a loss may use outputs at padding", "capture/checks/lengths.py",
      "if _part_outside(base.starts, alone.starts) > tolerance:", "if False:", LENGTHS),
     ("gradients of a padded sample are not compared", "capture/checks/lengths.py",

@@ -480,6 +480,11 @@ def test_the_message_says_the_lengths_and_both_losses():
         train(Reader("mean"))
 
 
+def test_the_message_says_that_outputs_at_padding_are_used():
+    with pytest.raises(ValueError, match="uses what the network returns for padding"):
+        train(Tagger(CLASSES), loop=last_of_outputs)
+
+
 def test_what_comparing_does_leaves_no_trace():
     """Weights after three steps are those of a run whose batches are not looked at."""
     trained = []
