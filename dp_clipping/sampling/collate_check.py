@@ -394,8 +394,8 @@ def beside(whole: Any, one: Any) -> Iterator[tuple[Tensor, Tensor]]:
             yield whole, one
     elif isinstance(whole, np.ndarray) and isinstance(one, np.ndarray):
         if whole.dtype.str[1:] in NUMBERS:
-            x, y = np.ascontiguousarray(whole), np.ascontiguousarray(one)
-            yield torch.as_tensor(x), torch.as_tensor(y)
+            native = whole.dtype.newbyteorder("=")
+            yield torch.from_numpy(whole.astype(native)), torch.from_numpy(one.astype(native))
     elif type(whole) is type(one) is int:
         yield torch.tensor(whole), torch.tensor(one)
     elif isinstance(whole, Mapping):
