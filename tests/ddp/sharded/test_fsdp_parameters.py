@@ -148,6 +148,17 @@ def test_what_a_forward_writes_is_kept(cpu_ranks, world_size, write):
     cpu_ranks.run(world_size, written, write, "in forward")
 
 
+def written_ahead(context: Context) -> None:
+    """Behind a step, which has started to gather what the next forward needs."""
+    torch.manual_seed(0)
+    pair = Pair(context, Network())
+    step(pair, 0)
+    pair.optimizer.step()  # without gradients
+    for network in (pair.model.module, pair.reference):
+        network.out.weight.data.mul_(3)
+    step(pair, 1)
+
+
 class UnitWeights(nn.Linear):
     """Divides its weight by its norm in each forward, also where that is computed again."""
 
@@ -182,7 +193,7 @@ def narrow(context: Context) -> None:
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("body", [unit_weights, narrow])
+@pytest.mark.parametrize("body", [unit_weights, narrow, written_ahead])
 def test_writes_of_blocks(cpu_ranks, body):
     cpu_ranks.run(2, body)
 
