@@ -10,7 +10,7 @@ WORKDIR /project
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY ddp ddp
 COPY dp_clipping dp_clipping
-RUN pip install --no-cache-dir -c constraints.txt -e '.[test,docs,mechanisms]'
+RUN pip install --no-cache-dir -c constraints.txt -e '.[test,docs]'
 COPY . .
 
 CMD ["make", "test", "VENV=0"]

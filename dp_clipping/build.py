@@ -259,7 +259,7 @@ def noise_for_target(
 
     Args:
         training: how the loader is sampled.
-        accountant: `"prv"`, `"rdp"` or `"gdp"`.
+        accountant: its name.
         arguments: further ones of `make_private`.
         search: further ones of `noise_multiplier_for`.
 

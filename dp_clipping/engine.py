@@ -1,4 +1,4 @@
-"""`PrivacyEngine`: Opacus's interface and accountants, with the conventions of its ghost mode.
+"""`PrivacyEngine`: Opacus's interface, with the conventions of its ghost mode.
 
 Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import changed.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dp_clipping.accounting.target_epsilon import Plan
 from dp_clipping.arguments.numbers import check_target
 from dp_clipping.arguments.opacus_names import (
     ARGUMENTS,
@@ -70,20 +71,22 @@ class PrivacyEngine(Checkpoints, Audits):
     attacks a run. It has the public methods of Opacus's engine.
 
     Args:
-        accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own.
+        accountant: what computes ε: `"pld"`, the privacy loss distributions of dp-accounting, or
+            one of Opacus's: `"prv"`, `"rdp"` (looser), `"gdp"` (an approximation that may be below
+            the true ε; refused in secure mode and for `target_epsilon`).
         secure_mode: noise and batches come from a cryptographic generator, noise is of integers on
             a grid, and ε includes what all rounding costs (docs/mechanisms.md).
         hide_unprotected: reading what ε does not cover raises RuntimeError: per-sample norms, the
             count of non-finite samples, the loss in training, `check`, `audit`.
     """
 
-    @by_name(f'PrivacyEngine(accountant="prv"), and then {MAKE}', release="hide_unprotected")
+    @by_name(f'PrivacyEngine(accountant="pld"), and then {MAKE}', release="hide_unprotected")
     def __init__(
-        self, *, accountant: str = "prv", secure_mode: bool = False, hide_unprotected: bool = False
+        self, *, accountant: str = "pld", secure_mode: bool = False, hide_unprotected: bool = False
     ):
         check_type("secure_mode", secure_mode, bool, "True or False")
         check_type("hide_unprotected", hide_unprotected, bool, "True or False")
-        super().__init__(accountant)
+        super().__init__(accountant, secure=secure_mode)
         self._secure_mode, self._hide_unprotected = secure_mode, hide_unprotected
         self._dataset: Any = None
 
@@ -254,6 +257,7 @@ class PrivacyEngine(Checkpoints, Audits):
         max_grad_norm: float | list[float],
         epsilon_tolerance: float = 0.01,
         alphas: Sequence[float] | None = None,
+        stop: bool = False,
         **arguments: Any,
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Makes training private with the noise for which `epochs` epochs spend (ε, δ).
@@ -263,8 +267,13 @@ class PrivacyEngine(Checkpoints, Audits):
         the noise ends when ε is at most `epsilon_tolerance` below its target, and tries the Rényi
         orders `alphas` if the accountant is `"rdp"`.
 
+        A step beyond these epochs, or with less noise, warns once with the ε that it leads to. With
+        `stop`, the returned loader yields no batch for training after them, so that loops end, and
+        `optimizer.step()` on any other batch raises RuntimeError.
+
         Warns if the accountant has counted steps already, because the budget is assumed to be
-        unspent. Raises ValueError for a target that needs (almost) no noise.
+        unspent. Raises ValueError for a target that needs (almost) no noise, and with accountant
+        `"gdp"`.
         """
         if "noise_multiplier" in arguments:
             raise ValueError(
@@ -276,6 +285,7 @@ class PrivacyEngine(Checkpoints, Audits):
             raise ValueError(
                 "epochs is missing: give epochs=, or steps=, the number of batches of the training"
             )
+        check_type("stop", stop, bool, "True or False")
         epochs = 1 if epochs is None else epochs
         check_target(target_epsilon, target_delta, epochs)
         self._warn_of_delta(target_delta, training.units, 3)
@@ -287,16 +297,20 @@ class PrivacyEngine(Checkpoints, Audits):
                 "create a PrivacyEngine for each",
                 stacklevel=3,
             )
+        steps = epochs * training.batches
         noise_multiplier = noise_for_target(
-            module, data_loader, training, steps=epochs * training.batches,
+            module, data_loader, training, steps=steps,
             accountant=self.accountant.mechanism(), secure_mode=self.secure_mode,
             arguments=arguments, target_epsilon=target_epsilon, target_delta=target_delta,
             epsilon_tolerance=epsilon_tolerance, alphas=alphas,
         )  # fmt: skip
-        return self.make_private(
+        private = self.make_private(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
             noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, **arguments,
         )  # fmt: skip
+        plan = Plan(target_epsilon, target_delta, steps, noise_multiplier, stop)
+        self._runs[-1].follow(plan)
+        return private
 
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """Compares a private step with one non-private backward per sample: `print` the result.

@@ -4,6 +4,7 @@ Files:
 
     history           lists of steps, as Opacus's accountants keep them
     ledger            the engine's account, by noise key
+    pld               ε of Gaussian noise on Poisson batches: the default accountant
     mechanism         noise and sampling together: what an account's steps release
     truncated_poisson ε of truncated Poisson batches
     balls_in_bins     ε of balls-in-bins batches

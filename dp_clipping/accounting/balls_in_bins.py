@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from dp_clipping.accounting.history import History
-from dp_clipping.accounting.mechanism import batches_per_epoch, dp_accounting
+from dp_clipping.accounting.mechanism import batches_per_epoch
 
 RESOLUTION = 0.04
 """Ratio of neighbours in a grid, as a part of the relative standard deviation."""
@@ -210,7 +210,9 @@ def epsilon(histories: Sequence[History], delta: float) -> float:
     smallest = min((sigma for sigma, _, _ in epochs), default=math.inf)
     if smallest < SMALLEST:  # as if each unit's batch were known
         mu = math.sqrt(sum(count * sigma**-2.0 for (sigma, _, _), count in epochs.items()))
-        return float(dp_accounting('sampling="balls_in_bins"').get_epsilon_gaussian(1 / mu, delta))
+        from dp_accounting import get_epsilon_gaussian  # takes a second
+
+        return float(get_epsilon_gaussian(1 / mu, delta))
     spacing = RESOLUTION * min(
         (min(1.0, math.sqrt(math.expm1(sigma**-2.0) / batches)) for sigma, batches, _ in epochs),
         default=COARSEST,

@@ -135,7 +135,7 @@ class Account:
         if self.accountant.mechanism() == "gdp" and len(history) > 1:
             raise ValueError(
                 "accountant gdp has no ε of steps with several noise multipliers or sample rates: "
-                'keep them, or build PrivacyEngine(accountant="prv")'
+                "keep them, or build PrivacyEngine()"
             )
         other = copy(self.accountant)
         other.history = history
@@ -327,7 +327,9 @@ class Account:
             saved: its steps by key.
         """
         self._released, self._is_used = self._released_until(run), False
-        self.accountant.load_state_dict(deepcopy(state))
+        # Of an older file: prv keeps the same history as pld, which has replaced it as the default.
+        own = {**deepcopy(state), "mechanism": self.accountant.mechanism()}
+        self.accountant.load_state_dict(own)
         self._parts = {key: (first, list(part)) for key, (first, part) in saved.items()}
         for key, (first, part) in unsaved.items():
             self.accountant.history = joined(self.history, part)

@@ -6,7 +6,6 @@ hold for other neighbouring data sets than others. `arguments.accounted` chooses
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 from dp_clipping.accounting.history import History
 
@@ -70,21 +69,3 @@ def batches_per_epoch(history: History) -> int:
     """
     found = {round(1 / rate) for _, rate, _ in history}
     return found.pop() if len(found) == 1 else 1
-
-
-def dp_accounting(what: str) -> ModuleType:
-    """Returns the module `dp_accounting`, which is an optional dependency.
-
-    Args:
-        what: the argument that needs it, for the message.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        import dp_accounting  # takes a second
-    except ImportError as error:
-        raise ImportError(
-            f"{what} is accounted for by dp-accounting: pip install 'ddp-by-hand[mechanisms]'"
-        ) from error
-    return dp_accounting

@@ -1,19 +1,23 @@
-"""Finds the noise multiplier that ends a training at a given ε, by Opacus's search."""
+"""Finds the noise multiplier that ends a training at a given ε."""
 
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dp_clipping.accounting.history import joined
-from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
+from dp_clipping.accounting.mechanism import DEFAULT, Epsilon, Mechanism
 from dp_clipping.kinds import check_number
 
 if TYPE_CHECKING:
     from opacus.accountants.accountant import IAccountant
 
-LOWEST = 0.2
-"""Smallest σ that is searched for: below it Opacus's PRV accountant takes minutes per value."""
+LOWEST = 0.05
+"""Smallest σ that is searched for."""
+
+LOWEST_OF_OPACUS = 0.2
+"""The same for Opacus's accountants: below it its PRV accountant takes minutes per value."""
 HIGHEST = 1e6
 """Largest σ that is searched for."""
 
@@ -27,6 +31,24 @@ NO_NOISE = (
 )
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The training that a noise multiplier was computed for.
+
+    Attributes:
+        epsilon, delta: at its end.
+        steps: how many there are.
+        noise_multiplier: σ in all of them.
+        stop: the training ends after them.
+    """
+
+    epsilon: float
+    delta: float
+    steps: int
+    noise_multiplier: float
+    stop: bool
+
+
 def noise_multiplier_for(
     *,
     target_epsilon: float,
@@ -38,19 +60,21 @@ def noise_multiplier_for(
     alphas: Sequence[float] | None = None,
     mechanism: Mechanism = DEFAULT,
 ) -> float:
-    """Returns σ with which `steps` steps end at (ε, δ), as Opacus or the mechanism computes it.
+    """Returns σ with which `steps` steps end at (ε, δ), as accountant or mechanism computes it.
+
+    With Opacus's accountants it is the result of Opacus's search.
 
     Args:
         sample_rate: probability of a sample to be in a step's batch.
         steps: the number of steps of the whole training.
-        accountant: `"prv"`, `"rdp"` or `"gdp"`.
+        accountant: `"pld"`, `"prv"` or `"rdp"`.
         epsilon_tolerance: the search ends when ε is at most this far below its target.
         alphas: Rényi orders that accountant `"rdp"` tries; default: Opacus's.
         mechanism: what a step releases.
 
     Raises:
-        ValueError: if a σ below `LOWEST` would do, or the accountant finds none; for orders with
-            another accountant, and a tolerance that is not above 0.
+        ValueError: if a σ below the smallest one would do, or the accountant finds none; for orders
+            with another accountant, a tolerance that is not above 0, and accountant `"gdp"`.
     """
     options: dict[str, Any] = {}
     if alphas is not None:
@@ -68,14 +92,23 @@ def noise_multiplier_for(
     check_number("epsilon_tolerance", epsilon_tolerance, "a finite number above 0")
     if not 0 < epsilon_tolerance < math.inf:
         raise ValueError(f"epsilon_tolerance is {epsilon_tolerance}: give a finite number above 0")
+    search = (target_epsilon, target_delta, sample_rate, steps, epsilon_tolerance)
     if mechanism.epsilon is not None:
-        return _search(mechanism, target_epsilon, target_delta, sample_rate, steps,
-                       epsilon_tolerance)  # fmt: skip
+        return _search(mechanism.epsilon, LOWEST_OF_OPACUS, *search)
+    if accountant == "gdp":
+        raise ValueError(
+            "accountant gdp states an approximation that may be below the true epsilon, so "
+            'target_epsilon would not hold: build PrivacyEngine(accountant="pld")'
+        )
+    if accountant == "pld":
+        from dp_clipping.accounting import pld  # importing Opacus takes seconds
+
+        return _search(lambda parts, delta: pld.epsilon(parts[0], delta), LOWEST, *search)
     from opacus.accountants.utils import get_noise_multiplier  # importing Opacus takes seconds
 
     most = _epsilon_of_lowest(target_delta, sample_rate, steps)
     if target_epsilon >= most:
-        raise ValueError(NO_NOISE.format(target=target_epsilon, lowest=LOWEST, most=most))
+        raise ValueError(NO_NOISE.format(target=target_epsilon, lowest=LOWEST_OF_OPACUS, most=most))
     try:
         return get_noise_multiplier(
             target_epsilon=target_epsilon,
@@ -96,8 +129,9 @@ def noise_multiplier_for(
 
 
 def _search(
-    mechanism: Mechanism, target: float, delta: float, rate: float, steps: int, tolerance: float
-) -> float:
+    of: Epsilon, lowest: float, target: float, delta: float, rate: float, steps: int,
+    tolerance: float,
+) -> float:  # fmt: skip
     """Returns σ whose ε is at most `tolerance` below its target.
 
     log ε is almost linear in log σ, so the next σ is where a line between the two ends crosses the
@@ -105,10 +139,9 @@ def _search(
     """
 
     def epsilon(sigma: float) -> float:
-        assert mechanism.epsilon is not None
-        return mechanism.epsilon([[(sigma, rate, steps)]], delta)
+        return of([[(sigma, rate, steps)]], delta)
 
-    low, high = LOWEST, 2 * LOWEST  # ε is above its target at `low`, where it is `above`
+    low, high = lowest, 2 * lowest  # ε is above its target at `low`, where it is `above`
     above = math.inf
     while (found := epsilon(high)) > target:
         low, high, above = high, 2 * high, found
@@ -117,8 +150,8 @@ def _search(
                 f"target_epsilon is {target:g}: with noise_multiplier {low:g} epsilon is "
                 f"{found:.3g}; give a larger target_epsilon, or fewer epochs"
             )
-    if low == LOWEST and (above := epsilon(low)) <= target:
-        raise ValueError(NO_NOISE.format(target=target, lowest=LOWEST, most=above))
+    if low == lowest and (above := epsilon(low)) <= target:
+        raise ValueError(NO_NOISE.format(target=target, lowest=lowest, most=above))
     moved, is_stuck = None, False
     while found < target - tolerance and high / low > 1 + PRECISION:
         share = 0.5
@@ -145,11 +178,11 @@ def epsilon_at_end(
 
 
 def _epsilon_of_lowest(delta: float, sample_rate: float, steps: int) -> float:
-    """Returns an upper bound of ε under σ = `LOWEST`: that of Rényi, which is fast to compute."""
+    """Returns an upper bound of ε under the smallest σ: that of Rényi, which is fast to compute."""
     from opacus.accountants import create_accountant
 
     accountant = create_accountant(mechanism="rdp")
-    accountant.history = [(LOWEST, sample_rate, steps)]
+    accountant.history = [(LOWEST_OF_OPACUS, sample_rate, steps)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its best order may be the last that it tries
         return float(accountant.get_epsilon(delta=delta))

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 
 from dp_clipping.accounting.history import History
-from dp_clipping.accounting.mechanism import dp_accounting
 
 WIDEST, NARROWEST, PART = 1e-3, 1e-6, 0.15
 """The interval of privacy losses, as a part of a step's standard deviation, and its bounds. Losses
@@ -35,7 +34,8 @@ def epsilon(
 
 def _epsilon(entries: History, delta: float, units: int, max_batch_size: int) -> float:
     """Returns ε for two data sets of which the larger one has so many units."""
-    dp = dp_accounting('sampling="truncated_poisson"')
+    import dp_accounting as dp  # takes a second
+
     spread = min(
         (rate * math.expm1(min(100.0, sigma**-2.0)) ** 0.5 for sigma, rate, _ in entries),
         default=1.0,

@@ -5,13 +5,7 @@ from typing import Any
 
 from dp_clipping.accounting import balls_in_bins, cyclic, truncated_poisson
 from dp_clipping.accounting.history import History, joined
-from dp_clipping.accounting.mechanism import (
-    ADD_OR_REMOVE,
-    DEFAULT,
-    ZERO_OUT,
-    Mechanism,
-    dp_accounting,
-)
+from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, DEFAULT, ZERO_OUT, Mechanism
 from dp_clipping.kinds import check_count, check_type
 from dp_clipping.noise.correlated import EXAMPLE, CorrelatedNoise
 from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of
@@ -77,12 +71,9 @@ def accounted(
         max_batch_size: as given, for truncated Poisson sampling.
 
     Raises:
-        ImportError: dp-accounting is needed and not installed.
         ValueError: no account is known of both together.
     """
     check_sampling(sampling, max_batch_size=max_batch_size, noise_mechanism=noise_mechanism)
-    if sampling != "poisson":
-        dp_accounting(f'sampling="{sampling}"')
     if isinstance(noise_mechanism, CorrelatedNoise):
         return Mechanism(
             f"{noise_mechanism}, cyclic", "cyclic", ZERO_OUT,

@@ -19,7 +19,7 @@ ERROR = 0.01  # of an ε, as Opacus's accountant has it by default
 
 
 def curve_of(accountant: Any, history: History) -> Curve:
-    """Returns what one of Opacus's accountants states for a history.
+    """Returns what an accountant states for a history.
 
     A δ at which it has no ε is left out. What it states is an upper bound, and a negative one is
     raised to 0: that is so in both directions, with a sample more and with one less.
@@ -27,7 +27,7 @@ def curve_of(accountant: Any, history: History) -> Curve:
     account, pairs = deepcopy(accountant), []
     account.history = list(history)
     epsilon: Callable[[float], float] = account.get_epsilon
-    deltas: Sequence[float] = DELTAS[::3]
+    deltas: Sequence[float] = DELTAS if account.mechanism() == "pld" else DELTAS[::3]
     error = DELTAS[-1] / 1000
     distribution = loss_distribution(account, epsilon_error=ERROR, delta_error=error)
     if distribution is not None:  # prv makes it anew for each δ, which takes long

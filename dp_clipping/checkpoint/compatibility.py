@@ -74,8 +74,7 @@ def _check_run(
     details, here = saved[DETAILS], run.describe()
     check_mac(path, details, snapshot.key_file)
     there = details["run"]
-    _check_same("mechanism of the accountant", saved[ACCOUNTANT]["mechanism"],
-                run.account.accountant.mechanism(), path)  # fmt: skip
+    _check_accountant(saved[ACCOUNTANT]["mechanism"], run.account.accountant.mechanism(), path)
     _check_adaptive(details.get("adaptive_threshold"), run.optimizer.adaptive_threshold, path)
     for name in ("private", "optimizer"):
         _check_same(name, there[name], here[name], path)
@@ -123,6 +122,18 @@ def _check_units(snapshot: Snapshot, details: Mapping[str, Any]) -> None:
                 "ε is of one kind of unit: resume with the unit_ids of the saved run, or pass "
                 "new_keys=True if the data have changed"
             )
+
+
+def _check_accountant(there: str, here: str, path: Path) -> None:
+    """Raises ValueError for another accountant, but for that of files from before there was pld.
+
+    All keep the same history, so pld computes ε of those steps too.
+    """
+    if there != here and (there, here) != ("prv", "pld"):
+        raise ValueError(
+            f"{path}: accountant is {there} in the checkpoint and {here} in this run: build "
+            f'PrivacyEngine(accountant="{there}")'
+        )
 
 
 def _check_adaptive(saved: dict | None, adaptive: AdaptiveThreshold | None, path: Path) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dp_clipping.accounting.target_epsilon import Plan
 from dp_clipping.checkpoint.random_states import set_states, states_of
 from dp_clipping.noise.keys import Keys
 from dp_clipping.noise.secure.certificate import Certificate
@@ -28,6 +29,7 @@ class Model(Protocol):
 
     policy: Any
     sharding: Any
+    training: bool
     step_state: Any
     thresholds: Any
 
@@ -100,6 +102,8 @@ class PrivateRun:
         certificate: what secure noise costs the steps of this run so far; None for other noise.
         unused_from: the number of the loader's batch after the last one that is in a step.
         units_digest: of which examples are together in `unit_ids`; "" without. Not for files.
+        plan: the training that `target_epsilon` was given for; None: there is no target.
+        said: what was said of steps beyond it.
     """
 
     model: Model
@@ -114,6 +118,16 @@ class PrivateRun:
     certificate: Certificate | None = None
     unused_from: int = 0
     units_digest: str = field(default="", repr=False)
+    plan: Plan | None = None
+    said: set[str] = field(default_factory=set, repr=False)
+
+    def follow(self, plan: Plan) -> None:
+        """Keeps what the training was planned to be, and ends it there if that is to be so."""
+        self.plan = plan
+        if plan.stop and self.poisson is not None:
+            self.poisson.is_over = lambda: (
+                self.model.training and self.optimizer.steps >= plan.steps
+            )
 
     @property
     def poisson(self) -> PoissonLoader | None:

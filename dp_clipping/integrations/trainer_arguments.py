@@ -44,7 +44,7 @@ class PrivacyArguments:
         examples_per_unit: k, of which each unit of privacy (a user, a document) has so many at
             most. Batch sizes still count examples, and are multiples of k.
         unit_ids: the unit of each example of `train_dataset`. Default: k consecutive examples.
-        accountant: `"prv"`, `"rdp"` or `"gdp"`.
+        accountant: as of `PrivacyEngine`.
         sample_rate: probability of each sample to be in a batch, as a public constant. Default:
             1 / batches of an epoch.
         steps: batches of an epoch, as a public constant. Default: as the Trainer counts them.
@@ -72,7 +72,7 @@ class PrivacyArguments:
     max_grad_norm: float | list[float] = 1.0
     examples_per_unit: int = 1
     unit_ids: Sequence[Hashable] | None = None
-    accountant: str = "prv"
+    accountant: str = "pld"
     sample_rate: float | None = None
     steps: int | None = None
     sampling: str = "poisson"

@@ -23,6 +23,8 @@ from dp_clipping.profiling.metrics import StepMetrics
 if TYPE_CHECKING:
     from opacus.accountants.accountant import IAccountant
 
+NAMES = '"pld", "prv", "rdp" or "gdp"'
+APPROXIMATE = "states an approximation that may be below the true epsilon"
 TO_STEP = 6  # frames from `_count` to the user's call of `optimizer.step()`
 OTHER_BATCH = (
     "the batch of this step did not come from the data_loader that make_private returned: it is no "
@@ -35,17 +37,15 @@ class Accounts:
     """Keeps the account of what an engine's runs have released.
 
     Args:
-        accountant: `"prv"`, `"rdp"` or `"gdp"`, Opacus's own, or the name of a registered one.
+        accountant: `"pld"`; `"prv"`, `"rdp"` or `"gdp"`, Opacus's own; or the name of a registered
+            one of Opacus.
+        secure: an approximation is refused, as ε would not include what it is for.
     """
 
-    def __init__(self, accountant: str) -> None:
-        check_type("accountant", accountant, str, '"prv", "rdp" or "gdp"')
-        try:
-            from opacus.accountants import create_accountant  # importing Opacus takes seconds
-
-            self._account = Account(create_accountant(mechanism=accountant))
-        except ValueError as error:
-            raise ValueError(f'accountant: {error}; give "prv", "rdp" or "gdp"') from error
+    def __init__(self, accountant: str, *, secure: bool = False) -> None:
+        check_type("accountant", accountant, str, NAMES)
+        self._refuses_approximation = secure
+        self._account = Account(self._checked(_made(accountant)))
         self._runs: list[PrivateRun] = []
         self._mechanism = DEFAULT  # of all runs
         self._unit: tuple = ()  # of all runs, as `Settings.unit`
@@ -66,13 +66,22 @@ class Accounts:
                 f"ε comes from the account of the mechanism {self._mechanism.name!r}, and steps "
                 "of another accountant were of another one: leave engine.accountant as it is"
             )
-        self._account.replace(accountant)
+        self._account.replace(self._checked(accountant))
+
+    def _checked(self, accountant: "IAccountant") -> "IAccountant":
+        if self._refuses_approximation and is_approximate(accountant):
+            raise ValueError(
+                f"accountant {accountant.mechanism()} {APPROXIMATE}, and secure_mode=True is for "
+                "guarantees: build PrivacyEngine(secure_mode=True), whose accountant is pld"
+            )
+        return accountant
 
     @by_name("engine.get_epsilon(delta=1e-5)")
     def get_epsilon(self, delta: float) -> float:
         """Returns ε spent so far at this δ; infinite if a step had no noise (as in mode `no_dp`).
 
         Raises ValueError unless 0 < δ < 1; it should be far below one over the number of samples.
+        Warns with accountant `"gdp"`, whose ε is an approximation that may be below the true one.
         """
         if not 0 < delta < 1:
             raise ValueError(
@@ -85,6 +94,12 @@ class Accounts:
             warnings.warn(
                 "noise and sampling come from a fixed seed: anyone who knows it can subtract the "
                 "noise, and ε means nothing",
+                stacklevel=3,
+            )
+        if self._approximates:
+            warnings.warn(
+                f"accountant {self.accountant.mechanism()} {APPROXIMATE}: do not publish it; "
+                "PrivacyEngine() counts with pld, an upper bound",
                 stacklevel=3,
             )
         if self._account.certificate is None:
@@ -138,7 +153,8 @@ class Accounts:
             self._account.history,
             mechanism=self._mechanism,
             others=self._account.other_batches,
-            accountant=self.accountant.mechanism(),
+            accountant=self.accountant.mechanism()
+            + (f", which {APPROXIMATE}" if self._approximates else ""),
             epsilon=self.get_epsilon(delta),
             delta=delta,
             secure=self._described_secure(),
@@ -197,6 +213,7 @@ class Accounts:
             run.refuse_batch(self._mechanism.sampler, in_order=self._mechanism.in_order)
         with self._account.unchanged():
             optimizer.hooks.run(optimizer)
+        self._look_at_plan(run, is_private)
         step = Step(
             run.keys.fingerprint,
             optimizer.steps,
@@ -218,6 +235,42 @@ class Accounts:
         run.certificate = certificate
         if step.batch_number is not None:
             run.unused_from = step.batch_number + 1
+
+    def _look_at_plan(self, run: PrivateRun, is_private: bool) -> None:
+        """Warns, once, of a step that `target_epsilon` was not computed for, or refuses it."""
+        plan, steps = run.plan, run.optimizer.steps
+        if plan is None or not is_private:
+            return
+        if steps >= plan.steps:
+            what = f"the {plan.steps} steps that target_epsilon={plan.epsilon:g} is for are taken"
+            if plan.stop:
+                raise RuntimeError(
+                    f"{what}, and stop=True ends the training there: take batches from the "
+                    "data_loader that make_private_with_epsilon returned, which yields no more"
+                )
+            instead = "give the epochs of the whole training, or stop=True to end it there"
+        elif run.optimizer.step_state.settings.noise_multiplier < plan.noise_multiplier:
+            what = (
+                f"noise_multiplier is below the {plan.noise_multiplier:.4g} that target_epsilon="
+                f"{plan.epsilon:g} needs in each step"
+            )
+            instead = "leave it as it is"
+        else:
+            return
+        if what not in run.said:
+            run.said.add(what)
+            spent = self.epsilon_at_end(run.optimizer, 1, plan.delta)
+            warnings.warn(
+                f"{what}: with this step epsilon is {spent:.4g} at delta={plan.delta:g}, and grows "
+                f"with each further one; {instead}",
+                stacklevel=TO_STEP + 1,
+            )
+
+    @property
+    def _approximates(self) -> bool:
+        """Returns whether ε is an approximation, and no upper bound."""
+        is_of_accountant = self._mechanism.epsilon is None
+        return is_of_accountant and is_approximate(self.accountant)
 
     def _warn_of_delta(self, delta: float, units: int, stacklevel: int) -> None:
         """Warns, once per δ, of a δ that is too large for this number of units."""
@@ -270,6 +323,27 @@ class Accounts:
                         )
                 return run
         raise ValueError("module is not one that this engine's make_private returned")
+
+
+def _made(name: str) -> "IAccountant":
+    """Returns a new accountant of this name."""
+    if name == "pld":
+        from dp_clipping.accounting.pld import PLDAccountant
+
+        return PLDAccountant()
+    try:
+        from opacus.accountants import create_accountant  # importing Opacus takes seconds
+
+        return create_accountant(mechanism=name)
+    except ValueError as error:
+        raise ValueError(f"accountant: {error}; give {NAMES}") from error
+
+
+def is_approximate(accountant: "IAccountant") -> bool:
+    """Returns whether an accountant's ε may be below the true one."""
+    from opacus.accountants import GaussianAccountant
+
+    return isinstance(accountant, GaussianAccountant)
 
 
 def _settings_of(optimizer: Any) -> tuple:

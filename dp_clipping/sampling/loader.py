@@ -62,6 +62,7 @@ class PoissonLoader(Uncopied, DataLoader):
         on_batch: called with the number of a Poisson batch just before its (first) part is yielded,
             in the main process; what it raises is raised instead of yielding the batch.
         is_training: returns whether a batch that begins is for a step; None: no step uses any.
+        is_over: returns whether the training has ended, so that no batch follows.
         usage: which samples of the last batch no backward has used.
     """
 
@@ -90,6 +91,7 @@ class PoissonLoader(Uncopied, DataLoader):
         self.rand_on_empty = rand_on_empty
         self.usage = SampleUsage()
         self.is_training: Callable[[], bool] | None = None
+        self.is_over: Callable[[], bool] = lambda: False
         sampler.on_direct_use = self.usage.forget
         self._epoch: range | None = None  # of the last iteration that was begun
         self._epoch_end = 0
@@ -190,6 +192,8 @@ class PoissonLoader(Uncopied, DataLoader):
         with sending(self):
             batches = super().__iter__()
         for number, (batch, alone) in enumerate(batches, epoch.start):
+            if self.is_over():
+                return
             self.hand_over(number, yielded.popleft())
             self.usage.compare(batch, alone)
             yield batch

@@ -190,6 +190,8 @@ class MicrobatchLoader(Uncopied, DataLoader):
                 batches = super().__iter__()
             for batch, alone in batches:
                 first = not place.left
+                if first and poisson and poisson.is_over():
+                    break
                 left = place.left or yielded.popleft()
                 if poisson:
                     before = poisson.usage.steps

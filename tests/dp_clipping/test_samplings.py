@@ -1,8 +1,6 @@
 """`make_private(.., sampling=)` end to end: batches, accounts, checkpoints, and what is refused."""
 
 import math
-import sys
-import warnings
 
 import numpy as np
 import pytest
@@ -542,13 +540,3 @@ def test_a_checkpoint_with_another_cap_or_other_data_is_refused(path):
                 load(build("truncated_poisson", **changes), path, new_keys=new_keys)
     with pytest.raises(ValueError, match="no account of both is known"):
         build("truncated_poisson", engine=run.engine, max_batch_size=6)
-
-
-@every_sampling
-def test_without_dp_accounting(name, monkeypatch):
-    monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ImportError, match=r"pip install 'ddp-by-hand\[mechanisms\]'"):
-        build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        saved_runs.build()

@@ -1,7 +1,5 @@
 """What an account's steps release, and what it cannot hold together."""
 
-import builtins
-
 import pytest
 
 from dp_clipping.accounting.mechanism import (
@@ -9,7 +7,6 @@ from dp_clipping.accounting.mechanism import (
     ZERO_OUT,
     Mechanism,
     batches_per_epoch,
-    dp_accounting,
 )
 
 OTHER = Mechanism("gaussian, cyclic", "cyclic", ZERO_OUT)
@@ -37,17 +34,3 @@ def test_epsilons_of_one_relation_may_be_added():
 def test_batches_of_an_epoch():
     assert batches_per_epoch([(1.0, 1 / 3, 4), (2.0, 1 / 3, 1)]) == 3
     assert batches_per_epoch([(1.0, 1 / 3, 4), (1.0, 1 / 4, 1)]) == 1  # each step counts as a use
-
-
-def test_a_missing_dependency_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *arguments, **options):
-        if name == "dp_accounting":
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    assert dp_accounting("x").__name__ == "dp_accounting"
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"cyclic.*pip install 'ddp-by-hand\[mechanisms\]'"):
-        dp_accounting('sampling="cyclic"')

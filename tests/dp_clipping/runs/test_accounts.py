@@ -1,10 +1,12 @@
 """An engine and its account: the batches and the δ of which it warns."""
 
 import math
+import re
 import warnings
 
 import pytest
 import torch
+from opacus.accountants import GaussianAccountant
 from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -144,3 +146,154 @@ def test_delta_is_missing():
     for method in (engine.get_epsilon, engine.privacy_statement):
         with pytest.raises(TypeError, match=r"delta is missing: engine\..*\(delta=1e-5\)"):
             method()
+
+
+# ---- accountants --------------------------------------------------------------------------------
+
+
+def with_target(accountant="pld", loader_options=None, **options):
+    """Returns the engine and what make_private_with_epsilon returned, for one epoch of 4 steps."""
+    torch.manual_seed(0)
+    network = nn.Linear(3, 2)
+    data = TensorDataset(torch.randn(SAMPLES, 3), torch.randint(2, (SAMPLES,)))
+    engine = PrivacyEngine(accountant=accountant)
+    return engine, engine.make_private_with_epsilon(
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=5, **(loader_options or {})),
+        **{"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 1, "max_grad_norm": 1.0, **options},
+    )  # fmt: skip
+
+
+def test_the_default_accountant_is_pld():
+    engine, (model, optimizer, criterion, loader) = with_target()
+    assert engine.accountant.mechanism() == "pld"
+    train(loader, model, optimizer, criterion)
+    assert 2.98 < engine.get_epsilon(delta=1e-3) <= 3
+    statement = engine.privacy_statement(delta=1e-3)
+    assert statement.accountant == "pld"
+    assert statement.epsilon == engine.get_epsilon(delta=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
+def test_an_approximation_is_said_to_be_one():
+    torch.manual_seed(0)
+    network = nn.Linear(3, 2)
+    data = TensorDataset(torch.randn(SAMPLES, 3), torch.randint(2, (SAMPLES,)))
+    engine = PrivacyEngine(accountant="gdp")
+    engine.make_private(
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=5), noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    engine.accountant.history = [(1.0, 0.25, 4)]
+    with pytest.warns(UserWarning, match="gdp states an approximation that may be below"):
+        engine.get_epsilon(delta=1e-3)
+    with pytest.warns(UserWarning, match="may be below the true epsilon"):
+        statement = engine.privacy_statement(delta=1e-3)
+    assert "gdp, which states an approximation that may be below the true epsilon" in str(statement)
+    assert "approximation" in statement.as_dict()["accountant"]
+
+
+@pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
+def test_an_approximation_is_refused_where_a_guarantee_is_asked_for():
+    with pytest.raises(ValueError, match=r'PrivacyEngine\(accountant="pld"\)'):
+        with_target("gdp")
+    with pytest.raises(ValueError, match=r"gdp states an approximation.*secure_mode=True"):
+        PrivacyEngine(accountant="gdp", secure_mode=True)
+    engine = PrivacyEngine(secure_mode=True)
+    with pytest.raises(ValueError, match="gdp states an approximation"):
+        engine.accountant = GaussianAccountant()
+
+
+# ---- past a target ------------------------------------------------------------------------------
+
+
+def test_the_first_step_past_the_planned_ones_says_so_once():
+    engine, (model, optimizer, criterion, loader) = with_target()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(loader, model, optimizer, criterion)
+    with pytest.warns(UserWarning, match=r"the 4 steps that target_epsilon=3 is for") as caught:
+        train(loader, model, optimizer, criterion)
+        train(loader, model, optimizer, criterion)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert optimizer.steps == 12
+    said = float(re.search(r"epsilon is ([\d.]+) at delta=0.001", str(warning.message))[1])
+    assert 3 < said < engine.get_epsilon(delta=1e-3)
+
+
+def test_less_noise_than_a_target_needs_is_said():
+    _, (model, optimizer, criterion, loader) = with_target()
+    optimizer.noise_multiplier *= 0.9
+    with pytest.warns(
+        UserWarning, match=r"noise_multiplier is below the \S+ that target"
+    ) as caught:
+        train(loader, model, optimizer, criterion)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("physical", [None, 2])
+def test_stop_ends_a_plain_loop(physical, workers):
+    """After the planned steps the loader yields nothing for training."""
+    engine, (model, optimizer, criterion, loader) = with_target(
+        stop=True, steps=6, epochs=2, loader_options={"num_workers": workers}
+    )
+    for _ in range(5):
+        if physical is None:
+            train(loader, model, optimizer, criterion)
+            continue
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
+        ) as parts:
+            train(parts, model, optimizer, criterion)
+    assert optimizer.steps == 12
+    assert engine.get_epsilon(delta=1e-3) <= 3
+    model.eval()
+    assert len(list(loader)) == 6  # which no step uses
+
+
+def test_stop_in_the_middle_of_an_epoch():
+    """A step on a batch from elsewhere took a place."""
+    _, (model, optimizer, criterion, loader) = with_target(stop=True)
+    batches = list(loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(batches, model, optimizer, criterion)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"the 4 steps that target_epsilon=3 .* stop=True"):
+        train(batches[:1], model, optimizer, criterion)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert optimizer.steps == 4
+
+
+@pytest.mark.parametrize("new_keys", [False, True])
+def test_planned_steps_of_a_resumed_run(path, new_keys):
+    """They count from the beginning of the training."""
+    engine, (model, optimizer, criterion, loader) = with_target(stop=True)
+    batches = iter(loader)
+    for _ in range(3):
+        train([next(batches)], model, optimizer, criterion)
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    again, (model, optimizer, criterion, loader) = with_target(stop=True)
+    again.load_checkpoint(path=path, module=model, optimizer=optimizer, new_keys=new_keys)
+    for _ in range(3):
+        train(loader, model, optimizer, criterion)
+    assert optimizer.steps == 4
+    assert 2.98 < again.get_epsilon(delta=1e-3) <= 3
+
+
+def test_a_checkpoint_of_prv_goes_on_with_pld(path):
+    """It was the default, and keeps the same history."""
+    engine, (model, optimizer, criterion, loader) = with_target("prv", target_epsilon=2.0)
+    train(loader, model, optimizer, criterion)
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    again, (model, optimizer, *_) = with_target(target_epsilon=2.0)
+    optimizer.noise_multiplier = engine.accountant.history[0][0]
+    again.load_checkpoint(path=path, module=model, optimizer=optimizer)
+    assert again.accountant.mechanism() == "pld"
+    assert again.accountant.history == engine.accountant.history
+    assert again.get_epsilon(1e-3) == pytest.approx(engine.get_epsilon(1e-3), abs=0.02)
+    other, (model, optimizer, *_) = with_target("rdp", target_epsilon=2.0)
+    with pytest.raises(ValueError, match=r'is prv .* and rdp .*PrivacyEngine\(accountant="prv"\)'):
+        other.load_checkpoint(path=path, module=model, optimizer=optimizer)
