@@ -57,6 +57,8 @@ HARDLY = 50.0
 class PLDAccountant(IAccountant):  # type: ignore[misc]  # Opacus has no types
     """Keeps a history as Opacus's accountants do, and computes ε by `epsilon`."""
 
+    history: History
+
     def __init__(self) -> None:
         super().__init__()
 
@@ -251,7 +253,7 @@ def _rounded(loss: Any, lower: float, upper: float, steps: int, interval: float)
 def _inverse(loss: Any, losses: np.ndarray) -> np.ndarray:
     """Returns `loss.inverse_privacy_loss` of many losses, infinite where there is none."""
     rate, sign = loss.sampling_prob, -1 if loss.adjacency_type.name == "ADD" else 1
-    removed = sign * losses
+    removed: np.ndarray = sign * losses
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         large = removed + np.log1p((rate - 1) * np.exp(-removed))
         ratio = np.where(removed > 1, large, np.log(np.expm1(removed) + rate)) - math.log(rate)

@@ -9,5 +9,6 @@ Files:
     bound         lower bounds on ε from guesses
     curve         ε(δ) as an account states it
     report        both beside each other
+    noise         whether noise is independent, Gaussian and large enough
     records       one step on data with and without a unit
 """

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dp_clipping.audit.bound import check_confidence
 from dp_clipping.audit.canaries import LARGE, CanaryNetwork, Loss, Proxy, loss_of, tagged_loader
 from dp_clipping.audit.copies import Audited
 from dp_clipping.audit.curve import DELTAS, Curve, curve_of
+from dp_clipping.audit.noise import Parameter
 from dp_clipping.audit.records import TOLERANCE, RecordedSums, Step, record
 from dp_clipping.audit.report import AuditReport, bounds_of
 from dp_clipping.criterion import PrivateCriterion
@@ -113,6 +115,13 @@ class Audits(Accounts):
             )  # fmt: skip
             y, spread = _run(*private, included, loss, max_physical_batch_size)
             epsilon = engine.get_epsilon(delta)
+            noise_faults: Sequence[str] = ()
+            if arguments.get("sampling", "poisson") == "poisson" and len(set(audited.units())) > 1:
+                noise_faults = self.record_sums(
+                    module=module, optimizer=optimizer, criterion=criterion,
+                    data_loader=data_loader, noise_multiplier=noise_multiplier,
+                    max_grad_norm=max_grad_norm, units=2, removed=1, loss=loss, **arguments,
+                ).noise_faults  # fmt: skip
             bounds = bounds_of(
                 canaries, guesses(y, spread, rate, included), engine._curve, delta, confidence
             )
@@ -122,7 +131,7 @@ class Audits(Accounts):
             canaries=int(canaries), included=int(included.sum()),
             epsilon_lower_bound=bounds.epsilon_lower_bound, guesses=bounds.guesses,
             refuted_noise=bounds.refuted_scale * float(noise_multiplier),
-            curve_guesses=bounds.curve_guesses,
+            curve_guesses=bounds.curve_guesses, noise_faults=noise_faults,
         )  # fmt: skip
 
     @by_name(RECORD)
@@ -177,20 +186,20 @@ class Audits(Accounts):
             keys, _ = audited.seeds()
 
             def run(
-                those: Sequence[int], weights: Sequence[float], sigma: float, seed: int = 0,
-                is_fixed: bool = True,
+                those: Sequence[int], weights: Sequence[float], sigma: float, steps: int = 1,
+                seed: int = 0, is_fixed: bool = True,
             ) -> list[Step]:  # fmt: skip
                 torch.manual_seed(seed)
                 engine = type(self)(accountant=self.accountant.mechanism())
                 return _replay(
                     engine, audited, [own[u] for u in those], weights, max_grad_norm, loss,
-                    is_fixed, noise_multiplier=sigma, noise_generator=keys,
+                    is_fixed, steps=steps, noise_multiplier=sigma, noise_generator=keys,
                     expected_batch_size=len(own),
                 )  # fmt: skip
 
             def differs(is_fixed: bool) -> bool:
                 several = range(len(own)), [1.0] * len(own), 0.0
-                one, other = (run(*several, seed, is_fixed)[0] for seed in (0, 1))
+                one, other = (run(*several, 1, seed, is_fixed)[0] for seed in (0, 1))
                 return float((one.total - other.total).norm()) > TOLERANCE * one.clip_norm
 
             in_evaluation = differs(False)
@@ -200,6 +209,7 @@ class Audits(Accounts):
                 partial(run, is_fixed=in_evaluation), len(own), removed, noise_multiplier,
                 in_evaluation=in_evaluation, is_random=is_random,
                 independent=isinstance(mechanism, str),
+                is_gaussian=mechanism == "gaussian" or not isinstance(mechanism, str),
             )  # fmt: skip
 
     def _refuse_engine(self, what: str) -> None:
@@ -291,9 +301,10 @@ def _run(
 
 def _replay(
     engine: Any, audited: Audited, units: Sequence[Sequence[int]], weights: Sequence[float],
-    max_grad_norm: float | list[float], loss: Loss | None, is_fixed: bool, **more: Any,
+    max_grad_norm: float | list[float], loss: Loss | None, is_fixed: bool, *, steps: int,
+    **more: Any,
 ) -> list[Step]:  # fmt: skip
-    """Returns two steps of a private run on these units, from the same parameters.
+    """Returns so many steps of a private run on these units, from the same parameters.
 
     Args:
         units: the examples of each.
@@ -304,7 +315,7 @@ def _replay(
     for child in module.modules() if is_fixed else ():
         child.training = child is module
     rows = [(i, weight) for own, weight in zip(units, weights, strict=True) for i in own]
-    arguments = dict(audited.arguments) | more | {"sample_rate": 1.0, "steps": 2}
+    arguments = dict(audited.arguments) | more | {"sample_rate": 1.0, "steps": steps}
     if arguments.get("examples_per_unit", 1) > 1:
         arguments["unit_ids"] = [unit for unit, own in enumerate(units) for _ in own]
     arguments["adaptive_threshold"] = None  # it changes C after a step, not in it
@@ -314,17 +325,30 @@ def _replay(
     )  # fmt: skip
     parameters = private.model.capture.parameters
     start = [p.detach().clone() for p in parameters]
+    places = _places(private.model.network, parameters)
     divisor = private.expected_batch_size if criterion.loss_reduction == "mean" else 1.0
-    steps = []
+    made = []
     for tags, batch in loader:
         tags, batch = (changed(x, lambda t: t.to(start[0].device)) for x in (tags, batch))
         (loss_of(loss, model, criterion, batch) * tags.flatten()).backward()
         private.step()
         total = torch.cat([p.grad.double().cpu().flatten() for p in parameters]) * divisor
         precision = max(torch.finfo(p.grad.dtype).eps for p in parameters)
-        steps.append(Step(total, private.step_state.sensitivity, precision))
+        made.append(Step(total, private.step_state.sensitivity, precision, places))
         private.zero_grad()
         with torch.no_grad():
             for parameter, value in zip(parameters, start, strict=True):
                 parameter.copy_(value)
-    return steps
+    return made
+
+
+def _places(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Parameter]:
+    """Returns where each parameter is in a vector of all."""
+    names = {p: name for name, p in model.named_parameters()}
+    stops = list(accumulate(p.numel() for p in parameters))
+    return [
+        Parameter(
+            names.get(p, f"parameter {i}"), stop - p.numel(), stop, p[0].numel() if p.dim() else 1
+        )
+        for i, (p, stop) in enumerate(zip(parameters, stops, strict=True))
+    ]

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dp_clipping.audit.noise import Parameter, faults_of
 from dp_clipping.table import aligned
 
 HOSTILE = -1000.0
 """A unit's loss is also multiplied by this: then its gradient is clipped, and points backward."""
 TOLERANCE = 1e-3  # of C, for the rounding of float32 sums
+MOST_ROUNDING = 0.1  # of σC, up to which the numbers of the noise are looked at one by one
 DEVIATIONS = 6.0  # of a statistic of the noise, which are chance
 
 
@@ -27,6 +29,7 @@ class Step:
 
     Attributes:
         total: all parameters in one vector [n].
+        parameters: which of them is where.
         clip_norm: C.
         precision: the largest relative rounding error of a number of `.grad`.
     """
@@ -34,10 +37,14 @@ class Step:
     total: Tensor
     clip_norm: float
     precision: float
+    parameters: Sequence[Parameter] = ()
 
 
-Replay = Callable[[Sequence[int], Sequence[float], float], list[Step]]
-"""Units of the batch, what the loss of each is multiplied by, σ -> two steps of the same sums."""
+STEPS = 8
+"""Steps whose noise is looked at."""
+
+Replay = Callable[[Sequence[int], Sequence[float], float, int], list[Step]]
+"""Units of the batch, what the loss of each is multiplied by, σ, n -> n steps of the same sums."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +63,7 @@ class RecordedSums:
         noise_depends_on_data: the largest difference of the noise with a unit and without it, as a
             multiple of σC.
         repetition: the correlation of the noise of two steps.
+        noise_faults: what tests of the noise of each parameter and step have found (`audit.noise`).
         numbers: trainable numbers.
         in_evaluation: the network is random in training, as with dropout, so its modules were in
             evaluation.
@@ -75,6 +83,7 @@ class RecordedSums:
     numbers: int
     in_evaluation: bool
     is_random: bool
+    noise_faults: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -116,7 +125,7 @@ class RecordedSums:
                     f"the noise of two steps has correlation {self.repetition:.3g}, and is to be "
                     "independent"
                 )
-        return found
+        return [*found, *self.noise_faults]
 
     def __str__(self) -> str:
         rows = [["unit removed", "moves the sum by / C", f"loss times {HOSTILE:g}"]]
@@ -142,32 +151,35 @@ class RecordedSums:
 
 def record(
     replay: Replay, batch: int, removed: int, noise_multiplier: float, *, in_evaluation: bool,
-    is_random: bool, independent: bool,
+    is_random: bool, independent: bool, is_gaussian: bool,
 ) -> RecordedSums:  # fmt: skip
     """Returns what replays tell of units 0, ..., `removed` − 1 of a batch of `batch` units.
 
     Args:
         in_evaluation, is_random: as of `RecordedSums`.
         independent: the noise of two steps is to be.
+        is_gaussian: and that of all numbers, and Gaussian.
     """
     everyone, ones = list(range(batch)), [1.0] * batch
-    whole = replay(everyone, ones, 0.0)[0]
+    whole = replay(everyone, ones, 0.0, 1)[0]
     distances, hostile, first = [], [], None
     for unit in range(removed):
         rest = [other for other in everyone if other != unit]
-        without = replay(rest, ones[1:], 0.0)[0]
+        without = replay(rest, ones[1:], 0.0, 1)[0]
         first = without if first is None else first
         weights = [HOSTILE if other == unit else 1.0 for other in everyone]
-        moved = replay(everyone, weights, 0.0)[0]
+        moved = replay(everyone, weights, 0.0, 1)[0]
         distances.append((whole.total - without.total).norm())
         hostile.append((moved.total - without.total).norm())
     noise_std = chance = depends = repetition = noise_rounding = 0.0
+    noise_faults: list[str] = []
     if noise_multiplier and first is not None:
         std = noise_multiplier * whole.clip_norm
-        noises = [step.total - whole.total for step in replay(everyone, ones, noise_multiplier)]
+        replayed = replay(everyone, ones, noise_multiplier, STEPS)
+        noises = [step.total - whole.total for step in replayed]
         largest = max(float((noise + whole.total).abs().max()) for noise in noises)
         noise_rounding = 2 * whole.precision * largest / std
-        other = replay(everyone[1:], ones[1:], noise_multiplier)[0].total - first.total
+        other = replay(everyone[1:], ones[1:], noise_multiplier, 1)[0].total - first.total
         depends = float((other - noises[0]).abs().max()) / std
         square = noises[0].square()
         noise_std = float(square.mean().sqrt())
@@ -177,9 +189,13 @@ def record(
         if independent:
             norms = noises[0].norm() * noises[1].norm()
             repetition = float(noises[0] @ noises[1] / norms) if norms else 0.0
+        if is_gaussian and noise_rounding < MOST_ROUNDING:
+            z = torch.stack(noises if independent else noises[:1]) / std
+            tolerance = TOLERANCE + noise_rounding
+            noise_faults = faults_of(z, whole.parameters, tolerance)
     rounding = 2 * whole.precision * float(whole.total.norm())
     return RecordedSums(
         whole.clip_norm, torch.stack(distances), torch.stack(hostile), float(noise_multiplier),
         noise_std, chance, rounding, noise_rounding, depends, repetition, len(whole.total),
-        in_evaluation, is_random,
+        in_evaluation, is_random, noise_faults,
     )  # fmt: skip

@@ -30,6 +30,8 @@ class AuditReport:
         refuted_noise: the run is not as private as it would be with this noise multiplier, at all
             δ together (Mahloujifar et al. 2024); infinite if no such noise was found.
         curve_guesses: those that refute it; None: no noise is refuted.
+        noise_faults: what tests of the noise of each parameter and step have found, which see
+            noise that canaries do not get. Right noise has one with probability 1e-4 at most.
     """
 
     epsilon: float
@@ -44,6 +46,7 @@ class AuditReport:
     guesses: Guesses
     refuted_noise: float
     curve_guesses: Guesses | None
+    noise_faults: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -64,7 +67,7 @@ class AuditReport:
                 f"the run is not as private as with noise multiplier {self.refuted_noise:.3g}, and "
                 f"{self.noise_multiplier:.3g} is stated"
             )
-        return found
+        return [*found, *self.noise_faults]
 
     def __str__(self) -> str:
         lines = [

@@ -55,6 +55,7 @@ class Optimizer(Protocol):
     noise: Any
     noise_multiplier: float
     max_grad_norm: float | list[float]
+    step_state: Any
 
     @property
     def adaptive_threshold(self) -> Any: ...

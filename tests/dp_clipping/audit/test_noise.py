@@ -1,0 +1,220 @@
+"""Tests of noise: right noise passes, and what is not as it is stated is found, and named."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import PrivacyEngine
+from dp_clipping.audit.noise import LEVEL, Parameter, faults_of
+from examples.audit_faults import noise_changed
+
+SHAPES = {"0.weight": (16, 6), "0.bias": (16,), "2.weight": (4, 16), "2.bias": (4,)}
+STEPS = 8
+
+
+def parameters():
+    places, start = [], 0
+    for name, shape in SHAPES.items():
+        stop = start + math.prod(shape)
+        places.append(Parameter(name, start, stop, math.prod(shape[1:])))
+        start = stop
+    return places
+
+
+def faults(change=None, seed=0, steps=STEPS):
+    """Faults of noise that `change(a dict of name -> z [steps, numbers])` has changed."""
+    draw = torch.Generator().manual_seed(seed)
+    own = {p.name: torch.randn(steps, p.stop - p.start, generator=draw, dtype=torch.float64)
+           for p in parameters()}  # fmt: skip
+    if change is not None:
+        change(own)
+    return faults_of(torch.cat(list(own.values()), 1), parameters(), 1e-6)
+
+
+def test_right_noise_passes():
+    assert [faults(seed=seed) for seed in range(30)] == [[]] * 30
+    assert faults(steps=1) == []
+
+
+@pytest.mark.slow
+def test_right_noise_fails_no_more_often_than_is_said(monkeypatch):
+    """With a level a thousand times as high, of which 200 draws can tell."""
+    monkeypatch.setattr("dp_clipping.audit.noise.LEVEL", 1000 * LEVEL)
+    wrong = sum(bool(faults(seed=seed)) for seed in range(200))
+    assert wrong <= 36  # 20 are to be expected at most, and more than 36 with probability 1e-4
+
+
+def of_one(name, change):
+    return lambda z: z.__setitem__(name, change(z[name]))
+
+
+def one_stream(z):
+    for name in z:
+        z[name] = z["0.weight"][:, : z[name].shape[1]].clone()
+
+
+def sign_flipped(z):
+    z["2.weight"] = -z["0.weight"][:, :64]
+
+
+def tiny_copy(z):
+    z["2.bias"] = z["0.bias"][:, :4].clone()
+
+
+def half_from_step_2(z):
+    for value in z.values():
+        value[2:] /= 2
+
+
+def repeated(z):
+    """Each second step has the noise of the one before."""
+    for value in z.values():
+        value[1::2] = value[::2]
+
+
+def repeated_of_the_smallest(z):
+    z["2.bias"][5] = z["2.bias"][2]
+
+
+def negative_of_the_smallest(z):
+    z["2.bias"][5] = -z["2.bias"][2]
+
+
+def a_step_later(z):
+    z["2.weight"][1:] = z["0.weight"][:-1, :64]
+
+
+def half(value):
+    value[:, : value.shape[1] // 2] = 0
+    return value
+
+
+def one_number(value):
+    value[:, 3] = 0
+    return value
+
+
+def same_shares(value):
+    """Two ranks have the same noise for their halves."""
+    value[:, value.shape[1] // 2 :] = value[:, : value.shape[1] // 2]
+    return value
+
+
+def same_rows(value):
+    return value[:, :6].repeat(1, 16)
+
+
+def uniform(value):
+    draw = torch.Generator().manual_seed(5)
+    return (torch.rand(value.shape, generator=draw, dtype=value.dtype) - 0.5) * math.sqrt(12)
+
+
+def two_sizes(value):
+    """Right variance of all, of numbers with much and with little noise."""
+    value[:, ::2] *= math.sqrt(1.75)
+    value[:, 1::2] /= 2
+    return value
+
+
+PLANTED = {
+    "no noise on a layer": (lambda z: (z["2.weight"].zero_(), z["2.bias"].zero_()), "2.weight"),
+    "no noise on a bias": (of_one("2.bias", torch.zeros_like), "2.bias"),
+    "no noise on a bias of 16": (of_one("0.bias", torch.zeros_like), "0.bias"),
+    "one stream for all": (one_stream, "equal offsets"),
+    "of opposite sign": (sign_flipped, "0.weight and 2.weight"),
+    "a tiny one has another's": (tiny_copy, "0.bias and 2.bias"),
+    "half from step 2 on": (half_from_step_2, "step"),
+    "each second step again": (repeated, "steps 0 and 1"),
+    "a tiny one again": (repeated_of_the_smallest, "2.bias in steps 2 and 5 are equal"),
+    "a tiny one of opposite sign": (negative_of_the_smallest, "in steps 2 and 5 are equal but"),
+    "another's a step later": (a_step_later, "a step later"),
+    "half of a parameter": (of_one("0.weight", half), "0.weight"),
+    "half of a small parameter": (of_one("0.bias", half), "0.bias"),
+    "one number": (of_one("0.weight", one_number), "number 3 of 0.weight"),
+    "0.8 of one parameter": (of_one("0.weight", lambda z: 0.8 * z), "0.weight"),
+    "too much of one": (of_one("0.weight", lambda z: 1.3 * z), "0.weight"),
+    "a mean": (of_one("0.weight", lambda z: z + 0.25), "mean 0."),
+    "a mean of a step": (lambda z: z["0.weight"][3].add_(0.8), "step 3"),
+    "same noise for two shares": (of_one("0.weight", same_shares), "parts of 0.weight"),
+    "same noise for tiny shares": (of_one("2.bias", same_shares), "parts of 2.bias"),
+    "same noise for all rows": (of_one("0.weight", same_rows), "parts of 0.weight"),
+    "uniform": (of_one("0.weight", uniform), "is not Gaussian"),
+    "of two sizes": (of_one("0.weight", two_sizes), "is not Gaussian"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_wrong_is_found_and_named(name):
+    change, what = PLANTED[name]
+    found = faults(change)
+    assert any(what in fault for fault in found), found
+
+
+# ---- the same by what users call ----------------------------------------------------------------
+
+
+def arguments(**changes):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+    data = TensorDataset(torch.randn(24, 6), torch.randint(4, (24,)))
+    return {
+        "module": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+        "data_loader": DataLoader(data, batch_size=8), "noise_multiplier": 2.0,
+        "max_grad_norm": 0.5, "grad_sample_mode": "bookkeeping",
+        "noise_generator": torch.Generator().manual_seed(0), **changes,
+    }  # fmt: skip
+
+
+def without(names):
+    """The library adds no noise to these parameters."""
+
+    def change(add, totals, given, **how):
+        clean = [total.clone() for total in totals]
+        noisy = add(totals, given, **how)
+        return [c if name in names else n for c, n, name in zip(clean, noisy, given, strict=True)]
+
+    return noise_changed(change)
+
+
+def halved_later():
+    return noise_changed(
+        lambda add, *sums, std, step, **how: add(
+            *sums, std=std / 2 if step > 1 else std, step=step, **how
+        )
+    )
+
+
+def of_one_stream():
+    return noise_changed(
+        lambda add, totals, names, **how: add(totals, [names[0]] * len(names), **how)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        (lambda: without(["2.weight", "2.bias"]), "2.weight"),
+        (lambda: without(["2.bias"]), "2.bias"),
+        (halved_later, "step"),
+        (of_one_stream, "equal offsets"),
+    ],
+)
+@pytest.mark.parametrize("call", ["record_sums", "audit"])
+def test_both_attacks_find_it(call, fault, what):
+    options = {"canaries": 40, "sample_rate": 0.5, "steps": 2} if call == "audit" else {}
+    with fault():
+        found = getattr(PrivacyEngine(), call)(**arguments(**options))
+    assert not found.ok
+    assert any(what in text for text in found.faults), found.faults
+    assert "FAIL" in str(found)
+
+
+@pytest.mark.parametrize("call", ["record_sums", "audit"])
+def test_neither_finds_what_is_not_there(call):
+    options = {"canaries": 40, "sample_rate": 0.5, "steps": 2} if call == "audit" else {}
+    found = getattr(PrivacyEngine(), call)(**arguments(**options))
+    assert found.ok, found.faults
+    assert list(found.noise_faults) == []
