@@ -66,8 +66,8 @@ class Options:
     data: str | None = option(None, metavar="SOURCE", help=(
         "of --calibrate: a file or folder of text (default: stdlib, Python's own sources)"))
 
-    accountant: str = option("prv", "that computes the chosen noise", group="output",
-        choices=("prv", "rdp"))
+    accountant: str = option("pld", "that computes the chosen noise", group="output",
+        choices=("pld", "prv", "rdp"))
     output: Path = option(Path("plan.png"), "the picture", metavar="FILE")
     dry_run: bool = option(False, "say what would be searched or trained, and end (default: off)")
 # fmt: on

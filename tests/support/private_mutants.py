@@ -20,6 +20,7 @@ REPLAY = "tests/dp_clipping/step/test_rng_replay.py"
 GAUSSIAN = "tests/dp_clipping/noise/test_gaussian.py"
 KEYS = "tests/dp_clipping/noise/test_keys.py"
 ADAPTIVE = "tests/dp_clipping/noise/test_adaptive_threshold.py"
+PLD = "tests/dp_clipping/accounting/test_pld.py"
 POISSON = "tests/dp_clipping/sampling/test_poisson.py"
 LOADER = "tests/dp_clipping/sampling/test_loader.py"
 USAGE = "tests/dp_clipping/sampling/test_usage.py"
@@ -101,6 +102,16 @@ ROWS = [
     ("hooks that gather run under vmap", "capture/capture.py",
      "if module in inside and module in gathered:", "if False:", AROUND_BLOCKS,
      "test_norms_and_sums and not fsdp1 and not fsdp2"),
+    # ---- accounts for any noise
+    ("losses are rounded down", "accounting/pld.py",
+     "mass = np.r_[p - b, 0] + np.r_[0, b]", "mass = np.r_[p, 0]", PLD),
+    ("a merged step has the most noise", "accounting/pld.py",
+     "(min(s for s, _, _ in cell)", "(max(s for s, _, _ in cell)", PLD),
+    ("gdp passes for a guarantee", "runs/accounts.py",
+     "if self._refuses_approximation and is_approximate(accountant):", "if False:", ACCOUNTS),
+    ("stop does not stop", "runs/accounts.py", "            if plan.stop:", "            if False:", ACCOUNTS),
+    ("a target has a step more", "runs/accounts.py",
+     "if steps >= plan.steps:", "if steps > plan.steps:", ACCOUNTS),
     # ---- clipping
     ("norms without their margin", "clipping/coefficients.py",
      "norms = squared_bounds.sqrt() * margin", "norms = squared_bounds.sqrt()", COEFFICIENTS),
