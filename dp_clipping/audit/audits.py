@@ -116,7 +116,7 @@ class Audits(Accounts):
             y, spread = _run(*private, included, loss, max_physical_batch_size)
             epsilon = engine.get_epsilon(delta)
             noise_faults: Sequence[str] = ()
-            if arguments.get("sampling", "poisson") == "poisson" and len(set(audited.units())) > 1:
+            if len(set(audited.units())) > 1:
                 noise_faults = self.record_sums(
                     module=module, optimizer=optimizer, criterion=criterion,
                     data_loader=data_loader, noise_multiplier=noise_multiplier,

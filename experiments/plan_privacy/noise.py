@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dp_clipping.accounting.target_epsilon import LOWEST, epsilon_at_end, noise_multiplier_for
+from dp_clipping.accounting.target_epsilon import LOWEST_OF_OPACUS as LOWEST
+from dp_clipping.accounting.target_epsilon import epsilon_at_end, noise_multiplier_for
 
 ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(12, 64), 80, 100, 128, 192, 256, 512, 1024)
 """Rényi orders of the table: Opacus's, and higher ones, without which no ε below 0.3 is found."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dp_clipping.accounting.target_epsilon import LOWEST
+from dp_clipping.accounting.target_epsilon import LOWEST_OF_OPACUS as LOWEST
 from experiments.plan_privacy.law import Law
 from experiments.plan_privacy.noise import NoiseTable, exact_noise
 

@@ -109,7 +109,8 @@ ROWS = [
      "(min(s for s, _, _ in cell)", "(max(s for s, _, _ in cell)", PLD),
     ("gdp passes for a guarantee", "runs/accounts.py",
      "if self._refuses_approximation and is_approximate(accountant):", "if False:", ACCOUNTS),
-    ("stop does not stop", "runs/accounts.py", "            if plan.stop:", "            if False:", ACCOUNTS),
+    ("stop does not stop", "runs/accounts.py",
+     "            if plan.stop:", "            if False:", ACCOUNTS),
     ("a target has a step more", "runs/accounts.py",
      "if steps >= plan.steps:", "if steps > plan.steps:", ACCOUNTS),
     # ---- clipping
