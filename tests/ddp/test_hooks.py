@@ -112,8 +112,7 @@ def _optimizer_in_backward(context: Context, name: str, fused: bool) -> None:
         chain_loss(0)(model, context.rank).backward()
 
 
-def graphs(context: Context, name: str) -> None:
-    """`retain_graph` with a second backward, and `create_graph`."""
+def created_graphs(context: Context, name: str) -> None:
     network = Chain().to(context.device)
     register(network, in_place)
     model = wrap(name, network, process_group=context.group, **small_buckets(name))
@@ -122,6 +121,12 @@ def graphs(context: Context, name: str) -> None:
         model.finish_gradient_synchronization()
         check(context, model, step, in_place)
         network.zero_grad()
+
+
+def retained_graphs(context: Context, name: str) -> None:
+    network = Chain().to(context.device)
+    register(network, in_place)
+    model = wrap(name, network, process_group=context.group, **small_buckets(name))
     loss = chain_loss(2)(model, context.rank)
     loss.backward(retain_graph=True)
     network.zero_grad()
@@ -135,7 +140,7 @@ def test_hooks_of_a_user(ranks, implementation, body):
     ranks.run(2, body, implementation)
 
 
-@pytest.mark.parametrize("body", [hook_that_raises, graphs])
+@pytest.mark.parametrize("body", [hook_that_raises, created_graphs, retained_graphs])
 def test_hooks_beyond_torch(ranks, hand_built, body):
     """PyTorch's reducer cannot go on after a failed backward, and refuses `create_graph`."""
     ranks.run(2, body, hand_built)

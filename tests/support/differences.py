@@ -28,6 +28,7 @@ REFUSED = {
         "on_one_trunk": DIVIDED,
         "in_a_loop": DIVIDED,
         "goes_without_a_trace": "because the wrapper that has divided it is deleted",
+        "created_graphs": "create_graph=True through a block",
         "loaded_by_assignment": "give assign=False",
         "by_another_variant": DIVIDED,
         "refused_dtypes": DIVIDED,
