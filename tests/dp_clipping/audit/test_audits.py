@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp import wrap
 from dp_clipping import PrivacyEngine
+from dp_clipping.accounting import pld
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from examples.audit_faults import AUDIT, FAULTS
 
@@ -99,11 +100,7 @@ class TestTheRightProduct:
 
 
 def stated(rate: float, steps: int, sigma: float) -> float:
-    from opacus.accountants import create_accountant
-
-    accountant = create_accountant("prv")
-    accountant.history = [(sigma, rate, steps)]
-    return accountant.get_epsilon(1e-5)
+    return pld.epsilon([(sigma, rate, steps)], 1e-5)
 
 
 class TestFaults:
