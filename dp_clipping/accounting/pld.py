@@ -10,10 +10,11 @@ most 1 + α(α+1)h²/8. So T steps cost at most T(α+1)h²/8 more where −log �
 where this is `TOLERANCE` of ε. ε and α are first those of Rényi differential privacy, and then
 those that were found.
 
-**Tilting.** An FFT in double precision is off by about 10⁻¹⁶ of the largest mass per step, which at
-100,000 steps is about 10⁻¹¹ (at a δ of 10⁻¹², dp-accounting's own composition is 3 % below the truth
-of Gaussian steps with q = 1). So masses are multiplied by e^{θL} before it and divided by it afterwards, with θ for which
-the composed L is around ε: δ is then as exact as the largest mass.
+**Tilting.** An FFT in double precision is off by about 10⁻¹⁶ of the largest mass per step, at
+100,000 steps by about 10⁻¹¹. At a δ of 10⁻¹² dp-accounting's own composition of so many Gaussian
+steps (σ 300, q 1) is 3 % below the truth. So masses are multiplied by e^{θL} before it and divided
+by it afterwards, with θ for which the composed L is around ε: δ is then as exact as the largest
+mass.
 """
 
 import math

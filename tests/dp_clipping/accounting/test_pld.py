@@ -99,14 +99,13 @@ def test_where_each_step_has_all_units_it_is_known_exactly(sigma, steps, delta):
     assert exact <= epsilon([(sigma, 1.0, steps)], delta) <= 1.006 * exact
 
 
-# Computed once with masses from normal distribution functions in place of cdfs of dp-accounting, a
-# finer interval and the same tilting; to three or four digits.
+# Computed once with other code for the losses, a finer interval and the same tilting.
 @pytest.mark.parametrize(
     ("entry", "exact"),
     [((1, 0.001, 10_000), 1.1851), ((0.3, 0.1, 10_000), 4027.0), ((20, 0.1, 100_000), 12.008)],
 )
 def test_a_small_delta_after_many_steps(entry, exact):
-    """FFTs without tilting give 3.2 or 1.15 for the first, by the interval, and 15.1 for the last."""
+    """FFTs without tilting give 1.15 or 3.2 for the first, and 15.1 for the last."""
     assert epsilon([entry], 1e-12) == pytest.approx(exact, rel=6e-3)
 
 
