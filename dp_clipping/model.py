@@ -226,16 +226,27 @@ class PrivateModel(nn.Module):
     def plan_table(self) -> str:
         """Shows what the last fused step did with each linear layer; see `planning.plan`.
 
-        It shows the size of that batch: refused with `hide_unprotected=True`. Raises RuntimeError
-        if there was none.
+        In every private mode it names the modules whose samples run one after another, and says
+        why. It shows the size of that batch: refused with `hide_unprotected=True`.
+
+        Raises:
+            RuntimeError: there was no fused step, and no module has to be named.
         """
         self.refuse_in_release("plan_table")
+        handles = () if self.policy is None else self.capture.handles
+        slow = [
+            f"{handle.name or 'the network'}: one sample after another: {handle.one_by_one}"
+            for handle in handles
+            if handle.one_by_one
+        ]
+        plan = None if self.step_context is None else self.step_context.plans.last
+        if slow:
+            return "\n".join(([] if plan is None else [plan.table(), ""]) + slow)
         if self.policy is None or not self.policy.fused:
             raise RuntimeError(
                 f"mode {self.mode} has no plan: choose "
                 f"grad_sample_mode={' or '.join(REFERENCE_MODE)}"
             )
-        plan = self.step_context.plans.last
         if plan is None:
             raise RuntimeError(
                 "no step has run on fused kernels yet: call plan_table() after loss.backward(); "

@@ -10,7 +10,7 @@ plain autograd functions.
 
 import types
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -75,6 +75,7 @@ class Capture:
         members: the parameters of each clipping group.
         triggers: parameter -> the leaf that makes autograd visit what uses it; `trigger` is any.
         sharding: how the network is spread over ranks; None: it is not.
+        state: a `checks.state.State` of the network, which `discovery` sets, or None.
         norm_group_key: parameter -> a key; norms of parameters with the same key may be taken
             together. It has the clipping group, and whether a tensor axis splits the parameter.
         arithmetic: what captured layers compute with; a step raises if it was changed.
@@ -101,6 +102,7 @@ class Capture:
             for name, parameter in own_parameters(module).items()
         }
         self._install()
+        self.state: Any = None
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = {p: plain_name(n) for n, p in reversed(list(network.named_parameters()))}
         parts = {} if sharding is None else sharding.parts
@@ -141,10 +143,12 @@ class Capture:
         inside: set[nn.Module] = set()  # of modules whose children run outside of vmap
         called: set[nn.Module] = set()  # by their own code
         for name, module in self.network.named_modules():
-            if module in covered or isinstance(module, CONTAINERS):
+            if module in covered:
                 continue
             if module in self._widened:
                 kind = "vectorized"
+            elif isinstance(module, CONTAINERS):
+                continue
             elif any(p.requires_grad for p in owned(module)):
                 kind = kind_of(module)
                 if kind == "attention" and module in self._whole:
@@ -412,6 +416,17 @@ class Capture:
         if dtype not in self._zeros:
             self._zeros[dtype] = torch.zeros((), dtype=dtype, device=self.trigger.device)
         return self._zeros[dtype]
+
+    @contextmanager
+    def tried(self, args: tuple, kwargs: dict) -> Iterator[Any]:
+        """Runs a forward that is only tried, and yields its outputs.
+
+        At the end the network, and objects in the arguments, hold what they held before. On ranks
+        that share the network's parameters only the arguments do: FSDP keeps state of its own.
+        """
+        only_given, state = self.sharding is not None, self.state
+        with nullcontext() if state is None else state.rewound(args, kwargs, only_given=only_given):
+            yield self.network(*args, **kwargs)
 
     @contextmanager
     def looked_at(self, before: Callable, after: Callable | None = None) -> Iterator[None]:

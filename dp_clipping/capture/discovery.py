@@ -6,7 +6,9 @@ sharded model run the same forwards, whatever their own batches, because they ga
 together.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,7 @@ from dp_clipping.capture.checks.carried import Carried, restored
 from dp_clipping.capture.checks.lengths import DependsOnLength, Lengths
 from dp_clipping.capture.checks.observation import Observer
 from dp_clipping.capture.checks.sample_independence import PLACES, Company, Schedule
+from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork
@@ -40,6 +43,7 @@ from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
+from dp_clipping.layers.vmap.objects import Objects, exchanged, refuse_iterators
 from dp_clipping.sampling.collate_check import Alone
 from dp_clipping.torch_compat import flush_ready_nodes, tree_map
 
@@ -62,19 +66,23 @@ class LayoutDiscovery:
     ):
         self._network, self._capture, self._sharding = network, capture, sharding
         self._bags = KnownBags(network)
+        if capture.state is None:
+            capture.state = State(network, sharding is not None)
         self.carried = Carried(
             network,
             self._forward_and_backward,
             batch_first,
             is_sharded=sharding is not None,
             known_bags=self._bags,
+            state=capture.state,
         )
         self._search = Search(capture)
-        observer = Observer(capture, self.carried.state)
+        observer = Observer(capture)
         self._company = Company(capture, observer.run, self._search.layouts_of)
         self._schedule = Schedule()
         self._forecaster = Forecaster(capture, self._search.observe)
         self._is_known = self._is_provisional = False
+        self._left: list[weakref.ref[Tensor]] = []  # in arguments, by forwards
 
     def batch_of(self, args: tuple, kwargs: dict) -> Batch:
         """Returns the arguments of a forward as a batch.
@@ -84,6 +92,7 @@ class LayoutDiscovery:
         Raises:
             ValueError: the arguments do not determine a layer's bags.
         """
+        refuse_iterators("", args, kwargs)
         batch = self.carried.batch_of(args, kwargs)
         if self._sharding is not None or self._bags.of(args, kwargs) is not None:
             return batch
@@ -91,6 +100,7 @@ class LayoutDiscovery:
             args, kwargs = batch.with_a_row_of_zeros()
         with (
             restored(self.carried.state),
+            self.carried.state.rewound(args, kwargs, only_given=True),
             self._capture.looked_at(lambda *_: None),
             without_dropout(self._network),
             same_generators(self._network.modules()),
@@ -226,9 +236,9 @@ class LayoutDiscovery:
             if seed is not None:
                 seed_all(seed)
             before = generator_states(modules, self._capture.trigger.device)
-            outputs = self._network(*args, **kwargs)
-            is_random = generator_states(modules, self._capture.trigger.device) != before
-            return look(outputs, is_random)
+            with self._capture.tried(args, kwargs) as outputs:
+                is_random = generator_states(modules, self._capture.trigger.device) != before
+                return look(outputs, is_random)
 
     def forecast(self, batch: Batch) -> CompiledShapes:
         """Returns the expected inputs of linear layers, which compiled code needs beforehand."""
@@ -237,6 +247,66 @@ class LayoutDiscovery:
     def layouts_of(self, outputs: Any) -> list[Layout | None]:
         """Returns the layouts of the tensors that were returned; None: without samples."""
         return self._search.layouts_of(tensors_of(outputs))
+
+    def note_left(self, args: tuple, kwargs: dict, before: Objects) -> None:
+        """Notes what a forward has left in objects of its arguments, for `without_left`."""
+        left = Objects(args, kwargs).left_since(before).values()
+        kept = [x for x in self._left if x() is not None]
+        self._left = kept + [weakref.ref(x) for x in left]
+
+    @contextmanager
+    def without_left(self, args: tuple, kwargs: dict) -> Iterator[tuple]:
+        """Yields arguments without what earlier forwards have left in them, and puts that back.
+
+        A number is in its place: it has rows of another batch.
+
+        Raises:
+            ValueError: this forward reads it. That is tried with other values.
+        """
+        noted = {id(x()) for x in self._left} - {id(None)}
+        objects = Objects(args, kwargs) if noted and self._sharding is None else None
+        left = [] if objects is None else [x for x in objects.tensors.values() if id(x) in noted]
+        if not left:
+            yield args
+            return
+        self._refuse_read(objects, left, args, kwargs)
+        aside = {id(x): torch.zeros((), device=x.device) for x in left}
+        objects.show(aside)
+        try:
+            yield exchanged(args, aside)
+        finally:
+            Objects(args, kwargs).show({id(aside[id(x)]): x for x in left})
+
+    def _refuse_read(self, objects: Objects, left: list[Tensor], args: tuple, kwargs: dict) -> None:
+        refusal = ValueError(
+            "an argument holds what an earlier forward has left in it, and this forward reads it: "
+            "gradients then depend on samples of earlier steps; give each forward a new object, as "
+            "model(x, memory=[]) or model(x, past_key_values=DynamicCache())"
+        )
+        others = {id(x): _with_others(x) for x in left}
+        try:
+            found = self._plain_outputs(args, kwargs)
+        except Exception as error:  # it does not fit this batch
+            if any(x.dim() and not len(x) for x in tensors_in((args, kwargs))):
+                return
+            raise refusal from error
+        objects.show(others)
+        try:
+            changed = self._plain_outputs(exchanged(args, others), kwargs)
+        finally:
+            objects.put_back()
+        if not all(map(torch.equal, found, changed)):
+            raise refusal
+
+    def _plain_outputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
+        with (
+            self._capture.looked_at(lambda *_: None),
+            without_dropout(self._network),
+            same_generators(self._network.modules()),
+            torch.no_grad(),
+            self._capture.tried(args, kwargs) as outputs,
+        ):
+            return [y.nan_to_num() for y in tensors_of(outputs)]
 
     def _arguments(self, batch: Batch, first: int = 0) -> list[tuple]:
         """Returns the arguments of three forwards: see `Search.establish`.
@@ -271,7 +341,8 @@ class LayoutDiscovery:
                 unfit = self._unfit(arguments)
             except NeedsVmap as error:
                 refusal = refusal or error
-                if not capture.widen(callers_of(capture, arguments[0], error.layer)):
+                callers = [m for run in arguments for m in callers_of(capture, run, error.layers)]
+                if not capture.widen(dict.fromkeys(callers)):
                     raise refusal from error
             except CalledDifferently:
                 raise
@@ -378,6 +449,7 @@ class LayoutDiscovery:
             without_dropout(self._network),
             same_generators(self._network.modules()),
             torch.set_grad_enabled(self._sharding is None),
+            self.carried.state.rewound(args, kwargs, only_given=True),
         ):
             outputs = self._network(*args, **kwargs)
             ends = [y.float().square().sum() for y in tensors_in(outputs) if y.requires_grad]
@@ -412,6 +484,11 @@ class LayoutDiscovery:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)  # random numbers of the network must not make ranks differ
             self._look(_moved(given[0], device), largest)
+
+
+def _with_others(x: Tensor) -> Tensor:
+    """Returns a tensor of other values."""
+    return 1 - x.detach() if x.is_floating_point() else torch.zeros_like(x)
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

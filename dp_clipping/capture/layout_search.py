@@ -6,7 +6,7 @@ norm.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -27,7 +27,7 @@ from dp_clipping.capture.randomness import same_generators, without_dropout
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import Sequences
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
+from dp_clipping.layers.batch_layout import FEW, MORE, FitsBothOrders, Layout, find_layout
 from dp_clipping.layers.handle import (
     CalledDifferently,
     LayerState,
@@ -37,8 +37,9 @@ from dp_clipping.layers.handle import (
     rows_unknown,
 )
 from dp_clipping.layers.tensor_parallel import local
+from dp_clipping.layers.vmap.objects import Effects, Objects, Path
 from dp_clipping.layers.vmap.refusals import refuse_transforms
-from dp_clipping.torch_compat import TorchDispatchMode, is_dtype_cast
+from dp_clipping.torch_compat import TorchDispatchMode, is_dtype_cast, tree_leaves
 
 UNSURE = "unsure"
 NETWORK = "\0"  # no module has this name: the network's outputs
@@ -73,6 +74,8 @@ class Search:
             handle.output_layouts.clear()
             if handle.whole_batch:
                 handle.whole_batch.clear()
+            handle.effects.clear()
+            handle.one_by_one = ""
 
     def establish(
         self, few: tuple[tuple, dict], more: tuple[tuple, dict], other: tuple[tuple, dict]
@@ -91,12 +94,20 @@ class Search:
         while known != (known := self._count_shared()):
             runs = self.observe(*few, FEW), self.observe(*more, MORE), self.observe(*other, FEW)
             uses: dict[Parameter, int] = {}
+            failures: list[NeedsVmap] = []
             for handle in self.capture.handles:
-                calls = _paired(handle.name, [run[handle.name] for run in runs])
-                for call in calls:
-                    self._learn(handle, *call)
+                try:
+                    calls = _paired(handle.name, [run[handle.name] for run in runs])
+                    for call in calls:
+                        self._learn(handle, *call)
+                except NeedsVmap as error:
+                    failures.append(error)
+                    continue
                 for parameter in handle.parameters().values():
                     uses[parameter] = uses.get(parameter, 0) + len(calls)
+            if failures:
+                failures[0].layers.update(*(error.layers for error in failures))
+                raise failures[0]
         self.learn_outputs(*(run[NETWORK][0].outputs for run in runs))
         for parameter, count in uses.items():
             self._uses[parameter] = max(count, self._uses.get(parameter, 0))
@@ -165,31 +176,56 @@ class Search:
         for side, known, *tensors in sides:
             if len({len(of_run) for of_run in tensors}) > 1:
                 raise CalledDifferently(name)
-            layouts = tuple(
-                find_layout(a, b, f"{side} {n} of {name}", c)
-                for n, (a, b, c) in enumerate(zip(*tensors, strict=True))
-            )
-            self._refuse_routed(name, layouts)
+            try:
+                layouts = tuple(
+                    find_layout(a, b, f"{side} {n} of {name}", c)
+                    for n, (a, b, c) in enumerate(zip(*tensors, strict=True))
+                )
+            except ValueError as error:
+                if not self._routing and not isinstance(error, FitsBothOrders):
+                    raise
+                raise NeedsVmap(handle.name, str(error)) from error
+            self._refuse_routed(handle.name, name, layouts)
             if known.setdefault(dims, layouts) != layouts:
                 raise NeedsVmap(
                     handle.name,
                     f"{name} is called with its samples in different places "
                     f"({known[dims]}, {layouts}): use two modules, or one layout",
                 )
+        if handle.kind == "vectorized":
+            self._learn_effects(handle, dims, few, more, other)
         if handle.kind == "vectorized" and not handle.is_inside:
             given, made = handle.layouts[dims], handle.output_layouts[dims]
             if all(x.kind == "shared" for x in given) and any(x.kind != "shared" for x in made):
                 raise rows_unknown(handle.name)
 
-    def _refuse_routed(self, name: str, layouts: tuple[Layout, ...]) -> None:
+    def _learn_effects(self, handle: LayerState, dims: tuple[int, ...], *calls: LayerCall) -> None:
+        """Learns where a module reads and writes tensors of the samples in objects."""
+        inputs = _layouts_in_objects([call.held for call in calls])
+        inputs = {path: layout for path, layout in inputs.items() if layout.kind != "shared"}
+        outputs = _layouts_in_objects([call.left for call in calls])
+        if not inputs and not any(call.has_effects for call in calls):
+            return
+        known: Effects = handle.effects.setdefault(dims, Effects({}, {}))
+        for places, found in zip(known, (inputs, outputs), strict=True):
+            for path, layout in found.items():
+                if places.setdefault(path, layout) != layout:
+                    raise NeedsVmap(
+                        handle.name,
+                        f"{handle.name or 'the network'} is called with other samples in one "
+                        "object: use two objects, or one layout",
+                    )
+
+    def _refuse_routed(self, layer: str, name: str, layouts: tuple[Layout, ...]) -> None:
         """Refuses flattened samples where rows are picked by value: they may fit by chance."""
         if self._routing and any(x.kind in ("sample_major", "time_major") for x in layouts):
-            raise ValueError(
+            raise NeedsVmap(
+                layer,
                 f"{name} gets its samples flattened, in a network that picks or sorts rows by "
                 f"their values ({', '.join(sorted(self._routing))}): how many rows each sample has "
                 "there differs from batch to batch; give the layer [batch, tokens, features] and "
                 "mask its output; for mixtures of experts of transformers call "
-                'network.set_experts_implementation("batched_mm") before make_private'
+                'network.set_experts_implementation("batched_mm") before make_private',
             )
 
     def _note_derivatives(self, handle: LayerState, inputs: list[Tensor]) -> None:
@@ -209,6 +245,7 @@ class Search:
     def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list[LayerCall]]:
         """Returns name of a layer -> its calls in a plain forward of `batch_size` samples."""
         calls: dict[str, list[LayerCall]] = {}
+        objects: list[Objects] = []  # before the calls that run now
         routing = Routing()
         shared: list[str] = []
 
@@ -221,7 +258,16 @@ class Search:
             self.packs |= any(isinstance(x, PackedSequence) for x in args)
             dtype = product_dtype(inputs[0]) if inputs else None
             shapes = [_if_flattened(x, batch_size, handle) for x in inputs]
-            calls.setdefault(handle.name, []).append(LayerCall(shapes, [], dtype))
+            call = LayerCall(shapes, [], dtype)
+            calls.setdefault(handle.name, []).append(call)
+            if handle.kind == "vectorized":
+                objects.append(Objects(module, args, kwargs))
+                known = {id(x) for x in tree_leaves((args, kwargs))}
+                call.held = {
+                    path: _if_flattened(x, batch_size)
+                    for path, x in objects[-1].tensors.items()
+                    if id(x) not in known
+                }
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
             expanded = expanded_input(handle, layouts, inputs, batch_size)
             if expanded is not None:
@@ -232,6 +278,13 @@ class Search:
             handle: LayerState = module._private
             call = calls[handle.name][-1]
             self._note_backwards(handle, handle.tensors(output))
+            if handle.kind == "vectorized":
+                before = objects.pop()
+                call.has_effects = before.has_changed()
+                call.left = {
+                    path: _if_flattened(x, batch_size)
+                    for path, x in Objects(module, args, kwargs).left_since(before).items()
+                }
             outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
             call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]
             dims = tuple(x.dim() for x in call.inputs)
@@ -248,8 +301,9 @@ class Search:
         with (
             self.capture.looked_at(before, after), without_dropout(self.capture.network), routing,
             same_generators(modules), _naming(shared), torch.set_grad_enabled(is_alone),
+            self.capture.tried(args, kwargs) as found,
         ):  # fmt: skip
-            outputs = tensors_of(self.capture.network(*args, **kwargs))
+            outputs = tensors_of(found)
         self._routing = routing.operators
         self.checks_values |= routing.checks_values
         calls[NETWORK] = [
@@ -261,6 +315,19 @@ class Search:
 def _can_be_differentiated(handle: LayerState) -> bool:
     """Returns whether gradients of what a module computes have gradients of their own."""
     return handle.kind == "vectorized" and not handle.children_apart
+
+
+def _layouts_in_objects(runs: list[dict[Path, Tensor]]) -> dict[Path, Layout]:
+    """Returns where the samples are in tensors that objects hold in all three runs.
+
+    Tensors in which none can be found are left out.
+    """
+    few, more, other = runs
+    found: dict[Path, Layout] = {}
+    for path in few.keys() & more.keys() & other.keys():
+        with suppress(ValueError):
+            found[path] = find_layout(few[path], more[path], "an object", other[path])
+    return found
 
 
 def _refuse_packed(handle: LayerState, module: nn.Module, inputs: tuple) -> None:
@@ -311,11 +378,12 @@ def _paired(name: str, runs: list[list[LayerCall]]) -> list[tuple[LayerCall, ...
     """
     counts = sorted({len(calls) for calls in runs})
     if len(counts) > 1:
-        raise ValueError(
+        raise NeedsVmap(
+            name,
             f"{name or 'the network'} is called {counts[0]} times for some samples and "
             f"{counts[-1]} times for others, so whether it is called depends on their values: call "
             "it for all samples, and mask what it returns; of nn.AdaptiveLogSoftmaxWithLoss call "
-            "log_prob(x).gather(1, y[:, None]).squeeze(1) in place of forward(x, y).output"
+            "log_prob(x).gather(1, y[:, None]).squeeze(1) in place of forward(x, y).output",
         )
     return list(zip(*runs, strict=True))
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from dp_clipping.capture.samples.batch import tensors_in
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, expand_shared
 from dp_clipping.layers.recorder import Recorder
+from dp_clipping.layers.vmap.objects import Objects, Path, exchanged
 from dp_clipping.torch_compat import own_modules, tree_map
 
 
@@ -20,6 +22,7 @@ class CapturedNetwork(Protocol):
 
     network: nn.Module
     sharding: Any  # a `distributed.sharding.Sharding`, or None
+    state: Any  # a `checks.state.State`, or None
     handles: list[LayerState]
     parameters: list[Parameter]
     names: dict[Parameter, str]
@@ -58,6 +61,10 @@ class CapturedNetwork(Protocol):
 
     def remove(self) -> None: ...
 
+    def tried(self, args: tuple, kwargs: dict) -> AbstractContextManager[Any]:
+        """Runs a forward, and restores at the end what it has changed; yields its outputs."""
+        ...
+
     def looked_at(
         self, before: Callable[..., Any], after: Callable[..., Any] | None = None
     ) -> AbstractContextManager[None]:
@@ -65,16 +72,24 @@ class CapturedNetwork(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerCall:
     """Inputs and outputs of one call of a layer; meta tensors where their shapes suffice.
 
     `product_dtype` is the dtype in which a matrix product of the first input would be computed.
+
+    Attributes:
+        held: of a module under vmap: place -> tensor in an object, beside inputs, before the call.
+        left: place -> tensor that the call has put there.
+        has_effects: the call has changed objects.
     """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     product_dtype: torch.dtype | None
+    held: dict[Path, Tensor] = field(default_factory=dict)
+    left: dict[Path, Tensor] = field(default_factory=dict)
+    has_effects: bool = False
 
 
 def expanded_input(
@@ -110,6 +125,24 @@ def expanded_output(
         return expand_shared(y, batch_size) if is_shared else y
 
     return tree_map(expanded, output)
+
+
+@contextmanager
+def undone_if_it_fails(
+    module: nn.Module, args: tuple, kwargs: dict
+) -> Iterator[tuple[tuple, dict]]:
+    """Surrounds a call, and puts back what it has left in objects, if it raises.
+
+    Yields the arguments for another call then, with copies of tensors, which it may have changed.
+    """
+    objects = Objects(module, args, kwargs)
+    copies = {id(x): x.clone() for x in tensors_in((args, kwargs))}
+    try:
+        yield exchanged(args, copies), kwargs
+    except Exception:
+        objects.put_back()
+        objects.show(copies)
+        raise
 
 
 @contextmanager

@@ -5,7 +5,7 @@ belongs to no sample, or raises an error. One forward shows this. Such a module 
 together with its children, which is right for any module but slower.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -22,9 +22,10 @@ from dp_clipping.capture.samples.batch import map_tensors, tensors_in
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.attention.core import fits
 from dp_clipping.layers.batch_layout import FEW, MORE, is_close
-from dp_clipping.layers.handle import LayerState, LayoutUnknown
+from dp_clipping.layers.handle import LayerState, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.vmap.children import Record
 from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
+from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.layers.vmap.whole_batch import Call, Operation, UnknownOperation, learned
 from dp_clipping.torch_compat import current_vmap
@@ -45,7 +46,7 @@ def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -
         m._private for m in attentions if not fits(m.batch_first, m._private.layouts)
     ]
     found += [handle for handle in capture.inner if handle.is_misfit]
-    if not capture.apart:
+    if not any(handle.kind == "vectorized" for handle in capture.handles):
         return found
     args, kwargs = arguments
     for handle in capture.handles:
@@ -56,8 +57,9 @@ def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -
             without_dropout(capture.network),
             torch.set_grad_enabled(capture.sharding is None),
             escapes_named(capture.network),
+            capture.tried(args, kwargs),
         ):
-            capture.network(*args, **kwargs)
+            pass
     finally:
         for handle in capture.handles:
             handle.trial = None
@@ -76,14 +78,16 @@ def _try(
     handle: LayerState = vars(module)["_private"]
     if handle in unfit:
         return plain_forward(module, *args, **kwargs)
+    refuse_iterators(handle.name, args, kwargs)
     if not handle.children_apart:
-        return _try_rows(module, every_sample, batch_size, args, kwargs)
+        return _try_rows(capture, module, every_sample, batch_size, args, kwargs)
     copied_args, copied_kwargs = map_tensors(Tensor.clone, (args, kwargs))
-    before, record = generator_states(capture.network.modules(), capture.trigger.device), Record()
+    start, record = Objects(module, args, kwargs), Record()
     with record.recording():
-        plain = plain_forward(module, *args, **kwargs)
-    is_random = generator_states(capture.network.modules(), capture.trigger.device) != before
+        plain, is_random = _plain_and_random(capture, module, args, kwargs)
+    end = Objects(module, args, kwargs)
     layouts = handle.output_layouts.get(tuple(x.dim() for x in tensors_in((args, kwargs))), ())
+    start.put_back()
     try:
         run = partial(every_sample, batch_size=batch_size, args=copied_args, kwargs=copied_kwargs)
         expected = expanded_output(handle, layouts, plain, batch_size)
@@ -98,6 +102,7 @@ def _try(
     except Exception as error:  # with its children under vmap it may run, or that raises the error
         handle.whole_because = _why(error)
         unfit.append(handle)
+    end.put_back()
     return plain
 
 
@@ -115,22 +120,67 @@ def _why(error: Exception) -> str:
     )
 
 
+def _plain_and_random(
+    capture: CapturedNetwork, module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[Any, bool]:
+    """Returns what a plain forward of a module does, and whether it draws random numbers."""
+    before = generator_states(capture.network.modules(), capture.trigger.device)
+    plain = plain_forward(module, *args, **kwargs)
+    return plain, generator_states(capture.network.modules(), capture.trigger.device) != before
+
+
 def _try_rows(
-    module: nn.Module, every_sample: Callable[..., Any], batch_size: int, args: tuple, kwargs: dict
-) -> Any:
-    """Runs a module under vmap with its children; returns a row for each sample."""
+    capture: CapturedNetwork, module: nn.Module, every_sample: Callable[..., Any], batch_size: int,
+    args: tuple, kwargs: dict,
+) -> Any:  # fmt: skip
+    """Runs a module under vmap with its children; returns a row for each sample.
+
+    Raises:
+        NeedsVmap: its samples run one after another, or it has effects, and it computes otherwise
+            with one sample than with a batch.
+    """
     handle: LayerState = vars(module)["_private"]
-    layouts = handle.output_layouts.get(tuple(x.dim() for x in tensors_in((args, kwargs))), ())
-    if any(layout.kind == "dimension" for layout in layouts):
-        copied_args, copied_kwargs = map_tensors(Tensor.clone, (args, kwargs))
-        try:
-            copies = _copies(module, batch_size)
-            found = every_sample(module, copies, batch_size, copied_args, copied_kwargs)
-            if all(layout.kind != "shared" for layout in layouts):
-                return found
-        except Exception:  # the step will say so
-            pass
+    dims = tuple(x.dim() for x in tensors_in((args, kwargs)))
+    layouts = handle.output_layouts.get(dims, ())
+    if not any(layout.kind == "dimension" for layout in layouts):
+        return plain_forward(module, *args, **kwargs)
+    effects = handle.effects.get(dims)
+    given = args, kwargs
+    copied_args, copied_kwargs = map_tensors(Tensor.clone, given) if effects is None else given
+    start = Objects(module, args, kwargs)
+    try:
+        copies = _copies(module, batch_size)
+        found = every_sample(module, copies, batch_size, copied_args, copied_kwargs)
+    except Exception:  # the step will say so
+        return plain_forward(module, *args, **kwargs)
+    end = Objects(module, args, kwargs)
+    is_right = not handle.one_by_one and effects is None
+    if not is_right:
+        start.put_back()
+        plain, is_random = _plain_and_random(capture, module, args, kwargs)
+        expected = expanded_output(handle, layouts, plain, batch_size)
+        wanted = tensors_in(expected)
+        is_right = is_random or _are_close(tensors_in(found), wanted)
+        end.put_back()
+    if not is_right:
+        raise NeedsVmap(
+            handle.name,
+            f"{handle.name or 'the network'} ({type(module).__name__}) computes something else of "
+            "a sample alone than beside other samples, or of tensors that it keeps in objects "
+            "(a limit of rows for each expert, or a mean over the batch, for example), so the "
+            "sample has no gradient of its own: let what it computes of a sample depend on that "
+            "sample alone",
+        )
+    if all(layout.kind != "shared" for layout in layouts):
+        return found
+    start.put_back()
     return plain_forward(module, *args, **kwargs)
+
+
+def _are_close(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    if [y.shape for y in found] != [y.shape for y in wanted]:
+        return False
+    return all(is_close(*pair) for pair in zip(found, wanted, strict=True))
 
 
 def _copies(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
@@ -149,7 +199,7 @@ def _agrees(
     wanted = tensors_in(expected)
     if uses.found or [y.shape for y in found] != [y.shape for y in wanted]:
         return False
-    return is_random or all(is_close(*pair) for pair in zip(found, wanted, strict=True))
+    return is_random or _are_close(found, wanted)
 
 
 class _Uses(TorchFunctionMode):
@@ -184,9 +234,14 @@ def learn_whole_batches(capture: CapturedNetwork, few: tuple, more: tuple) -> No
     runs: list[dict[tuple, list[list[Operation]]]] = []
     for (args, kwargs), size in ((few, FEW), (more, MORE)):
         runs.append({})
-        with trials(candidates, partial(_note_operations, runs[-1], size)), _plain(capture):
-            capture.network(*args, **kwargs)
+        with (
+            trials(candidates, partial(_note_operations, runs[-1], size)),
+            _plain(capture, args, kwargs),
+        ):
+            pass
     for handle, dims in runs[0]:
+        if handle.whole_batch is None:
+            continue
         calls = [run.get((handle, dims), []) for run in runs]
         try:
             found = {learned(*pair) for pair in zip(*calls, strict=True)}
@@ -197,8 +252,8 @@ def learn_whole_batches(capture: CapturedNetwork, few: tuple, more: tuple) -> No
     learnt = [handle for handle in candidates if handle.whole_batch]
     if learnt:
         args, kwargs = few
-        with trials(learnt, _compare), _plain(capture):
-            capture.network(*args, **kwargs)
+        with trials(learnt, _compare), _plain(capture, args, kwargs):
+            pass
 
 
 def _may_do_without_vmap(handle: LayerState) -> bool:
@@ -212,13 +267,14 @@ def _may_do_without_vmap(handle: LayerState) -> bool:
 
 
 @contextmanager
-def _plain(capture: CapturedNetwork) -> Iterator[None]:
-    """Enters a context for a plain forward of the network."""
+def _plain(capture: CapturedNetwork, args: tuple, kwargs: dict) -> Iterator[None]:
+    """Runs a plain forward of the network."""
     modules = capture.network.modules()
     with (
         capture.looked_at(lambda *_: None), without_dropout(capture.network),
         same_generators(modules), torch.set_grad_enabled(capture.sharding is None),
         escapes_named(capture.network),
+        capture.tried(args, kwargs),
     ):  # fmt: skip
         yield
 
@@ -229,16 +285,20 @@ def _note_operations(
 ) -> Any:  # fmt: skip
     """Runs a module in a plain forward, and records the operations with its parameters."""
     handle: LayerState = vars(module)["_private"]
-    again = map_tensors(Tensor.clone, (args, kwargs))
+    again, start = map_tensors(Tensor.clone, (args, kwargs)), Objects(module, args, kwargs)
     call, record = Call(batch_size, None), Record()
     with record.recording():
         outputs = plain_forward(module, *args, **kwargs)
+    end = Objects(module, args, kwargs)
+    start.put_back()
     try:
         with record.answering():
             on_whole_batch(module, call, dict.fromkeys(handle.trainable), *again)
     except Exception:
         handle.whole_batch = None
         return outputs
+    finally:
+        end.put_back()
     dims = tuple(x.dim() for x in handle.tensors(again))
     found.setdefault((handle, dims), []).append(call.operations)
     return outputs
@@ -255,21 +315,24 @@ def _compare(every_sample: Callable[..., Any], module: nn.Module, args: tuple, k
     known = (handle.whole_batch or {}).get(dims)
     if known is None:
         return plain_forward(module, *args, **kwargs)
-    again, record = map_tensors(Tensor.clone, (args, kwargs)), Record()
+    again, start = map_tensors(Tensor.clone, (args, kwargs)), Objects(module, args, kwargs)
+    record = Record()
     with record.recording():
         outputs = plain_forward(module, *args, **kwargs)
+    end = Objects(module, args, kwargs)
     under_vmap = partial(every_sample, batch_size=FEW)
     without_vmap = partial(on_whole_batch, call=Call(FEW, known))
     try:
-        runs = [
-            _outputs_and_gradients(run, record, module, *again)
-            for run in (under_vmap, without_vmap)
-        ]
+        runs = []
+        for run in (under_vmap, without_vmap):
+            start.put_back()
+            runs.append(_outputs_and_gradients(run, record, module, *again))
         is_right = all(is_close(*pair) for pair in zip(*runs, strict=True))
     except Exception:
         is_right = False
     if not is_right:
         handle.whole_batch = None
+    end.put_back()
     return outputs
 
 
@@ -277,14 +340,17 @@ def _compare(every_sample: Callable[..., Any], module: nn.Module, args: tuple, k
 def _outputs_and_gradients(
     run: Callable[..., Any], record: Record, module: nn.Module, args: tuple, kwargs: dict
 ) -> list[Tensor]:
-    """Returns the outputs of a run, inputs of child layers, and G of each parameter.
+    """Returns the outputs of a run, what it leaves in objects, inputs of child layers, and G.
 
-    G is that for fixed gradients of the former two; child layers answer from the record.
+    G is that for fixed gradients of all these; child layers answer from the record.
     """
     args, kwargs = map_tensors(lambda x: x.detach().clone(), (args, kwargs))
     copies = {n: c.clone().requires_grad_() for n, c in _copies(module, FEW).items()}
+    before = Objects(module, args, kwargs)
     with record.answering():
         outputs = tensors_in(run(module, copies=copies, args=args, kwargs=kwargs))
+    left = Objects(module, args, kwargs).left_since(before)
+    outputs += [left[path] for path in sorted(left, key=str)]
     outputs += [x.nan_to_num(0, 0, 0) for x in record.inputs]  # an attention mask, say
     ends = [y for y in outputs if y.requires_grad]
     given = [torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y) for y in ends]
@@ -293,18 +359,21 @@ def _outputs_and_gradients(
     return outputs + [z if g is None else g for g, z in zip(found, zeros, strict=True)]
 
 
-def callers_of(capture: CapturedNetwork, arguments: tuple, layer: str) -> list[nn.Module]:
-    """Returns the modules whose code calls a layer in a plain forward."""
+def callers_of(
+    capture: CapturedNetwork, arguments: tuple, layers: Collection[str]
+) -> list[nn.Module]:
+    """Returns the modules whose code calls one of these layers in a plain forward."""
     found: list[nn.Module] = []
 
     def note(module: nn.Module, running: list[nn.Module]) -> None:
         handle = vars(module).get("_private")
-        if handle is not None and handle.name == layer and running and running[-1] not in found:
+        is_one = handle is not None and handle.name in layers
+        if is_one and running and running[-1] not in found:
             found.append(running[-1])
 
     args, kwargs = arguments
-    with torch.no_grad(), _calls(capture, note):
-        capture.network(*args, **kwargs)
+    with torch.no_grad(), _calls(capture, note), capture.tried(args, kwargs):
+        pass
     return found
 
 
@@ -323,8 +392,11 @@ def weights_read_elsewhere(
             called.update(handle.parameters().values())
 
     args, kwargs = arguments
-    with _calls(capture, note) as running, _Reads(capture, running) as reads:
-        capture.network(*args, **kwargs)
+    with (
+        _calls(capture, note) as running, _Reads(capture, running) as reads,
+        capture.tried(args, kwargs),
+    ):  # fmt: skip
+        pass
     found = {m: [p for p in weights if p not in called] for m, weights in reads.found.items()}
     return {module: weights for module, weights in found.items() if weights}
 

@@ -101,6 +101,10 @@ TRIMMED = (
 )
 
 
+class FitsBothOrders(ValueError):
+    """All tokens of a flattened tensor are alike, so values do not tell in which order they are."""
+
+
 def find_layout(
     few: Tensor, more: Tensor, what: str, other: Tensor | None = None, unsure: str = ""
 ) -> Layout:
@@ -165,7 +169,8 @@ def _flattened_order(
         if unsure:
             return unsure
         why = "fits both orders" if sample_major else "fits neither order (samples are mixed)"
-        raise ValueError(
+        kind = FitsBothOrders if sample_major else ValueError
+        raise kind(
             f"{what} is flattened to {tuple(few.shape)} and its content {why}: give the layer "
             "[batch, tokens, features]"
         )

@@ -50,12 +50,12 @@ class NeedsVmap(ValueError):
     """A layer has no per-sample gradients as it is called; it may where its caller is under vmap.
 
     Attributes:
-        layer: its name.
+        layers: its name, and those of other such layers.
     """
 
     def __init__(self, layer: str, message: str):
         super().__init__(message)
-        self.layer = layer
+        self.layers = {layer}
 
 
 class CalledDifferently(ValueError):
@@ -102,6 +102,9 @@ class LayerState:
             function returns products at these shapes.
         whole_batch: for a module that can run without vmap (`vmap.whole_batch`): number of
             dimensions of each input -> operations with its own parameters; None: it cannot.
+        effects: for a module under vmap: number of dimensions of each input -> where it reads and
+            writes tensors in objects (`vmap.objects.Effects`), if it does.
+        one_by_one: why its samples run one after another; "": they run under vmap.
         own_forward: a forward that the module had in place of its class's; None: it had none.
         private_step: the private step that its calls belong to; None: it runs without privacy.
         slots: name -> the dense slot of this private step.
@@ -143,6 +146,8 @@ class LayerState:
         self.checks = self.backwards = 0
         self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
         self.whole_batch: dict[tuple[int, ...], tuple] | None = {}
+        self.effects: dict[tuple[int, ...], Any] = {}
+        self.one_by_one = ""
 
     @property
     def learns_outputs(self) -> bool:
@@ -227,6 +232,14 @@ class LayerState:
         """Returns the layouts of the outputs of a call with these inputs."""
         return self._of_units(self.output_layouts[tuple(x.dim() for x in inputs)])
 
+    def effects_of(self, inputs: list[Tensor]) -> Any:
+        """Returns where a call with these inputs reads and writes tensors in objects, or None."""
+        return self.effects.get(tuple(x.dim() for x in inputs))
+
+    def of_units(self, layout: Layout) -> Layout:
+        """Returns the layout of a private step's samples, from that of examples."""
+        return self._of_units((layout,))[0]
+
     def layouts_of_examples(
         self, inputs: list[Tensor]
     ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
@@ -306,17 +319,22 @@ def expand_shared(x: Tensor, batch_size: int) -> Tensor:
     return x.expand(batch_size, *x.shape[1:])
 
 
+def has_rows(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -> bool:
+    """Returns whether a tensor has the rows of every sample where the layout says."""
+    if layout.kind == "shared":
+        return not layout.dim or x.shape[0] == 1
+    if x.dim() <= layout.dim:
+        return False
+    if layout.kind == "unit":
+        return x.shape[layout.dim] == batch_size * handle.examples_per_unit
+    if layout.kind in ("sample_major", "time_major"):
+        return x.shape[layout.dim] % batch_size == 0
+    return x.shape[layout.dim] == batch_size
+
+
 def check_size(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -> None:
     """Refuses an input without rows of its own for every sample."""
-    if layout.kind == "shared":
-        fits = not layout.dim or x.shape[0] == 1
-    elif layout.kind == "dimension":
-        fits = x.shape[layout.dim] == batch_size
-    elif layout.kind == "unit":
-        fits = x.shape[layout.dim] == batch_size * handle.examples_per_unit
-    else:
-        fits = x.shape[layout.dim] % batch_size == 0
-    if not fits:
+    if not has_rows(x, layout, handle, batch_size):
         raise ValueError(
             f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)} for a batch of "
             f"{batch_size} samples, and its samples were seen as {layout} in an earlier batch: "

@@ -23,6 +23,7 @@ from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.layers.vmap.objects import Objects
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
@@ -122,7 +123,8 @@ class ForwardBackward:
         given = packed_in((args, kwargs))
         self._has_packed = bool(given)
         if not given:
-            return self._forward(module, args, kwargs, sync)
+            with self._establishment.without_left(args, kwargs) as args:
+                return self._forward(module, args, kwargs, sync)
         if self.capture.sharding is not None or self.capture.is_compiled:
             refuse_packed(args, kwargs)
         args, kwargs = opened((args, kwargs), self.context.batch_first)
@@ -142,6 +144,7 @@ class ForwardBackward:
             )
         check_still_fixed(self._normalizations)
         self.capture.arithmetic.refuse_changes()
+        before = Objects(args, kwargs)
         with self._own_errors_first(args, kwargs):
             given = batch = self._establishment.batch_of(args, kwargs)
         if given.bags and self.state.usage.rows is not None:
@@ -154,7 +157,7 @@ class ForwardBackward:
         real = self.state.usage.real_of(given.size)
         each = self._examples_per_unit(given.size)
         if not given.size:
-            args, kwargs = given.with_a_row_of_zeros()
+            args, kwargs = given.stand_in()
             batch = self._establishment.batch_of(args, kwargs)
         seen = batch if real == given.size else batch.first(max(1, real))  # by the checks
         is_looked_at = self.looks_at(seen.size)
@@ -181,8 +184,13 @@ class ForwardBackward:
             return private_step
 
         private_step = begin()
+        objects = Objects(args, kwargs)
         randomness = Randomness(self.capture.trigger) if is_compiled else None
-        with self.capture.attached(private_step), sync, self._state_is_checked(module, seen):
+        with (
+            self.capture.attached(private_step),
+            sync,
+            self._state_is_checked(module, seen) as mark,
+        ):
             try:
                 with escapes_named(self.network):
                     output = module(*args, **kwargs)
@@ -194,6 +202,8 @@ class ForwardBackward:
                         "other ranks cannot repeat the search now: call "
                         "model.reset_batch_layouts() on every rank before a forward that differs"
                     ) from error
+                mark.put_back()
+                objects.put_back()
                 with self._own_errors_first(args, kwargs, given.size):
                     self._establishment.look(seen)
                 private_step = begin()  # what layers left in the other belongs to other layouts
@@ -206,6 +216,8 @@ class ForwardBackward:
                 raise
             if randomness is not None and private_step.plans.foresaw_too_much():
                 del output  # frees what it has saved
+                mark.put_back()
+                objects.put_back()
                 private_step = begin()
                 with self.capture.attached(private_step), randomness.again():
                     output = self._call_network_again(args, kwargs)
@@ -222,7 +234,9 @@ class ForwardBackward:
         for one in lengths:
             one.outputs = tensors_of(output)
         private_step.lengths = lengths
-        return given.without_rows(output) if private_step.is_empty else output
+        output = given.without_rows(output) if private_step.is_empty else output
+        self._establishment.note_left(given.args, given.kwargs, before)
+        return output
 
     def _lengths(self, seen: Batch, rows: int) -> list[Lengths]:
         """Returns what compares padded samples of this forward, if the loader has collated some.
@@ -470,7 +484,7 @@ class ForwardBackward:
             ) from error
 
     @contextmanager
-    def _state_is_checked(self, module: nn.Module, batch: Batch) -> Iterator[None]:
+    def _state_is_checked(self, module: nn.Module, batch: Batch) -> Iterator[Mark]:
         """Surrounds a forward; refuses state that carries data to the next one; see `carried`.
 
         The host compares references and version counters, and reads no value.
@@ -482,7 +496,7 @@ class ForwardBackward:
             if not is_compiled_in_place(self.network):
                 hook = self.network.register_forward_pre_hook(lambda *_: mark.renew(), prepend=True)
         try:
-            yield
+            yield mark
         finally:
             if hook is not None:
                 hook.remove()

@@ -21,7 +21,7 @@ def language_model(kind: str, **options) -> nn.Module:
     )  # fmt: skip
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            n_layer=2, n_embd=16, n_head=2, vocab_size=VOCABULARY, n_positions=16, use_cache=False,
+            n_layer=2, n_embd=16, n_head=2, vocab_size=VOCABULARY, n_positions=16,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
             **options,
         )  # fmt: skip
@@ -29,7 +29,7 @@ def language_model(kind: str, **options) -> nn.Module:
     elif kind == "llama":
         config = transformers.LlamaConfig(
             num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=2,
-            intermediate_size=16, vocab_size=VOCABULARY, use_cache=False, pad_token_id=0,
+            intermediate_size=16, vocab_size=VOCABULARY, pad_token_id=0,
         )  # fmt: skip
         network = transformers.LlamaForCausalLM(config)
     elif kind == "bert_masked":
@@ -37,7 +37,7 @@ def language_model(kind: str, **options) -> nn.Module:
     elif kind == "t5":
         config = transformers.T5Config(
             num_layers=2, d_model=16, num_heads=2, d_ff=16, d_kv=8, vocab_size=VOCABULARY,
-            decoder_start_token_id=0, pad_token_id=0, use_cache=False, dropout_rate=0.0,
+            decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0,
         )  # fmt: skip
         network = transformers.T5ForConditionalGeneration(config)
     else:

@@ -45,6 +45,8 @@ TRUNCATED = "tests/dp_clipping/accounting/test_truncated_poisson.py"
 CYCLIC = "tests/dp_clipping/accounting/test_cyclic.py"
 ALONE = "tests/dp_clipping/layers/registered/test_one_alone.py"
 OF_USERS = "tests/dp_clipping/layers/registered/test_module.py"
+OBJECTS = "tests/dp_clipping/layers/vmap/test_objects.py"
+VMAP = "tests/dp_clipping/layers/vmap/test_module.py"
 STATE = "tests/dp_clipping/step/test_state.py"
 CHACHA = "tests/dp_clipping/sampling/test_chacha.py"
 SECURE = "tests/dp_clipping/noise/secure/test_secure_mode.py"
@@ -491,4 +493,17 @@ ROWS = [
     ("backwards of a step are one", "runs/accounts.py", ", len(state.norms))", ")", CERTIFICATE),
     ("parts that were joined are believed", "runs/accounts.py",
      "        largest = None  # parts were put together again\n", "        pass\n", CERTIFICATE),
+    ("a trial leaves what it wrote", "capture/checks/state.py",
+     "            objects.put_back()\n", "            pass\n", OBJECTS, "real_forward"),
+    ("trials of a module leave what they wrote", "capture/vmap_trial.py",
+     "    end.put_back()\n    return plain", "    return plain", OBJECTS, "state_of_one_step"),
+    ("objects keep one sample", "layers/vmap/module.py",
+     "self._kept.show(whole)", "pass", OBJECTS, "state_of_one_step"),
+    ("samples in turn have one copy of the parameters", "layers/vmap/module.py",
+     "own = {name: values[n] for", "own = {name: values[0] for", VMAP, "another"),
+    ("samples in turn may compute otherwise than together", "capture/vmap_trial.py",
+     "is_right = is_random or _are_close(tensors_in(found), wanted)", "is_right = True",
+     VMAP, "see_each_other and capacity"),
+    ("arguments may carry from step to step", "capture/discovery.py",
+     "        self._refuse_read(objects, left, args, kwargs)\n", "", OBJECTS, "carries_from"),
 ]  # fmt: skip

@@ -282,7 +282,6 @@ def llama(kind: str, **changes) -> nn.Module:
         pad_token_id=PAD,
         bos_token_id=1,
         eos_token_id=2,
-        use_cache=False,
         **changes,
     )
     return getattr(transformers, kind)(config)
@@ -304,7 +303,6 @@ def gpt2(kind: str) -> nn.Module:
         pad_token_id=PAD,
         bos_token_id=1,
         eos_token_id=2,
-        use_cache=False,
     )
     return getattr(transformers, kind)(config)
 

@@ -132,6 +132,7 @@ class Carried:
         is_sharded: see `State`; `check` then looks at parameters and buffers only, since other
             ranks could not run another forward then.
         known_bags: the known bags of the network's arguments.
+        state: that of the root, if there is one.
     """
 
     def __init__(
@@ -141,8 +142,9 @@ class Carried:
         batch_first: bool,
         is_sharded: bool = False,
         known_bags: KnownBags | None = None,
+        state: State | None = None,
     ):
-        self.state = State(root, is_sharded)
+        self.state = State(root, is_sharded) if state is None else state
         self._run, self._batch_first, self._known_bags = run, batch_first, known_bags
 
     def batch_of(self, args: tuple, kwargs: dict) -> Batch:

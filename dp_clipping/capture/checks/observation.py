@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.checks.summaries import Seen, Summary, summary
 from dp_clipping.capture.network import (
     CapturedNetwork,
     expanded_input,
     expanded_output,
     trials,
+    undone_if_it_fails,
 )
 from dp_clipping.capture.randomness import generator_states, same_generators
-from dp_clipping.capture.samples.batch import map_tensors, tensors_of
+from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout, all_tokens
@@ -35,13 +35,10 @@ class Observer:
     """Runs a captured network as it is, with the random numbers that it would draw next.
 
     Each run starts from the same state of the network and of all generators, which are put back.
-
-    Args:
-        state: the state of the network.
     """
 
-    def __init__(self, capture: CapturedNetwork, state: State):
-        self._capture, self._state = capture, state
+    def __init__(self, capture: CapturedNetwork):
+        self._capture = capture
         self._last_input: tuple[tuple, Tensor, Summary] | None = None
         self._anchors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -68,16 +65,15 @@ class Observer:
         alone = self._capture.sharding is None
         modules = list(self._capture.network.modules()) if alone else ()
         rounding = None if seed is None else torch.Generator(device).manual_seed(seed)
+        before = generator_states(modules, device)
         with (
-            self._state.rewound() if alone else nullcontext(),
             same_generators(modules),
             torch.enable_grad(),
             full_float32(layers=True),
             self._watched(seen, batch_size, rounding) as triggers,
+            self._capture.tried(*arguments) as outputs,
         ):
-            args, kwargs = arguments
-            before = generator_states(modules, device)
-            outputs = tensors_of(self._capture.network(*args, **kwargs))
+            outputs = tensors_of(outputs)
             starts = []
             for output, layout in zip(outputs, layouts_of(outputs), strict=True):
                 if layout is None or layout.kind == "shared":
@@ -219,10 +215,10 @@ class Observer:
                 x.register_hook(arrived)
             return x
 
-        again = map_tensors(Tensor.clone, (args, kwargs))
         call = Call(batch_size, known, watch)
         try:
-            return on_whole_batch(module, call, dict.fromkeys(handle.trainable), args, kwargs)
+            with undone_if_it_fails(module, args, kwargs) as again:
+                return on_whole_batch(module, call, dict.fromkeys(handle.trainable), args, kwargs)
         except Exception as error:  # it computes otherwise: from now on it runs under vmap
             if self._capture.sharding is not None:  # whose ranks call each layer equally often
                 raise LayoutUnknown(handle.name) from error

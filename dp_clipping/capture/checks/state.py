@@ -37,6 +37,7 @@ from dp_clipping.capture.checks.holders import (
     is_dunder,
 )
 from dp_clipping.distributed.dtensor import is_fsdp1
+from dp_clipping.layers.vmap.objects import Objects
 from dp_clipping.torch_compat import (
     hooks_of,
     hooks_so_far,
@@ -144,6 +145,8 @@ class State:
         self._hold(Holder(prefix, own_modules(module), "modules"), 0)
         self._hold(Holder(f"{name} non-persistent", temporary, "temporary"), 0)
         for hook in hooks_of(module):
+            if getattr(hook, "__module__", "").partition(".")[0] == "dp_clipping":
+                continue  # what a trial keeps
             self._functions.append((f"{prefix}{getattr(hook, '__name__', 'hook')}", hook))
         handle = vars(module).get("_private")
         if handle is not None and handle.own_forward is not None:
@@ -244,11 +247,25 @@ class State:
         yield from ((holder, holder.copy()) for holder in self.others if type(holder) is Names)
 
     @contextmanager
-    def rewound(self) -> Iterator[None]:
+    def rewound(self, *given: Any, only_given: bool = False) -> Iterator[None]:
         """Restores what the body replaces, and adds it to `changes` for the enclosing `restored`.
 
         The first body in a `restored` of runs is watched for writes: the others start where it did.
+
+        Args:
+            given: arguments of a call. What objects in them hold is restored too.
+            only_given: nothing else is.
         """
+        roots = given if only_given else (*given, self.root)
+        objects = Objects(*roots, values_of=len(given))
+        try:
+            with nullcontext() if only_given else self._rewound():
+                yield
+        finally:
+            objects.put_back()
+
+    @contextmanager
+    def _rewound(self) -> Iterator[None]:
         mark = self.mark()
         watch, self.watch = self.watch, None
         try:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.samples.bags import Bags
-from dp_clipping.torch_compat import tree_flatten, tree_map, tree_unflatten
+from dp_clipping.layers.vmap.objects import Objects, exchanged
+from dp_clipping.torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 LOOKED_AT = 32
 
@@ -243,8 +244,22 @@ class Batch:
 
         return self._map(one_row, lambda bags: bags.one_of_zeros(self.leaves))
 
+    def stand_in(self) -> tuple[tuple, dict]:
+        """Returns `with_a_row_of_zeros`, with the objects of these arguments, which hold it now.
+
+        `without_rows` gives them their own tensors back.
+        """
+        new = tree_leaves(self.with_a_row_of_zeros())
+        pairs = zip(self.leaves, new, strict=True)
+        changed = [(old, x) for old, x in pairs if isinstance(old, Tensor) and old is not x]
+        self._objects = Objects(self.args, self.kwargs)
+        self._shown = {id(x): old for old, x in changed}
+        rows = {id(old): x for old, x in changed}
+        self._objects.show(rows)
+        return exchanged(self.args, rows), self.kwargs
+
     def without_rows(self, output: Any) -> Any:
-        """Returns a network's output without the row that stood in."""
+        """Returns a network's output without the row of `stand_in`; objects hold none either."""
 
         def leaf(y: Any) -> Any:
             if not isinstance(y, Tensor) or not y.dim():
@@ -252,4 +267,7 @@ class Batch:
             dim = self._dim(y)
             return y.narrow(dim if y.shape[dim] == 1 else 0, 0, 0)
 
+        now = Objects(self.args, self.kwargs)
+        left = now.left_since(self._objects).values()
+        now.show({id(x): self._shown.get(id(x), leaf(x)) for x in left})
         return tree_map(leaf, output)

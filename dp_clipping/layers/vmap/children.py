@@ -181,6 +181,10 @@ def _on_whole_batch(run: Forward, module: nn.Module, vmap: Vmap, args: tuple, kw
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[n] for n in places]
     layouts = handle.layouts_of(tensors)
+    is_shared = not handle.learns_outputs and all(layout.kind == "shared" for layout in layouts)
+    if is_shared and Record.is_active():  # the recorded call had no batch either
+        with outside_of_vmap():
+            return run(module, *args, **kwargs)
     with outside_of_vmap():
         for n, layout in zip(places, layouts, strict=True):
             leaves[n] = _with_batch(leaves[n], layout, vmap, handle)

@@ -51,6 +51,12 @@ def refusal_of(error: RuntimeError, name: str, module: nn.Module) -> ValueError 
     )
 
 
+def reason_of(error: BaseException) -> str:
+    """Returns why a module does not run under vmap: the line of its code, and the error's."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return f"torch.vmap cannot run it ({_place_of(error)}{lines[0]})"
+
+
 def _place_of(error: BaseException) -> str:
     """Returns the last line of code outside of libraries that has led to an error."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -12,7 +12,7 @@ from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster, ref
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.planning.cost_model import LinearShape
-from tests.dp_clipping.conftest import private
+from tests.dp_clipping.conftest import Unseen, private
 from tests.support import zoo
 
 
@@ -45,12 +45,12 @@ def test_uses_of_one_sample():
 
 def test_what_the_forward_keeps_is_freed():
     """Also where a node keeps its own output, as that of tanh does."""
-    network, kept = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), []
-    network[1].register_forward_hook(lambda module, inputs, y: kept.append(weakref.ref(y)))
+    network, kept = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), Unseen()
+    network[1].register_forward_hook(lambda module, inputs, y: kept.values.append(weakref.ref(y)))
     forecast(network, torch.randn(5, 7, 4))
     gc.collect()
-    assert kept
-    assert not any(y() is not None for y in kept)
+    assert kept.values
+    assert not any(y() is not None for y in kept.values)
 
 
 def test_weights_that_are_used_twice_are_left_out():

@@ -74,9 +74,9 @@ def test_rows_that_no_argument_counts():
 def test_who_calls_a_layer():
     network = owner(lambda net, x: net.a(x) * net.scale)
     capture, arguments = Capture(network), ((torch.randn(2, 3),), {})
-    assert callers_of(capture, arguments, "0.a") == [network[0]]
-    assert callers_of(capture, arguments, "1") == [network]
-    assert callers_of(capture, arguments, "") == []
+    assert callers_of(capture, arguments, {"0.a"}) == [network[0]]
+    assert callers_of(capture, arguments, {"1"}) == [network]
+    assert callers_of(capture, arguments, {""}) == []
 
 
 @pytest.mark.parametrize(

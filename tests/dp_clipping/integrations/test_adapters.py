@@ -1,11 +1,14 @@
 """Adapters that get noise and nothing else are refused; those that do not move are named."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 
+from tests.dp_clipping.conftest import assert_close, clipped_sums, private
 from tests.dp_clipping.integrations.conftest import trainer_of
+from tests.support import zoo
 from tests.support.language_models import language_model
 
 peft = pytest.importorskip("peft")
@@ -89,3 +92,42 @@ def test_adapters_that_train_are_left_alone(tmp_path):
         warnings.filterwarnings("error", message=".*(frozen|moved)")
         trainer.train()
     assert trainer.privacy_statement().steps == 3
+
+
+OTHERS = {
+    "LoHa": {"r": 2},
+    "LoKr": {"r": 2},
+    "OFT": {"oft_block_size": 4, "bias": "none"},
+    "FourierFT": {"n_frequency": 10},
+}
+
+
+class Adapted(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        config = getattr(peft, f"{kind}Config")(target_modules=["q_proj"], **OTHERS[kind])
+        self.model = peft.get_peft_model(language_model("llama"), config)
+
+    def forward(self, ids):
+        return self.model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_adapters_that_vmap_cannot_run(kind):
+    network = Adapted(kind)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn_like(parameter)
+    ids, y = torch.randint(2, 40, (3, 5)), torch.randn(3, 5, 40)
+    model = private(copy.deepcopy(network), max_grad_norm=1e6)
+    sums = clipped_sums(model, (ids, y))
+    total = dict.fromkeys(sums, 0)
+    for n in range(3):  # in float32: FourierFT cannot do with another
+        network.zero_grad()
+        zoo.product(network(ids[n : n + 1]), y[n : n + 1]).sum().backward()
+        own = {name: p.grad for name, p in network.named_parameters() if p.requires_grad}
+        norm = sum(g.square().sum() for g in own.values()).sqrt()
+        torch.testing.assert_close(model.per_sample_gradient_norms[n], norm, rtol=1e-4, atol=0)
+        total = {name: total[name] + g for name, g in own.items()}
+    assert_close(sums, total, 1e-4)

@@ -1,5 +1,7 @@
 """Where the samples are, from tensors of two and of three samples."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,8 @@ from dp_clipping.layers.batch_layout import (
     find_layout,
     first_tokens,
 )
-from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
+from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.conftest import MODES, assert_close, assert_exact, clipped_sums, private
 from tests.support import zoo
 
 B, T, P = 4, 5, 6
@@ -189,19 +192,26 @@ def test_another_number_of_rows_than_in_the_first_batch():
 def test_expert_with_a_ragged_batch(batch_size):
     """Rows that a mask picks are as many as they happen to be: their number proves nothing.
 
-    Each sample has two in this batch; in a later one they may be shared out as 1 and 3.
+    Each sample has two in the first batch; in the second they are shared out otherwise. So the
+    layer's caller runs one sample after another.
     """
 
     def function(net, x):
         chosen = x[..., 0] > 0
         return x.masked_scatter(chosen[..., None], net.layer(x[chosen]))
 
-    model = private(net_of(function))
+    network = net_of(function).double()
+    model = private(copy.deepcopy(network))
     inputs, targets = zoo.numbers(batch_size, T, P, out=(T, P))
     inputs[..., 0] = -1.0
     inputs[:, :2, 0] = 1.0
-    with pytest.raises(ValueError, match="layer"):
-        clipped_sums(model, (inputs, targets))
+    ragged = inputs.clone()
+    ragged[:, :2, 0] = torch.where(torch.rand(batch_size, 2) > 0.5, 1.0, -1.0)
+    ragged[0, 2, 0] = 1.0
+    for x in (inputs, ragged):
+        batch = x.double(), targets.double()
+        gradients = oracle.per_sample_gradients(network, batch, zoo.product)
+        assert_close(clipped_sums(model, batch), oracle.clipped_sum(gradients, 1.0), 1e-9)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -215,8 +225,7 @@ def test_rows_sorted_by_their_values(mode):
 
     inputs, targets = zoo.numbers(B, T, P, out=(T, P))
     inputs[..., 0] = 1.0
-    with pytest.raises(ValueError, match=r"layer .*sort"):
-        clipped_sums(private(net_of(function), mode), (inputs, targets))
+    assert_exact(net_of(function).double(), (inputs.double(), targets.double()), mode)
 
 
 def test_picking_rows_is_harmless_where_samples_stay_apart():

@@ -13,7 +13,7 @@ def observed(network: nn.Module, x: torch.Tensor, scale: torch.Tensor, **options
     capture = private(network, "bookkeeping").capture
     discovery = LayoutDiscovery(network, capture, None, True)
     discovery.look(Batch((x,), {}, True))
-    observer = Observer(capture, discovery.carried.state)
+    observer = Observer(capture)
     return observer.run(((x,), {}), len(x), discovery._search.layouts_of, scale, **options)
 
 

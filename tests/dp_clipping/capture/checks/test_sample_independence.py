@@ -14,7 +14,7 @@ from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.validation import check_module
-from tests.dp_clipping.conftest import Unseen, private
+from tests.dp_clipping.conftest import Unseen, assert_exact, private
 from tests.support import zoo
 
 
@@ -607,7 +607,7 @@ def test_a_buffer_that_a_forward_changes_is_refused_by_name(in_place):
     assert not net.seen.any()
 
 
-def test_a_module_without_a_batching_rule_is_named():
+def test_a_module_without_a_batching_rule_runs_sample_by_sample():
     class States(nn.GRU):
         def forward(self, x):
             return super().forward(x)[0]
@@ -620,8 +620,8 @@ def test_a_module_without_a_batching_rule_is_named():
         def forward(self, x):
             return self.head(self.memory(x))
 
-    with pytest.raises(ValueError, match=r"memory \(States\) cannot be run under torch.vmap"):
-        private(Recurrent())(torch.randn(4, 3, 5))
+    batch = torch.randn(4, 3, 5, dtype=torch.float64), torch.randn(4, 3, 2, dtype=torch.float64)
+    assert_exact(Recurrent().double(), batch)
 
 
 FORWARDS, PRECISIONS = Unseen(), Unseen()

@@ -77,7 +77,7 @@ def test_distinct_samples():
 
 def test_an_empty_batch_has_a_row_that_goes_again():
     batch = Batch((torch.ones(0, 2),), {}, True)
-    args, _ = batch.with_a_row_of_zeros()
+    args, _ = batch.stand_in()
     assert torch.equal(args[0], torch.zeros(1, 2))
     lengths = Batch((torch.ones(0, 2), torch.zeros(0, dtype=torch.long)), {}, True)
     assert lengths.with_a_row_of_zeros()[0][1].tolist() == [1]  # no sequence has none

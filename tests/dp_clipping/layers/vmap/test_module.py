@@ -1,11 +1,13 @@
 """Any other module under vmap: gradients are those of one backward per sample."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from dp_clipping.verification import reference as oracle
-from tests.dp_clipping.conftest import assert_close, clipped_sums, private
+from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
 from tests.support import zoo
 
 
@@ -63,18 +65,172 @@ def test_hooks_run_once_and_around_the_call():
     assert calls == [1]
 
 
-class Picks(nn.Module):
-    """Its shapes depend on values, which vmap cannot do."""
+class Rows(nn.Module):
+    """Chooses by numbers which matrix a sample goes through, and writes row by row."""
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
+        self.w, self.layer = nn.Parameter(torch.randn(4, 4) / 2), nn.Linear(4, 4)
+
+    def forward(self, x, mode="a", parts=()):
+        y = torch.zeros_like(x)
+        for n in range(len(x)):
+            y[n] = x[n] @ self.w if x[n].sum() > 0 else self.layer(x[n])
+        return {"parts": (y, [2 * y]), "mode": mode}
+
+
+class Chosen(nn.Module):
+    def __init__(self, is_tied=False):
+        super().__init__()
+        self.rows, self.end = Rows(), nn.Linear(4, 4)
+        if is_tied:
+            self.end.weight = self.rows.w
 
     def forward(self, x):
-        return (x * self.weight)[x > 0].sum().expand(x.shape[0])
+        found = self.rows(self.end(x), "b", parts=[1, None])
+        assert found["mode"] == "b"
+        y = found["parts"][0] + found["parts"][1][0]
+        return self.end(self.rows(y)["parts"][0])
 
 
-def test_what_cannot_run_is_named():
-    model = private(nn.Sequential(Picks()), "bookkeeping")
-    with pytest.raises(ValueError, match=r"0 \(Picks\)|samples"):
-        model(torch.randn(3, 4))
+class Margin(nn.Module):
+    """As ArcFace: a one-hot of the label is written into, and the target's cosine replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.centres = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        label = (x[:, :2] > 0).sum(1)
+        return self.cosines(nn.functional.normalize(self.body(x)), label)
+
+    def cosines(self, x, label):
+        found = x @ nn.functional.normalize(self.centres).T
+        one_hot = torch.zeros(found.size(), dtype=found.dtype).scatter_(1, label.view(-1, 1), 0.3)
+        target = found[torch.arange(len(x)), label].acos() + 0.3
+        found = found.clone()
+        found[torch.arange(len(x)), label] = target.cos()
+        return found - one_hot
+
+
+class Spectrum(nn.Module):
+    """A layer of a Fourier neural operator, which writes the kept frequencies into zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4, 2, 2) / 4)
+
+    def forward(self, x):
+        seen = torch.fft.rfft(x)
+        kept = torch.zeros(seen.shape, dtype=seen.dtype)
+        w = torch.view_as_complex(self.w)
+        kept[..., :2] = torch.einsum("bim,iom->bom", seen[..., :2], w)
+        return torch.fft.irfft(kept, n=x.shape[-1])
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (ctx.saved_tensors[0].abs() < 1)
+
+
+class Binary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4) / 2)
+
+    def forward(self, x):
+        return x @ Sign.apply(self.w) * self.w.abs().mean()
+
+
+class Overwrites(nn.Module):
+    """Writes to its input, which its caller reads afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), nn.Module()
+        self.block = zoo.Net(self.written, w=nn.Parameter(torch.randn(4, 4)))
+
+    @staticmethod
+    def written(net, x):
+        float(x.detach().sum())
+        x.mul_(2)
+        return x @ net.w
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.block(h) + h
+
+
+ONE_BY_ONE = {
+    "rows": (Chosen, (4,)),
+    "tied": (lambda: Chosen(is_tied=True), (4,)),
+    "margin": (Margin, (4,)),
+    "spectrum": (Spectrum, (4, 8)),
+    "binary": (Binary, (4,)),
+    "written input": (Overwrites, (4,)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"clipping": "per_layer"}, {"examples_per_unit": 2}])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_one_sample_after_another(name, mode, options):
+    make, shape = ONE_BY_ONE[name]
+    network, k = make().double(), options.get("examples_per_unit", 1)
+    model = private(copy.deepcopy(network), mode, 1e-3, **options)
+    for size in (3, 1, 4):
+        x = torch.randn(size * k, *shape, dtype=torch.float64)
+        batch = x, torch.randn_like(network(x))
+        examples = oracle.per_sample_gradients(network, batch, zoo.product)
+        gradients = {n: g.unflatten(0, (size, k)).sum(1) for n, g in examples.items()}
+        sums = clipped_sums(model, batch)
+        if options.get("clipping") != "per_layer":
+            assert_close(sums, oracle.clipped_sum(gradients, 1e-3), 1e-9)
+        torch.testing.assert_close(
+            model.per_sample_gradient_norms.double(), oracle.norms(gradients).double()
+        )
+    table = model.plan_table()
+    assert "one sample after another: torch.vmap cannot run it (test_module.py:" in table
+    assert model(torch.randn(0, *shape, dtype=torch.float64)).shape[0] == 0
+
+
+class Mixing(nn.Module):
+    """Code that vmap cannot run, in which samples see each other."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.w, self.mix = nn.Parameter(torch.randn(4, 4)), mix
+
+    def forward(self, x):
+        y = torch.zeros_like(x)
+        y[:] = x @ self.w
+        return self.mix(x, y)
+
+
+def limited(x, y):
+    """Half of the rows go through, as with experts of limited capacity."""
+    kept = torch.zeros_like(y)
+    rows = (x[:, 0] > -9).nonzero()[:, 0][: max(1, len(x) // 2)]
+    kept[rows] = y[rows]
+    return kept
+
+
+@pytest.mark.parametrize(
+    "mix", [lambda x, y: y - y.mean(0), lambda x, y: y * float(x.mean()), limited],
+    ids=["mean", "number", "capacity"],
+)  # fmt: skip
+def test_samples_that_see_each_other_are_refused(mix):
+    with pytest.raises(ValueError, match="no gradient of its own"):
+        private(nn.Sequential(nn.Linear(4, 4), Mixing(mix)))(torch.randn(4, 4))
+
+
+def test_each_sample_draws_its_own_dropout():
+    network = nn.Sequential(Mixing(lambda x, y: nn.functional.dropout(y, 0.5)))
+    y = private(network)(torch.ones(64, 4))
+    assert len((y == 0).unique(dim=0)) > 2

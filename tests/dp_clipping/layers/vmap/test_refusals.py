@@ -1,7 +1,9 @@
-"""Code that cannot run under vmap is refused with the module, the line, and what works."""
+"""What code under vmap cannot do: it runs sample by sample, and the line is named."""
 
 import copy
 import pickle
+import re
+from collections import deque
 
 import pytest
 import torch
@@ -48,65 +50,44 @@ class Scaled(nn.Module):
         return y
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class Advised(nn.Module):
-    """The same, with its parameter where the message says."""
-
-    def __init__(self, look):
-        super().__init__()
-        self.inner, self.look = Scale(), look
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        self.look(y)
-        return y
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", LOOKS)
-def test_what_needs_numbers_is_refused_and_runs_where_the_message_says(name):
-    torch.manual_seed(0)
-    x = torch.randn(4, 4, dtype=torch.float64)
-    with pytest.raises(
-        ValueError,
-        match=r"^1 \(Scaled\) cannot be run under torch\.vmap.*\(test_refusals\.py:\d+, .*"
-        r"or let parameters of its own be in a module",
-    ):
-        private(nn.Sequential(nn.Linear(4, 4), Scaled(LOOKS[name])).double())(x)
-    advised = nn.Sequential(nn.Linear(4, 4), Advised(LOOKS[name])).double()
-    assert_exact(advised, (x, torch.randn(4, 4, dtype=torch.float64)))
+def test_what_needs_numbers_runs_sample_by_sample_and_is_named(name):
+    x, y = torch.randn(2, 4, 4, dtype=torch.float64)
+    network = nn.Sequential(nn.Linear(4, 4), Scaled(LOOKS[name])).double()
+    assert_exact(network, (x, y))
+    model = private(network)
+    model(x)
+    table = model.plan_table()
+    line = r"^1: one sample after another: torch\.vmap cannot run it \(test_refusals\.py:\d+, "
+    assert re.match(line, table)
 
 
-def test_other_errors_are_not_vmap_s():
+def test_an_error_of_vmap_is_explained():
+    error = RuntimeError("vmap: it looks like you're calling .item()\nmore")
+    refusal = refusal_of(error, "1", nn.Linear(1, 1))
+    assert str(refusal).startswith("1 (Linear) cannot be run under torch.vmap")
     assert refusal_of(RuntimeError("size mismatch"), "1", nn.Linear(1, 1)) is None
 
 
 class Keeping(nn.Module):
-    """Keeps what it computes, which its caller reads, or not."""
+    """Keeps what it computes in a variable, which its caller reads, or not."""
 
     def __init__(self, reads: bool):
         super().__init__()
-        self.inner, self.reads = Scaled(self.keep), reads
-
-    def keep(self, y: Tensor) -> None:
-        self.inner.kept = y
+        self.inner, self.reads = Scaled(KEPT.append), reads
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
-        return y + self.inner.kept if self.reads else y
+        return y + KEPT.pop() if self.reads else y
+
+
+KEPT = deque(maxlen=1)
 
 
 def test_a_tensor_that_outlives_vmap_is_named():
     x = torch.randn(4, 4)
-    with pytest.raises(ValueError, match=r"0\.inner\.kept holds what a module.*return y, att"):
+    with pytest.raises(ValueError, match=r"a variable holds what a module.*return y, att"):
         private(nn.Sequential(Keeping(reads=True)))(x)
     private(nn.Sequential(Keeping(reads=False)))(x)
     with pytest.raises(RuntimeError, match="another"), escapes_named(nn.Linear(1, 1)):
