@@ -21,7 +21,7 @@ LOWEST_OF_OPACUS = 0.2
 HIGHEST = 1e6
 """Largest σ that is searched for."""
 
-PRECISION = 1e-9
+PRECISION = 1e-5
 """Relative width of σ at which a search ends, whatever the tolerance."""
 
 NO_NOISE = (
