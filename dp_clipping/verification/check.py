@@ -112,6 +112,11 @@ class Stage(nn.Module):
     def model(self) -> Any:
         return self._model[0]
 
+    @property
+    def takes_step(self) -> bool:
+        """Returns whether a forward is one of the step that is checked, not of an evaluation."""
+        return self.training
+
     def refuse_in_release(self, what: str) -> None:
         """Refuses nothing: `compare` has refused before."""
 

@@ -470,8 +470,8 @@ class TestLoss:
         assert loss.item() == float(loss) == pytest.approx(own.mean().item())
         assert not loss.detach().requires_grad
         assert "mean of 5 samples" in repr(loss)
-        with pytest.raises(ValueError, match="different batches or reductions"):
-            loss + run.criterion(run.model(x), y)
+        with pytest.raises(RuntimeError, match="losses of two forwards were added"):
+            (loss + run.criterion(run.model(x), y)).backward()
 
     def test_scaling_scales_the_norms(self):
         norms = []
