@@ -38,6 +38,9 @@ LARGEST = 1 << 20
 MOST_ENTRIES = 40
 """Pairs of σ and q that are composed. Of more, neighbours count as the one with least noise."""
 
+FEW = 3
+"""Pairs of which Rényi differential privacy is computed: each takes half a second."""
+
 ORDERS = [*range(2, 64), *(2**k for k in range(6, 17))]
 """Orders of Rényi differential privacy."""
 
@@ -88,7 +91,7 @@ def epsilon(history: History, delta: float) -> float:
     ])  # fmt: skip
     if not entries:
         return 0.0
-    found, order = _renyi(entries, delta)
+    found, order = _renyi(merged(entries, FEW), delta)
     steps = sum(steps for _, _, steps in entries)
     rest, last = delta - steps * ROUNDING, math.inf
     while (
@@ -102,15 +105,15 @@ def epsilon(history: History, delta: float) -> float:
     return found
 
 
-def merged(entries: History) -> History:
-    """Returns entries that cost no less, at most `MOST_ENTRIES` of them.
+def merged(entries: History, most: int = MOST_ENTRIES) -> History:
+    """Returns entries that cost no less, at most `most` of them.
 
     A noisier or less often sampled step is a random function of the other one. So steps of similar
     σ and q cost at most what they would with the least σ and the largest q among them.
     """
     cells = {entry[:2]: [entry] for entry in entries}
     width = 1e-3
-    while len(cells) > MOST_ENTRIES:
+    while len(cells) > most:
         cells = {}
         for sigma, rate, steps in entries:
             cell = math.floor(math.log(sigma) / width), math.floor(math.log(rate) / width)

@@ -21,7 +21,7 @@ LOWEST_OF_OPACUS = 0.2
 HIGHEST = 1e6
 """Largest σ that is searched for."""
 
-PRECISION = 1e-5
+PRECISION = 1e-9
 """Relative width of σ at which a search ends, whatever the tolerance."""
 
 NO_NOISE = (
@@ -103,6 +103,8 @@ def noise_multiplier_for(
     if accountant == "pld":
         from dp_clipping.accounting import pld  # importing Opacus takes seconds
 
+        # Its ε moves by steps of its rounding, which is a part of ε.
+        search = (*search[:-1], max(search[-1], 1e-3 * target_epsilon))
         return _search(lambda parts, delta: pld.epsilon(parts[0], delta), LOWEST, *search)
     from opacus.accountants.utils import get_noise_multiplier  # importing Opacus takes seconds
 

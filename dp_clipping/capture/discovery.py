@@ -293,6 +293,8 @@ class LayoutDiscovery:
         objects.show(others)
         try:
             changed = self._plain_outputs(exchanged(args, others), kwargs)
+        except Exception as error:  # other values do not fit: they are read
+            raise refusal from error
         finally:
             objects.put_back()
         if not all(map(torch.equal, found, changed)):
@@ -488,7 +490,8 @@ class LayoutDiscovery:
 
 def _with_others(x: Tensor) -> Tensor:
     """Returns a tensor of other values."""
-    return 1 - x.detach() if x.is_floating_point() else torch.zeros_like(x)
+    x = x.detach()
+    return x + 1 if x.is_floating_point() else (x == 0).to(x.dtype)
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

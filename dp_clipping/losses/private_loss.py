@@ -317,7 +317,10 @@ class PrivateLoss(Tensor):
 
     def _combined(self, other: Any, how: Callable[..., Any]) -> Any:
         """Returns the sum or difference; of losses of another forward a value without backward."""
-        if isinstance(other, PrivateLoss) and other._session is not self._session:
+        is_other = isinstance(other, PrivateLoss) and (
+            other._session is not self._session or len(other._losses) != len(self._losses)
+        )  # without a step, as in evaluation, a loss belongs to no forward
+        if is_other:
             return _read(how, OF_TWO_FORWARDS, (self, other), {})
         return self._with(how(self._losses, self._other(other)))
 

@@ -23,6 +23,7 @@ from dp_clipping.profiling.metrics import StepMetrics
 if TYPE_CHECKING:
     from opacus.accountants.accountant import IAccountant
 
+TAKEN = "the {plan.steps} steps that target_epsilon={plan.epsilon:g} is for are taken"
 NAMES = '"pld", "prv", "rdp" or "gdp"'
 APPROXIMATE = "states an approximation that may be below the true epsilon"
 TO_STEP = 6  # frames from `_count` to the user's call of `optimizer.step()`
@@ -211,9 +212,12 @@ class Accounts:
             if not run.keys.fixed:
                 self._account.refuse_other_run(run.keys.fingerprint, run)
             run.refuse_batch(self._mechanism.sampler, in_order=self._mechanism.in_order)
+        if is_private:
+            self._refuse_beyond_plan(run)
         with self._account.unchanged():
             optimizer.hooks.run(optimizer)
-        self._look_at_plan(run, is_private)
+        if is_private:
+            self._look_at_plan(run)
         step = Step(
             run.keys.fingerprint,
             optimizer.steps,
@@ -236,18 +240,22 @@ class Accounts:
         if step.batch_number is not None:
             run.unused_from = step.batch_number + 1
 
-    def _look_at_plan(self, run: PrivateRun, is_private: bool) -> None:
-        """Warns, once, of a step that `target_epsilon` was not computed for, or refuses it."""
-        plan, steps = run.plan, run.optimizer.steps
-        if plan is None or not is_private:
+    def _refuse_beyond_plan(self, run: PrivateRun) -> None:
+        """Raises RuntimeError for a step behind the last one of a target with `stop=True`."""
+        plan = run.plan
+        if plan is not None and plan.stop and run.optimizer.steps >= plan.steps:
+            raise RuntimeError(
+                f"{TAKEN.format(plan=plan)}, and stop=True ends the training there: take batches "
+                "from the data_loader that make_private_with_epsilon returned, which yields no more"
+            )
+
+    def _look_at_plan(self, run: PrivateRun) -> None:
+        """Warns, once, of a step that `target_epsilon` was not computed for."""
+        plan = run.plan
+        if plan is None:
             return
-        if steps >= plan.steps:
-            what = f"the {plan.steps} steps that target_epsilon={plan.epsilon:g} is for are taken"
-            if plan.stop:
-                raise RuntimeError(
-                    f"{what}, and stop=True ends the training there: take batches from the "
-                    "data_loader that make_private_with_epsilon returned, which yields no more"
-                )
+        if run.optimizer.steps >= plan.steps:
+            what = TAKEN.format(plan=plan)
             instead = "give the epochs of the whole training, or stop=True to end it there"
         elif run.optimizer.step_state.settings.noise_multiplier < plan.noise_multiplier:
             what = (

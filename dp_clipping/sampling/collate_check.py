@@ -165,8 +165,8 @@ class CheckedCollate:
         """Collates the chosen samples alone, and keeps a few of them.
 
         These are one that has the lengths of the batch, if there is one, and of the others the
-        one that differs most, and the one that fills its batch best: of a length that is a multiple
-        of 8, say.
+        one that differs most; the one that differs least, as a network may need some length; and
+        the one that fills its batch best: of a length that is a multiple of 8, say.
 
         Returns:
             None: they have the lengths of the batch, or cannot be collated alone.
@@ -188,7 +188,8 @@ class CheckedCollate:
             most = max(others, key=differ.__getitem__)
             full = max(others, key=lambda n: _size(chosen[n]) / max(1, _size(alone[n])))
             long = [place for place in alone if not differ[place]][:1]
-            places = dict.fromkeys([*long, most, full])
+            near = min(others, key=differ.__getitem__)
+            places = dict.fromkeys([*long, most, near, full])
             # Twice, with the numbers that follow: generators that are not known differ, too.
             twice = [self.collate_fn(list(map(_copied, chosen.values()))) for _ in range(2)]
             random = tuple(not equal(x, y) for x, y in beside(*twice))

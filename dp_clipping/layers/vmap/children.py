@@ -158,6 +158,9 @@ def leaves_vmap(run: Forward) -> Forward:
         once = Record.of_call(run)
         if vmap is None:
             return once(self, *args, **kwargs)
+        if any(p is not None and is_of_vmap(p) for p in self._parameters.values()):
+            # A module around it reads its weight too: it captures all uses, under vmap.
+            return plain_forward(self, *args, **kwargs)
         return _on_whole_batch(once, self, vmap, args, kwargs)
 
     return anywhere

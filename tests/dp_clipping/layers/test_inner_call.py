@@ -231,7 +231,7 @@ def test_a_layer_that_computes_otherwise_later_is_named():
     private_loss(model, batch, zoo.product).backward()
     network[0].changes = True
     model.clear_gradients()
-    with pytest.raises(RuntimeError, match=r"0\.weight: used outside"):
+    with pytest.raises(RuntimeError, match=r"0\.weight: in the loss itself"):
         private_loss(model, batch, zoo.product).backward()
 
 

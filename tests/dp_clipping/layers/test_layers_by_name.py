@@ -224,9 +224,10 @@ def test_a_frozen_one_is_not():
 class Late(nn.Module):
     """Reads a layer's weight, and calls the layer only once `calls` is set."""
 
-    def __init__(self):
+    def __init__(self, bias: bool):
         super().__init__()
-        self.embedding, self.head, self.calls = nn.Embedding(9, 4), nn.Linear(4, 4), False
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 4, bias)
+        self.calls = False
 
     def forward(self, x: Tensor) -> Tensor:
         y = nn.functional.linear(self.embedding(x), self.head.weight)
@@ -236,7 +237,7 @@ class Late(nn.Module):
 def test_a_layer_whose_weight_is_read_before_it_is_first_called():
     """The step that finds it out begins anew: nothing of what was prepared for it stays."""
     torch.manual_seed(0)
-    network, batch = Late(), (ids(), torch.randn(SAMPLES, 4))
+    network, batch = Late(bias=False), (ids(), torch.randn(SAMPLES, 4))
     model = private(copy.deepcopy(network), "per_sample")
     for calls in (False, True):
         network.calls = model.network.calls = calls
@@ -244,6 +245,16 @@ def test_a_layer_whose_weight_is_read_before_it_is_first_called():
         private_loss(model, batch, zoo.product).backward()
         expected = oracle.norms(oracle.per_sample_gradients(network, batch, zoo.product)).double()
         assert torch.allclose(model.per_sample_gradient_norms.double(), expected, rtol=1e-5)
+
+
+def test_a_bias_that_such_a_call_is_the_first_to_use_is_named():
+    batch = ids(), torch.randn(SAMPLES, 4)
+    model = private(Late(bias=True), "per_sample")
+    private_loss(model, batch, zoo.product).backward()
+    model.network.calls = True
+    model.clear_gradients()
+    with pytest.raises(RuntimeError, match=r"head\.bias: used outside of the module"):
+        private_loss(model, batch, zoo.product).backward()
 
 
 class Dropped(nn.Module):

@@ -95,6 +95,17 @@ class Reader(nn.Module):
         return self.head(pooled(x, mask, self.pool))
 
 
+class Windows(nn.Module):
+    """A convolution over positions, which needs as many as its width."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 5)
+
+    def forward(self, x):
+        return self.convolution(x.transpose(1, 2)).transpose(1, 2)
+
+
 def pooled(x, mask, how):
     weights, lengths = mask.unsqueeze(2).to(x.dtype), mask.sum(1)
     return {
@@ -214,7 +225,17 @@ def train(
 
 ignoring = nn.CrossEntropyLoss(ignore_index=-100)
 ignoring_zero = nn.CrossEntropyLoss(ignore_index=0)
+
+
+def least_length():
+    """A network that cannot run on the shortest sample alone."""
+    network = Reader("last", "lstm")
+    network.words = nn.Sequential(network.words, Windows())
+    return network
+
+
 WRONG = {
+    "needs some length": lambda: train(least_length()),
     "reads the last position": lambda: train(Reader("last")),
     "reads the last position of an lstm": lambda: train(Reader("last", "lstm")),
     "lstm in both directions": lambda: train(Reader("read", "bilstm")),
