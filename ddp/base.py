@@ -28,10 +28,11 @@ from ddp.internals.replicas import Replicas, group_or_default
 from ddp.internals.step import Step
 from ddp.internals.watch import Watch
 from ddp.internals.wrapper import Wrapper
+from ddp.join import Joinable
 from ddp.schedule import Schedule
 
 
-class DataParallel(ManualGradients, Wrapper, nn.Module):
+class DataParallel(ManualGradients, Joinable, Wrapper, nn.Module):
     """A network whose gradients are the mean (or the sum) of those of all ranks.
 
     Args:

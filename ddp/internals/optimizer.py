@@ -4,6 +4,7 @@ Sharded variants have the same three methods (ddp/sharded/interface.py), so that
 does not ask which variant it trains.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ class Replicated:
     """Methods of a wrapper whose parameters and reduced gradients are whole on every rank."""
 
     module: nn.Module
+    made: tuple[weakref.ref[Optimizer], ...] = ()
+    """The optimizers of this network, in the order in which every rank has made them."""
 
     def make_optimizer(
         self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
@@ -28,7 +31,9 @@ class Replicated:
             params: parameters or parameter groups; default all trainable parameters.
             options: further arguments of `cls`.
         """
-        return cls(trainable(self.module) if params is None else params, **options)
+        optimizer = cls(trainable(self.module) if params is None else params, **options)
+        self.made = (*self.made, weakref.ref(optimizer))
+        return optimizer
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradient to a norm of at most `max_norm`; returns the norm it had.

@@ -33,11 +33,14 @@ class Replicas:
     - A buffer that the network itself writes to is written to here, and counted.
 
     Rank 0 writes nothing.
+
+    Attributes:
+        source: the rank whose values the others receive, another one than 0 only in join().
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup):
         self._module, self._group = module, group
-        self._receives = dist.get_rank(group) != 0
+        self.source = 0
         self._remember_buffers()
 
     def make_equal(self, obstacle: str | None) -> None:
@@ -62,34 +65,34 @@ class Replicas:
         for rank, theirs in enumerate(models):
             if difference := first_difference(models[0], theirs, rank):
                 raise ValueError(f"the ranks hold different models: {difference}")
-        self._broadcast_everything()
-        self._remember_buffers()
+        self.broadcast_everything()
 
     @torch.no_grad()
-    def _broadcast_everything(self) -> None:
+    def broadcast_everything(self) -> None:
         tensors = [*self._module.parameters(), *self._module.buffers()]
         for message in in_messages([t.detach() for t in tensors]):
             if len(message) == 1 and message[0].is_contiguous():
-                dist.broadcast(message[0], group=self._group, group_src=0)
+                dist.broadcast(message[0], group=self._group, group_src=self.source)
                 continue
             for tensor, values in zip(message, self._received(message), strict=True):
                 tensor.copy_(values)
+        self._remember_buffers()
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
-        places = self._places_of_buffers()
+        places, receives = self._places_of_buffers(), dist.get_rank(self._group) != self.source
         for message in in_messages([buffer for buffer, _ in places.values()]):
             received = self._received(message)
-            if self._receives:
+            if receives:
                 for buffer, values in zip(message, received, strict=True):
                     self._write(buffer, values, places[id(buffer)][1])
-        if self._receives:
+        if receives:
             self._remember_buffers()
 
     def _received(self, message: list[Tensor]) -> list[Tensor]:
-        """Returns rank 0's values of tensors of one dtype, sent as one flat tensor."""
+        """Returns the source's values of tensors of one dtype, sent as one flat tensor."""
         flat = torch.cat([t.reshape(-1) for t in message])
-        dist.broadcast(flat, group=self._group, group_src=0)
+        dist.broadcast(flat, group=self._group, group_src=self.source)
         parts = flat.split([t.numel() for t in message])
         return [part.view(t.shape) for t, part in zip(message, parts, strict=True)]
 

@@ -68,14 +68,6 @@ class Copyable:
         self.reduce, self.gradient_dtype = state["reduce"], state["gradient_dtype"]
 
 
-NO_JOIN = (
-    "a wrapper has no join(): give every rank the same number of batches, by "
-    "DistributedSampler(dataset, drop_last=True) and DataLoader(..., drop_last=True), or let all "
-    "ranks end where the first one has none: see 'Batches that do not divide evenly' in "
-    "docs/variants.md"
-)
-
-
 class Wrapper(Replicated, Copyable):
     """The methods of `ddp.base.DataParallel` that take no part in a step."""
 
@@ -88,11 +80,6 @@ class Wrapper(Replicated, Copyable):
 
     is_active: bool = True
     """False while another wrapper of the same network is in use: see ownership.py."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "join":  # which PyTorch's DDP has
-            raise AttributeError(NO_JOIN)
-        return super().__getattr__(name)  # type: ignore[misc]  # of nn.Module
 
     def describe_gradients(self) -> Gradients:
         """Called at construction, once all ranks hold the same values."""

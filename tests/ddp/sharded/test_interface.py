@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from ddp.sharded.interface import STATUS_BYTES
+from ddp.join import STATUS_BYTES
 from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets, whole_values
 from tests.support.differences import any_order
