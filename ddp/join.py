@@ -231,6 +231,8 @@ class Joinable:
                 self.clip_grad_norm_(float(act.removeprefix(CLIP)))  # type: ignore[attr-defined]
             else:
                 self._step_with_others(int(act.removeprefix(STEP)))
+        if joined.follows:
+            self.module.zero_grad()  # a loop may do so at the end of a step
         if len(joined.active) < self.world_size:
             self.take_last_values()
 

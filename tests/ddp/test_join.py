@@ -55,9 +55,9 @@ def step(pair: Beside, optimizer, losses, lr: float) -> None:
         optimizer.zero_grad()
 
 
-def uneven(context: Context, name: str, counts: list[int], micro: int, **options) -> None:
+def uneven(context: Context, name: str, counts: list, micro: int, reduce: str = "mean") -> None:
     """Two epochs, and a step of all, which needs the optimizer's whole state."""
-    pair = Beside(context, name, Chain(), **small_buckets(name), **options)
+    pair = Beside(context, name, Chain(), **small_buckets(name), reduce=reduce)
     optimizer = pair.model.make_optimizer(torch.optim.AdamW)
     expected = make_optimizer(pair.reference, torch.optim.AdamW)
     for epoch in range(2):
@@ -88,7 +88,7 @@ def test_uneven(ranks, hand_built, counts, micro):
 
 
 def test_sums(ranks, hand_built):
-    ranks.run(2, uneven, hand_built, [1, 2], 1, reduce="sum")
+    ranks.run(2, uneven, hand_built, [1, 2], 1, "sum")
 
 
 class Normed(nn.Module):
@@ -186,6 +186,52 @@ def test_unused_parameters(cpu_ranks, name):
     cpu_ranks.run(2, unused, name)
 
 
+class Nested(nn.Module):
+    """Blocks in blocks, one of which is frozen, and an embedding of which few rows are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(50, 4)
+        inner = [nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2)]
+        self.outer = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), *layers) for layers in inner)
+        self.outer[0].requires_grad_(False)
+
+    def forward(self, rows):
+        x = self.rows(rows)
+        for block in self.outer:
+            x = x + block(x).tanh()
+        return x
+
+
+def nested(context: Context, name: str, options: dict) -> None:
+    """`units` of `fsdp` that contain others, and rows that `sparse_embeddings` leaves out."""
+    pair = Beside(context, name, Nested(), **options)
+    optimizer = pair.model.make_optimizer(torch.optim.Adam, lr=0.1)
+    expected = make_optimizer(pair.reference, torch.optim.Adam, lr=0.1)
+
+    def loss(i):
+        return lambda model, rank: model(torch.tensor([i, rank, 7])).square().sum()
+
+    with pair.model.join():
+        for i in range(2 + pair.rank):
+            step(pair, optimizer, [loss(i)], lr=0.1)
+    for i, active in enumerate([[0, 1], [0, 1], [1]]):
+        step_reference(pair, expected, [loss(i)], active, lr=0.1)
+    close(whole_values(pair.model), list(pair.reference.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fsdp", {"units": (nn.Sequential, nn.Linear)}),
+        ("ddp_bucketed", {"sparse_embeddings": True}),
+        ("ddp_individual_v2", {"sparse_embeddings": True}),
+    ],
+)
+def test_nested_blocks_and_sparse_rows(cpu_ranks, name, options):
+    cpu_ranks.run(2, nested, name, options)
+
+
 def plain(context: Context, name: str) -> None:
     """An optimizer that the wrapper has not made."""
     pair = Beside(context, name, Chain())
@@ -220,8 +266,8 @@ def refused(context: Context, name: str) -> None:
     model = fresh()
     with pytest.raises(RuntimeError, match="leave out the inner one"), model.join(), model.join():
         pass
-    with pytest.raises(RuntimeError, match=r"not finished on rank 1: .*no_sync"):
-        forwards(context, model, 2 * context.rank or (name == "fsdp"), backward=False)
+    with pytest.raises(RuntimeError, match=r"not finished on rank 0: .*no_sync"):
+        forwards(context, model, 2, backward=False)
     model = fresh()
     with pytest.raises(RuntimeError, match=r"zero_grad\(\) before each step"):
         forwards(context, model, 2)

@@ -2,8 +2,6 @@
 
 import copy
 import io
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp import implementation, wrap
 from lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, is_torch, small_buckets
+from tests.support.beside import Beside, Chain, chain_loss, small_buckets
 
 
 def goes_on(context: Context, name: str, model: nn.Module, reference: nn.Module) -> None:
@@ -93,27 +91,3 @@ def test_copies(ranks, implementation, body):
 def test_saved_and_loaded(ranks, implementation):
     """With the default process group."""
     ranks.run(ranks.size, through_a_file, implementation)
-
-
-def uneven(context: Context, name: str) -> None:
-    """Ranks with another number of batches: what is said instead of join(), and does it."""
-    model = wrap(name, Chain().to(context.device), process_group=context.group)
-    assert hasattr(model, "join") is is_torch(name)  # PyTorch's own has it
-    if not is_torch(name):
-        with pytest.raises(AttributeError, match=r"same number of batches.*docs/variants\.md"):
-            model.join()
-    with pytest.raises(AttributeError, match="has no attribute 'joined'"):
-        _ = model.joined
-    page = Path(__file__).parents[2] / "docs/variants.md"
-    (block,) = re.findall(r"```python\n([^`]*def until_one_has_none[^`]*)```", page.read_text())
-    exec(block, names := {})
-    steps = 0
-    for step in names["until_one_has_none"](range(3 + context.rank), model):
-        chain_loss(step)(model, context.rank).backward()
-        model.finish_gradient_synchronization()
-        steps += 1
-    assert steps == 3
-
-
-def test_uneven_data(ranks, implementation):
-    ranks.run(2, uneven, implementation)
