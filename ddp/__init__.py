@@ -11,11 +11,11 @@ The steps, in the order of reading:
 The second part, sharded/: what every rank holds in common is divided among the ranks.
 
 sparse_embeddings.py is an option of steps 3 to 5: the last gradient, in fewer bytes.
-join.py lets ranks have different numbers of batches.
 none.py is the floor of every comparison, torch_ddp.py is PyTorch's own.
 
 Skip at the first reading: internals/ (robustness, one object per concern), torch_compat.py (PyTorch
-interfaces without a public name), and buckets.py before step 3.
+interfaces without a public name), join.py (ranks with different numbers of batches), and buckets.py
+before step 3.
 """
 
 import importlib.util

@@ -73,8 +73,7 @@ class DataParallel(ManualGradients, Joinable, Wrapper, nn.Module):
         self.gradients = self.describe_gradients()
         if not self.gradients.parameters and not self.is_copy:
             raise RuntimeError("no parameter requires a gradient: there is nothing to synchronise")
-        self.watch = Watch(self.gradients)
-        self.schedule = Schedule()
+        self.watch, self.schedule = Watch(self.gradients), Schedule()
         self.adopt_order(list(reversed(range(len(self.gradients.parameters)))))
         self.step = Step(self.gradients, self.schedule, self.watch)
         self.register_hooks()  # autograd calls before_accumulation and after_accumulation

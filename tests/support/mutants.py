@@ -287,6 +287,18 @@ MUTANTS = [
         ("tests/ddp/test_disagreement.py", "strides"),
     ),
     Mutant(
+        "in join() buffers come from a rank that has ended",
+        (("join.py", "self.replicas.source = self.joined.active[0]", "pass"),),
+        ("tests/ddp/test_join.py", "without_batches and individual"),
+    ),
+    Mutant(
+        "a rank that has ended in join() adds what its last step left",
+        (
+            ("join.py", "if self.joined.is_new:\n            self.m", "if False:\n            self.m"),
+        ),
+        ("tests/ddp/test_join.py", "test_uneven and individual"),
+    ),
+    Mutant(
         "gloo's reduce-scatter does not average",
         (("sharded/interface.py", "own.div_(dist.get_world_size(self.process_group))", "pass"),),
         ("tests/ddp/sharded/test_interface.py",),
