@@ -293,9 +293,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that has ended in join() adds what its last step left",
-        (
-            ("join.py", "if self.joined.is_new:\n            self.m", "if False:\n            self.m"),
-        ),
+        (("join.py", "self.module.zero_grad()\n        self.joined", "pass\n        self.joined"),),
         ("tests/ddp/test_join.py", "test_uneven and individual"),
     ),
     Mutant(
