@@ -45,7 +45,12 @@ except ImportError as error:
     raise _missing("torch.utils._python_dispatch or torch.utils._pytree") from error
 
 __all__ = [
-    "TorchDispatchMode", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
+    "TorchDispatchMode",
+    "tensors_in",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
     "tree_unflatten",
 ]  # fmt: skip
 
@@ -681,3 +686,8 @@ def loss_distribution(accountant: Any, *, epsilon_error: float, delta_error: flo
     if not hasattr(accountant, "_get_dprv"):
         return None
     return accountant._get_dprv(eps_error=epsilon_error, delta_error=delta_error)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors among the leaves that PyTorch finds in the tree."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

@@ -34,7 +34,6 @@ from dp_clipping.capture.ownership import (
     trainable_names,
 )
 from dp_clipping.capture.randomness import fork_randomness
-from dp_clipping.capture.samples.batch import tensors_in
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import is_fsdp1, owner_of
 from dp_clipping.distributed.sharding import Sharding
@@ -52,6 +51,7 @@ from dp_clipping.torch_compat import (
     plain_name,
     reusable_backwards,
     stop_intercepting,
+    tensors_in,
 )
 from dp_clipping.validation import refuse_offsets
 

@@ -30,7 +30,7 @@ from dp_clipping.capture.randomness import (
     seed_all,
     without_dropout,
 )
-from dp_clipping.capture.samples.batch import Batch, tensors_in, tensors_of
+from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
 from dp_clipping.capture.vmap_trial import (
@@ -45,7 +45,7 @@ from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.vmap.objects import Objects, exchanged, refuse_iterators
 from dp_clipping.sampling.collate_check import Alone
-from dp_clipping.torch_compat import flush_ready_nodes, tree_map
+from dp_clipping.torch_compat import flush_ready_nodes, tensors_in, tree_map
 
 
 class LayoutDiscovery:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.capture.samples.batch import tensors_in
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, expand_shared
 from dp_clipping.layers.recorder import Recorder
 from dp_clipping.layers.vmap.objects import Objects, Path, exchanged
-from dp_clipping.torch_compat import own_modules, tree_map
+from dp_clipping.torch_compat import own_modules, tensors_in, tree_map
 
 
 class CapturedNetwork(Protocol):

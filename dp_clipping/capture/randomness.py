@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping.torch_compat import TorchDispatchMode, dropouts
@@ -90,6 +90,8 @@ class _NoDropout(TorchFunctionMode):
             return args[0]
         if function is scaled_dot_product_attention:
             args, kwargs = args[:4], {**(kwargs or {}), "dropout_p": 0.0, **_causal(args)}
+        if function is multi_head_attention_forward:  # inside of it this mode is off
+            kwargs = {**(kwargs or {}), "training": False}
         return function(*args, **(kwargs or {}))
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from dp_clipping.capture.network import CapturedNetwork, expanded_output, trials
 from dp_clipping.capture.ownership import bare
 from dp_clipping.capture.randomness import generator_states, same_generators, without_dropout
-from dp_clipping.capture.samples.batch import map_tensors, tensors_in
+from dp_clipping.capture.samples.batch import map_tensors
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.attention.core import fits
 from dp_clipping.layers.batch_layout import FEW, MORE, is_close
@@ -28,7 +28,7 @@ from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.layers.vmap.whole_batch import Call, Operation, UnknownOperation, learned
-from dp_clipping.torch_compat import current_vmap
+from dp_clipping.torch_compat import current_vmap, tensors_in
 
 
 def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -> list[LayerState]:

@@ -55,7 +55,7 @@ READ_ONLY = (
 OF_TWO_FORWARDS = (
     "losses of two forwards were added, and a sample has one gradient, of one forward: make a "
     "module private whose forward returns both outputs, as def forward(self, real, fake): return "
-    "self.network(real), self.network(fake), and add the losses of these"
+    "self.body(real), self.body(fake), and add the losses of these"
 )
 OF_EVALUATION = (
     "backward of a loss of evaluation: call model.train() before the forward of a private step, "
@@ -81,6 +81,9 @@ def naming_reentrant() -> Iterator[None]:
         if "use_reentrant=True" not in str(error):
             raise
         raise RuntimeError(REENTRANT) from error
+
+
+ANCHOR = torch.zeros((), requires_grad=True)  # a leaf of all that was read of losses
 
 
 class ReadOnly(Function):
@@ -317,9 +320,13 @@ class PrivateLoss(Tensor):
 
     def _combined(self, other: Any, how: Callable[..., Any]) -> Any:
         """Returns the sum or difference; of losses of another forward a value without backward."""
-        is_other = isinstance(other, PrivateLoss) and (
-            other._session is not self._session or len(other._losses) != len(self._losses)
-        )  # without a step, as in evaluation, a loss belongs to no forward
+        if isinstance(other, PrivateLoss):  # without a step, as in evaluation, it is of no forward
+            same = other._session is self._session and len(other._losses) == len(self._losses)
+            is_other = not same
+        else:  # what such a sum was read as
+            is_other = (
+                isinstance(other, Tensor) and other.requires_grad and ANCHOR in leaves_of(other)
+            )
         if is_other:
             return _read(how, OF_TWO_FORWARDS, (self, other), {})
         return self._with(how(self._losses, self._other(other)))
@@ -428,7 +435,7 @@ def _read(function: Any, message: str | None, args: tuple, kwargs: dict) -> Any:
     def value(x: Any) -> Any:
         if not (message and isinstance(x, PrivateLoss) and x.requires_grad):
             return _value(x)
-        return ReadOnly.apply(torch.zeros((), requires_grad=True), x.detach(), message)
+        return ReadOnly.apply(ANCHOR, x.detach(), message)
 
     args, kwargs = tree_map(value, (args, kwargs))
     return function(*args, **kwargs)

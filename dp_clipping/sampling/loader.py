@@ -29,6 +29,10 @@ from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler, Scheme, Un
 from dp_clipping.sampling.units import Units
 from dp_clipping.sampling.usage import SampleUsage
 
+ENDED = (
+    "no batch is left: the steps that target_epsilon is for are taken, and stop=True ends the "
+    "training there"
+)
 PREPARED = (
     "what make_private returns needs no accelerator.prepare(), which would deal out Poisson "
     "batches and skip steps: call engine.make_private(module=model, optimizer=optimizer, "
@@ -193,6 +197,8 @@ class PoissonLoader(Uncopied, DataLoader):
             batches = super().__iter__()
         for number, (batch, alone) in enumerate(batches, epoch.start):
             if self.is_over():
+                if number == epoch.start:
+                    warnings.warn(ENDED, stacklevel=2)
                 return
             self.hand_over(number, yielded.popleft())
             self.usage.compare(batch, alone)

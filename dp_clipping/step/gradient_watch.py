@@ -146,7 +146,8 @@ class GradientWatch:
                 f"an ordinary backward (a loss that is not the private criterion's, or a forward "
                 f"after model.eval()) has added to the gradient of {self._show(unclipped)}, "
                 "unclipped: call optimizer.zero_grad() after it, and model.train() before the "
-                "private forward"
+                "private forward. The gradient g of a penalty on the weights is added after the "
+                "noise: loss.backward(); optimizer.pre_step(); p.grad += g; optimizer.step()"
             )
         if not is_noisy and (changed := self._changed()):
             raise RuntimeError(f"the gradient of {self._show(changed)} was changed {REMEDY}")

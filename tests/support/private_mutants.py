@@ -115,7 +115,8 @@ ROWS = [
      "if plan is not None and plan.stop and run.optimizer.steps >= plan.steps:", "if False:",
      ACCOUNTS),
     ("a target has a step more", "runs/accounts.py",
-     "        if run.optimizer.steps >= plan.steps:", "        if run.optimizer.steps > plan.steps:",
+     "\n        if run.optimizer.steps >= plan.steps:",
+     "\n        if run.optimizer.steps > plan.steps:",
      ACCOUNTS),
     # ---- clipping
     ("norms without their margin", "clipping/coefficients.py",

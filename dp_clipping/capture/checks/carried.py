@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from dp_clipping.capture.checks.holders import PLAIN, Change, Named, is_freed
 from dp_clipping.capture.checks.state import DEPTH, Mark, State, has_attributes
 from dp_clipping.capture.checks.writes import Values, Writes, equal
-from dp_clipping.capture.samples.batch import Batch, tensors_in
+from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.layers.batch_layout import FEW
+from dp_clipping.torch_compat import tensors_in
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 OUTPUT = "output "

@@ -36,11 +36,6 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree_map(leaf, tree)
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Returns the tensors among the leaves that PyTorch finds in the tree."""
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
 def tensors_of(tree: Any) -> list[Tensor]:
     """Returns every tensor in the tree, also in what PyTorch does not open, as `map_tensors`."""
     found: list[Tensor] = []

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.sampling.collate_check import Alone, beside, equal, sample_dim
 
 Sizes = dict[int, tuple[int, int]]
@@ -117,10 +116,13 @@ class Padded:
                 return next(iter(leaf.sizes.values()))
         return None
 
-    def arguments(self, batch: Batch) -> list[tuple[tuple, dict]]:
+    def arguments(self, batch: Any) -> list[tuple[tuple, dict]]:
         """Returns arguments of a forward for the sample, twice, without its padding.
 
         Several, if it is not clear what is a length; none if they are not found in the arguments.
+
+        Args:
+            batch: the arguments of the batch, a `capture.samples.batch.Batch`.
         """
         known = [self._known(x) if isinstance(x, Tensor) else None for x in batch.leaves]
         self.sizes |= dict(pair for one in known if one for pair in one[0].values())

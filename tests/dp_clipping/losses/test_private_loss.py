@@ -199,15 +199,28 @@ def test_losses_of_two_forwards_add_up_to_a_number(run):
     assert total.item() == 2 * first.item()
     with pytest.raises(RuntimeError, match="a module private whose forward returns both outputs"):
         total.backward()
+    losses = [loss_of(run) for _ in range(4)]
+    assert (sum(losses) / 4).item() == pytest.approx(first.item())
+    running = 0.0
+    for loss in losses:
+        running = 0.5 * running + 0.5 * loss
+    assert float(running) == pytest.approx((1 - 0.5**4) * first.item())
+
+
+def test_losses_of_evaluations_of_any_size_add_up(run):
+    x, y = run.batch
+    run.model.eval()
+    parts = [run.criterion(run.model(x[:n]), y[:n]) for n in (3, 1)]
+    assert float(parts[0] + parts[1]) == pytest.approx(sum(float(p) for p in parts))
 
 
 class Both(nn.Module):
     def __init__(self, network):
         super().__init__()
-        self.network = network
+        self.body = network
 
     def forward(self, real, fake):
-        return self.network(real), self.network(fake)
+        return self.body(real), self.body(fake)
 
 
 def test_a_forward_that_returns_both_outputs_trains():

@@ -75,7 +75,7 @@ class Reader(nn.Module):
             "identity": nn.Identity,
             "lstm": partial(nn.LSTM, WIDTH, WIDTH, batch_first=True),
             "bilstm": partial(nn.LSTM, WIDTH, WIDTH // 2, batch_first=True, bidirectional=True),
-            "attention": partial(nn.MultiheadAttention, WIDTH, 2, batch_first=True),
+            "attention": partial(nn.MultiheadAttention, WIDTH, 2, dropout, batch_first=True),
         }
         self.layer, self.pool, self.kind = layers[layer](), pool, layer
         self.dropout, self.noise = nn.Dropout(dropout), noise
@@ -242,6 +242,9 @@ WRONG = {
     "mean": lambda: train(Reader("mean")),
     "max": lambda: train(Reader("max", "lstm")),
     "masked sum, divided by the length": lambda: train(Reader("divided")),
+    "attention with dropout sees padding": lambda: train(
+        Reader("first", "attention", dropout=0.3)
+    ),
     "attention sees padding": lambda: train(Reader("first", "attention")),
     "outputs of packed sequences, last position": lambda: train(Packing("last")),
     "positions from the end": lambda: train(

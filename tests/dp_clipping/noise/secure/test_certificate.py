@@ -145,18 +145,6 @@ def test_units_and_parts_that_were_joined_again_are_counted_as_they_are_added():
     assert run.engine.privacy_statement(1e-5).secure["most additions"] == most
 
 
-def test_gdp_has_no_epsilon_of_several_multipliers():
-    run = saved_runs.build(engine=PrivacyEngine(accountant="gdp"))
-    saved_runs.train(run, 3)
-    spent = run.engine.get_epsilon(1e-3)
-    run.optimizer.noise_multiplier = 5.0
-    with pytest.raises(ValueError, match="stay constant"):
-        saved_runs.train(run, 1)
-    assert run.engine.get_epsilon(1e-3) == spent
-    with pytest.raises(ValueError, match="accountant gdp has no ε of steps with several noise mul"):
-        run.engine.epsilon_at_end(run.optimizer, 1, 1e-3)
-
-
 def test_more_backwards_than_parts_are_more_additions():
     engine = PrivacyEngine(accountant="rdp", secure_mode=True)
     run = saved_runs.build(engine=engine, count=800, sample_rate=0.2, steps=3)
