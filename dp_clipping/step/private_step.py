@@ -25,8 +25,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.checks.kept import Kept, changed_in_place
-from dp_clipping.capture.checks.lengths import Lengths
-from dp_clipping.capture.checks.losses import Watched
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.linear_factors import LinearFactors
@@ -203,8 +201,8 @@ class PrivateStep:
         self.policy: Policy = context.policy
         self.is_empty = self.is_through = False
         self.leaves: dict[Parameter, Tensor] = {}
-        self.watched: Watched | None = None
-        self.lengths: list[Lengths] = []
+        self.watched: Any = None  # a `capture.checks.losses.Watched`
+        self.lengths: list[Any] = []  # of `capture.checks.lengths.Lengths`
         self.padding: Tensor | None = None
         self.slices: Sequence[Slice | None] = ()
         self.is_compiled = is_compiled
