@@ -198,7 +198,7 @@ def of_one_stream():
     [
         (lambda: without(["2.weight", "2.bias"]), "2.weight"),
         (lambda: without(["2.bias"]), "2.bias"),
-        (halved_later, "step"),
+        (halved_later, "of the stated standard deviation"),
         (of_one_stream, "equal offsets"),
     ],
 )
