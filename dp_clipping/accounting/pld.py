@@ -132,7 +132,9 @@ def _renyi(entries: History, delta: float) -> tuple[float, int]:
     """Returns ε at δ by Rényi differential privacy, and the order that gives it."""
     from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon  # takes a second
 
-    divergences = sum(steps * _divergences(sigma, rate) for sigma, rate, steps in entries)
+    divergences: np.ndarray = np.sum(
+        [n * _divergences(sigma, rate) for sigma, rate, n in entries], 0
+    )
     found, order = compute_epsilon(ORDERS, divergences, delta)
     return float(found), int(order)
 
