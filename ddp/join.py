@@ -60,7 +60,7 @@ UNKNOWN = (
 
 
 class Joined:
-    """What one rank knows inside of a block.
+    """The state of one rank inside of a block.
 
     Attributes:
         active: the ranks that took part in the last act with data.

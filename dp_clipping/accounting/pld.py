@@ -29,7 +29,7 @@ ENOUGH = 0.7
 """An ε that is smaller than this part of the one before is computed once more."""
 
 MOST_STEPS = 1_000_000
-"""Of more steps ε is that of Rényi differential privacy."""
+"""The most steps that are composed; of more, ε is that of Rényi differential privacy."""
 
 WIDEST = 100.0
 """The largest interval: e to its power is a double."""
@@ -47,7 +47,7 @@ ORDERS = [*range(2, 64), *(2**k for k in range(6, 13))]
 """Orders of Rényi differential privacy."""
 
 ROUNDING = 2.0**-50
-"""What an FFT in double precision may add to δ, or take from it, per step."""
+"""The error of δ per step, at most, of an FFT in double precision."""
 
 
 class PLDAccountant(IAccountant):  # type: ignore[misc]  # Opacus has no types

@@ -32,7 +32,7 @@ LEVEL = 1e-4
 KINDS = ("size", "element", "mean", "shape", "steps", "parameters", "parts")
 
 THRESHOLDS = (0.5, 1.0, 1.75, 2.5)
-"""Of abs(z), whose numbers above them tell a shape."""
+"""Thresholds of abs(z); how many numbers exceed each tells the shape."""
 
 SMALL = 64
 """Vectors of at most so many numbers are looked at for being equal."""
@@ -46,7 +46,7 @@ MOST_PARAMETERS = 512
 
 @dataclass(frozen=True)
 class Parameter:
-    """Where a parameter's numbers are: `start` to `stop`, in rows of `row`."""
+    """The place of a parameter's numbers: `start` to `stop`, in rows of `row`."""
 
     name: str
     start: int

@@ -36,7 +36,7 @@ OWN = frozenset(vars(nn.Module())) | {  # what `nn.Module` and private training 
 
 
 class Effects(NamedTuple):
-    """Where a module reads and writes tensors of the samples beside its inputs and outputs.
+    """The places where a module reads and writes tensors of the samples beside its inputs and outputs.
 
     Attributes:
         inputs: places of tensors that have rows of the samples when it is called.
@@ -48,7 +48,7 @@ class Effects(NamedTuple):
 
 
 class Objects:
-    """What is held now by the objects that are reachable from some roots.
+    """A snapshot of what the objects hold that are reachable from some roots.
 
     Args:
         values_of: number of the first roots, arguments, whose tensors in objects keep their values.
