@@ -36,7 +36,7 @@ OWN = frozenset(vars(nn.Module())) | {  # what `nn.Module` and private training 
 
 
 class Effects(NamedTuple):
-    """The places where a module reads and writes tensors of the samples beside its inputs and outputs.
+    """The places where a module reads and writes sample tensors beside inputs and outputs.
 
     Attributes:
         inputs: places of tensors that have rows of the samples when it is called.
