@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
+from torch.utils.checkpoint import _StopRecomputationError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
 CHECKED = "2.11 to 2.13"
+OF_MACHINE = ("CUDA error", "ALLOC_FAILED", "can't allocate memory", "out of memory")
 
 
 def _missing(api: str) -> RuntimeError:
@@ -194,6 +196,22 @@ def to_one_buffer_(
         shape = (input_size, number, hidden_size, proj_size, 1, False, bidirectional)
         with torch.cuda.device_of(weights[0]):
             flatten(weights, stride, *shape)
+
+
+def is_in_backward() -> bool:
+    """Returns whether autograd runs a backward in this thread now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_passed_on(error: BaseException) -> bool:
+    """Returns whether an error says nothing of the code that it is raised in.
+
+    There is no memory left, the GPU has failed, or activation checkpointing has computed all that
+    it needs.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | _StopRecomputationError):
+        return True
+    return any(text in str(error) for text in OF_MACHINE)
 
 
 def flush_ready_nodes() -> None:

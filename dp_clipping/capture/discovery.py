@@ -104,7 +104,7 @@ class LayoutDiscovery:
             self._capture.looked_at(lambda *_: None),
             without_dropout(self._network),
             same_generators(self._network.modules()),
-            torch.no_grad(),
+            torch.enable_grad(),  # which it may need in forward
         ):
             self._bags.learn(args, kwargs, self._network, is_empty=not batch.size)
         return self.carried.batch_of(batch.args, batch.kwargs)
@@ -305,10 +305,10 @@ class LayoutDiscovery:
             self._capture.looked_at(lambda *_: None),
             without_dropout(self._network),
             same_generators(self._network.modules()),
-            torch.no_grad(),
+            torch.enable_grad(),
             self._capture.tried(args, kwargs) as outputs,
         ):
-            return [y.nan_to_num() for y in tensors_of(outputs)]
+            return [y.detach().nan_to_num() for y in tensors_of(outputs)]
 
     def _arguments(self, batch: Batch, first: int = 0) -> list[tuple]:
         """Returns the arguments of three forwards: see `Search.establish`.

@@ -39,7 +39,12 @@ from dp_clipping.layers.handle import (
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.objects import Effects, Objects, Path
 from dp_clipping.layers.vmap.refusals import refuse_transforms
-from dp_clipping.torch_compat import TorchDispatchMode, is_dtype_cast, tree_leaves
+from dp_clipping.torch_compat import (
+    TorchDispatchMode,
+    is_dtype_cast,
+    is_in_backward,
+    tree_leaves,
+)
 
 UNSURE = "unsure"
 NETWORK = "\0"  # no module has this name: the network's outputs
@@ -251,6 +256,8 @@ class Search:
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = module._private
+            if is_in_backward():  # a checkpointed part of it is computed again
+                return None
             _refuse_packed(handle, module, (*args, *kwargs.values()))
             inputs = [tensor_parallel.local(x) for x in handle.tensors((args, kwargs))]
             refuse_transforms(handle.name)
@@ -276,8 +283,10 @@ class Search:
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             handle: LayerState = module._private
+            if is_in_backward():
+                return output
             call = calls[handle.name][-1]
-            self._note_backwards(handle, handle.tensors(output))
+            self._note_backwards(handle, tensors_of(output))  # of packed sequences, too
             if handle.kind == "vectorized":
                 before = objects.pop()
                 call.has_effects = before.has_changed()
@@ -334,9 +343,11 @@ def _refuse_packed(handle: LayerState, module: nn.Module, inputs: tuple) -> None
     """Refuses packed sequences for a module under vmap, which is given one sample's rows."""
     is_packed = any(isinstance(x, PackedSequence | Sequences) for x in inputs)
     if is_packed and handle.kind == "vectorized":
+        why = "computes with parameters of its own and"
+        if isinstance(module, nn.RNNBase):
+            why = "is differentiated in the network's forward and"
         raise ValueError(
-            f"{handle.name or 'the network'} ({type(module).__name__}) computes with parameters of "
-            "its own and is given packed sequences, in which a sample has no rows of its own: give "
+            f"{handle.name or 'the network'} ({type(module).__name__}) {why} is given packed sequences, in which a sample has no rows of its own: give "
             "it padded ones, as x, lengths = pad_packed_sequence(packed, batch_first=True), or let "
             "these parameters be in a module that is called with such x, as def forward(self, x): "
             "return x * self.scale"

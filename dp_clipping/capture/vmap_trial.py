@@ -28,7 +28,7 @@ from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.layers.vmap.whole_batch import Call, Operation, UnknownOperation, learned
-from dp_clipping.torch_compat import current_vmap, tensors_in
+from dp_clipping.torch_compat import current_vmap, is_passed_on, tensors_in
 
 
 def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -> list[LayerState]:
@@ -100,6 +100,8 @@ def _try(
             )
             unfit.append(handle)
     except Exception as error:  # with its children under vmap it may run, or that raises the error
+        if is_passed_on(error):
+            raise
         handle.whole_because = _why(error)
         unfit.append(handle)
     end.put_back()
@@ -151,7 +153,10 @@ def _try_rows(
     try:
         copies = _copies(module, batch_size)
         found = every_sample(module, copies, batch_size, copied_args, copied_kwargs)
-    except Exception:  # the step will say so
+    except Exception as error:  # the step will say so
+        if is_passed_on(error):
+            raise
+        start.put_back()
         return plain_forward(module, *args, **kwargs)
     end = Objects(module, args, kwargs)
     is_right = not handle.one_by_one and effects is None
@@ -294,7 +299,9 @@ def _note_operations(
     try:
         with record.answering():
             on_whole_batch(module, call, dict.fromkeys(handle.trainable), *again)
-    except Exception:
+    except Exception as error:
+        if is_passed_on(error):
+            raise
         handle.whole_batch = None
         return outputs
     finally:
@@ -328,7 +335,9 @@ def _compare(every_sample: Callable[..., Any], module: nn.Module, args: tuple, k
             start.put_back()
             runs.append(_outputs_and_gradients(run, record, module, *again))
         is_right = all(is_close(*pair) for pair in zip(*runs, strict=True))
-    except Exception:
+    except Exception as error:
+        if is_passed_on(error):
+            raise
         is_right = False
     if not is_right:
         handle.whole_batch = None
@@ -372,7 +381,11 @@ def callers_of(
             found.append(running[-1])
 
     args, kwargs = arguments
-    with torch.no_grad(), _calls(capture, note), capture.tried(args, kwargs):
+    with (
+        torch.set_grad_enabled(capture.sharding is None),
+        _calls(capture, note),
+        capture.tried(args, kwargs),
+    ):
         pass
     return found
 

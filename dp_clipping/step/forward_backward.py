@@ -35,7 +35,7 @@ from dp_clipping.step.plain_backend import PlainBackend
 from dp_clipping.step.private_step import Backend, PrivateStep
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms, StepState
-from dp_clipping.torch_compat import is_compiled_in_place, versions_of
+from dp_clipping.torch_compat import flush_ready_nodes, is_compiled_in_place, versions_of
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
 OF_ANY_SIZE = (
@@ -442,7 +442,7 @@ class ForwardBackward:
                 raise
             is_lost = "CUDA error" in str(error)  # after which nothing more can be computed
             if size and not is_lost:
-                self._call_as_it_is(args, kwargs)
+                self._call_as_it_is(args, kwargs, has_backward=not _is_refusal(error))
             if _is_refusal(error) or "use_reentrant=True" in str(error):
                 raise
             if not size:
@@ -460,8 +460,12 @@ class ForwardBackward:
     def _passing(self) -> AbstractContextManager:
         return nullcontext() if self._gradients is None else self._gradients.watch.passing()
 
-    def _call_as_it_is(self, args: tuple, kwargs: dict) -> None:
-        """Calls the network as the user does, without a step, and puts back what that changes."""
+    def _call_as_it_is(self, args: tuple, kwargs: dict, has_backward: bool) -> None:
+        """Calls the network as the user does, without a step, and puts back what that changes.
+
+        Args:
+            has_backward: a backward follows, which no gradient is kept of.
+        """
         try:
             with (
                 fork_randomness(self.capture.trigger.device),
@@ -469,8 +473,12 @@ class ForwardBackward:
                 restored(self._carried.state),
                 self.capture.looked_at(lambda *_: None),
             ):
-                self.network(*args, **kwargs)
+                ends = [y for y in tensors_of(self.network(*args, **kwargs)) if y.requires_grad]
+                if has_backward and ends:
+                    ones = list(map(torch.ones_like, ends))
+                    torch.autograd.grad(ends, self.capture.parameters, ones, allow_unused=True)
         except Exception as error:
+            flush_ready_nodes()
             raise error from None
 
     def _call_network_again(self, args: tuple, kwargs: dict) -> Any:

@@ -26,7 +26,13 @@ from dp_clipping.layers.handle import LayerState, LayoutUnknown
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.whole_batch import Call
-from dp_clipping.torch_compat import flush_ready_nodes, tree_map, version_of
+from dp_clipping.torch_compat import (
+    flush_ready_nodes,
+    is_in_backward,
+    is_passed_on,
+    tree_map,
+    version_of,
+)
 
 Arguments = tuple[tuple, dict]
 
@@ -57,8 +63,8 @@ class Observer:
             layouts_of: the network's output tensors -> their layouts; None: it has no samples, and
                 is given no gradient.
             scale: [B], what each sample's gradients are multiplied by.
-            seed: seed of the errors, of the size of rounding, that are added to the layers' outputs
-                and their gradients; None: no errors are added.
+            seed: seed of the errors, of the size of rounding, that are added to the network's
+                arguments, to inputs and outputs of layers, and to gradients; None: none are added.
             drawn: the number of samples to draw gradients for; the last `batch_size` are used.
         """
         seen, device = Seen(), self._capture.trigger.device
@@ -66,6 +72,9 @@ class Observer:
         modules = list(self._capture.network.modules()) if alone else ()
         rounding = None if seed is None else torch.Generator(device).manual_seed(seed)
         before = generator_states(modules, device)
+        arguments = tree_map(
+            lambda x: _rounded(x, rounding) if isinstance(x, Tensor) else x, arguments
+        )
         with (
             same_generators(modules),
             torch.enable_grad(),
@@ -81,7 +90,8 @@ class Observer:
                 y = local(output)
                 seen.add("", "output", summary(y, layout, batch_size))
                 if output.requires_grad and y.is_floating_point():
-                    starts.append((output, self._gradient(output, y, layout, scale, drawn)))
+                    gradient = self._gradient(output, y, layout, scale, drawn)
+                    starts.append((output, _rounded(gradient, rounding)))
             if starts:
                 self._backward(starts, [*triggers, self._anchor(torch.float32, device)])
             seen.is_random = generator_states(modules, device) != before
@@ -92,7 +102,6 @@ class Observer:
         sharding, device = self._capture.sharding, self._capture.trigger.device
         ys, gradients = zip(*starts, strict=True)
         inputs = list({id(trigger): trigger for trigger in triggers}.values())
-        self._is_backward = True
         with (
             nullcontext() if sharding is None else sharding.backward(),
             torch.autocast(device.type, enabled=False),
@@ -115,21 +124,24 @@ class Observer:
         """
         triggers: list[Tensor] = []
         dims: dict[nn.Module, list[tuple[int, ...]]] = {}
-        self._is_backward, self._last_input = False, None
+        self._last_input = None
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = module._private
             if handle.kind == "child":  # what it sees, its layers do
                 return None
+            if rounding is not None:
+                args, kwargs = _rounded_arguments(args, kwargs, rounding)
             inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
             key = tuple(x.dim() for x in inputs)
             dims.setdefault(module, []).append(key)
             layouts = handle.layouts.get(key, ())
-            if not self._is_backward:  # a checkpointed block is computed again in it
+            if not is_in_backward():  # a checkpointed block is computed again in it
                 for x, layout in zip(inputs, layouts, strict=False):
                     if layout.kind != "shared":
                         seen.add(handle.name, "input", self._of_input(x, layout, batch_size))
-            return expanded_input(handle, layouts, inputs, batch_size)
+            expanded = expanded_input(handle, layouts, inputs, batch_size)
+            return (args, kwargs) if expanded is None and rounding is not None else expanded
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             handle: LayerState = module._private
@@ -196,7 +208,7 @@ class Observer:
         handle: LayerState = vars(module)["_private"]
         dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
         known = (handle.whole_batch or {}).get(dims)
-        if known is None or self._is_backward:
+        if known is None or is_in_backward():
             return plain_forward(module, *args, **kwargs)
 
         def watch(what: str, x: Tensor, dim: int) -> Tensor:
@@ -220,6 +232,8 @@ class Observer:
             with undone_if_it_fails(module, args, kwargs) as again:
                 return on_whole_batch(module, call, dict.fromkeys(handle.trainable), args, kwargs)
         except Exception as error:  # it computes otherwise: from now on it runs under vmap
+            if is_passed_on(error):
+                raise
             if self._capture.sharding is not None:  # whose ranks call each layer equally often
                 raise LayoutUnknown(handle.name) from error
             handle.whole_batch = None
@@ -255,10 +269,37 @@ class Observer:
         return gradient
 
 
+def _rounded_arguments(args: tuple, kwargs: dict, draw: torch.Generator) -> Arguments:
+    """Returns a layer's arguments with errors in their tensors; equal ones stay one tensor.
+
+    Tensors in objects are left: the layer may write to these objects.
+    """
+    done: dict[int, Any] = {}
+
+    def one(x: Any) -> Any:
+        if id(x) not in done:
+            if isinstance(x, PackedSequence):
+                done[id(x)] = x._replace(data=_rounded(x.data, draw))
+            else:
+                done[id(x)] = _rounded(x, draw) if isinstance(x, Tensor) else x
+        return done[id(x)]
+
+    return tuple(map(one, args)), {key: one(x) for key, x in kwargs.items()}
+
+
 def _rounded(x: Tensor, draw: torch.Generator | None) -> Tensor:
-    """Returns x with errors of the size of its dtype's rounding."""
-    if draw is None or is_sharded(x):
+    """Returns x with errors of the size of its dtype's rounding, which whole numbers have none of.
+
+    One part of an error is a number's own. The other one has the signs of the numbers: sums change
+    by it as their terms are large, however small the sum is, as by the order of the terms.
+    """
+    if draw is None or is_sharded(x) or not x.is_floating_point():
         return x
+    eps = torch.finfo(x.dtype).eps
     errors = torch.randn(x.shape, generator=draw, device=x.device, dtype=torch.float32)
-    errors *= torch.finfo(x.dtype).eps / 4
+    if eps <= torch.finfo(torch.float32).eps:  # sums of others have finer rounding than they
+        common = torch.randn((), generator=draw, device=x.device, dtype=torch.float32)
+        errors = errors + common * x.detach().sign()
+    is_whole = (x.detach() == x.detach().round()) & (x.detach().abs() < 1 / eps)
+    errors = (errors * (eps / 4)).masked_fill(is_whole, 0)
     return (x * (1 + errors.to(torch.promote_types(x.dtype, torch.float32)))).to(x.dtype)

@@ -30,7 +30,13 @@ from dp_clipping.layers.vmap.attention import BatchedAttention
 from dp_clipping.layers.vmap.objects import Objects, Path, exchanged
 from dp_clipping.layers.vmap.refusals import reason_of, refusal_of
 from dp_clipping.layers.vmap.whole_batch import Call, UnknownOperation, replaced
-from dp_clipping.torch_compat import own_parameters, tree_flatten, tree_unflatten, version_of
+from dp_clipping.torch_compat import (
+    is_passed_on,
+    own_parameters,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+)
 
 ALONE = Layout("alone")  # [B, *what one sample has], of a tensor that has no samples elsewhere
 WITH_SAMPLES = WeakIdKeyDictionary()  # such tensors in objects -> their layout
@@ -116,6 +122,8 @@ def every_sample(
     except (LayoutUnknown, ValueError):
         raise
     except Exception as error:
+        if is_passed_on(error):
+            raise
         if not _may_loop(self):
             refusal = refusal_of(error, handle.name, self)
             if refusal is None:

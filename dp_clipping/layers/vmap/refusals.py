@@ -24,7 +24,10 @@ OF_VMAP = (
     "requires? grad|require gradient|requires_grad"
 )
 ESCAPED = "escaped from inside"
-WITHOUT_RULE = ("must override the setup_context", "implement the jvp function for custom")
+WITHOUT_RULE = (
+    "must override the setup_context", "implement the jvp function for custom",
+    "called under a transform within torch.vmap",
+)  # fmt: skip
 TRANSFORMED = (
     "the network calls its layers under a transform of torch.func (grad, vjp, jvp, jacrev, jacfwd, "
     "vmap), where they have no per-sample gradients: use torch.autograd there, as "

@@ -1,5 +1,6 @@
 """Networks and losses in which samples see each other are refused, and no others are."""
 
+import functools
 import itertools
 import random
 from dataclasses import dataclass
@@ -744,3 +745,95 @@ def test_which_batch_is_due_is_known_before_it_comes():
         if due[-1]:
             schedule.next_check(size)
     assert due == [True, True, False, True, False, True, False, True]
+
+
+class Ordered(torch.autograd.Function):
+    """Sums tokens [B, T, d] one after another, from the last one on where there are many samples.
+
+    As libraries that choose a kernel by the shape: results differ by rounding alone.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.length = x.shape[1]
+        return in_order(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient[:, None].expand(-1, ctx.length, -1)
+
+
+class Spread(torch.autograd.Function):
+    """Repeats [B, d] for T tokens; the gradients of these are summed as `Ordered` does."""
+
+    @staticmethod
+    def forward(ctx, x, length):
+        return x[:, None].repeat(1, length, 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return in_order(gradient), None
+
+
+def in_order(x):
+    tokens = x.unbind(1) if len(x) <= 3 else x.flip(1).unbind(1)
+    return functools.reduce(torch.add, tokens)
+
+
+class Pool(nn.Module):
+    """Sums tokens in a module with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return Ordered.apply(x) * self.scale
+
+
+def gradients_that_cancel(net, x):
+    """The gradient of each token's sign is that of all tokens, and their sum is small."""
+    signs = torch.linspace(-1, 1, x.shape[1])[:, None] * 1e4
+    tokens = Spread.apply(net.first(x[:, 0]), x.shape[1])
+    return net.second((tokens * signs).sum(1) + net.first(x[:, 1]))
+
+
+ROUNDED_BY_SIZE = {
+    "of the arguments": lambda net, x: net.second(net.first(Ordered.apply(x))),
+    "of what code between layers makes": lambda net, x: net.first(Ordered.apply(x.sinh())),
+    "of a layer's outputs": lambda net, x: net.second(Ordered.apply(net.first(x))),
+    "in a module": lambda net, x: net.second(net.pool(x)),
+    "of large constants in a module": lambda net, x: net.second(
+        net.pool(x + 100 * torch.linspace(-1, 1, x.shape[1])[:, None])
+    ),
+    "of gradients": gradients_that_cancel,
+}
+
+
+def tokens_that_cancel(size, length=32):
+    half = torch.randn(size, length // 2, 5)
+    return torch.cat([half, -half * (1 + 1e-3 * torch.randn_like(half))], 1)
+
+
+def network_of(function, mixing=0.0):
+    def mixed(net, x):
+        return function(net, x) * (1 + mixing * x.abs().mean())
+
+    return zoo.Net(mixed, first=nn.Linear(5, 5), second=nn.Linear(5, 5), pool=Pool())
+
+
+@pytest.mark.parametrize("name", ROUNDED_BY_SIZE)
+def test_nearly_cancelling_tokens_that_are_summed_in_another_order(name):
+    x = tokens_that_cancel(8)
+    for size in (2, 3, 8):
+        model = private(network_of(ROUNDED_BY_SIZE[name]))
+        assert len(model(x[:size])) == size
+
+
+@pytest.mark.parametrize("mixing", [1e-2, 1e-3])
+@pytest.mark.parametrize("name", ROUNDED_BY_SIZE)
+def test_mixing_beside_nearly_cancelling_tokens_is_found(name, mixing):
+    x = tokens_that_cancel(8)
+    model = private(network_of(ROUNDED_BY_SIZE[name], mixing))
+    with pytest.raises(ValueError, match="depends on the other samples"):
+        model(x)
