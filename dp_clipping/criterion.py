@@ -95,7 +95,8 @@ class PrivateCriterion(nn.Module):
             self._largest = max(self._largest, expected)
             exchange().check(private_step.watched.number, is_whole)
         for lengths in private_step.lengths:
-            lengths.check(losses, exchange().of_sample)
+            with self.model.step_state.refused_together():
+                lengths.check(losses, exchange().of_sample)
         self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
 

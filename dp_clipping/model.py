@@ -482,7 +482,8 @@ class PrivateModel(nn.Module):
             if private_step.watched is not None:
                 private_step.watched.check_graph(losses)
             for lengths in private_step.lengths:
-                lengths.check(losses)
+                with self.step_state.refused_together():
+                    lengths.check(losses)
             return PrivateLoss(self, private_step, losses, self._loss_reduction)
 
         size = 0 if private_step.is_empty else private_step.rows

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 Settings = dict[str, Any]
+REFUSAL = "refusal"  # the setting that says why a rank refuses its samples, or None
 
 
 class Agreement:
@@ -45,16 +46,25 @@ class Agreement:
             self._pending = settings, *self._launch(settings)
 
     def check(self, step: int, settings: Settings) -> None:
-        """Raises RuntimeError on every rank, with the values by rank, if settings differ."""
+        """Raises RuntimeError on every rank, with the values by rank, if settings differ.
+
+        Raises ValueError on every rank if one of them refuses its samples.
+        """
         if not self.early:
             self._pending = settings, *self._launch(settings)
         assert self._pending is not None, "a step is begun before it is checked"
         (settings, extremes, work), self._pending = self._pending, None
         work.wait()
         highest, negated_lowest = extremes.tolist()
+        if highest == -negated_lowest and settings.get(REFUSAL) is not None:
+            raise ValueError(settings[REFUSAL])
         if highest != -negated_lowest:
+            of_ranks = gathered(settings, self._group)
+            for rank, of_rank in enumerate(of_ranks):
+                if of_rank.get(REFUSAL) is not None:
+                    raise ValueError(f"on rank {rank}: {of_rank[REFUSAL]}")
             raise RuntimeError(
-                f"step {step} is not taken: {differences(settings, self._group)}: change settings "
+                f"step {step} is not taken: {differences(of_ranks)}: change settings "
                 "on every rank alike, such as by scheduler.step() on all ranks"
             )
 
@@ -77,14 +87,19 @@ def agree_on_settings(settings: Settings, group: dist.ProcessGroup | None) -> No
 
     Each rank would add other noise or sample others, and no replica would be what ε is about.
     """
-    if group is not None and (found := differences(settings, group)):
+    if group is not None and (found := differences(gathered(settings, group))):
         raise ValueError(f"{found}: give the same on all")
 
 
-def differences(settings: Settings, group: dist.ProcessGroup) -> str:
-    """Returns in which settings ranks differ, with the values by rank; "" where they agree."""
+def gathered(settings: Settings, group: dist.ProcessGroup) -> list[Settings]:
+    """Returns the settings of all ranks; every rank calls it."""
     of_ranks: list[Settings] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, settings, group=group)
+    return of_ranks
+
+
+def differences(of_ranks: list[Settings]) -> str:
+    """Returns in which settings ranks differ, with the values by rank; "" where they agree."""
     found = []
     for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
         values = [of_rank.get(name) for of_rank in of_ranks]

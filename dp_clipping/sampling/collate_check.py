@@ -41,9 +41,9 @@ MIXED = (
     "clipping a row bounds what one sample adds only if no other row has anything of it: " + INSTEAD
 )
 MOVED = (
-    "collate_fn puts samples in another order, or mixes them, and with examples_per_unit the rows "
-    "of a unit lie side by side in the loader's order: do not sort them (pack_padded_sequence has "
-    "enforce_sorted=False), and " + INSTEAD
+    "collate_fn (data_collator of a Trainer) returns rows in another order than its samples, or "
+    "mixes them, and with examples_per_unit the rows of a unit lie side by side in the loader's "
+    "order: do not sort them (pack_padded_sequence has enforce_sorted=False), and " + INSTEAD
 )
 HIDDEN = (
     "collate_fn makes rows that cannot be compared, or other ones each time it gets the same "

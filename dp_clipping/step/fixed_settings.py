@@ -9,7 +9,7 @@ from dp_clipping.arguments.numbers import (
     check_noise,
     check_noise_multiplier,
 )
-from dp_clipping.distributed.agreement import Agreement, Settings
+from dp_clipping.distributed.agreement import REFUSAL, Agreement, Settings
 from dp_clipping.step.state import StepSettings
 from dp_clipping.step.steppable import Steppable
 
@@ -35,6 +35,7 @@ class FixedSettings:
         model.step_state.settings = _in_floats(current())
         self._first = self._scales(model.thresholds.clip_norms())
         model.step_state.on_open = self.fix
+        model.step_state.has_ranks = agreement is not None
 
     def fix(self) -> None:
         """Fixes the settings; called when a step's first backward begins.
@@ -70,12 +71,13 @@ class FixedSettings:
                 )
 
     def agree(self) -> None:
-        """Raises RuntimeError, after dropping the sums, if ranks have other settings."""
+        """Raises an error, after dropping the sums, if ranks have other settings or refuse."""
         if self.agreement is None:
             return
         try:
             self.agreement.check(self.model.step_state.steps, self._public())
         except BaseException:
+            self.model.step_state.refusal = None
             self.model.clear_gradients()
             raise
 
@@ -99,7 +101,8 @@ class FixedSettings:
             state = adaptive.state_dict()
             found |= {f"adaptive_threshold's {name}": value for name, value in state.items()}
         return found | {
-            "steps": model.step_state.steps, "key fingerprint": self.noise.fingerprint
+            "steps": model.step_state.steps, "key fingerprint": self.noise.fingerprint,
+            REFUSAL: model.step_state.refusal,
         }  # fmt: skip
 
 

@@ -35,7 +35,12 @@ from dp_clipping.step.plain_backend import PlainBackend
 from dp_clipping.step.private_step import Backend, PrivateStep
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms, StepState
-from dp_clipping.torch_compat import flush_ready_nodes, is_compiled_in_place, versions_of
+from dp_clipping.torch_compat import (
+    flush_ready_nodes,
+    is_compiled_in_place,
+    is_passed_on,
+    versions_of,
+)
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
 OF_ANY_SIZE = (
@@ -249,7 +254,9 @@ class ForwardBackward:
         found, self.state.usage.alone = self.state.usage.alone, None
         if found is None or self._unlooked:
             return []
-        lengths = self._establishment.lengths(*found, rows, seen)
+        lengths: list[Lengths] = []
+        with self.state.refused_together():
+            lengths = self._establishment.lengths(*found, rows, seen)
         for one in lengths:
             one.around = self._as_now()
         return lengths
@@ -438,9 +445,9 @@ class ForwardBackward:
             yield
         except Exception as error:
             self.recover()
-            if self.capture.sharding is not None or isinstance(error, torch.OutOfMemoryError):
-                raise
             is_lost = "CUDA error" in str(error)  # after which nothing more can be computed
+            if self.capture.sharding is not None or (is_passed_on(error) and not is_lost):
+                raise
             if size and not is_lost:
                 self._call_as_it_is(args, kwargs, has_backward=not _is_refusal(error))
             if _is_refusal(error) or "use_reentrant=True" in str(error):

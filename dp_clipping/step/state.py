@@ -16,7 +16,8 @@ A backward after `pre_step` opens another step, once `.grad` is empty. Mode `no_
 step goes from IDLE to NOISY, and back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -116,6 +117,8 @@ class StepState:
         batch_number: the number of the Poisson batch that was handed out and that no step has used.
         held_back: sums are this rank's alone, because of `no_sync()`.
         microbatches: whether further parts of the Poisson batch follow.
+        has_ranks: other ranks take each step too, and agree on it.
+        refusal: why this rank refuses its samples, which its next step says on all ranks.
     """
 
     def __init__(self, usage: SampleUsage | None = None, is_private: bool = True):
@@ -134,6 +137,8 @@ class StepState:
         self.batch_number: int | None = None
         self.held_back = False
         self.microbatches = Microbatches()
+        self.has_ranks = False
+        self.refusal: str | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -154,6 +159,20 @@ class StepState:
     def sensitivity(self) -> float:
         """Returns C of the step: how far one sample can move the sum."""
         return sum(c * c for c in self.clip_norms) ** 0.5
+
+    @contextmanager
+    def refused_together(self) -> Iterator[None]:
+        """Surrounds a check of this rank's samples: if it refuses them, all ranks' step raises.
+
+        Raised on one rank alone, the others would wait for it. A check in a later backward of a
+        step may come too late for that one; then the next step raises.
+        """
+        try:
+            yield
+        except ValueError as error:
+            if not self.has_ranks:
+                raise
+            self.refusal = self.refusal or str(error)
 
     # ---- transitions ----------------------------------------------------------------------------
 

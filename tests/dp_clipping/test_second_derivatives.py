@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -163,6 +164,57 @@ class Checkpointed(Energy):
         return self.second(checkpoint(lambda z: self.first(z).tanh(), x, use_reentrant=False))
 
 
+class CheckpointedWhole(Energy):
+    """The last layer's call is computed again, and is the last that the checkpoint needs."""
+
+    def energy(self, x):
+        return checkpoint(super().energy, x, use_reentrant=False)
+
+
+class WithinCheckpoint(Energy):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Recurrent(Energy):
+    kind, packs = nn.GRU, False
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.kind(WIDTH, 16, batch_first=True)
+
+    def energy(self, x):
+        x = torch.stack([x, 2 * x], 1)
+        if self.packs:
+            x = pack_padded_sequence(x, [2] * len(x), batch_first=True)
+        y = self.first(x)[0]
+        y = pad_packed_sequence(y, batch_first=True)[0] if self.packs else y
+        return self.second(y[:, -1])
+
+
+class Long(Recurrent):
+    kind = nn.LSTM
+
+
+class OneByOne(Recurrent):
+    """A layer is called for each sample, without a dimension for it."""
+
+    def energy(self, x):
+        return self.second(torch.stack([self.first(row[None])[0][-1] for row in x]))
+
+
+class Bags(Energy):
+    """A forward of its own looks for ids with offsets."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.EmbeddingBag(4, WIDTH, mode="sum")
+
+    def forward(self, x):
+        ids = (x[:, 0] > 0).long()
+        return super().forward(x + self.words(ids[:, None]))
+
+
 class Critic(Energy):
     """A frozen part is differentiated, by `torch.func` and by autograd."""
 
@@ -182,7 +234,8 @@ class Critic(Energy):
 
 NETWORKS = (
     Energy, Enabled, Jacobian, Product, Dual, Curvature, Constant, Convolution, Norms, Nested, Tied,
-    Between, Checkpointed, Critic,
+    Between, Checkpointed, CheckpointedWhole, WithinCheckpoint, Recurrent, Long, OneByOne, Bags,
+    Critic,
 )  # fmt: skip
 
 
@@ -425,3 +478,41 @@ def test_a_gradient_in_the_loop_that_is_not_differentiated(kind, same_forward, m
     criterion(outputs if same_forward else model(x), y).backward()
     optimizer.pre_step()
     assert_close({n: p.grad for n, p in network.named_parameters()}, expected, 1e-4)
+
+
+class Packed(Recurrent):
+    packs = True
+
+
+class WrittenTo(Energy):
+    """Autograd needs what is written to: the user's own backward would raise the same."""
+
+    def forward(self, x):
+        hidden = self.first(x).sigmoid()
+        y = self.second(hidden)
+        hidden += 1
+        return torch.cat([y, x], 1)
+
+
+class WithoutDerivative(Energy):
+    """Attention's fast path on a CPU has no second derivative."""
+
+    def forward(self, x):
+        z = self.first(x).view(-1, 1, 4, 4).requires_grad_(True)
+        energy = F.scaled_dot_product_attention(z, z, z)
+        (slope,) = torch.autograd.grad(energy.sum(), z, create_graph=True)
+        return torch.cat([self.second(slope.flatten(1)), x], 1)
+
+
+CAUSES = {
+    Packed: "first .GRU. is differentiated in the network's forward.*give it padded ones",
+    WrittenTo: "modified by an inplace operation",
+    WithoutDerivative: "derivative for aten.*is not implemented",
+}
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_what_cannot_be_differentiated_is_told_as_it_is(kind):
+    with pytest.raises((RuntimeError, ValueError), match=CAUSES[kind]) as raised:
+        sums_of(build(kind), "flash_bookkeeping")
+    assert "number of samples" not in str(raised.value)

@@ -32,9 +32,10 @@ IN_FLOAT64 = 1e-4
 UNCONFIRMED = 10  # times a tolerance, where the network does not run in float64
 SEEDS, NOISE = 3, 4.0  # repeated runs with random numbers; a change is so many times larger
 CURE = (
-    "so its gradient depends on who else is in the batch: let collate_fn pad all batches to one "
-    "fixed length, or let network and loss leave padding out (read the last token of the sample, "
-    "pack sequences, mask attention and means, begin positions at the sample's first token)"
+    "so its gradient depends on who else is in the batch: let collate_fn (data_collator of a "
+    "Trainer) pad all batches to one fixed length, or let network and loss leave padding out (read "
+    "the last token of the sample, pack sequences, mask attention and means, begin positions at "
+    "the sample's first token)"
 )
 CHANGED = (
     "the {what} of a sample changes {change} when it is padded to the length of another one, from "

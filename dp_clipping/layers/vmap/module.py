@@ -110,6 +110,8 @@ def every_sample(
     if handle.one_by_one:
         with call.undone_if_it_fails():
             return call.joined(*_in_a_loop(call, copies))
+    # Of a trial, which is the first run: no effects may be known, and it may fail half-way.
+    before = Objects(self, args, kwargs) if handle.private_step is None else None
     try:
         with call.undone_if_it_fails(), _uncovered(owners), BatchedAttention():
             run = torch.vmap(
@@ -129,6 +131,8 @@ def every_sample(
             if refusal is None:
                 raise
             raise refusal from error
+        if before is not None:
+            before.put_back()
         with call.undone_if_it_fails():
             outputs = call.joined(*_in_a_loop(call, copies))
         handle.one_by_one = reason_of(error)

@@ -9,6 +9,8 @@ from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.vmap_trial import callers_of, unfit_modules, weights_read_elsewhere
 from dp_clipping.layers.batch_layout import FEW
 from dp_clipping.layers.handle import NeedsVmap
+from dp_clipping.torch_compat import in_transform
+from tests.dp_clipping.conftest import private
 from tests.support import zoo
 from tests.support.zoo import Net
 
@@ -95,3 +97,61 @@ def test_weights_that_other_code_reads(function, is_read):
     weight = network[0].a.weight
     assert list(found) == [network[0]] * is_read
     assert all(x is weight for weights in found.values() for x in weights)
+
+
+class Failing(nn.Module):
+    """Cannot run under vmap, as it finds out half-way through a list that it fills."""
+
+    def __init__(self, also_alone=False):
+        super().__init__()
+        self.scale, self.kept = nn.Parameter(torch.ones(3)), []
+        self.also_alone = also_alone
+
+    def forward(self, x):
+        if self.kept:
+            raise AssertionError("a call before this one has left something")
+        self.kept.append(x.shape)
+        if in_transform() or (self.also_alone and len(x) == 1):
+            raise RuntimeError("vmap: for one sample")
+        self.kept.clear()
+        return x * self.scale
+
+
+class Once(nn.Module):
+    """As if memory were full under vmap, and not for single samples."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.scale, self.error = nn.Parameter(torch.ones(3)), error
+
+    def forward(self, x):
+        if in_transform():
+            raise self.error
+        return x * self.scale
+
+
+MEMORY = (
+    torch.OutOfMemoryError("full"),
+    MemoryError("full"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+)
+
+
+@pytest.mark.parametrize("error", MEMORY, ids=lambda error: type(error).__name__)
+def test_errors_of_memory_are_passed_on(error):
+    """And are no reason to take one sample after another."""
+    network = nn.Sequential(nn.Linear(3, 3), Once(error))
+    with pytest.raises(type(error), match=r"full|can't allocate"):
+        private(network)(torch.randn(4, 3))
+    assert network[1]._private.one_by_one == ""
+
+
+def test_what_fails_half_way_leaves_nothing_to_the_call_after_it():
+    network = nn.Sequential(nn.Linear(3, 3), Failing())
+    assert len(private(network)(torch.randn(4, 3))) == 4
+    assert "for one sample" in network[1]._private.one_by_one
+    assert network[1].kept == []
+
+
+def test_a_plain_call_after_one_that_fails_finds_nothing():
+    assert tried(nn.Sequential(nn.Linear(3, 3), Failing(also_alone=True))) == []

@@ -454,7 +454,7 @@ def test_make_privates_loader_checks(workers):
 
     loader = DataLoader(data(20), batch_size=10, collate_fn=sort, num_workers=workers)
     run = build(data_loader=loader, examples_per_unit=2, noise_generator=fixed())
-    with pytest.raises(ValueError, match="collate_fn puts samples in another order"):
+    with pytest.raises(ValueError, match="returns rows in another order"):
         next(iter(run.loader))
 
 

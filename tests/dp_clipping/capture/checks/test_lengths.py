@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import (
 )
 from torch.utils.data import DataLoader
 
+from ddp import wrap
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
 WORDS, CLASSES, WIDTH, LONGEST = 20, 3, 6, 9
@@ -518,3 +519,41 @@ def test_what_comparing_does_leaves_no_trace():
         train(network, batches=3, prepare=prepare)
         trained.append(torch.cat([p.detach().flatten() for p in network.parameters()]))
     assert torch.equal(*trained)
+
+
+# ---- ranks
+
+
+def on_one_rank(context, collate, variant):
+    """Rank 0 alone has batches whose length follows from its samples: all ranks raise."""
+    torch.manual_seed(0)
+    network = Reader("last")
+    module = wrap(variant, network, process_group=context.group)
+    if context.rank:
+        collate = partial(pad, length=LONGEST)
+    engine = PrivacyEngine()
+    model, optimizer, criterion, loader = engine.make_private(
+        module=module, optimizer=module.make_optimizer(torch.optim.SGD, network.parameters(), lr=1),
+        criterion=nn.CrossEntropyLoss(), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(samples_of(), batch_size=12, collate_fn=collate),
+        noise_generator=torch.Generator().manual_seed(5),
+    )  # fmt: skip
+    before = [p.detach().clone() for p in network.parameters()]
+
+    def train():
+        for x, y in loader:
+            criterion(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(ValueError, match=r"on rank 0: .* of a sample|on rank 0: collate_fn cuts"):
+        train()
+    assert engine.accountant.history == []
+    assert all(map(torch.equal, before, network.parameters()))
+    assert all(p.grad is None for p in network.parameters())
+
+
+@pytest.mark.parametrize("variant", ["ddp", "zero1"])
+@pytest.mark.parametrize("collate", [pad, truncate])
+def test_all_ranks_raise_what_one_of_them_refuses(cpu_ranks, collate, variant):
+    cpu_ranks.run(2, on_one_rank, collate, variant)
