@@ -100,7 +100,7 @@ ROWS = [
     ("a step of noise alone is looked for in each step", "optimizer.py",
      "state.had_finite = finite > 0", "pass", OPTIMIZER),
     ("errors of rounding leave arguments as they are", "capture/checks/observation.py",
-     "lambda x: _rounded(x, rounding) if isinstance(x, Tensor) else x, arguments", "lambda x: x, arguments",
+     "lambda x: _rounded(x, rounding) if isinstance(x, Tensor)", "lambda x: x if True",
      "tests/dp_clipping/capture/checks/test_sample_independence.py", "another_order"),
     ("a refusal of all ranks is none", "distributed/agreement.py",
      "if highest == -negated_lowest and settings.get(REFUSAL) is not None:", "if False:",
