@@ -69,9 +69,6 @@ ROWS = [
     ("layers that a forward differentiates keep their arithmetic", "capture/layout_search.py",
      "y.register_hook(lambda _: self.differentiated.add(handle))", "pass", DERIVATIVES,
      "in_its_forward"),
-    ("what is computed again is another call", "capture/layout_search.py",
-     "            if is_in_backward():  # a checkpointed part of it is computed again\n"
-     "                return None\n", "", DERIVATIVES, "in_its_forward"),
     ("dual numbers are not noted", "capture/layout_search.py",
      "if is_dual and not _can_be_differentiated(handle):", "if False:", DERIVATIVES,
      "in_its_forward"),
@@ -104,7 +101,7 @@ ROWS = [
      "tests/dp_clipping/capture/checks/test_sample_independence.py", "another_order"),
     ("a refusal of all ranks is none", "distributed/agreement.py",
      "if highest == -negated_lowest and settings.get(REFUSAL) is not None:", "if False:",
-     LENGTHS, "all_ranks"),
+     LENGTHS, "all_ranks and True"),
     ("a rank alone refuses a length", "step/fixed_settings.py",
      "            REFUSAL: model.step_state.refusal,\n", "", LENGTHS, "all_ranks"),
     ("ranks look at their own samples alone", "distributed/agreement.py",
