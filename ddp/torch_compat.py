@@ -4,6 +4,7 @@ Everything here was checked with torch 2.11, 2.12 and 2.13. Where another versio
 interfaces, its function does without, or raises a RuntimeError that names it.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -254,3 +255,46 @@ def without_torch_functions() -> AbstractContextManager:
         return torch._C.DisableTorchFunctionSubclass()
     except AttributeError as error:
         raise _missing("torch._C.DisableTorchFunctionSubclass") from error
+
+
+def register_tree(cls: type, as_leaf: Callable[[Any, str], Any]) -> None:
+    """Makes functions of nested arguments, as those of `torch.func`, call `as_leaf` of objects.
+
+    `torch.utils._pytree.register_pytree_node`. Beside an object `as_leaf` gets the name of the
+    module whose code calls such a function. What that makes of the leaf takes the object's place.
+
+    Raises:
+        RuntimeError: if there is no such function.
+    """
+    try:
+        from torch.utils import _pytree as trees
+
+        register = trees.register_pytree_node
+    except (ImportError, AttributeError) as error:
+        raise _missing("torch.utils._pytree.register_pytree_node") from error
+
+    def flatten(x: Any) -> tuple[list[Any], None]:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals is vars(trees):
+            frame = frame.f_back
+        return [as_leaf(x, frame.f_globals.get("__name__", ""))], None
+
+    register(cls, flatten, lambda leaves, _: next(iter(leaves)))
+
+
+def refuse_writes(x: Tensor) -> None:
+    """Makes whatever writes to the memory of a tensor raise a RuntimeError.
+
+    `torch._C._set_throw_on_mutable_data_ptr`. Without it, writes are as ever.
+    """
+    if (refuse := getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)) is not None:
+        refuse(x)
+
+
+def in_transform() -> bool:
+    """Returns whether a transform of `torch.func` is running, `grad` or `vmap` for example.
+
+    `torch._C._functorch.peek_interpreter_stack`. Without it, False.
+    """
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None

@@ -110,7 +110,9 @@ class Watch:
                     continue
                 if self._wrapped.get(id(p)) != (p, p.dtype, p.device):
                     raise RuntimeError(REPLACED.format(name=_full_name(module, owner, name)))
-                if self._memory[p]() is not (memory := p.untyped_storage()):
+                with without_torch_functions():
+                    memory = p.untyped_storage()
+                if self._memory[p]() is not memory:
                     # Converted and back, it has another node, without the hooks.
                     with without_torch_functions():
                         is_same = get_gradient_edge(p).node is self._nodes[p]

@@ -48,6 +48,7 @@ from ddp.sharded.whole import WholeOnDemand
 from ddp.torch_compat import (
     at_end_of_backward,
     in_backward,
+    in_transform,
     number_of_backward,
     without_torch_functions,
 )
@@ -55,6 +56,10 @@ from ddp.torch_compat import (
 CREATES_GRAPH = (
     "create_graph=True through a block of fsdp, whose parameters are freed before a second "
     'derivative needs them: use wrap("zero2", module)'
+)
+IN_TRANSFORM = (
+    "a forward of a network that fsdp has divided, inside of a transform of torch.func, where it "
+    "cannot gather parameters: call the transform inside of `with model.whole_parameters():`"
 )
 INSIDE = (
     "{what} inside of whole_parameters(), where other tensors are in the network: take them from "
@@ -116,7 +121,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         super().__init__(module, **options)
         self.reduction.contributors = 1  # `.grad` never holds a reduced gradient, see GatheredUnit
         for block in self.blocks:
-            block.call(self.enter, self.leave)
+            block.call(self.call, self.leave)
             for unit in block.units:
                 unit.before_use = _weak(self.before_use)
 
@@ -142,10 +147,8 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         if self.step.backward.has_failed() and not in_backward():
             self.step.discard(self)
         self._has_agreed = False  # on this forward, all ranks
-        dtype = self._param_dtype
-        args = tuple(cast(x, dtype) for x in args)
         try:
-            return super().forward(*args, **{key: cast(x, dtype) for key, x in kwargs.items()})
+            return super().forward(*args, **kwargs)
         finally:
             self._end_calls()  # also of a forward that has failed
 
@@ -158,6 +161,14 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     def finish_gradient_synchronization(self) -> None:
         with without_torch_functions():
             super().finish_gradient_synchronization()
+
+    def call(self, block: Block, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Begins a block's forward; returns the network's arguments in `param_dtype`."""
+        self.enter(block)
+        dtype = self._param_dtype
+        if dtype is None or block is not self.root or self.is_whole:
+            return None
+        return tuple(cast(x, dtype) for x in args), {k: cast(x, dtype) for k, x in kwargs.items()}
 
     def enter(self, block: Block) -> None:
         """Begins a block's forward: its parameters become whole, the next block's gather starts."""
@@ -242,6 +253,8 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     def _agree_on_forward(self, act: str) -> None:
         """Returns once all ranks begin such a forward; others may be in a step or evaluate."""
+        if in_transform():
+            raise RuntimeError(IN_TRANSFORM)
         self._end_calls()
         self.way_back.complete(self.start)
         if not self._is_ahead:

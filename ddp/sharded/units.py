@@ -28,7 +28,7 @@ from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
 from ddp.sharded.layout import FlatUnit, StandIn, note_not_whole
 from ddp.sharded.whole import Place, Values, hide, reveal, unlike
-from ddp.torch_compat import all_gather, copy_, own_parameters, version_of
+from ddp.torch_compat import all_gather, copy_, own_parameters, refuse_writes, version_of
 
 NOT_TOGETHER = (
     "the {what} of {name} has failed. With fsdp each forward and backward is a call of all ranks, "
@@ -90,6 +90,7 @@ class GatheredUnit(FlatUnit):
         nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, device=flat.device)
         self._nothing = nothing.to(dtype)  # all that C++ sees of them
         note_not_whole(self._nothing)
+        refuse_writes(self._nothing)
         weakref.finalize(self, note_not_whole, self.values).atexit = False  # stale from then on
         self._work: dist.Work | None = None
         self._is_shown = False
@@ -221,8 +222,8 @@ class GatheredUnit(FlatUnit):
 
     def _show(self) -> None:
         self._is_shown = True
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            reveal(parameter)
+        for parameter, view, place in zip(self.parameters, self._views, self._places, strict=True):
+            reveal(parameter, place.name)
             parameter.data = view
 
     def _hide(self) -> None:
@@ -287,17 +288,23 @@ class Block:
         for unit in self.units:
             unit.computes = value
 
-    def call(self, enter: Callable[["Block"], None], leave: Callable[["Block", Any], None]) -> None:
+    def call(
+        self,
+        enter: Callable[["Block", tuple, dict], tuple[tuple, dict] | None],
+        leave: Callable[["Block", Any], None],
+    ) -> None:
         """Calls two methods of a wrapper around each forward of this module.
+
+        The first one returns other arguments for it, or None.
 
         The hooks hold the wrapper weakly and go with it. `torch.compile` does not trace them, where
         it was in use when the network was wrapped.
         """
         weak_enter, weak_leave = weakref.WeakMethod(enter), weakref.WeakMethod(leave)
 
-        def before(module: nn.Module, _inputs: tuple) -> None:
-            if (method := weak_enter()) is not None and module is self.module:
-                method(self)  # a deep copy of the network has these hooks too
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+            is_here = module is self.module  # a deep copy of the network has these hooks too
+            return method(self, args, kwargs) if is_here and (method := weak_enter()) else None
 
         def after(module: nn.Module, _inputs: tuple, output: Any) -> None:
             if (method := weak_leave()) is not None and module is self.module:
@@ -306,7 +313,7 @@ class Block:
         if "torch._dynamo" in sys.modules:
             before, after = torch.compiler.disable(before), torch.compiler.disable(after)
         for handle in (
-            self.module.register_forward_pre_hook(before, prepend=True),
+            self.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             self.module.register_forward_hook(after),
         ):
             weakref.finalize(enter.__self__, handle.remove).atexit = False  # type: ignore[attr-defined]

@@ -9,10 +9,12 @@ class, whose functions PyTorch hands to `call` below.
     all others                         work on whole values, and have gradients
 
 The last two are collective calls, which the ranks agree on before. So what is written is not lost,
-and what is read is not garbage. While its block computes, a parameter is an ordinary one, and
-PyTorch calls nothing here.
+and what is read is not garbage. Refused are functions that work on a tensor's memory without a call
+to here: of `torch.func`, of `torch.distributed`, and those that return the memory. While its block
+computes, a parameter is an ordinary one, and PyTorch calls nothing here.
 """
 
+import inspect
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +28,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 
-from ddp.torch_compat import own_parameters, version_of, without_torch_functions
+from ddp.torch_compat import (
+    own_parameters,
+    register_tree,
+    version_of,
+    without_torch_functions,
+)
 
 GONE = (
     "{name} has no values, because the wrapper that has divided it is deleted: build another "
@@ -41,6 +48,10 @@ UNLIKE = (
     "divided among ranks: build a new network and load the wrapper's state_dict() into it"
 )
 
+EXCHANGED = (
+    "{name} was exchanged for another tensor, as by torch.utils.swap_tensors(), where this rank has "
+    "a slice of it: copy values into it, under torch.no_grad()"
+)
 REPLACED = (
     "this is a view of what {name} was before it got other .data: take a copy before that, as by "
     "parameter.data.clone()"
@@ -49,17 +60,27 @@ LEAVES = (
     "{name}.{function}() would give its memory to others, and this rank has a slice of it: take a "
     "copy, parameter.detach().clone()"
 )
+IN_TRANSFORM = (
+    "{name} in the arguments of a function of torch.func, and this rank has a slice of it: call that "
+    "inside of `with model.whole_parameters():`, or, for a term of the loss, with parameter.clone()"
+)
+IN_COLLECTIVE = (
+    "{name} in a function of torch.distributed, and this rank has a slice of it: call that inside of "
+    "`with model.whole_parameters():`, for a parameter that model.parameters() returns there"
+)
 
 _ABOUT_NO_VALUE = """
     dim ndimension size numel nelement stride storage_offset element_size nbytes __len__
     is_contiguous is_floating_point is_complex is_signed is_inference is_conj is_neg is_shared
-    is_same_size is_set_to get_device data_ptr untyped_storage result_type can_cast has_names
+    is_same_size is_set_to get_device untyped_storage result_type can_cast has_names
     register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad
-    new_empty new_zeros new_ones new_full new_tensor new_empty_strided
+    new_empty new_zeros new_ones new_full new_empty_strided
     empty_like zeros_like ones_like full_like rand_like randn_like randint_like
 """
 _OPERATORS = "add sub mul truediv div floordiv mod pow and or xor"
 ABOUT_NO_VALUE = frozenset(_ABOUT_NO_VALUE.split())
+MEMORY = frozenset(["storage", "_typed_storage", "as_strided", "__dlpack__"])
+COLLECTIVES = "torch.distributed.distributed_c10d"  # the module of these
 LIKE = frozenset(["view_as", "reshape_as", "expand_as", "type_as"])  # of the second: no value
 VIEWS = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])
 WRITES = frozenset(["__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())])
@@ -105,6 +126,13 @@ class Place:
         return value
 
 
+def _caller() -> str:
+    """Returns the name of the module whose code calls a function of PyTorch."""
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
+
+
 class Divided(Tensor):
     """A tensor without values, whose functions PyTorch hands to `call`."""
 
@@ -113,10 +141,16 @@ class Divided(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if COLLECTIVES in (_caller(), getattr(func, "__module__", "")):  # it calls C++ next
+            first = next(_stand_ins((args, kwargs)))
+            raise RuntimeError(IN_COLLECTIVE.format(name=first._place.name))
         if is_about_no_value(func):
             with without_torch_functions():
                 return func(*args, **(kwargs or {}))
         return call(func, args, kwargs or {})
+
+    def as_subclass(self, _cls: type) -> NoReturn:  # which PyTorch hands to nobody
+        raise RuntimeError(LEAVES.format(name=self._place.name, function="as_subclass"))
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         values = self.detach().clone()
@@ -130,9 +164,32 @@ class Divided(Tensor):
         return self.__deepcopy__({}).__reduce_ex__(protocol)
 
 
+class _Leaf(Divided):
+    """A view of a stand-in where that lies in nested arguments."""
+
+
+def _as_leaf(x: Divided, caller: str) -> Divided:
+    """Returns what functions of nested arguments, called by code of a module, see of a stand-in.
+
+    Raises:
+        RuntimeError: in `torch.func`, which wraps memory in C++.
+    """
+    if caller.startswith("torch._functorch"):
+        raise RuntimeError(IN_TRANSFORM.format(name=x._place.name))
+    with without_torch_functions():
+        leaf = x.view_as(x)
+    leaf.__class__, leaf._place = _Leaf, x._place
+    return leaf
+
+
+register_tree(Divided, _as_leaf)
+
+
 @cache
 def _divided(cls: type[Parameter]) -> type[Parameter]:
-    return type(f"Divided{cls.__name__}", (Divided, cls), {"__module__": __name__})
+    made = type(f"Divided{cls.__name__}", (Divided, cls), {"__module__": __name__})
+    register_tree(made, _as_leaf)
+    return made
 
 
 def hide(parameter: Parameter, place: Place) -> None:
@@ -141,11 +198,12 @@ def hide(parameter: Parameter, place: Place) -> None:
     parameter._place = place  # type: ignore[attr-defined]  # of its class now
 
 
-def reveal(parameter: Parameter) -> None:
+def reveal(parameter: Parameter, name: str) -> None:
     """Makes a stand-in an ordinary parameter again."""
-    if isinstance(parameter, Divided):
-        parameter.__class__ = type(parameter).__mro__[2]
-        del parameter._place
+    if not isinstance(parameter, Divided):
+        raise RuntimeError(EXCHANGED.format(name=name))
+    parameter.__class__ = type(parameter).__mro__[2]
+    del parameter._place
 
 
 @cache
@@ -175,6 +233,10 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
     first, *others = _stand_ins((args, kwargs))
     if name in ("__repr__", "__format__"):
         return f"{first._place.name}, {list(first.shape)}, divided among ranks"
+    if name == "data_ptr":
+        return 0  # as of any tensor without memory
+    if name in MEMORY:
+        raise RuntimeError(LEAVES.format(name=first._place.name, function=name))
     if func in (torch.autograd.grad, torch.autograd.backward):
         with without_torch_functions():
             args, kwargs = _replace((args, kwargs), get_gradient_edge)
@@ -187,14 +249,12 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
         if view is not None:
             return view
     first._place.values().before_use(f"{first._place.name}.{name}()")
-    whole = _gather([first, *others], _with_gradient)
-    new_args, new_kwargs = _replace((args, kwargs), lambda x: x._place.of(whole))
+    whole = _gather([first, *others], lambda _parameter, value: value)
+    new_args, new_kwargs = _replace((args, kwargs), lambda x: _with_gradient(x, whole))
     result = func(*new_args, **new_kwargs)
     if name == "numpy":
         result.flags.writeable = False  # a copy
-    elif name == "__dlpack__":
-        raise RuntimeError(LEAVES.format(name=first._place.name, function=name))
-    return first if result is new_args[0] else result  # as of `parameter.cpu()` on a CPU
+    return own if new_args and result is new_args[0] else result  # as `parameter.cpu()` on a CPU
 
 
 def _write(func: Any, name: str, targets: list[Divided], args: tuple, kwargs: dict) -> Any:
@@ -264,10 +324,13 @@ class _Gathered(torch.autograd.Function):
         return gradient, None
 
 
-def _with_gradient(parameter: Parameter, value: Tensor) -> Tensor:
-    value = value.to(parameter.dtype)
-    with without_torch_functions():
-        return _Gathered.apply(parameter, value) if parameter.requires_grad else value
+def _with_gradient(x: Divided, whole: dict[tuple[int, int], Tensor]) -> Tensor:
+    """Returns what a stand-in is of one of the whole values; its gradient is the stand-in's."""
+    value = x._place.of(whole).to(x.dtype)
+    with without_torch_functions():  # a view: `torch.func` looks into arguments of a Function
+        return _Gathered.apply(x.view_as(x), value) if x.requires_grad else value
+
+
 
 
 def _gather(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -367,6 +368,101 @@ def wrapper_is_deleted(context: Context) -> None:
         network.out.weight.norm()
 
 
-@pytest.mark.parametrize("body", [refused, views, differs, wrapper_is_deleted])
+def memory(context: Context) -> None:
+    """What C++ would read or write without telling: one process would give the memory away."""
+    torch.manual_seed(0)
+    pair = Pair(context, Network())
+    network, group = pair.model.module, context.group
+    weight, scale, bias = network.out.weight, network.logit_scale, network.teacher.bias.data
+    x = torch.randn(5, 6).double()
+    one = torch.zeros((), dtype=torch.float64)
+
+    def of_network(network: nn.Module) -> dict[str, Tensor]:
+        parameters = {name: p.detach() for name, p in network.named_parameters()}
+        return torch.func.grad(
+            lambda p: torch.func.functional_call(network, p, x).square().sum()
+        )(parameters)
+
+    in_transform = r"weight in the arguments of a function of torch\.func.*whole_parameters"
+    in_collective = r"in a function of torch\.distributed.*whole_parameters"
+    for match, call in (
+        (in_transform, lambda: torch.vmap(torch.sum)(weight)),
+        (in_transform, lambda: torch.vmap(lambda p: p["w"], ({"w": 1},))({"w": weight.t()})),
+        (in_transform, lambda: torch.vmap(Tensor.zero_)(weight.data)),
+        (in_transform, lambda: torch.func.grad(torch.sum)(weight)),
+        (in_transform, lambda: torch.func.jvp(torch.sum, (weight,), (x[:2],))),
+        (in_transform, lambda: torch.func.jacrev(torch.sum)(weight)),
+        ("arguments of a function of torch.func", lambda: torch.func.hessian(torch.exp)(scale)),
+        ("arguments of a function of torch.func", lambda: of_network(network)),
+        (
+            "forward of a network that fsdp has divided, inside of a transform",
+            lambda: torch.func.grad(lambda x: pair.model(x).sum())(x),
+        ),
+        (in_collective, lambda: dist.broadcast(scale.data, 0, group)),
+        (in_collective, lambda: dist.all_reduce(bias, group=group)),
+        (in_collective, lambda: dist.all_gather([one, one], scale.data, group=group)),
+        ("Cannot access data pointer", lambda: scale.untyped_storage().fill_(1)),
+        ("would give its memory", lambda: weight.storage()),
+        ("would give its memory", lambda: weight.as_strided((2, 3), (3, 2))),
+        ("would give its memory", lambda: weight.data.as_subclass(Tensor)),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            call()
+    seen = torch.Tensor._make_subclass(torch.Tensor, scale.data)  # as C++ sees it
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        seen.zero_()
+    assert weight.data_ptr() == 0
+    same(pair.model, pair.reference)
+    torch.testing.assert_close(torch.vmap(torch.sum)(weight.clone()), weight.sum(1))
+    with pair.model.whole_parameters():
+        torch.testing.assert_close(of_network(network), of_network(pair.reference))
+        dist.broadcast(network.logit_scale.data, 0, group)
+    step(pair, 0)
+
+
+def exchanged(context: Context) -> None:
+    torch.manual_seed(0)
+    model = HandBuiltFSDP(Network(), process_group=context.group)
+    weight = model.module.teacher.weight
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(2, 6).double(), requires_grad=False))
+    with pytest.raises(RuntimeError, match=r"teacher\.weight was exchanged for another tensor"):
+        model(torch.randn(5, 6).double())
+
+
+def gradients_of_views(context: Context) -> None:
+    """Gradients with respect to a view, or to what was detached, are those of one process."""
+    torch.manual_seed(0)
+    pair = Pair(context, Network())
+
+    def found(network: Network) -> list[Tensor]:
+        weight, scale = network.out.weight, network.logit_scale
+        view, leaf = weight.t()[1:], weight.detach().requires_grad_()
+        view.retain_grad()
+        hooked: list[Tensor] = []
+        view.register_hook(hooked.append)
+        ((view**2).sum() + (leaf.view(-1) ** 3).sum()).backward(inputs=[leaf, view])
+        other = torch.zeros(()).double().copy_(scale.detach())
+        functional = torch.autograd.functional
+        return [
+            view.grad,
+            leaf.grad,
+            *hooked,
+            functional.jacobian(lambda w: (w**2).sum(1), weight),
+            functional.hessian(lambda x: x**3, scale),
+            functional.jvp(lambda w: (w**3).sum(), weight, torch.ones(2, 6).double())[1],
+            other.mul_(2),  # of its own memory
+            scale.detach(),
+        ]
+
+    for own, expected in zip(found(pair.model.module), found(pair.reference), strict=True):
+        torch.testing.assert_close(own, expected)
+    pair.model.zero_grad()
+    pair.reference.zero_grad()
+    step(pair, 0)
+
+
+@pytest.mark.parametrize(
+    "body", [refused, views, differs, wrapper_is_deleted, memory, exchanged, gradients_of_views]
+)
 def test_refusals(cpu_ranks, body):
     cpu_ranks.run(2, body)
