@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp.buckets import ALIGNMENT_BYTES
@@ -212,8 +213,16 @@ class FlatUnit:
         ]
 
 
+CLEARING = frozenset(["zero_", "_foreach_zero_", "fill_", "detach_"])
+
+
 class StandIn(OperatorsOnly):
-    """A `.grad` that is NaN, because this rank has only its slice of the reduced gradient."""
+    """A `.grad` that is NaN, because this rank has only its slice of the reduced gradient.
+
+    Its views, as `.grad.data`, are stand-ins too, and what is written to them is written to it.
+    """
+
+    of: Tensor | None = None  # of which it is a view
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -222,15 +231,28 @@ class StandIn(OperatorsOnly):
         """Calls an operator.
 
         Raises:
-            RuntimeError: if it takes a norm, or writes to an element of several.
+            RuntimeError: if it takes a norm, communicates, or writes what is no zero.
         """
+        name, kwargs = func.__name__.partition(".")[0], kwargs or {}
+        own = kwargs.get("out", args[0] if args else None)
+        targets = own if isinstance(own, list | tuple) else [own]
+        is_written = (name.endswith("_") or "out" in kwargs) and name not in CLEARING
         with without_dispatch():
-            if "norm" in func.__name__:
+            is_written = is_written and any(isinstance(x, StandIn) for x in targets)
+            if is_written or "norm" in name or func.namespace.lstrip("_").startswith("c10d"):
                 raise RuntimeError(DIVIDED.format(function=func))
-            try:
-                return func(*args, **(kwargs or {}))
-            except RuntimeError as error:
-                raise RuntimeError(DIVIDED.format(function=func)) from error
+            result = func(*args, **kwargs)
+            if not (isinstance(own, StandIn) and isinstance(result, Tensor)):
+                return result
+            if result is own and own.of is not None:
+                increment_version(own.of)  # which `.data` has of its own
+            elif result is not own and result.data_ptr() == own.data_ptr():
+                result = result.as_subclass(StandIn)
+                result.of = own if own.of is None else own.of
+            return result
+
+    def __repr__(self, **_options: Any) -> str:
+        return f"a gradient {list(self.shape)}, divided among ranks"
 
     def numpy(self, **_options: Any) -> NoReturn:  # PyTorch has neither for such a tensor
         raise RuntimeError(DIVIDED.format(function="numpy"))

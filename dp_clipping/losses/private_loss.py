@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -45,7 +45,6 @@ LINEAR = {  # functions that act on each sample's loss -> how, and how from the 
 }  # fmt: skip
 CONVERSIONS = {
     "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as", "clone", "contiguous",
-    "squeeze",
 }  # fmt: skip
 READ_ONLY = (
     "the value of a private loss has no gradient behind {name}, which is no sum or multiple of "
@@ -105,7 +104,7 @@ class PrivateLoss(Tensor):
     `backward()`, or `torch.autograd.backward(loss)`, adds the clipped sum of the samples' gradients
     to `.grad`. Sums, differences and multiples are private losses again; they act on each sample's
     loss. A tensor to add or multiply with has no gradient and is one number, or one per sample.
-    Any other function of torch is given the number, as `detach()` returns it, and what it returns
+    Views of one number, as `loss.view(1)`, are the loss itself in that shape. Any other function of torch is given the number, as `detach()` returns it, and what it returns
     has no backward.
 
     With `PrivacyEngine(hide_unprotected=True)` a training loss cannot be looked at. One of
@@ -119,11 +118,13 @@ class PrivateLoss(Tensor):
 
     @staticmethod
     def __new__(
-        cls, model: Steppable, private_step: Any, losses: Tensor, reduction: str
+        cls, model: Steppable, private_step: Any, losses: Tensor, reduction: str, shape: Any = ()
     ) -> "PrivateLoss":
-        return without_memory(cls, losses.new_empty(()), losses.dtype)
+        return without_memory(cls, losses.new_empty(shape), losses.dtype)
 
-    def __init__(self, model: Steppable, private_step: Any, losses: Tensor, reduction: str):
+    def __init__(
+        self, model: Steppable, private_step: Any, losses: Tensor, reduction: str, shape: Any = ()
+    ):
         self.model, self._session = model, private_step
         self._losses, self.loss_reduction = losses, reduction
 
@@ -166,6 +167,10 @@ class PrivateLoss(Tensor):
                 f"{name.strip('_')}() would change a private loss in place: make another one, as "
                 "loss = 0.5 * loss + other_loss"
             )
+        if isinstance(first, PrivateLoss) and name not in DETACHED:
+            view = first._view(function, args[1:], kwargs)
+            if view is not None:
+                return view
         return _read(
             function, None if name in DETACHED else READ_ONLY.format(name=name), args, kwargs
         )
@@ -269,11 +274,11 @@ class PrivateLoss(Tensor):
         if without is not None:
             self.model.refuse_in_release("the loss in training")
             total = self._losses.detach().masked_fill(without, 0).sum()
-            return total if self.loss_reduction == "sum" else total / (~without).sum()
+            total = total if self.loss_reduction == "sum" else total / (~without).sum()
+            return total.view(self.shape)
         losses = self.loss_per_sample.detach()
-        if self.loss_reduction == "sum" or losses.numel() == 0:
-            return losses.sum()
-        return losses.mean()
+        is_sum = self.loss_reduction == "sum" or losses.numel() == 0
+        return (losses.sum() if is_sum else losses.mean()).view(self.shape)
 
     def item(self) -> float:
         return self.detach().item()
@@ -284,8 +289,20 @@ class PrivateLoss(Tensor):
     def __round__(self, digits: int | None = None) -> float:
         return round(self.item(), digits)
 
-    def _with(self, losses: Tensor) -> "PrivateLoss":
-        return PrivateLoss(self.model, self._session, losses, self.loss_reduction)
+    def _with(self, losses: Tensor, shape: Any = None) -> "PrivateLoss":
+        shape = self.shape if shape is None else shape
+        return PrivateLoss(self.model, self._session, losses, self.loss_reduction, shape)
+
+    def _view(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Returns the loss in another shape, if that is what a function does; else None."""
+        probe = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        made = None
+        with suppress(Exception):  # it wants the value
+            made = function(probe, *tree_map(_without_value, args), **kwargs)
+        if not isinstance(made, Tensor) or made.numel() != 1 or made.dtype != self.dtype:
+            return None
+        is_view = made.untyped_storage() is probe.untyped_storage()
+        return self._with(self._losses, made.shape) if is_view else None
 
     def _constant(self, other: Any) -> Any:
         if isinstance(other, PrivateLoss):
@@ -329,7 +346,8 @@ class PrivateLoss(Tensor):
             )
         if is_other:
             return _read(how, OF_TWO_FORWARDS, (self, other), {})
-        return self._with(how(self._losses, self._other(other)))
+        shape = max(self.shape, other.shape, key=len) if isinstance(other, PrivateLoss) else None
+        return self._with(how(self._losses, self._other(other)), shape)
 
     def _converted(self, function: Any, args: tuple, kwargs: dict) -> Any:
         """Returns the loss in another dtype; on another device the number alone."""
@@ -390,7 +408,7 @@ class PrivateLoss(Tensor):
 
     def _reduced(self, by: str, args: tuple, kwargs: dict) -> Tensor:
         if by == self.loss_reduction and not args and not kwargs:
-            return self
+            return self._with(self._losses, ()) if self.shape else self
         return _read(
             getattr(Tensor, by),
             f"a private loss is the {self.loss_reduction} of its batch already: call "
@@ -426,7 +444,7 @@ def _value(x: Any) -> Any:
 
 
 def _without_value(x: Any) -> Any:
-    return x._losses.detach().new_empty(()) if isinstance(x, PrivateLoss) else x
+    return x._losses.detach().new_empty(x.shape) if isinstance(x, PrivateLoss) else x
 
 
 def _read(function: Any, message: str | None, args: tuple, kwargs: dict) -> Any:

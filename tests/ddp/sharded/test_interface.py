@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp import wrap
@@ -58,6 +59,48 @@ def clipped_by_pytorch(context: Context, name: str) -> None:
     for *_, g in pair.model.gradient_pieces():
         g.clamp_(-0.01, 0.01)
     pair.compare()
+
+
+def written_through_views(context: Context, name: str) -> None:
+    """What is written to a view of `.grad` is refused, of one element too; zero clears it."""
+    pair = Beside(context, name, OfOneAndOfMany())
+    for clear in (lambda g: g.data.zero_(), lambda g: g.detach().view(-1).fill_(0)):
+        pair.backward(lambda model, rank: model(numbers(5, seed=rank, rank=rank, like=model)))
+        pair.finish()
+        for p in pair.model.parameters():
+            for write in (
+                lambda g: g.data.clamp_(-0.01, 0.01),
+                lambda g: g.detach()[..., :1].mul_(2),
+                lambda g: g.data.view(-1).div_(2),
+                lambda g: g.clamp_(-0.01, 0.01),
+                lambda g: torch.nan_to_num_(g.data),
+                lambda g: torch._foreach_mul_([g.data], 2),
+                lambda g: torch.mul(torch.ones_like(g), 2, out=g.data),
+                lambda g: g.data.norm(),
+                lambda g: dist.all_reduce(g, group=context.group),
+            ):
+                with pytest.raises(RuntimeError, match="gradients are divided among ranks"):
+                    write(p.grad)
+            assert "divided among ranks" in repr(p.grad.data)
+        pair.compare()
+        for model in (pair.model, pair.reference):
+            for p in model.parameters():
+                clear(p.grad)
+        pair.compare()
+
+
+class OfOneAndOfMany(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return ((self.weight * x).sum() * self.scale).sum()
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
+def test_views_of_divided_gradients(cpu_ranks, name):
+    cpu_ranks.run(2, written_through_views, name)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])

@@ -10,7 +10,10 @@ import torch
 
 from ddp import wrap
 from dp_clipping.arguments.checks import check_optimizer
+from dp_clipping.verification import reference as oracle
 from lm.rank_pool import Context
+from tests.dp_clipping.conftest import MODES, gradients_of, private, private_loss
+from tests.support import around_blocks, zoo
 from tests.support.replicas import SPLITS, Beside, alone, applied, build, parameters, train
 
 VARIANTS = ["zero1", "zero2", "fsdp"]
@@ -50,6 +53,32 @@ def test_noise_and_steps_are_those_of_one_process(cpu_ranks, variant, dtype):
     for found in answers:
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
+
+
+def in_bfloat16(context: Context) -> None:
+    """Arguments, too, are converted to what `fsdp` gathers parameters in; sums are float32."""
+    batch = oracle.move(zoo.classes(4, 6, 5), dtype=torch.float32)
+    mine = slice(2 * context.rank, 2 * context.rank + 2)
+    wide = oracle.move(batch, dtype=torch.float64)
+    exact = oracle.per_sample_gradients(around_blocks.make("product"), wide, zoo.cross_entropy)
+    norms, limit = oracle.norms(exact), float(oracle.norms(exact).median())
+    expected = oracle.clipped_sum(exact, limit)
+    options = {"process_group": context.group, "param_dtype": torch.bfloat16}
+    for mode in MODES:
+        network = wrap("fsdp", around_blocks.make("product").float(), **options)
+        model = private(network, mode, limit)
+        private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
+        model.finish_synchronization()
+        found = model.per_sample_gradient_norms.double()
+        torch.testing.assert_close(found, norms[mine], rtol=3e-2, atol=0, msg=mode)
+        for name, total in gradients_of(model).items():
+            assert total.dtype == torch.float32
+            error = (total.double() - expected[name]).norm()
+            assert error <= 0.08 * expected[name].norm() + 1e-3, (mode, name)
+
+
+def test_fsdp_in_bfloat16(cpu_ranks):
+    cpu_ranks.run(2, in_bfloat16)
 
 
 def saved(context: Context, variant: str, path: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -139,6 +139,8 @@ NOT_PRIVATE = {  # name -> how a backward would go around the engine, and the me
     "stack": (lambda x: torch.stack([x, x]).mean().backward(), r"behind stack, .*\(loss_a \+ 0\.5"),
     "exp": (lambda x: x.exp().backward(), "behind exp, .*into the criterion"),
     "entry": (lambda x: entry(x).sum().backward(), "behind __setitem__, .*into the criterion"),
+    "expanded": (lambda x: x.expand(2).sum().backward(), "behind expand, .*into the criterion"),
+    "cat": (lambda x: torch.cat([x.view(1), x.view(1)]).sum().backward(), "behind cat, .*into the"),
     "grad": (lambda x: torch.autograd.grad(x, [torch.ones(1)]), r"call loss\.backward\(\), and"),
     "hook": (lambda x: x.register_hook(print), r"optimizer\.pre_step\(\) after loss\.backward"),
     "retain_grad": (lambda x: x.retain_grad(), r"optimizer\.pre_step\(\) after loss\.backward"),
@@ -163,6 +165,35 @@ def test_no_backward_goes_around_the_engine(run, around, message):
     with pytest.raises((RuntimeError, ValueError, TypeError), match=message):
         around(loss_of(run))
     assert all(p.grad is None for p in run.model.parameters())
+
+
+VIEWS = {  # what is one number still -> its shape
+    "view": (lambda x: x.view(()), ()),
+    "reshape": (lambda x: torch.reshape(x, ()), ()),
+    "squeeze": (lambda x: x.squeeze().squeeze(0), ()),
+    "unsqueeze": (lambda x: x.unsqueeze(0), (1,)),
+    "one": (lambda x: x.view(1).reshape(1, -1), (1, 1)),
+    "back": (lambda x: x.view(-1).squeeze(-1), ()),
+    "like": (lambda x: x.view_as(x).expand_as(torch.zeros(())), ()),
+    "index": (lambda x: x[None][0][...], ()),
+    "flat": (lambda x: torch.atleast_1d(x.flatten().ravel()), (1,)),
+    "expand": (lambda x: x.expand(1), (1,)),
+    "permute": (lambda x: x.permute(()).real, ()),
+    "mean": (lambda x: x.view(1).mean(), ()),
+    "arithmetic": (lambda x: 0.5 * x.view(1).float() + x / 2, (1,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("view", "shape"), VIEWS.values(), ids=VIEWS)
+def test_a_view_of_one_number_is_the_loss(run, view, shape):
+    other = make(PrivacyEngine())
+    loss_of(run).backward()
+    made = view(loss_of(other))
+    assert isinstance(made, PrivateLoss)
+    assert made.shape == made.detach().shape == shape
+    torch.testing.assert_close(made.item(), loss_of(run).item())
+    made.backward()
+    torch.testing.assert_close(other.network.weight.grad, run.network.weight.grad)
 
 
 BACKWARD = {  # equal to loss.backward()
