@@ -251,7 +251,7 @@ class StandIn(OperatorsOnly):
                 result.of = own if own.of is None else own.of
             return result
 
-    def __repr__(self, **_options: Any) -> str:
+    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         return f"a gradient {list(self.shape)}, divided among ranks"
 
     def numpy(self, **_options: Any) -> NoReturn:  # PyTorch has neither for such a tensor

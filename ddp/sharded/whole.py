@@ -49,8 +49,8 @@ UNLIKE = (
 )
 
 EXCHANGED = (
-    "{name} was exchanged for another tensor, as by torch.utils.swap_tensors(), where this rank has "
-    "a slice of it: copy values into it, under torch.no_grad()"
+    "{name} was exchanged for another tensor, as by torch.utils.swap_tensors(), where this rank "
+    "has a slice of it: copy values into it, under torch.no_grad()"
 )
 REPLACED = (
     "this is a view of what {name} was before it got other .data: take a copy before that, as by "
@@ -61,12 +61,12 @@ LEAVES = (
     "copy, parameter.detach().clone()"
 )
 IN_TRANSFORM = (
-    "{name} in the arguments of a function of torch.func, and this rank has a slice of it: call that "
-    "inside of `with model.whole_parameters():`, or, for a term of the loss, with parameter.clone()"
+    "{name} in the arguments of a function of torch.func, and this rank has a slice of it: call "
+    "that inside of `with model.whole_parameters():`, or, in a loss, with parameter.clone()"
 )
 IN_COLLECTIVE = (
-    "{name} in a function of torch.distributed, and this rank has a slice of it: call that inside of "
-    "`with model.whole_parameters():`, for a parameter that model.parameters() returns there"
+    "{name} in a function of torch.distributed, and this rank has a slice of it: call that inside "
+    "of `with model.whole_parameters():`, for a parameter that model.parameters() returns there"
 )
 
 _ABOUT_NO_VALUE = """
@@ -177,7 +177,7 @@ def _as_leaf(x: Divided, caller: str) -> Divided:
     if caller.startswith("torch._functorch"):
         raise RuntimeError(IN_TRANSFORM.format(name=x._place.name))
     with without_torch_functions():
-        leaf = x.view_as(x)
+        leaf: Any = x.view_as(x)
     leaf.__class__, leaf._place = _Leaf, x._place
     return leaf
 
@@ -329,8 +329,6 @@ def _with_gradient(x: Divided, whole: dict[tuple[int, int], Tensor]) -> Tensor:
     value = x._place.of(whole).to(x.dtype)
     with without_torch_functions():  # a view: `torch.func` looks into arguments of a Function
         return _Gathered.apply(x.view_as(x), value) if x.requires_grad else value
-
-
 
 
 def _gather(

@@ -50,7 +50,7 @@ def full_float32(layers: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def in_float64(network: nn.Module) -> Iterator[None]:
+def network_in_float64(network: nn.Module) -> Iterator[None]:
     """Converts the network's numbers to float64 inside; afterwards they are the same as before."""
     values = (*network.parameters(), *network.buffers())
     tensors = [x for x in values if x.is_floating_point()]
@@ -63,6 +63,11 @@ def in_float64(network: nn.Module) -> Iterator[None]:
         for x, data in zip(tensors, before, strict=True):
             x.data = data
         torch.clear_autocast_cache()  # copies of weights in it have lost the way to their gradients
+
+
+def doubled(x: Tensor) -> Tensor:
+    """Returns a tensor of floating-point numbers in float64, another one as it is."""
+    return x.double() if x.is_floating_point() else x
 
 
 def wide_bmm(left: Tensor, right: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, leaves_of
+from dp_clipping.sampling.usage import BOTH_OUTPUTS
 from dp_clipping.step.steppable import Steppable
 from dp_clipping.torch_compat import tree_map, without_memory
 
@@ -52,9 +53,8 @@ READ_ONLY = (
     ".backward(), and put other functions into the criterion, sample by sample"
 )
 OF_TWO_FORWARDS = (
-    "losses of two forwards were added, and a sample has one gradient, of one forward: make a "
-    "module private whose forward returns both outputs, as def forward(self, real, fake): return "
-    "self.body(real), self.body(fake), and add the losses of these"
+    "losses of two forwards were added, and a sample has one gradient, of one forward: "
+    + BOTH_OUTPUTS
 )
 OF_EVALUATION = (
     "backward of a loss of evaluation: call model.train() before the forward of a private step, "
@@ -104,8 +104,8 @@ class PrivateLoss(Tensor):
     `backward()`, or `torch.autograd.backward(loss)`, adds the clipped sum of the samples' gradients
     to `.grad`. Sums, differences and multiples are private losses again; they act on each sample's
     loss. A tensor to add or multiply with has no gradient and is one number, or one per sample.
-    Views of one number, as `loss.view(1)`, are the loss itself in that shape. Any other function of torch is given the number, as `detach()` returns it, and what it returns
-    has no backward.
+    Views of one number, as `loss.view(1)`, are the loss itself in that shape. Any other function of
+    torch is given the number, as `detach()` returns it, and what it returns has no backward.
 
     With `PrivacyEngine(hide_unprotected=True)` a training loss cannot be looked at. One of
     evaluation can: what that data is, is the user's own matter.

@@ -8,6 +8,11 @@ from torch import Tensor
 
 from dp_clipping.sampling.parts import Slice, apart
 
+BOTH_OUTPUTS = (
+    "make a module private whose forward returns both outputs, as def forward(self, real, fake): "
+    "return self.body(real), self.body(fake), and call backward() of the sum of their losses"
+)
+
 
 class SampleUsage:
     """Counts the samples that the loader has yielded and no backward has used yet.
@@ -212,6 +217,11 @@ class SampleUsage:
                 "before, as model(x[:8]), model(x[8:]), or follow optimizer.signal_skip_step(True) "
                 "and optimizer.step() in each part but the last"
             )
+        if too_many and self.uses:
+            return (
+                f"backward of {samples} samples, and an earlier one of this step had samples of "
+                f"the same batch: {once}, so for two losses of a batch {BOTH_OUTPUTS}"
+            )
         what = "samples that another rank has used already"
         if too_many:
             left = f"{self.left} of {self.handed}" if self.handed else "none"
@@ -230,7 +240,8 @@ class SampleUsage:
         raise RuntimeError(
             f"backward of {samples} samples in a step that has {before} already, and the loader's "
             f"batch has {self.batch_size}: the gradient would be divided, and the step counted, as "
-            "if it were one batch; let the loader's batch_size be that of a step and split it with "
+            f"if it were one batch. For two losses of one batch {BOTH_OUTPUTS}; for several "
+            "batches, let the loader's batch_size be that of a step and split it with "
             "BatchMemoryManager(data_loader=.., max_physical_batch_size=.., optimizer=..)"
         )
 

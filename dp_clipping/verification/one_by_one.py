@@ -186,14 +186,10 @@ class _Dtypes(TorchFunctionMode):
 def in_float64(network: nn.Module, setting: Setting) -> Reference | None:
     """Returns `one_by_one` of the network in float64; None if it cannot run there."""
     try:
-        with accumulation.in_float64(network):
-            return one_by_one(replace(setting, batch=changed(setting.batch, _doubled)))
+        with accumulation.network_in_float64(network):
+            return one_by_one(replace(setting, batch=changed(setting.batch, accumulation.doubled)))
     except (RuntimeError, TypeError, ValueError):  # say, a table or a cast in float32
         return None
-
-
-def _doubled(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x
 
 
 def random_sample(setting: Setting, tolerance: float) -> int | None:

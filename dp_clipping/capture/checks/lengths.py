@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.samples.batch import Batch, map_tensors, tensors_of
 from dp_clipping.capture.samples.padded import Padded, cut, sizes_of
-from dp_clipping.clipping.accumulation import in_float64
+from dp_clipping.clipping.accumulation import doubled, network_in_float64
 from dp_clipping.layers.batch_layout import Layout
 
 TOLERANCE, TOLERANCE_16_BIT = 2e-4, 3e-2  # changes of less, relative, are rounding
@@ -270,8 +270,8 @@ class Lengths:
             if change <= NOISE * max(base.change(one, at_end) for one in again):
                 return False
         try:
-            with in_float64(self._network):
-                whole, short = (map_tensors(_in_float64, x) for x in (self._beside, arguments))
+            with network_in_float64(self._network):
+                whole, short = (map_tensors(doubled, x) for x in (self._beside, arguments))
                 exact = self._observe(whole, self._rows)
                 return exact.change(self._observe(short, 2), at_end) > IN_FLOAT64
         except Exception:  # say, a table or a cast in float32
@@ -325,7 +325,3 @@ def _part_outside(whole: list[Tensor], within: list[Tensor]) -> float:
 def _relative(change: Tensor, base: Tensor) -> float:
     norm, size = float(change.norm()), float(base.norm())
     return norm / size if size else float(norm > 0)
-
-
-def _in_float64(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x

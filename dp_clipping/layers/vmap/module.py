@@ -108,12 +108,12 @@ def every_sample(
     owners = [owner_of(self, name) for name in handle.trainable]
     call = _OneSample(self, owners, batch_size, args, kwargs)
     if handle.one_by_one:
-        with call.undone_if_it_fails():
+        with call.objects_put_back_if_it_fails():
             return call.joined(*_in_a_loop(call, copies))
     # Of a trial, which is the first run: no effects may be known, and it may fail half-way.
     before = Objects(self, args, kwargs) if handle.private_step is None else None
     try:
-        with call.undone_if_it_fails(), _uncovered(owners), BatchedAttention():
+        with call.objects_put_back_if_it_fails(), _uncovered(owners), BatchedAttention():
             run = torch.vmap(
                 call,
                 in_dims=(dict.fromkeys(handle.trainable, 0), *map(_sample_dim, call.layouts)),
@@ -133,7 +133,7 @@ def every_sample(
             raise refusal from error
         if before is not None:
             before.put_back()
-        with call.undone_if_it_fails():
+        with call.objects_put_back_if_it_fails():
             outputs = call.joined(*_in_a_loop(call, copies))
         handle.one_by_one = reason_of(error)
         return outputs
@@ -245,7 +245,7 @@ class _OneSample:
                 yield x, layout
 
     @contextmanager
-    def undone_if_it_fails(self) -> Iterator[None]:
+    def objects_put_back_if_it_fails(self) -> Iterator[None]:
         """Puts back what calls have left in objects, if the body raises."""
         try:
             yield

@@ -379,9 +379,9 @@ def memory(context: Context) -> None:
 
     def of_network(network: nn.Module) -> dict[str, Tensor]:
         parameters = {name: p.detach() for name, p in network.named_parameters()}
-        return torch.func.grad(
-            lambda p: torch.func.functional_call(network, p, x).square().sum()
-        )(parameters)
+        return torch.func.grad(lambda p: torch.func.functional_call(network, p, x).square().sum())(
+            parameters
+        )
 
     in_transform = r"weight in the arguments of a function of torch\.func.*whole_parameters"
     in_collective = r"in a function of torch\.distributed.*whole_parameters"

@@ -19,7 +19,7 @@ from tests.dp_clipping.conftest import private
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False")
 
 
-def make(engine, around=lambda network: network):
+def make(engine, around=lambda network: network, poisson_sampling=False):
     """A private linear layer, and a batch of its loader."""
     torch.manual_seed(0)
     network = nn.Linear(4, 2, bias=False)
@@ -27,7 +27,7 @@ def make(engine, around=lambda network: network):
     model, optimizer, criterion, loader = engine.make_private(
         module=around(network), optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
         criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(data, batch_size=6),
-        noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False,
+        noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=poisson_sampling,
     )  # fmt: skip
     return SimpleNamespace(
         network=network, model=model, optimizer=optimizer, criterion=criterion,
@@ -254,14 +254,19 @@ class Both(nn.Module):
         return self.body(real), self.body(fake)
 
 
-def test_a_forward_that_returns_both_outputs_trains():
-    run = make(PrivacyEngine(), Both)
+@pytest.mark.parametrize("poisson", [False, True])
+def test_two_backwards_of_a_gan_are_told_what_works(poisson):
+    """D(real).backward(); D(fake).backward() is refused once, with what works."""
+    run = make(PrivacyEngine(), poisson_sampling=poisson)
     x, y = run.batch
-    for _ in range(2):
-        real, fake = run.model(x, torch.randn_like(x))
-        (run.criterion(real, y) + run.criterion(fake, 1 - y)).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+    run.criterion(run.model(x), y).backward()
+    with pytest.raises(RuntimeError, match=r"two losses of .* forward returns both outputs, as "):
+        run.criterion(run.model(torch.randn_like(x)), 1 - y).backward()
+    run = make(PrivacyEngine(), Both, poisson_sampling=poisson)
+    x, y = run.batch
+    real, fake = run.model(x, torch.randn_like(x))
+    (run.criterion(real, y) + run.criterion(fake, 1 - y)).backward()
+    run.optimizer.step()
 
 
 @pytest.mark.parametrize(
