@@ -246,7 +246,7 @@ class StandIn(OperatorsOnly):
                 return result
             if result is own and own.of is not None:
                 increment_version(own.of)  # which `.data` has of its own
-            elif result is not own and result.data_ptr() == own.data_ptr():
+            elif result is not own and _memory(result) == _memory(own):
                 result = result.as_subclass(StandIn)
                 result.of = own if own.of is None else own.of
             return result
@@ -265,6 +265,10 @@ class StandIn(OperatorsOnly):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def note_not_whole(memory: Tensor) -> None:
