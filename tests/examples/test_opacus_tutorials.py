@@ -60,7 +60,8 @@ def trained(task: str, engine: str, *arguments: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "task", ["images", pytest.param("text", marks=pytest.mark.slow), "text --train lora"]
+    "task",
+    [*(pytest.param(t, marks=pytest.mark.slow) for t in ("images", "text")), "text --train lora"],
 )
 def test_both_engines_learn_alike_and_spend_the_same(task, capsys):
     if task != "images":

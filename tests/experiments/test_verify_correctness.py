@@ -270,7 +270,9 @@ def check_exchange(finding: Finding, how: str) -> None:
     assert everywhere == (None not in finding.parts[0])
 
 
-@pytest.mark.parametrize("how", ["replicas", "data", "tensor"])
+@pytest.mark.parametrize(
+    "how", ["replicas", "data", pytest.param("tensor", marks=pytest.mark.slow)]
+)
 def test_two_ranks(cpu_ranks, how):
     for findings in cpu_ranks.run(2, checked, how, ["bookkeeping"], ["flat"]):
         expected = list(NORM_REDUCTIONS) if how == "tensor" else [None]
