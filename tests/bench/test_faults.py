@@ -109,7 +109,7 @@ def test_out_of_memory_a_sleep_a_stop_and_a_kill(tmp_path):
 @pytest.mark.slow
 def test_a_failed_cell_is_tried_again_by_a_rerun(tmp_path):
     for attempt in (1, 2):
-        check(run_with(tmp_path, "Raising"), tmp_path, ["Raising"])
+        check(run_with(tmp_path, "Raising", timeout=120), tmp_path, ["Raising"])
         lines = (tmp_path / "results.jsonl").read_text().splitlines()
         assert sum('"error"' in line for line in lines) == attempt
 
