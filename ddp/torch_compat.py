@@ -291,6 +291,25 @@ def refuse_writes(x: Tensor) -> None:
         refuse(x)
 
 
+def written_by(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the arguments that an operator writes to, by its schema, lists flattened.
+
+    Raises:
+        RuntimeError: if torch does not tell: `OpOverload._schema`.
+    """
+    schema = getattr(operator, "_schema", None)
+    if schema is None:
+        raise _missing("OpOverload._schema")
+    names = [x.name for x in schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    found: list[Any] = []
+    for x in schema.arguments:
+        if x.alias_info is not None and x.alias_info.is_write and x.name in given:
+            value = given[x.name]
+            found += value if isinstance(value, list | tuple) else [value]
+    return found
+
+
 def in_transform() -> bool:
     """Returns whether a transform of `torch.func` is running, `grad` or `vmap` for example.
 

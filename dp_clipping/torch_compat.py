@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.utils.checkpoint import _StopRecomputationError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -209,7 +209,8 @@ def is_passed_on(error: BaseException) -> bool:
     There is no memory left, the GPU has failed, or activation checkpointing has computed all that
     it needs.
     """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError | _StopRecomputationError):
+    stop = getattr(torch.utils.checkpoint, "_StopRecomputationError", MemoryError)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, stop)):
         return True
     return any(text in str(error) for text in OF_MACHINE)
 

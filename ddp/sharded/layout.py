@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp.buckets import ALIGNMENT_BYTES
-from ddp.torch_compat import OperatorsOnly, all_gather, version_of, without_dispatch
+from ddp.torch_compat import OperatorsOnly, all_gather, version_of, without_dispatch, written_by
 
 DIVIDED = (
     "{function}: gradients are divided among ranks, and .grad stands for one without its values: "
@@ -161,8 +161,7 @@ class FlatUnit:
 
         It has the parameter's shape, takes the memory of one element, and is NaN. So code that
         takes it for the whole gradient gets NaN, never values of which only some are reduced, and
-        in-place arithmetic on it raises where it has several elements. Setting it to None or zero
-        clears the gradient as usual.
+        writing to it raises. Setting it to None or zero clears the gradient as usual.
         """
         assert self.gradient is not None
         self._marks = self.gradient.new_full((len(self.parameters),), torch.nan)
@@ -231,25 +230,30 @@ class StandIn(OperatorsOnly):
         """Calls an operator.
 
         Raises:
-            RuntimeError: if it takes a norm, communicates, or writes what is no zero.
+            RuntimeError: if it takes a norm, communicates, or writes anything but zeros to all
+                elements.
         """
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
-        own = kwargs.get("out", args[0] if args else None)
-        targets = own if isinstance(own, list | tuple) else [own]
-        is_written = (name.endswith("_") or "out" in kwargs) and name not in CLEARING
         with without_dispatch():
-            is_written = is_written and any(isinstance(x, StandIn) for x in targets)
+            clears = name in CLEARING and (name != "fill_" or _is_zero(args[1]))
+            targets = [x for x in written_by(func, args, kwargs) if isinstance(x, StandIn)]
+            is_part = any(x.of is not None and x.numel() != x.of.numel() for x in targets)
+            is_written = bool(targets) and (not clears or is_part)
             if is_written or "norm" in name or func.namespace.lstrip("_").startswith("c10d"):
                 raise RuntimeError(DIVIDED.format(function=func))
-            result = func(*args, **kwargs)
-            if not (isinstance(own, StandIn) and isinstance(result, Tensor)):
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:  # as for a view of part of a stand-in's only number
+                raise RuntimeError(DIVIDED.format(function=func)) from error
+            for x in targets:
+                if x.of is not None:
+                    increment_version(x.of)  # which `.data` has of its own
+            own = args[0] if args else None
+            if targets or not isinstance(own, StandIn):
                 return result
-            if result is own and own.of is not None:
-                increment_version(own.of)  # which `.data` has of its own
-            elif result is not own and _memory(result) == _memory(own):
-                result = result.as_subclass(StandIn)
-                result.of = own if own.of is None else own.of
-            return result
+            if isinstance(result, list | tuple):
+                return type(result)(_shown_of(own, x) for x in result)
+            return _shown_of(own, result)
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         return f"a gradient {list(self.shape)}, divided among ranks"
@@ -265,6 +269,21 @@ class StandIn(OperatorsOnly):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
+
+
+def _is_zero(x: Any) -> bool:
+    """Returns whether a number, or a tensor of one on the host, is 0."""
+    is_number = isinstance(x, int | float) or (isinstance(x, Tensor) and x.device.type == "cpu")
+    return is_number and bool(x == 0)
+
+
+def _shown_of(own: StandIn, x: Any) -> Any:
+    """Returns what an operator makes of a stand-in: a stand-in too, if it is a view."""
+    if not isinstance(x, Tensor) or x is own or _memory(x) != _memory(own):
+        return x
+    view = x.as_subclass(StandIn)
+    view.of = own if own.of is None else own.of
+    return view
 
 
 def _memory(x: Tensor) -> int:

@@ -347,14 +347,14 @@ def _view(of: Divided, func: Any, args: tuple, kwargs: dict) -> Any:
     """Returns stand-ins for what a function returns, if that is views; else None."""
     with without_torch_functions():
         probe = torch.empty(of.shape, dtype=of.dtype, device="meta")
-        result = None
-        with suppress(Exception):  # it wants values
-            result = func(probe, *args, **kwargs)
-        if result is probe:
-            return of
-        parts = result if isinstance(result, list | tuple) else [result]
-        memory = probe.untyped_storage()
-        if not all(isinstance(x, Tensor) and x.untyped_storage() is memory for x in parts):
+        are_views = False
+        with suppress(Exception):  # it wants values, or a transform runs
+            memory, result = probe.untyped_storage(), func(probe, *args, **kwargs)
+            if result is probe:
+                return of
+            parts = result if isinstance(result, list | tuple) else [result]
+            are_views = all(isinstance(x, Tensor) and x.untyped_storage() is memory for x in parts)
+        if not are_views:
             return None
         shown = func(of, *args, **kwargs)
 

@@ -35,7 +35,7 @@ class FixedSettings:
         model.step_state.settings = _in_floats(current())
         self._first = self._scales(model.thresholds.clip_norms())
         model.step_state.on_open = self.fix
-        model.step_state.has_ranks = agreement is not None
+        model.step_state.refuses_late = agreement is not None and not agreement.early
 
     def fix(self) -> None:
         """Fixes the settings; called when a step's first backward begins.

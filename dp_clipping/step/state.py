@@ -117,7 +117,7 @@ class StepState:
         batch_number: the number of the Poisson batch that was handed out and that no step has used.
         held_back: sums are this rank's alone, because of `no_sync()`.
         microbatches: whether further parts of the Poisson batch follow.
-        has_ranks: other ranks take each step too, and agree on it.
+        refuses_late: ranks agree on each step in `optimizer.step()`, and refuse samples there too.
         refusal: why this rank refuses its samples, which its next step says on all ranks.
     """
 
@@ -137,7 +137,7 @@ class StepState:
         self.batch_number: int | None = None
         self.held_back = False
         self.microbatches = Microbatches()
-        self.has_ranks = False
+        self.refuses_late = False
         self.refusal: str | None = None
 
     @property
@@ -164,13 +164,13 @@ class StepState:
     def refused_together(self) -> Iterator[None]:
         """Surrounds a check of this rank's samples: if it refuses them, all ranks' step raises.
 
-        Raised on one rank alone, the others would wait for it. A check in a later backward of a
-        step may come too late for that one; then the next step raises.
+        Raised on one rank alone, the others would wait for it. Where ranks agree before the last
+        backward of a step, as on GPUs, it is raised at once: a later refusal would be too late.
         """
         try:
             yield
         except ValueError as error:
-            if not self.has_ranks:
+            if not self.refuses_late:
                 raise
             self.refusal = self.refusal or str(error)
 

@@ -132,8 +132,8 @@ class Net(nn.Module):
             else:
                 setattr(self, name, member)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self, *inputs)
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:

@@ -414,6 +414,10 @@ def memory(context: Context) -> None:
     assert weight.data_ptr() == 0
     same(pair.model, pair.reference)
     torch.testing.assert_close(torch.vmap(torch.sum)(weight.clone()), weight.sum(1))
+    whole, y = weight.detach().clone(), torch.randn(3, weight.shape[1]).double()
+    for transform in (torch.vmap, lambda f: torch.func.grad(lambda y: f(y.T).square().sum())):
+        found, expected = transform(lambda y: weight @ y)(y), transform(lambda y: whole @ y)(y)
+        torch.testing.assert_close(found, expected)
     with pair.model.whole_parameters():
         torch.testing.assert_close(of_network(network), of_network(pair.reference))
         dist.broadcast(network.logit_scale.data, 0, group)

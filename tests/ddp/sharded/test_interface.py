@@ -64,7 +64,10 @@ def clipped_by_pytorch(context: Context, name: str) -> None:
 def written_through_views(context: Context, name: str) -> None:
     """What is written to a view of `.grad` is refused, of one element too; zero clears it."""
     pair = Beside(context, name, OfOneAndOfMany())
-    for clear in (lambda g: g.data.zero_(), lambda g: g.detach().view(-1).fill_(0)):
+    for clear in (
+        lambda g: g.data.zero_(), lambda g: g.detach().view(-1).fill_(0),
+        lambda g: g.__setitem__(slice(None), 0),
+    ):  # fmt: skip
         pair.backward(lambda model, rank: model(numbers(5, seed=rank, rank=rank, like=model)))
         pair.finish()
         for p in pair.model.parameters():
@@ -77,11 +80,21 @@ def written_through_views(context: Context, name: str) -> None:
                 lambda g: torch._foreach_mul_([g.data], 2),
                 lambda g: torch.mul(torch.ones_like(g), 2, out=g.data),
                 lambda g: g.data.norm(),
+                lambda g: g.unbind(0)[0].mul_(2),
+                lambda g: g.data.chunk(1)[0].mul_(2),
+                lambda g: g.fill_(3.0),
+                lambda g: torch.frexp(torch.ones_like(g), out=(g.data, g.int())),
                 lambda g: dist.all_reduce(g, group=context.group),
             ):
                 with pytest.raises(RuntimeError, match="gradients are divided among ranks"):
                     write(p.grad)
             assert "divided among ranks" in repr(p.grad.data)
+        for clear_part in (
+            lambda g: g[0].zero_(), lambda g: g.data[:1].fill_(0), lambda g: g.split(1)[0].zero_(),
+            lambda g: g.__setitem__(slice(0, 2), 0),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="gradients are divided among ranks"):
+                clear_part(pair.model.module.weight.grad)
         pair.compare()
         for model in (pair.model, pair.reference):
             for p in model.parameters():

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -837,3 +838,43 @@ def test_mixing_beside_nearly_cancelling_tokens_is_found(name, mixing):
     model = private(network_of(ROUNDED_BY_SIZE[name], mixing))
     with pytest.raises(ValueError, match="depends on the other samples"):
         model(x)
+
+
+def with_mask(net, x, mask):
+    """One number is added to all scores of a query, as where it sees nothing but padding."""
+    queries = net.first(x)
+    scores = (queries @ queries.mT + mask).softmax(-1)
+    return net.second((scores @ net.first(x)).mean(1))
+
+
+def with_weights(net, x, bias):
+    return net.second((net.first(x) * bias.softmax(-1)[..., None]).sum(1))
+
+
+def with_keys(net, x, keys):
+    same = (keys[:, :, None] == keys[:, None, :]).float()
+    return net.second((same @ net.first(x)).mean(1))
+
+
+LOWEST = torch.finfo(torch.float32).min
+EXACT = {  # functions that an error in one of two equal numbers would change
+    "the lowest mask": (with_mask, torch.full((6, 6), LOWEST).repeat(8, 1, 1)),
+    "a mask of -1e9": (with_mask, torch.full((6, 6), -1e9).repeat(8, 1, 1)),
+    "weights of one number": (with_weights, torch.full((8, 6), -1e9)),
+    "keys": (with_keys, torch.rand(8, 2, generator=torch.Generator().manual_seed(0)).repeat(1, 3)),
+}
+
+
+@pytest.mark.parametrize("mixing", [1e-3, 0.0])
+@pytest.mark.parametrize("name", EXACT)
+def test_equal_numbers_stay_equal_in_runs_with_errors(name, mixing):
+    function, second = EXACT[name]
+
+    def mixed(net, x, y):
+        return function(net, x, y) * (1 + mixing * x.abs().mean())
+
+    model = private(zoo.Net(mixed, first=nn.Linear(5, 5), second=nn.Linear(5, 3)))
+    with (
+        pytest.raises(ValueError, match="depends on the other samples") if mixing else nullcontext()
+    ):
+        model(torch.randn(8, 6, 5), second)
