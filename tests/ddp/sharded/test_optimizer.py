@@ -1,6 +1,7 @@
 """The sharded optimizer is the plain one: same steps, same checkpoint, on any number of ranks."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -279,12 +280,14 @@ class Narrow(Changed):
         return [g.sign() for g in gradients]
 
 
-def elementwise(context: Context, cls, options, groups=None) -> None:
+def elementwise(context: Context, cls, options, groups=None, refused: str | None = None) -> None:
+    """A refusal is caught here: ranks that fail are started anew, which takes seconds."""
     model = wrap(NAME, nn.Linear(3, 2), process_group=context.group)
     params = None
     if groups is not None:
         params = [{"params": [p], **g} for p, g in zip(model.parameters(), groups, strict=True)]
-    model.make_optimizer(cls, params=params, **options)
+    with pytest.raises(TypeError, match=refused) if refused else nullcontext():
+        model.make_optimizer(cls, params=params, **options)
 
 
 @pytest.mark.parametrize(
@@ -314,16 +317,15 @@ def test_optimizers_that_treat_elements_alone_are_accepted(cpu_ranks, cls, optio
     ],
 )
 def test_optimizers_that_combine_elements_are_refused_by_name(cpu_ranks, cls):
-    with pytest.raises(AssertionError, match=rf"TypeError: {cls.__name__} looks at whole tensors"):
-        cpu_ranks.run(1, elementwise, cls, {"lr": 0.0} if cls is NormSGD else {})
+    options = {"lr": 0.0} if cls is NormSGD else {}
+    said = rf"^{cls.__name__} looks at whole tensors"
+    cpu_ranks.run(1, elementwise, cls, options, None, said)
 
 
 def test_a_group_that_combines_elements_is_found(cpu_ranks):
     groups = [{"changes": False}, {"changes": True}]
-    with pytest.raises(
-        AssertionError, match="TypeError: GlobalClip looks at whole tensors, at several"
-    ):
-        cpu_ranks.run(1, elementwise, GlobalClip, {}, groups)
+    said = "^GlobalClip looks at whole tensors, at several"
+    cpu_ranks.run(1, elementwise, GlobalClip, {}, groups, said)
 
 
 def refusals(context: Context) -> None:
