@@ -1,5 +1,6 @@
 """`make_private(.., sampling=)` end to end: batches, accounts, checkpoints, and what is refused."""
 
+import functools
 import math
 
 import numpy as np
@@ -30,6 +31,21 @@ every_sampling = pytest.mark.parametrize("name", SAMPLINGS)
 every_order = pytest.mark.parametrize("name", IN_ORDER)
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed")
+
+
+@functools.cache
+def epsilon_once(entries, *arguments, right=truncated_poisson._epsilon):
+    return right(list(entries), *arguments)
+
+
+@pytest.fixture(autouse=True)
+def each_epsilon_once(monkeypatch):
+    """ε of truncated batches takes half a second: it is computed once for the same arguments."""
+    monkeypatch.setattr(
+        truncated_poisson,
+        "_epsilon",
+        lambda entries, *arguments: epsilon_once(tuple(map(tuple, entries)), *arguments),
+    )
 
 
 def build(name, **changes):
