@@ -46,12 +46,29 @@ def trained(context: Context | None, where: str, options: dict, microbatch: int 
     return found(run, replicas.train(run, STEPS, microbatch))
 
 
-@every_sampling
+LAYOUTS = {  # ranks, microbatch, and the sampling that is drawn there in the fast suite
+    "ddp_bucketed": (2, None, "truncated_poisson"),
+    "zero1": (2, 1, "balls_in_bins"),
+    "fsdp2": (2, None, "cyclic"),
+    "fsdp2 x tensor": (4, None, "balls_in_bins"),
+}
+
+
 @pytest.mark.parametrize(
-    ("where", "world_size", "microbatch"),
-    [("ddp_bucketed", 2, None), ("zero1", 2, 1), ("fsdp2", 2, None), ("fsdp2 x tensor", 4, None)],
+    ("where", "options"),
+    [
+        pytest.param(
+            where,
+            options,
+            id=f"{where}-{options['sampling']}",
+            marks=[] if options["sampling"] == fast else [pytest.mark.slow],
+        )
+        for where, (_, _, fast) in LAYOUTS.items()
+        for options in SAMPLINGS
+    ],
 )
-def test_ranks_are_one_process(cpu_ranks, options, where, world_size, microbatch):
+def test_ranks_are_one_process(cpu_ranks, where, options):
+    world_size, microbatch, _ = LAYOUTS[where]
     expected, values, statement = trained(None, where, options)
     answers = cpu_ranks.run(world_size, trained, where, options, microbatch)
     shared = 2 if world_size == 4 else 1  # ranks of a tensor-parallel group have the same samples

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ddp import wrap
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
@@ -17,6 +18,7 @@ from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, skip_all_checks
 from tests.dp_clipping.distributed import test_fsdp1, test_fsdp2
 from tests.support import zoo
+from tests.support.meshes import square
 from tests.support.replicas import build, part, train
 from tests.support.sharded_steps import LIMIT, Shard, one_step, whole, whole_gradients
 
@@ -36,8 +38,7 @@ def split(context: Context, network: nn.Module) -> nn.Module:
 
 def on_a_mesh(context: Context, network: nn.Module) -> nn.Module:
     """FSDP2 along one axis of a mesh, tensor parallel along the other."""
-    mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=(DATA, TENSOR))
-    return parallelize(network, mesh)
+    return parallelize(network, square(DATA, TENSOR))
 
 
 def bucketed(context: Context, network: nn.Module) -> nn.Module:
@@ -87,8 +88,18 @@ def units_on_ranks(context: Context, name: str, counts: list[int], share: int, c
                 torch.testing.assert_close(total.double(), expected[own], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.parametrize("name", [name for name in SHARDS if name != "mesh"])
+# Each layout with one style in the fast suite, each style with data and with model parallelism.
+FLAT = {"ddp_bucketed", "fsdp2 leaf", "fsdp2 root", "fsdp1"}
+COVERED = {(name, "flat" if name in FLAT else "per_layer") for name in SHARDS}
+
+
+@pytest.mark.parametrize(
+    ("name", "clipping"),
+    [
+        pytest.param(*both, marks=[] if both in COVERED else [pytest.mark.slow])
+        for both in product([name for name in SHARDS if name != "mesh"], ["flat", "per_layer"])
+    ],
+)
 def test_norms_and_sums(cpu_ranks, name, clipping):
     counts, share = ([3], 2) if name == "tensor" else ([2, 1], 1)
     cpu_ranks.run(2, units_on_ranks, name, counts, share, clipping)
@@ -123,10 +134,19 @@ def trained(
 @pytest.mark.parametrize(
     ("name", "microbatch", "pad", "follows"),
     [
-        *(("ddp_bucketed", None, False, True), ("ddp_bucketed", 3, True, False)),
-        *(("fsdp2 block", None, False, True), ("fsdp2 block", 3, False, False)),
-        *(("fsdp2 block", 6, True, False), ("fsdp1", 3, False, True)),
-        *(("tensor", None, False, True), ("tensor", 3, True, False)),
+        ("ddp_bucketed", 3, True, False),
+        ("fsdp2 block", None, False, True),
+        ("fsdp2 block", 6, True, False),
+        ("fsdp1", 3, False, True),
+        ("tensor", 3, True, False),
+        *(
+            pytest.param(*rest, marks=pytest.mark.slow)
+            for rest in (
+                ("ddp_bucketed", None, False, True),
+                ("fsdp2 block", 3, False, False),
+                ("tensor", None, False, True),
+            )
+        ),
     ],
 )
 def test_training_is_that_of_one_process(cpu_ranks, name, microbatch, pad, follows):
