@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,6 +24,7 @@ from lm.parallel import DATA, TENSOR, parallelize
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, assert_close, private, private_loss
 from tests.support import zoo
+from tests.support.meshes import square
 from tests.support.sharded_steps import whole
 
 FLOAT32 = 1e-5  # rotary positions, and the norms of Hugging Face, compute in float32
@@ -107,7 +108,8 @@ def check_parts(
 
 
 def transformer(**changes) -> Callable[[], nn.Module]:
-    return lambda: zoo.seeded(lambda: zoo.transformer(**changes)).double()
+    """Of one block: ranks of a tensor axis have a part of each layer, whatever follows."""
+    return lambda: zoo.seeded(lambda: zoo.transformer(num_layers=1, **changes)).double()
 
 
 def shared_transformer(context: Context, changes: dict) -> None:
@@ -122,7 +124,8 @@ def shared_transformer(context: Context, changes: dict) -> None:
     )
 
 
-@pytest.mark.parametrize("tied", [False, True])
+# Of untied ones the norms and sums are below.
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_transformer(cpu_ranks, tied):
     cpu_ranks.run(2, shared_transformer, {"tie_embeddings": tied})
 
@@ -145,7 +148,7 @@ def hugging_face(context: Context, kind: str, changes: dict) -> None:
     ("kind", "changes"),
     [
         ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
-        ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+        pytest.param("LlamaForCausalLM", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
         ("LlamaForSequenceClassification", {}),
     ],
 )
@@ -258,11 +261,12 @@ def partly_frozen() -> nn.Module:
 
 def every_layer(context: Context) -> None:
     mesh = tensor_mesh(context)
-    for build, batch in (
+    everything = (
         (build_layers, ids_and_targets()),
         (build_layers, ids_and_targets(1, 1)),
         (partly_frozen, ids_and_targets()),
-    ):
+    )
+    for build, batch in everything[: 1 if context.world_size == 1 else 3]:
         check_parts(context, build, lambda n: split_layers(n, mesh), batch, zoo.product)
 
 
@@ -284,7 +288,7 @@ def clipped(context: Context, runs: tuple[tuple[str, str], ...], prepare: str = 
     mesh = tensor_mesh(context)
     mine = slice(None)
     if two_axes:
-        mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=(DATA, TENSOR))
+        mesh = square(DATA, TENSOR)
         mine = slice(0, 1) if mesh[DATA].get_local_rank() == 0 else slice(1, 4)
     batch = zoo.tokens(4, 6)
     gradients = oracle.per_sample_gradients(transformer()(), batch, zoo.cross_entropy)
