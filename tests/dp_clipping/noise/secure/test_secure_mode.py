@@ -295,10 +295,15 @@ def on_a_mesh(context, network):
 @pytest.mark.parametrize(
     ("ranks", "variant", "shard"),
     [
-        (2, "ddp_bucketed", None), (2, "torch_ddp", None), (2, "zero1", None), (2, "zero2", None),
-        (2, "fsdp", None), (2, "", test_fsdp2.sharded), (2, "", test_fsdp1.sharded),
-        (2, "", test_fsdp1.at_the_root), (2, "", tensor_parallel),
+        (2, "ddp_bucketed", None), (2, "zero2", None), (2, "fsdp", None),
+        (2, "", test_fsdp2.sharded), (2, "", test_fsdp1.sharded), (2, "", tensor_parallel),
         (4, "", on_a_mesh), (3, "", test_fsdp2.at_the_root),
+        *(
+            pytest.param(*like_another, marks=pytest.mark.slow)
+            for like_another in (
+                (2, "torch_ddp", None), (2, "zero1", None), (2, "", test_fsdp1.at_the_root)
+            )
+        ),
     ],
 )  # fmt: skip
 def test_ranks_have_the_noise_of_one_process(cpu_ranks, ranks, variant, shard):
