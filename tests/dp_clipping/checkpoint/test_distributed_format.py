@@ -439,7 +439,7 @@ def adamw(context: Context, groups: int):
     """Its state has a count of steps beside two moments; with two groups, of other settings."""
     case = zoo.BY_NAME["transformer"]
     mesh = DeviceMesh.from_group(context.group, context.device.type)
-    network = shard_fsdp2(case.build(), "leaf", mesh)
+    network = shard_fsdp2(case.build(), "block", mesh)
     some = list(network.parameters())
     given = some if groups == 1 else [{"params": some[:3]}, {"params": some[3:], "lr": 0.02}]
     engine = PrivacyEngine(accountant="rdp")
