@@ -99,7 +99,7 @@ def algorithms(model) -> set[str]:
 # The bodies
 
 
-def norms_and_sums_are_right_and_compiled_once(every: int = 5, backend: str = "aot_eager") -> None:
+def norms_and_sums_are_right_and_compiled_once(every: int = 10, backend: str = "aot_eager") -> None:
     for mode, algorithm, clipping in [*product(MODES, ALGORITHMS, ("flat", "per_layer"))][::every]:
         whole = (mode == "flash") == (clipping == "flat")
         options = dict(backend=backend, mode=mode, clipping=clipping, norm_algorithm=algorithm)
@@ -114,7 +114,7 @@ def norms_and_sums_are_right_and_compiled_once(every: int = 5, backend: str = "a
 
 def units_of_several_examples(build: Callable[[], nn.Module] = small) -> None:
     """Slots and plans are of units; other numbers of them are not compiled again."""
-    for algorithm in ("gradient", "input_length"):
+    for algorithm, counts in (("gradient", (6, 4)), ("input_length", (6,))):
         torch.compiler.reset()
         network = build()
         policy = {"norm_algorithm": "auto" if algorithm == "gradient" else algorithm}
@@ -122,7 +122,7 @@ def units_of_several_examples(build: Callable[[], nn.Module] = small) -> None:
             network, MODES[0], LIMIT, policy={"tile_size": 16} | policy, examples_per_unit=2
         )
         network.compile(backend="aot_eager", fullgraph=True)
-        for count in (6, 4):
+        for count in counts:
             batch = zoo.tokens(count, 9)
             sums = clipped_sums(model, batch, zoo.cross_entropy)
             gradients = oracle.per_sample_gradients(build(), batch, zoo.cross_entropy)
