@@ -93,7 +93,13 @@ def test_every_mode(cpu_ranks, how):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("fsdp2_block", "fsdp1_block"),
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("fsdp", "fsdp2_leaf")),
+    ],
+)
 def test_one_rank_that_looks_for_samples_that_see_each_other(cpu_ranks, how):
     cpu_ranks.run(1, steps, ["vit", "product", "frozen_block"], how, FEW, True)
 
