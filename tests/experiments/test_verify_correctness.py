@@ -71,7 +71,7 @@ def rows_of(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("networks", "modes"),
     [
-        (("transformer", "llama"), ("per_sample", "flash")),
+        (("transformer", "llama"), ("per_sample", "flash", "flash_bookkeeping")),
         pytest.param(("transformer", "llama"), PRIVATE_MODES, marks=pytest.mark.slow),
     ],
     ids=["some", "every"],
