@@ -129,13 +129,19 @@ def merged(entries: History, most: int = MOST_ENTRIES) -> History:
 
 def _renyi(entries: History, delta: float) -> tuple[float, int]:
     """Returns ε at δ by Rényi differential privacy, and the order that gives it."""
+    found, order = _divergences(tuple(entries)).get_epsilon_and_optimal_order(delta)
+    return float(found), int(order)
+
+
+@lru_cache(16)
+def _divergences(entries: tuple[tuple[float, float, int], ...]) -> Any:
+    """Returns dp-accounting's accountant of all steps, which many δ are asked of."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, rdp  # takes a second
 
     accountant = rdp.RdpAccountant(ORDERS)
     for sigma, rate, steps in entries:
         accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), steps)
-    found, order = accountant.get_epsilon_and_optimal_order(delta)
-    return float(found), int(order)
+    return accountant
 
 
 @lru_cache(16)
