@@ -40,7 +40,7 @@ from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers import inner_call
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.inner_call import Inner
-from dp_clipping.layers.recorder import Recorder
+from dp_clipping.layers.recorder import Recorder, Trainable
 from dp_clipping.layers.registered.registry import refuse_where_unfit
 from dp_clipping.layers.vmap import children
 from dp_clipping.torch_compat import (
@@ -71,15 +71,13 @@ class Capture:
         handles: the handles of every captured module.
         parameters: trainable ones in order of registration, tied ones once.
         names: parameter -> its full name.
+        trained: the same, as steps know them; `record` has them by parameter.
         groups: parameter -> clipping group; `group_names` has one line per group.
-        members: the parameters of each clipping group.
-        triggers: parameter -> the leaf that makes autograd visit what uses it; `trigger` is any.
+        members: the parameters of each clipping group, as steps know them.
+        trigger: one parameter's trigger; see `Trainable`.
         sharding: how the network is spread over ranks; None: it is not.
         state: a `checks.state.State` of the network, which `discovery` sets, or None.
-        norm_group_key: parameter -> a key; norms of parameters with the same key may be taken
-            together. It has the clipping group, and whether a tensor axis splits the parameter.
         arithmetic: what captured layers compute with; a step raises if it was changed.
-        shapes: parameter -> shape of what its layer computes with, a part under tensor parallelism.
     """
 
     def __init__(
@@ -101,23 +99,17 @@ class Capture:
             for module in network.modules()
             for name, parameter in own_parameters(module).items()
         }
-        self._install()
         self.state: Any = None
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = {p: plain_name(n) for n, p in reversed(list(network.named_parameters()))}
-        parts = {} if sharding is None else sharding.parts
-        self.shapes = {p: parts[p].shape if p in parts else p.shape for p in self.parameters}
         self.groups, self.group_names = self._make_groups(clipping)
-        self.norm_group_key = {
-            p: (k, p in parts and parts[p].split) for p, k in self.groups.items()
-        }
-        self.members = [[] for _ in self.group_names]
-        for parameter, group in self.groups.items():
-            self.members[group].append(parameter)
-        self.triggers = {
-            p: torch.zeros((), device=p.device, requires_grad=True) for p in self.parameters
-        }
-        self.trigger = next(iter(self.triggers.values()))
+        self.trained = self._make_records()
+        self.record = {one.parameter: one for one in self.trained}
+        self.members: list[list[Trainable]] = [[] for _ in self.group_names]
+        for one in self.trained:
+            self.members[one.group].append(one)
+        self.trigger = self.trained[0].trigger
+        self._install()
         self._zeros: dict[torch.dtype, Tensor] = {}
         self._hooks = []
         for module, names in () if sharding is None else sharding.gathering:
@@ -138,7 +130,7 @@ class Capture:
         gathered = frozenset() if self.sharding is None else self.sharding.gathered
         may_be_inner = whole_samples and not self.is_compiled
         self.handles: list[LayerState] = []
-        self._copied: dict[Parameter, tuple[nn.Module, str]] = {}
+        self._copied: dict[Trainable, tuple[nn.Module, str]] = {}
         covered: set[nn.Module] = set()
         inside: set[nn.Module] = set()  # of modules whose children run outside of vmap
         called: set[nn.Module] = set()  # by their own code
@@ -196,7 +188,7 @@ class Capture:
         read = self._widened.get(module, ())
         owns = is_apart or kind == "registered"
         names = trainable_names(module, takes_all, owns, read, kind == "vectorized")
-        parameters = {n: self._originals[owner_of(module, n)] for n in names}
+        parameters = {n: self.record[self._originals[owner_of(module, n)]] for n in names}
         handle = LayerState(name, kind, module, names, parameters)
         handle.children_apart, handle.is_own = is_apart, set(names) <= set(own_names(module))
         run = FORWARDS[kind] if inner is None else inner_call.arithmetic_of(FORWARDS[kind], inner)
@@ -234,12 +226,14 @@ class Capture:
         alive, and makes that stream wait. So a step that is captured on another stream needs
         leaves of its own.
         """
-        before = self.triggers
-        self.triggers = {p: torch.zeros_like(x, requires_grad=True) for p, x in before.items()}
+        before = [one.trigger for one in self.trained]
+        for one in self.trained:
+            one.trigger = torch.zeros_like(one.trigger, requires_grad=True)
         try:
             yield
         finally:
-            self.triggers = before
+            for one, trigger in zip(self.trained, before, strict=True):
+                one.trigger = trigger
 
     def make_whole(self, handles: Collection[LayerState]) -> None:
         """Runs these modules under vmap, their children too; where samples are is forgotten.
@@ -337,6 +331,17 @@ class Capture:
             self._session.leaves.update(leaves)
             self.sharding.entered(module, lambda: tensors_in((args, kwargs)))
 
+    def _make_records(self) -> list[Trainable]:
+        parts = {} if self.sharding is None else self.sharding.parts
+        found = []
+        for number, p in enumerate(self.parameters):
+            shape = parts[p].shape if p in parts else p.shape
+            group, split = self.groups[p], p in parts and parts[p].split
+            trigger = torch.zeros((), device=p.device, requires_grad=True)
+            rest = accumulation_dtype(p.dtype), trigger
+            found.append(Trainable(p, number, self.names[p], shape, group, (group, split), *rest))
+        return found
+
     def _make_groups(self, clipping: str) -> tuple[dict[Parameter, int], list[str]]:
         """Makes one group of all parameters, or one per module; a tied weight is in its first."""
         if clipping == "flat":
@@ -394,7 +399,7 @@ class Capture:
         """Returns whether any part of the network is."""
         return any_compiled(self.network)
 
-    def slot_value(self, parameter: Parameter) -> Tensor:
+    def slot_value(self, parameter: Trainable) -> Tensor:
         """Returns the tensor that a slot expands: the parameter if a module uses it, else a zero.
 
         Its dtype is that of the G it receives: float16's largest number is too small for a sum
@@ -402,11 +407,11 @@ class Capture:
         """
         if parameter in self._copied:
             return getattr(*self._copied[parameter]).detach()
-        dtype = parameter.dtype
-        if len(self.shapes[parameter]) < 2:
+        dtype, device = parameter.parameter.dtype, parameter.trigger.device.type
+        if len(parameter.shape) < 2:
             dtype = accumulation_dtype(dtype)
-        elif torch.is_autocast_enabled(parameter.device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(parameter.device.type)
+        elif torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
         if dtype == torch.float16:
             dtype = accumulation_dtype(dtype)
         return self.zero(dtype)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork, LayerCall
 from dp_clipping.clipping.accumulation import stored_dtype
@@ -21,6 +20,7 @@ from dp_clipping.clipping.norms import Norm
 from dp_clipping.layers.batch_layout import FEW, MORE
 from dp_clipping.layers.handle import FACTOR_SLOTS, GRADIENT_SLOTS, LayerState
 from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.planning.cost_model import INSTANTIATE, LinearShape
 from dp_clipping.torch_compat import tree_flatten
 
@@ -39,8 +39,8 @@ class CompiledShapes:
         held: bytes that an ordinary forward keeps for its backward, a sample.
     """
 
-    uses: dict[Parameter, LinearShape]
-    dtypes: dict[Parameter, torch.dtype]
+    uses: dict[Trainable, LinearShape]
+    dtypes: dict[Trainable, torch.dtype]
     held: int
 
     @staticmethod
@@ -57,7 +57,7 @@ class CompiledShapes:
         uses = {p: use._replace(tokens=use.tokens * examples) for p, use in self.uses.items()}
         return replace(self, uses=uses, held=self.held * examples)
 
-    def of_batch(self, batch_size: int) -> dict[Parameter, LinearShape]:
+    def of_batch(self, batch_size: int) -> dict[Trainable, LinearShape]:
         planned = self.planned(batch_size)
         return {p: LinearShape(use.name, planned, *use[2:]) for p, use in self.uses.items()}
 
@@ -68,14 +68,13 @@ class CompiledShapes:
         transposed = handle.kind == "conv1d"
         if algorithm == INSTANTIATE:
             names = GRADIENT_SLOTS
-            shape = private_step.capture.shapes[parameter]
-            kinds = (((batch_size, *shape), stored_dtype(dtype)), ((batch_size,), NORM))
+            kinds = (((batch_size, *parameter.shape), stored_dtype(dtype)), ((batch_size,), NORM))
         else:
             names = FACTOR_SLOTS
             rows = (batch_size, use.tokens)
             kinds = (((*rows, use.outputs), dtype), ((*rows, use.inputs), dtype))
         rest = (parameter, algorithm == INSTANTIATE, transposed, (*kinds, ((1,), NORM)))
-        tensors = LinearTap.apply(private_step.trigger_of(parameter), private_step, *rest)
+        tensors = LinearTap.apply(parameter.trigger, private_step, *rest)
         return dict(zip(names, tensors, strict=True))
 
 
@@ -103,7 +102,7 @@ class LinearTap(torch.autograd.Function):
 
 
 def refuse_repeated(
-    norms: dict[Parameter, Norm], counts: dict[Parameter, Tensor], parameters: list[Parameter]
+    norms: dict[Trainable, Norm], counts: dict[Trainable, Tensor], parameters: list[Trainable]
 ) -> None:
     """Makes a norm infinite if a weight was used more than once, which leaves all samples out.
 
@@ -164,7 +163,7 @@ class Forecaster:
 
     def _once_used(
         self, calls: dict[str, list[LayerCall]]
-    ) -> Iterator[tuple[Parameter, LinearShape, torch.dtype]]:
+    ) -> Iterator[tuple[Trainable, LinearShape, torch.dtype]]:
         handles = {handle.name: handle for handle in self._capture.handles}
         for name, handle in handles.items():
             of_layer = calls[name]
@@ -173,9 +172,9 @@ class Forecaster:
                 continue
             x, dtype = of_layer[0].inputs[0], of_layer[0].product_dtype
             parameter = handle.parameter("weight")
-            inputs, shape = x.shape[-1], self._capture.shapes[parameter]
+            inputs, shape = x.shape[-1], parameter.shape
             use = LinearShape(
-                self._capture.names[parameter], 1, x.shape[:-1].numel() // FEW, inputs,
+                parameter.name, 1, x.shape[:-1].numel() // FEW, inputs,
                 shape.numel() // max(1, inputs), dtype.itemsize, stored_dtype(dtype).itemsize,
             )  # fmt: skip
             yield parameter, use, dtype

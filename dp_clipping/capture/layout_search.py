@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
-from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.capture.network import (
@@ -36,6 +35,7 @@ from dp_clipping.layers.handle import (
     product_dtype,
     rows_unknown,
 )
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.objects import Effects, Objects, Path
 from dp_clipping.layers.vmap.refusals import refuse_transforms
@@ -61,7 +61,7 @@ class Search:
 
     def __init__(self, capture: CapturedNetwork):
         self.capture = capture
-        self._uses: dict[Parameter, int] = {}
+        self._uses: dict[Trainable, int] = {}
         self._routing: set[str] = set()
         self.differentiated: set[LayerState] = set()  # by the network's own forward
         self.packs = False  # sequences, for a recurrent layer
@@ -98,7 +98,7 @@ class Search:
         known = -1
         while known != (known := self._count_shared()):
             runs = self.observe(*few, FEW), self.observe(*more, MORE), self.observe(*other, FEW)
-            uses: dict[Parameter, int] = {}
+            uses: dict[Trainable, int] = {}
             failures: list[NeedsVmap] = []
             for handle in self.capture.handles:
                 try:
@@ -122,7 +122,7 @@ class Search:
             several = {n: p for n, p in handle.parameters().items() if self._uses[p] > 1}
             handle.always_dense = bool(several)
             handle.joined = frozenset(
-                n for n, p in several.items() if p.dim() == 2 and p not in others
+                n for n, p in several.items() if len(p.shape) == 2 and p not in others
             )
 
     def _count_shared(self) -> int:

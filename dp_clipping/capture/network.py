@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, expand_shared
-from dp_clipping.layers.recorder import Recorder
+from dp_clipping.layers.recorder import Recorder, Trainable
 from dp_clipping.layers.vmap.objects import Objects, Path, exchanged
 from dp_clipping.torch_compat import own_modules, tensors_in, tree_map
 
@@ -25,12 +25,11 @@ class CapturedNetwork(Protocol):
     handles: list[LayerState]
     parameters: list[Parameter]
     names: dict[Parameter, str]
-    shapes: dict[Parameter, torch.Size]
     groups: dict[Parameter, int]
     group_names: list[str]
-    members: list[list[Parameter]]
-    norm_group_key: dict[Parameter, tuple[int, bool]]
-    triggers: dict[Parameter, Tensor]
+    trained: list[Trainable]
+    record: dict[Parameter, Trainable]
+    members: list[list[Trainable]]
     trigger: Tensor
 
     @property
@@ -46,7 +45,7 @@ class CapturedNetwork(Protocol):
 
     def make_slots(self, private_step: Recorder) -> dict[str, dict[str, Tensor]]: ...
 
-    def slot_value(self, parameter: Parameter) -> Tensor: ...
+    def slot_value(self, parameter: Trainable) -> Tensor: ...
 
     def zero(self, dtype: torch.dtype) -> Tensor: ...
 

@@ -402,7 +402,7 @@ def weights_read_elsewhere(
 
     def note(module: nn.Module, running: list[nn.Module]) -> None:
         if (handle := vars(module).get("_private")) is not None:
-            called.update(handle.parameters().values())
+            called.update(one.parameter for one in handle.parameters().values())
 
     args, kwargs = arguments
     with (
@@ -470,7 +470,7 @@ class _Reads(TorchFunctionMode):
     def _is_own(self, parameter: Parameter) -> bool:
         handles = (vars(module).get("_private") for module in self._running)
         return any(
-            parameter is own
+            parameter is own.parameter
             for handle in handles
             if handle is not None
             for own in handle.parameters().values()

@@ -27,15 +27,15 @@ float32 numbers from 1e-30 on, and c·y that is rounded coarsely because it is b
 product with ‖a‖ < 1.8e19 by less than 1e-25.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 UNDERFLOW = 2.0**9  # u above
 # Relative to S², what the rounding of two 16-bit Gram matrices and of their product may be: chains
@@ -62,32 +62,31 @@ class Norm:
 
 
 class Norms:
-    """Norms by parameter, added up over clipping groups.
+    """Norms by parameter (a `layers.recorder.Trainable`), added up over clipping groups.
 
     Args:
-        groups: parameter -> k, for K groups.
+        count: K, the number of clipping groups.
         zero: [B] zeros, of the dtype and device of the results.
         part: a range for `norm_stack` and for `norm_local_sum`, of a step that is timed.
     """
 
     def __init__(
         self,
-        groups: dict[Parameter, int],
         count: int,
         zero: Tensor,
         part: Callable[[str], AbstractContextManager] = nullcontext,
     ):
-        self._groups, self._count, self._zero, self._part = groups, count, zero, part
-        self._of: dict[Parameter, Norm] = {}
+        self._count, self._zero, self._part = count, zero, part
+        self._of: dict[Any, Norm] = {}
 
-    def add(self, parameter: Parameter, norm: Norm) -> None:
+    def add(self, parameter: Any, norm: Norm) -> None:
         self._of[parameter] = norm
 
-    def update(self, norms: dict[Parameter, Norm]) -> None:
+    def update(self, norms: Mapping[Any, Norm]) -> None:
         """Adds several."""
         self._of.update(norms)
 
-    def only(self, parameters: set[Parameter]) -> "Norms":
+    def only(self, parameters: set[Any]) -> "Norms":
         """Returns the norms of some parameters."""
         part = copy(self)
         part._of = {p: norm for p, norm in self._of.items() if p in parameters}
@@ -123,7 +122,7 @@ class Norms:
         with self._part("norm_local_sum"):
             if self._count == 1:
                 return values.sum(0, keepdim=True)
-            numbers = tuple(self._groups[p] for p in self._of) or (0,)
+            numbers = tuple(p.group for p in self._of) or (0,)
             index = on_device(numbers, torch.int64, values.device)
             total = values.new_zeros(self._count, values.shape[1])
             return total.index_add_(0, index, values)

@@ -9,10 +9,10 @@ holds a term of the gradient, and no norm of a sample is known.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.distributed.norm_reduce import NormReducer
@@ -39,14 +39,14 @@ class SplitNorms:
         """Returns whether ranks have parts of the norms, to be summed before clipping."""
         return self._reducer.splits_parameters
 
-    def counted(self, parameters: Iterable[Parameter]) -> set[Parameter]:
+    def counted(self, parameters: Iterable[Any]) -> set[Any]:
         """Returns the parameters whose norms this rank adds: one rank does if several have them."""
         if self._sharding is None:
             return set(parameters)
         parts, counts = self._sharding.parts, self._reducer.counts
-        return {p for p in parameters if counts(replicated=not parts[p].split)}
+        return {p for p in parameters if counts(replicated=not parts[p.parameter].split)}
 
-    def table(self, norms: Norms, parameters: Iterable[Parameter], rescaled: bool) -> Tensor:
+    def table(self, norms: Norms, parameters: Iterable[Any], rescaled: bool) -> Tensor:
         """Returns this rank's table for some parameters, whose rows add up over ranks: [6, K, B].
 
         Squared norms; upper bounds of the squared norms of what will be summed; squared norms of
@@ -75,9 +75,9 @@ class SplitNorms:
             return bounds
         return self._reducer.reduce(bounds[None]).wait()[0]
 
-    def _shared(self, parameters: Iterable[Parameter]) -> set[Parameter]:
+    def _shared(self, parameters: Iterable[Any]) -> set[Any]:
         """Returns the parameters that all ranks of the tensor axis have whole."""
         if self._sharding is None:
             return set(parameters)
         parts = self._sharding.parts
-        return {p for p in parameters if not parts[p].split}
+        return {p for p in parameters if not parts[p.parameter].split}

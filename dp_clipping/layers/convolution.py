@@ -125,7 +125,7 @@ def _weight_target(handle: LayerState) -> tuple[Any, Any]:
     private_step, parameter = handle.private_step, handle.parameter("weight")
     if private_step.policy.dense_always:
         return handle.gradient_target("weight")
-    return private_step.trigger_of(parameter), partial(_hand_over, private_step, parameter)
+    return parameter.trigger, partial(_hand_over, private_step, parameter)
 
 
 def _hand_over(private_step: Any, parameter: Any, use: "Factors") -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.layers.batch_layout import Layout, all_tokens, bag_tensors, first_tokens
-from dp_clipping.layers.recorder import Recorder
+from dp_clipping.layers.recorder import Recorder, Trainable
 from dp_clipping.torch_compat import tree_leaves
 
 # What arrives at the slots of a linear layer in a compiled region: see linear.py.
@@ -120,12 +119,10 @@ class LayerState:
         kind: str,
         module: nn.Module,
         trainable: tuple[str, ...],
-        parameters: dict[str, Parameter] | None = None,
+        parameters: dict[str, Trainable] | None = None,
     ):
         self.name, self.kind, self.trainable = name, kind, trainable
-        if parameters is None:
-            parameters = {n: module.get_parameter(n) for n in trainable}
-        self._parameters = parameters
+        self._parameters = {} if parameters is None else parameters
         self.has_last = bool(getattr(module, "include_last_offset", False))
         before = vars(module).get("_private")  # of an earlier private model, which is not its own
         self.own_forward: Callable[..., Any] | None = (
@@ -172,10 +169,10 @@ class LayerState:
         leaves = [of_packed(x) if isinstance(x, PackedSequence) else x for x in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def parameter(self, name: str) -> Parameter:
+    def parameter(self, name: str) -> Trainable:
         return self._parameters[name]
 
-    def parameters(self) -> dict[str, Parameter]:
+    def parameters(self) -> dict[str, Trainable]:
         return self._parameters
 
     def slot(self, name: str) -> Tensor | None:
@@ -201,7 +198,7 @@ class LayerState:
         if shared or torch.compiler.is_compiling():
             return self.slot(name), None
         parameter = self._parameters[name]
-        return self.private_step.trigger_of(parameter), partial(self.private_step.dense, parameter)
+        return parameter.trigger, partial(self.private_step.dense, parameter)
 
     def trigger(self, name: str) -> Tensor | None:
         """Returns the input that makes backward visit a use of a parameter; None if it is frozen.
@@ -209,7 +206,7 @@ class LayerState:
         Who calls it gives what arrives to the private step itself.
         """
         own = self._parameters.get(name)
-        return None if own is None else self.private_step.trigger_of(own)
+        return None if own is None else own.trigger
 
     def factor_target(self, name: str) -> tuple[Tensor, Callable[[Any], None]]:
         """Returns where the backward puts factors of a weight's G: (function input, callback).
@@ -220,7 +217,7 @@ class LayerState:
         private_step, parameter = self.private_step, self._parameters[name]
         if name in self.joined:
             return private_step.join(parameter), partial(private_step.join_factors, parameter)
-        return private_step.trigger_of(parameter), partial(private_step.factors, parameter)
+        return parameter.trigger, partial(private_step.factors, parameter)
 
     def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
         found = self.layouts.get(tuple([x.ndim for x in inputs]))

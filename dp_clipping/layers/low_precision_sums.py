@@ -19,23 +19,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import scale_each_
 
 ROUNDING_SLACK = 1.2 * 2.0**-8
 
 
 def rescale(
-    saved: dict[Parameter, Any],
+    saved: dict[Trainable, Any],
     others: Norms,
-    groups: dict[Parameter, int],
     coefficients: Tensor,
     clip_norms: Tensor,
-    counted: Container[Parameter],
+    counted: Container[Trainable],
     over_parts: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Scales 16-bit linear factors in place, so that summing them without weights is safe.
@@ -43,7 +42,6 @@ def rescale(
     Args:
         saved: what each parameter left, of the samples whose coefficients are given.
         others: norms of all other parameters, of the same samples.
-        groups: parameter -> k.
         coefficients: [K, B] float32.
         clip_norms: [K] thresholds C_k.
         counted: parameters whose norms this rank adds; `others` has no norms of different ones.
@@ -56,13 +54,13 @@ def rescale(
     scale = torch.where(coefficients < 1, coefficients * (1 - ROUNDING_SLACK), coefficients)
     if not scale.shape[1]:
         return scale
-    _own_storage(factors, saved, groups)
+    _own_storage(factors, saved)
     by_host = scale.tolist()
     done: set[int] = set()
     for parameter, one in factors.items():
         if one.y.data_ptr() not in done:
             done.add(one.y.data_ptr())
-            _scale_rows(one.y, by_host[groups[parameter]])
+            _scale_rows(one.y, by_host[parameter.group])
     while True:
         scaled = others.only(set())
         for parameter, one in factors.items():
@@ -74,7 +72,7 @@ def rescale(
             break
         halved = torch.exp2(-excess.clamp_min(1).log2().ceil())
         for parameter, one in factors.items():
-            one.y = one.y * halved[groups[parameter], :, None, None].to(one.y.dtype)
+            one.y = one.y * halved[parameter.group, :, None, None].to(one.y.dtype)
         scale = scale * halved
     for one in factors.values():
         one.is_scaled = True
@@ -96,9 +94,8 @@ def is_rescaled(saved: Any) -> bool:
 
 
 def _own_storage(
-    factors: dict[Parameter, LinearFactors],
-    saved: dict[Parameter, Any],
-    groups: dict[Parameter, int],
+    factors: dict[Trainable, LinearFactors],
+    saved: dict[Trainable, Any],
 ) -> None:
     """Copies output gradients that layers share: they may be scaled once, by one coefficient.
 
@@ -112,6 +109,6 @@ def _own_storage(
             continue
         y = one.y
         storage = y.untyped_storage().data_ptr()
-        use = (groups[parameter], y.data_ptr(), y.shape, y.stride(), parameter in factors)
+        use = (parameter.group, y.data_ptr(), y.shape, y.stride(), parameter in factors)
         if seen.setdefault(storage, use) != use or 0 in y.stride():
             one.y = y.clone(memory_format=torch.contiguous_format)

@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+
+@dataclass(eq=False, slots=True)
+class Trainable:
+    """A trainable parameter, as the private steps of one model know it.
+
+    Steps look things up by these, hundreds of times each: a dictionary of parameters would call
+    `Tensor.__hash__`, which is Python, at every look.
+
+    Attributes:
+        parameter: the parameter itself.
+        number: its place in order of registration.
+        name: its full name in the network.
+        shape: the shape that its layer computes with: a part under tensor parallelism.
+        group: the number of its clipping group.
+        norm_key: norms of parameters with the same key may be taken together.
+        sum_dtype: of its clipped sum.
+        trigger: the leaf that makes autograd visit what uses it.
+    """
+
+    parameter: Parameter
+    number: int
+    name: str
+    shape: torch.Size
+    group: int
+    norm_key: Hashable
+    sum_dtype: torch.dtype
+    trigger: Tensor
 
 
 class LayerPlanner(Protocol):
     """Plans what becomes of linear layers."""
 
-    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+    def will_use(self, parameter: Trainable, x: Tensor, outputs: int) -> None:
         """Announces a linear layer on x [.., p], once for each use of its weight."""
         ...
 
@@ -50,7 +81,7 @@ class Recorder(Protocol):
     @property
     def shards_parameters(self) -> bool: ...
 
-    def slot(self, parameter: Parameter) -> Tensor:
+    def slot(self, parameter: Trainable) -> Tensor:
         """Returns the input [B, *parameter] whose gradient is G, summed over all uses."""
         ...
 
@@ -58,26 +89,22 @@ class Recorder(Protocol):
         """Returns all slots that a layer may ask for in a compiled region."""
         ...
 
-    def trigger_of(self, parameter: Parameter) -> Tensor:
-        """Returns the input that makes backward visit a use of the parameter."""
-        ...
-
-    def dense(self, parameter: Parameter, gradients: Tensor) -> None:
+    def dense(self, parameter: Trainable, gradients: Tensor) -> None:
         """Takes G [B, *parameter]."""
         ...
 
-    def factors(self, parameter: Parameter, factors: Any) -> None:
+    def factors(self, parameter: Trainable, factors: Any) -> None:
         """Takes the factors of G of the parameter's only use."""
         ...
 
-    def join(self, parameter: Parameter) -> Tensor:
+    def join(self, parameter: Trainable) -> Tensor:
         """Returns the input, of all uses of a weight, behind which their factors are joined."""
         ...
 
-    def join_factors(self, parameter: Parameter, factors: Any) -> None:
+    def join_factors(self, parameter: Trainable, factors: Any) -> None:
         """Takes the factors of one use of a weight that has several."""
         ...
 
-    def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
+    def normalized(self, weight: Trainable | None, bias: Trainable | None, use: Any) -> None:
         """Takes the operands of the gradients of a norm layer's weight and bias."""
         ...

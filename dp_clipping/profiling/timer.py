@@ -6,12 +6,11 @@ settled when its model was made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 from torch.profiler import record_function
 
 from dp_clipping.profiling.profile import NOTHING, Profile
@@ -22,14 +21,7 @@ Label = Callable[..., AbstractContextManager]
 
 
 class Timer:
-    """Labels the phases in the trace that a profiler records, and times nothing (switch off).
-
-    Args:
-        names: parameter -> its full name.
-    """
-
-    def __init__(self, names: Mapping[Parameter, str]):
-        self._names = names
+    """Labels the phases in the trace that a profiler records, and times nothing (switch off)."""
 
     def phase(self, name: str) -> AbstractContextManager:
         """Returns a context for a phase of a step."""
@@ -43,7 +35,7 @@ class Timer:
         """Returns the function with each of its calls timed as `part` times; here itself."""
         return function
 
-    def layers(self, what: str, *parameters: Parameter) -> AbstractContextManager:
+    def layers(self, what: str, *parameters: Any) -> AbstractContextManager:
         """Labels work `{what}/{layer}` (`+` between layers) while a profiler records."""
         return record_function(self._label(what, parameters)) if is_profiling() else NOTHING
 
@@ -53,15 +45,14 @@ class Timer:
     def abandon(self) -> None:
         """Drops the step that is under way: it has failed, or its sums are dropped."""
 
-    def _label(self, what: str, parameters: tuple[Parameter, ...]) -> str:
-        return f"{what}/{'+'.join(self._names[p] for p in parameters)}"
+    def _label(self, what: str, parameters: tuple[Any, ...]) -> str:
+        return f"{what}/{'+'.join(p.name for p in parameters)}"
 
 
 class ProfileTimer(Timer):
     """Times every phase and part: the switch is on."""
 
-    def __init__(self, names: Mapping[Parameter, str], profile: Profile):
-        super().__init__(names)
+    def __init__(self, profile: Profile):
         self._profile = profile
 
     def phase(self, name: str) -> Any:
@@ -76,7 +67,7 @@ class ProfileTimer(Timer):
 
         return timed
 
-    def layers(self, what: str, *parameters: Parameter) -> Any:
+    def layers(self, what: str, *parameters: Any) -> Any:
         return self._profile.range(self._label(what, parameters))
 
     def note_norms(self, own: Callable[[], Tensor | None], squared: Tensor) -> None:
@@ -86,6 +77,6 @@ class ProfileTimer(Timer):
         self._profile.abandon()
 
 
-def timer_of(names: Mapping[Parameter, str], profile: Profile | None) -> Timer:
+def timer_of(profile: Profile | None) -> Timer:
     """Returns the timer of a model with this profile; None: the switch is off."""
-    return Timer(names) if profile is None else ProfileTimer(names, profile)
+    return Timer() if profile is None else ProfileTimer(profile)

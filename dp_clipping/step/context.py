@@ -50,7 +50,7 @@ class StepContext:
     @cached_property
     def timer(self) -> Timer:
         """Returns the timer of a step's ranges."""
-        return timer_of(self.capture.names, self.profile)
+        return timer_of(self.profile)
 
     @property
     def network(self) -> nn.Module:

@@ -23,6 +23,7 @@ from dp_clipping.capture.fixed_parameters import FixedParameters
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.distributed.placement import Piece
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.gradient_watch import GradientWatch
 from dp_clipping.step.state import StepState
@@ -45,10 +46,6 @@ class GradientBuffer:
         self.context, self.state, self.wrapper = context, state, wrapper
         self.capture = context.capture
         self.parameters = FixedParameters(context.capture)
-        self._sums = {
-            p: (self.capture.shapes[p], accumulation_dtype(p.dtype))
-            for p in self.capture.parameters
-        }
         self._narrow = [
             p for p in self.capture.parameters if p.dtype != accumulation_dtype(p.dtype)
         ]
@@ -92,9 +89,9 @@ class GradientBuffer:
                 "optimizer.step(), or they would be used twice"
             )
 
-    def accumulate(self, parameter: Parameter, total: Tensor | None) -> None:
+    def accumulate(self, one: Trainable, total: Tensor | None) -> None:
         """Adds a clipped sum to `.grad` in float32 (float64) and sends it; None means zeros."""
-        shape, dtype = self._sums[parameter]
+        parameter, shape, dtype = one.parameter, one.shape, one.sum_dtype
         if total is None:
             total = torch.zeros(shape, dtype=dtype, device=parameter.device)
         elif total.shape != shape or total.dtype != dtype:
@@ -114,8 +111,8 @@ class GradientBuffer:
     def accumulate_zeros(self) -> None:
         """Adds zeros for all parameters."""
         # Backwards, as a backward would: rank 0's first order becomes that of the buckets.
-        for parameter in reversed(self.capture.parameters):
-            self.accumulate(parameter, None)
+        for one in reversed(self.capture.trained):
+            self.accumulate(one, None)
 
     def end_backward(self) -> None:
         """Records whether sums stay on this rank; called where `no_sync` still holds."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.clipping.accumulation import Weights, only, squared_norms, weighted_sum
@@ -15,6 +14,7 @@ from dp_clipping.clipping.norms import Norm
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.linear_factors import Grams
 from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.context import StepContext
@@ -22,7 +22,7 @@ from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.step_norms import norms_of
 
-Accumulate = Callable[[Parameter, Tensor | None], None]
+Accumulate = Callable[[Trainable, Tensor | None], None]
 
 
 class PlainPlans:
@@ -38,7 +38,7 @@ class PlainPlans:
         """Returns False: nothing depends on what a forward saves."""
         return False
 
-    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+    def will_use(self, parameter: Trainable, x: Tensor, outputs: int) -> None:
         """Does nothing."""
 
     def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
@@ -60,7 +60,7 @@ class PlainSums:
 
     def __init__(self, context: StepContext):
         self.context = context
-        self.kept: dict[Parameter, Any] = {}
+        self.kept: dict[Trainable, Any] = {}
         self._good: Tensor | None = None  # samples whose norms are finite, if some are not
         self._weights: list[Weights] = []
 
@@ -75,15 +75,15 @@ class PlainSums:
         self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
 
     def second_triggers(self, randomness: Randomness) -> list[Tensor]:
-        return list(self.context.capture.triggers.values())
+        return [one.trigger for one in self.context.capture.trained]
 
     def begin(self) -> None:
         """Forms nothing before the second backward."""
 
-    def has_taken(self, parameter: Parameter) -> bool:
+    def has_taken(self, parameter: Trainable) -> bool:
         return False
 
-    def emit(self, parameter: Parameter, saved: Any) -> None:
+    def emit(self, parameter: Trainable, saved: Any) -> None:
         self._sum(parameter, self._only_good(saved))
 
     def end(self) -> None:
@@ -98,8 +98,8 @@ class PlainSums:
         return only(saved, self._good) if isinstance(saved, Tensor) else saved.only(self._good)
 
     @torch.no_grad()
-    def _sum(self, parameter: Parameter, saved: Any) -> None:
-        weights = self._weights[self.context.capture.groups[parameter]]
+    def _sum(self, parameter: Trainable, saved: Any) -> None:
+        weights = self._weights[parameter.group]
         with self.context.timer.layers("sum", parameter):
             if isinstance(saved, Tensor):
                 total = weighted_sum(weights, saved)
@@ -121,7 +121,7 @@ class PlainBackend:
 
     def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
         self.context, self.batch_size, self.padding = context, batch_size, padding
-        self.plans, self.kept = PlainPlans(context.policy), Kept(context.capture.names)
+        self.plans, self.kept = PlainPlans(context.policy), Kept()
         self.norms = norms_of(context, batch_size, lambda p: is_rescaled(self.sums.kept.get(p)))
         self.forget()
 
@@ -144,17 +144,17 @@ class PlainBackend:
     def in_backward(self) -> AbstractContextManager:
         return NOTHING
 
-    def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
+    def dense(self, parameter: Trainable, gradients: Tensor, own: Tensor | None = None) -> None:
         with self.context.timer.layers("norm/dense", parameter):
             norm = Norm(squared_norms(gradients))
         self._keep(parameter, norm, gradients)
 
-    def factors(self, parameter: Parameter, factors: Any) -> None:
+    def factors(self, parameter: Trainable, factors: Any) -> None:
         with self.context.timer.layers("norm/factors", parameter):
             norm = factors.norm(self._grams)
         self._keep(parameter, norm, factors)
 
-    def _keep(self, parameter: Parameter, norm: Norm, saved: Any) -> None:
+    def _keep(self, parameter: Trainable, norm: Norm, saved: Any) -> None:
         self.norms.found[parameter] = norm
         if not self.context.policy.two_passes:
             self.sums.kept[parameter] = saved
@@ -187,5 +187,4 @@ class PlainBackend:
         counted = split.counted(self.norms.found)
         others = {p for p in counted if not is_rescaled(kept[p])}
         rest = self.norms.table(good).only(others)
-        groups = self.context.capture.groups
-        return rescale(kept, rest, groups, scale, self._clip_norms, counted, split.sum)
+        return rescale(kept, rest, scale, self._clip_norms, counted, split.sum)

@@ -29,7 +29,7 @@ from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.projection import gradients_of
-from dp_clipping.layers.recorder import LayerPlanner
+from dp_clipping.layers.recorder import LayerPlanner, Trainable
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import Slice
@@ -39,7 +39,7 @@ from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.step_norms import StepNorms
 from dp_clipping.torch_compat import VERSION, flush_ready_nodes
 
-Accumulate = Callable[[Parameter, Tensor | None], None]
+Accumulate = Callable[[Trainable, Tensor | None], None]
 
 
 IN_FORWARD = (
@@ -88,11 +88,11 @@ class Sums(Protocol):
         """Returns the tensors that the second backward has to reach."""
         ...
 
-    def has_taken(self, parameter: Parameter) -> bool:
+    def has_taken(self, parameter: Trainable) -> bool:
         """Returns whether this parameter's sum needs no second backward."""
         ...
 
-    def emit(self, parameter: Parameter, saved: Any) -> None:
+    def emit(self, parameter: Trainable, saved: Any) -> None:
         """Takes a gradient, or its factors, of the second backward."""
         ...
 
@@ -134,19 +134,19 @@ class Backend(Protocol):
         """Returns a context for each of the backwards."""
         ...
 
-    def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
+    def dense(self, parameter: Trainable, gradients: Tensor, own: Tensor | None = None) -> None:
         """Takes G [B, *parameter], and its squared norms [B] if they came with it."""
         ...
 
-    def factors(self, parameter: Parameter, factors: Any) -> None:
+    def factors(self, parameter: Trainable, factors: Any) -> None:
         """Takes the factors of G."""
         ...
 
-    def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
+    def normalized(self, weight: Trainable | None, bias: Trainable | None, use: Any) -> None:
         """Takes the factors of a norm layer's gradients; called if the backend is `fused`."""
         ...
 
-    def counted(self, parameter: Parameter, count: Tensor) -> None:
+    def counted(self, parameter: Trainable, count: Tensor) -> None:
         """Takes how often compiled code has used a weight [1]; called if the backend is `fused`."""
         ...
 
@@ -207,10 +207,10 @@ class PrivateStep:
         self.slices: Sequence[Slice | None] = ()
         self.is_compiled = is_compiled
         self._stage = Stage.FORWARD
-        self._seen: set[int] = set()  # ids of parameters, in the backward under way
-        self._slots: dict[Parameter, Tensor] = {}
-        self._joins: dict[Parameter, Tensor] = {}
-        self._parts: dict[Parameter, list[tuple]] = {}  # uses and versions, until they are joined
+        self._seen: set[Trainable] = set()  # in the backward under way
+        self._slots: dict[Trainable, Tensor] = {}
+        self._joins: dict[Trainable, Tensor] = {}
+        self._parts: dict[Trainable, list[tuple]] = {}  # uses and versions, until they are joined
         self.slots = self.capture.make_slots(self)
 
     def end_forward(self) -> None:
@@ -245,13 +245,13 @@ class PrivateStep:
     def shards_parameters(self) -> bool:
         return self.context.sharding is not None
 
-    def slot(self, parameter: Parameter) -> Tensor:
+    def slot(self, parameter: Trainable) -> Tensor:
         """Returns the slot of a parameter, which all layers that use it share."""
         if parameter not in self._slots:
             value = self.capture.slot_value(parameter)
             with torch.enable_grad():  # the first use may be one under no_grad
                 self._slots[parameter] = GradientSlot.apply(
-                    self.trigger_of(parameter), value, (self, parameter)
+                    parameter.trigger, value, (self, parameter)
                 )
         return self._slots[parameter]
 
@@ -262,20 +262,16 @@ class PrivateStep:
             slots = {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
         return slots
 
-    def trigger_of(self, parameter: Parameter) -> Tensor:
-        """Returns an empty leaf. Backward to it visits the parameter's uses."""
-        return self.capture.triggers[parameter]
-
-    def join(self, parameter: Parameter) -> Tensor:
+    def join(self, parameter: Trainable) -> Tensor:
         """Returns the input of all uses of a weight behind which their factors are joined: one."""
         if parameter not in self._joins:
             with torch.enable_grad():
-                self._joins[parameter] = Join.apply(self.trigger_of(parameter), (self, parameter))
+                self._joins[parameter] = Join.apply(parameter.trigger, (self, parameter))
         return self._joins[parameter]
 
     # ---- called by layers in backward -----------------------------------------------------------
 
-    def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
+    def dense(self, parameter: Trainable, gradients: Tensor, own: Tensor | None = None) -> None:
         """Takes G [B, *parameter], summed over the parameter's uses; `own`: its squared norms."""
         if not self._is_new(parameter, gradients):
             return
@@ -284,7 +280,7 @@ class PrivateStep:
         else:
             self.backend.dense(parameter, gradients, own)
 
-    def factors(self, parameter: Parameter, factors: Any) -> None:
+    def factors(self, parameter: Trainable, factors: Any) -> None:
         """Takes the factors of G of the parameter's only use."""
         if not self._is_new(parameter, factors):
             return
@@ -293,18 +289,18 @@ class PrivateStep:
         else:
             self.backend.factors(parameter, factors)
 
-    def join_factors(self, parameter: Parameter, factors: LinearFactors) -> None:
+    def join_factors(self, parameter: Trainable, factors: LinearFactors) -> None:
         """Takes the factors of one use of a weight that has several."""
         self._refuse_outside(parameter)  # of one use
         self._parts.setdefault(parameter, []).append(
             (factors, *map(VERSION, factors.held(factors)))
         )
 
-    def joined(self, parameter: Parameter) -> None:
+    def joined(self, parameter: Trainable) -> None:
         """Delivers all uses of a weight together: as factors, or as G where that is smaller."""
         uses = self._parts.pop(parameter)
         if any(tuple(map(VERSION, use.held(use))) != (*versions,) for use, *versions in uses):
-            raise changed_in_place([self.capture.names[parameter]])
+            raise changed_in_place([parameter.name])
         factors = LinearFactors.joined([use for use, *_ in uses])
         left, right = factors.operands
         if self.plans.prefers_dense(left.shape[1], left.shape[2], right.shape[2]):
@@ -312,26 +308,26 @@ class PrivateStep:
         else:
             self.factors(parameter, factors)
 
-    def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Any) -> None:
+    def normalized(self, weight: Trainable | None, bias: Trainable | None, use: Any) -> None:
         """Takes the factors of a normalisation's only use; None for a frozen parameter."""
         own = [p for p in (weight, bias) if p is not None]
         if all([self._is_new(parameter, use) for parameter in own]):
             self.backend.normalized(weight, bias, use)
 
-    def counted(self, parameter: Parameter, count: Tensor) -> None:
+    def counted(self, parameter: Trainable, count: Tensor) -> None:
         """Takes how often compiled code has used a weight [1]; called before its gradient."""
         self.backend.counted(parameter, count)
 
-    def _refuse_outside(self, parameter: Parameter) -> None:
+    def _refuse_outside(self, parameter: Trainable) -> None:
         """Raises RuntimeError if a gradient arrives that is not of the step's own backward."""
         if self._stage is Stage.FORWARD:
-            raise RuntimeError(f"{self.capture.names[parameter]}: {IN_FORWARD}")
+            raise RuntimeError(f"{parameter.name}: {IN_FORWARD}")
         if self._stage is Stage.IDLE and self.is_through:
             raise RuntimeError(THROUGH)
         if self._stage is Stage.IDLE:
-            raise RuntimeError(f"{self.capture.names[parameter]}: {OF_SOMETHING_ELSE}")
+            raise RuntimeError(f"{parameter.name}: {OF_SOMETHING_ELSE}")
 
-    def _is_new(self, parameter: Parameter, arrived: Any) -> bool:
+    def _is_new(self, parameter: Trainable, arrived: Any) -> bool:
         """Returns whether a gradient that arrives is to be used, and notes its versions.
 
         Raises:
@@ -341,14 +337,13 @@ class PrivateStep:
             return False
         if self._stage not in (Stage.NORMS, Stage.SUMS):
             self._refuse_outside(parameter)
-        number = id(parameter)
-        if number in self._seen:
+        if parameter in self._seen:
             raise RuntimeError(
-                f"{self.capture.names[parameter]} was used more often in this step than in the "
+                f"{parameter.name} was used more often in this step than in the "
                 "first one, so its norm would miss the cross terms: call "
                 "model.reset_batch_layouts() before a forward that differs"
             )
-        self._seen.add(number)
+        self._seen.add(parameter)
         kept = self.backend.kept
         if kept.reads_values:
             kept.note_arrival(parameter, arrived)
@@ -383,7 +378,7 @@ class PrivateStep:
             randomness = Randomness(capture.trigger) if backend.runs_twice else None
             with capture.attached(self), guard:
                 with timer.phase("norm_pass"):
-                    triggers = list(capture.triggers.values())
+                    triggers = [one.trigger for one in capture.trained]
                     self._run_backward(losses, triggers, retain_graph=backend.runs_twice)
                 with timer.phase("clip_coefficients"):
                     found = backend.clip()
@@ -391,9 +386,9 @@ class PrivateStep:
                     found = found.first(samples) if self.padding is None else found
                 with timer.phase("weighted_sum"):
                     self._sum(losses, randomness)
-            if len(self._seen) < len(capture.parameters):
-                for parameter in capture.parameters:
-                    if id(parameter) not in self._seen:
+            if len(self._seen) < len(capture.trained):
+                for parameter in capture.trained:
+                    if parameter not in self._seen:
                         hand_over(parameter, None)
             timer.note_norms(backend.norms.own_squares, found.squared)
             return found
@@ -467,7 +462,7 @@ class GradientSlot(torch.autograd.Function):
     def forward(ctx, trigger, value, rest):
         ctx.rest = rest
         private_step, parameter = rest
-        return value.expand(private_step.batch_size, *private_step.capture.shapes[parameter])
+        return value.expand(private_step.batch_size, *parameter.shape)
 
     @staticmethod
     def backward(ctx, gradients):

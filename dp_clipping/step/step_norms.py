@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dp_clipping.clipping.norms import Norm, Norms
 from dp_clipping.distributed.norm_reduce import Layerwise, NormReducer
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.distributed.split_norms import SplitNorms
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.profiling.timer import Timer
 
 
@@ -21,7 +21,6 @@ class StepNorms:
     The arguments are fixed; `forget` resets the rest for the next backward.
 
     Args:
-        groups: parameter -> clipping group.
         order: all parameters, in the order in which backward reaches them.
         reducer: adds norms up over ranks.
         sharding: how the network is spread over ranks; None: it is not.
@@ -38,27 +37,26 @@ class StepNorms:
 
     def __init__(
         self,
-        groups: dict[Parameter, int],
-        order: list[Parameter],
+        order: list[Trainable],
         reducer: NormReducer,
         sharding: Sharding | None,
         timer: Timer,
         like: Tensor,
         batch_size: int,
-        is_rescaled: Callable[[Parameter], bool],
+        is_rescaled: Callable[[Trainable], bool],
     ):
         self.split = SplitNorms(reducer, sharding)
-        self._groups, self._order, self._reducer, self._timer = groups, order, reducer, timer
+        self._order, self._reducer, self._timer = order, reducer, timer
         self._like, self._batch_size, self._is_rescaled = like, batch_size, is_rescaled
         self._count = 1  # clipping groups
         self.forget()
 
     def forget(self) -> None:
         """Drops the norms of a backward."""
-        self.found: dict[Parameter, Norm] = {}
-        self.joined: set[Parameter] = set()
+        self.found: dict[Trainable, Norm] = {}
+        self.joined: set[Trainable] = set()
         self._partial: Layerwise | None = None
-        self._left: set[Parameter] = set()  # whose norms are in it
+        self._left: set[Trainable] = set()  # whose norms are in it
         self._parts: list[Tensor] = []  # squared norms of this rank's parts, exchange by exchange
 
     def begin(self, count: int) -> None:
@@ -101,7 +99,7 @@ class StepNorms:
         return self.exchange(list(self.found))
 
     def exchange(
-        self, parameters: list[Parameter], groups: slice | list[int] = slice(None)
+        self, parameters: list[Trainable], groups: slice | list[int] = slice(None)
     ) -> tuple[Tensor, Tensor]:
         """Returns the norms of some parameters and groups, exchanged now."""
         with self._timer.phase("norm_all_reduce"):
@@ -113,7 +111,7 @@ class StepNorms:
         norms = self.found
         if good is not None:
             norms = {p: _only(norm, good) for p, norm in norms.items()}
-        table = Norms(self._groups, self._count, self.zero(), self._timer.part)
+        table = Norms(self._count, self.zero(), self._timer.part)
         table.update(norms)
         return table
 
@@ -135,11 +133,11 @@ def _only(norm: Norm, good: Tensor) -> Norm:
 def norms_of(
     context: Any,
     batch_size: int,
-    is_rescaled: Callable[[Parameter], bool] = lambda parameter: False,
+    is_rescaled: Callable[[Trainable], bool] = lambda parameter: False,
 ) -> StepNorms:
     """Returns the norms of one batch of a model with this `StepContext`."""
     capture = context.capture
     return StepNorms(
-        capture.groups, list(reversed(capture.parameters)), context.reducer, context.sharding,
+        list(reversed(capture.trained)), context.reducer, context.sharding,
         context.timer, capture.trigger, batch_size, is_rescaled,
     )  # fmt: skip

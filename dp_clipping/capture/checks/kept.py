@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dp_clipping.capture.checks.summaries import Summary, compared, differ, summary
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import VERSION
 
 
@@ -26,25 +26,22 @@ class Kept:
     What is kept for a parameter is G, or an object of factors. That has a function `held` from
     itself to its tensors.
 
-    Args:
-        names: parameter -> its full name.
-
     Attributes:
         versions: parameter -> those that were noted.
         reads_values: values are noted too.
     """
 
-    def __init__(self, names: Mapping[Parameter, str]):
-        self._names, self.reads_values = names, False
+    def __init__(self) -> None:
+        self.reads_values = False
         self.forget()
 
     def forget(self) -> None:
         """Forgets what was noted."""
-        self.versions: dict[Parameter, tuple[int, ...]] = {}
-        self._values: dict[Parameter, list[Summary]] = {}
-        self._arrived: dict[Parameter, tuple[type, list[Summary]]] = {}
+        self.versions: dict[Trainable, tuple[int, ...]] = {}
+        self._values: dict[Trainable, list[Summary]] = {}
+        self._arrived: dict[Trainable, tuple[type, list[Summary]]] = {}
 
-    def note_all(self, found: Mapping[Parameter, Any]) -> None:
+    def note_all(self, found: Mapping[Trainable, Any]) -> None:
         """Notes what is kept for parameters from now on."""
         for parameter, one in found.items():
             held = (one,) if isinstance(one, Tensor) else one.held(one)
@@ -52,7 +49,7 @@ class Kept:
             if self.reads_values:
                 self._values[parameter] = _values_of(held)
 
-    def note_arrival(self, parameter: Parameter, one: Any) -> None:
+    def note_arrival(self, parameter: Trainable, one: Any) -> None:
         """Notes what arrives in a step in which values are read.
 
         Raises:
@@ -63,7 +60,7 @@ class Kept:
         first = self._arrived.setdefault(parameter, found)
         if first is not found and self._is_other(*first, found[1]):
             raise RuntimeError(
-                f"{self._names[parameter]}: its layer got other output gradients, or other inputs, "
+                f"{parameter.name}: its layer got other output gradients, or other inputs, "
                 "in the second backward of this mode than in the first one, of which the norms "
                 "are: let no hook and no backward of a torch.autograd.Function depend on how often "
                 'it runs, or give grad_sample_mode="bookkeeping", which runs one backward'
@@ -86,7 +83,7 @@ class Kept:
                 return True
         return False
 
-    def check(self, kept: Iterable[tuple[Parameter, Any]]) -> None:
+    def check(self, kept: Iterable[tuple[Trainable, Any]]) -> None:
         """Raises RuntimeError if a tensor has changed since it was noted."""
         pairs = list(kept)
         changed = [
@@ -97,9 +94,9 @@ class Kept:
         if self.reads_values and not changed:
             changed = [p for p, one in pairs if self._has_changed(p, one)]
         if changed:
-            raise changed_in_place(dict.fromkeys(self._names[p] for p in changed))
+            raise changed_in_place(dict.fromkeys(p.name for p in changed))
 
-    def _has_changed(self, parameter: Parameter, one: Any) -> bool:
+    def _has_changed(self, parameter: Trainable, one: Any) -> bool:
         return _are_others(self._values[parameter], _values_of(_tensors_of(one)))
 
 

@@ -62,7 +62,7 @@ def _slot_of(handle: LayerState) -> tuple[Tensor | None, LayerState | None]:
         return None, None
     if handle.keeps_dense():
         return handle.slot("weight"), None
-    return handle.private_step.trigger_of(handle.parameter("weight")), handle
+    return handle.parameter("weight").trigger, handle
 
 
 def _with_offsets(

@@ -24,7 +24,7 @@ def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
     if handle.keeps_dense():
         place = (layout.kind, layout.dim, private_step.batch_size)
         return call.leave(Dense.apply(ids, weight, handle.slot("weight"), padding_idx, *place))
-    trigger = private_step.trigger_of(handle.parameter("weight"))
+    trigger = handle.parameter("weight").trigger
     return call.leave(Factors.apply(ids, weight, trigger, handle, padding_idx, layout))
 
 

@@ -45,7 +45,8 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for x, layout in zip(tensors, layouts, strict=True):
         check_size(x, layout, handle, handle.rows)
     use = Use(self, handle, leaves, structure, places, layouts, of_output, handle.rows)
-    y = use.run({name: p.detach() for name, p in handle.parameters().items()}, leaves)
+    own = {name: p.parameter.detach() for name, p in handle.parameters().items()}
+    y = use.run(own, leaves)
     products = use.products(y, tensors)
     use.targets = {name: use.target(name, products.get(name)) for name in handle.trainable}
     slots = [target.slot for target in use.targets.values()]
@@ -139,7 +140,7 @@ class Use:
 
     @property
     def _trainable(self) -> dict[str, nn.Parameter]:
-        return self.handle.parameters()
+        return {name: one.parameter for name, one in self.handle.parameters().items()}
 
     def _run(self, function: Any, tensors: list[Tensor], *first: Tensor) -> Any:
         """Returns function(layer, *first, *args, **kwargs)."""
@@ -238,7 +239,7 @@ class Use:
         handle = self.handle
         if product is not None:
             tokens, dtype = product
-            weight = handle.parameter(name)
+            weight = handle.parameter(name).parameter
             shape = (handle.private_step.batch_size, tokens * handle.examples_per_unit)
             a = torch.empty(*shape, weight.shape[1], dtype=dtype, device="meta")
             if not handle.keeps_dense(a, weight, name):

@@ -53,7 +53,10 @@ def _compare_norms(use: Any, name: str, found: NormAndSum, samples: range) -> No
     norms, slack = found.sums.norms[name], found.sums.slack
     c = norms.new_zeros(use.rows, dtype=torch.float32)
     c[list(samples)] = torch.linspace(0.2, 0.9, len(samples), device=c.device)
-    expected, size = torch.zeros_like(use.handle.parameter(name), dtype=torch.float64), 0.0
+    expected, size = (
+        torch.zeros_like(use.handle.parameter(name).parameter, dtype=torch.float64),
+        0.0,
+    )
     for i in samples:
         g = use.row(found, i).double()
         own, given = float(g.norm()), float(norms[i])
@@ -97,7 +100,7 @@ def _alone(
     leaves = list(use.leaves)
     for n, x, layout in zip(use.places, tensors, use.layouts, strict=True):
         leaves[n] = x if layout.kind == "shared" else _only(x, layout, use.rows, i)
-    own = {n: p.detach().requires_grad_() for n, p in use.handle.parameters().items()}
+    own = {n: p.parameter.detach().requires_grad_() for n, p in use.handle.parameters().items()}
     with torch.enable_grad(), full_float32(layers=True):
         y = use.run(own, leaves)
         gy = _only(gradient, use.of_output, use.rows, i).to(y.dtype)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.capture.compile_forecast import CompiledShapes, refuse_repeated
@@ -26,6 +25,7 @@ from dp_clipping.kernels.norm_layer_gradients import Normalized
 from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import squared_norms
 from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.planning.calibration import rates_of
 from dp_clipping.planning.cost_model import INSTANTIATE
 from dp_clipping.step.context import StepContext
@@ -37,7 +37,7 @@ from dp_clipping.step.fused.norm_queue import NormQueue
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.step_norms import norms_of
 
-Accumulate = Callable[[Parameter, Tensor | None], None]
+Accumulate = Callable[[Trainable, Tensor | None], None]
 
 
 class FusedBackend:
@@ -62,10 +62,10 @@ class FusedBackend:
         self.context, self.batch_size, self.padding = context, batch_size, padding
         capture, device = context.capture, context.capture.trigger.device
         self.norms, self._compiled = norms_of(context, batch_size), forecast is not None
-        self.kept = Kept(capture.names)
+        self.kept = Kept()
         self.schedule = schedule = LaunchSchedule(context.sharding, device)
         self.plans = LayerPlans(
-            capture.names, capture.parameters, context.policy, context.plans,
+            capture.trained, context.policy, context.plans,
             batch_size, forecast, lambda: rates_of(device), lambda: schedule.saved,
         )  # fmt: skip
         self.forget()
@@ -74,12 +74,12 @@ class FusedBackend:
         context, tile_size = self.context, self.context.policy.tile_size
         self.norms.forget()
         self.kept.forget()
-        self.queue = NormQueue(context.capture.norm_group_key, tile_size)
+        self.queue = NormQueue(tile_size)
         self.sums = FusedSums(
             context.capture, context.sums, context.timer, tile_size, self.schedule, self.kept,
             compiled=self._compiled,
         )  # fmt: skip
-        self._counts: dict[Parameter, Tensor] = {}  # of uses in compiled code
+        self._counts: dict[Trainable, Tensor] = {}  # of uses in compiled code
         self._streams = False  # whether groups are summed as soon as their norms are there
 
     # ---- backward -------------------------------------------------------------------------------
@@ -116,10 +116,10 @@ class FusedBackend:
             sums.deferred = False
             sums.launch_ready()
 
-    def counted(self, parameter: Parameter, count: Tensor) -> None:
+    def counted(self, parameter: Trainable, count: Tensor) -> None:
         self._counts[parameter] = count
 
-    def dense(self, parameter: Parameter, gradients: Tensor, own: Tensor | None = None) -> None:
+    def dense(self, parameter: Trainable, gradients: Tensor, own: Tensor | None = None) -> None:
         self.schedule.check_stream(gradients)
         if self.context.policy.two_passes and gradients.dim() > 2:
             self.sums.recomputed.append(parameter)
@@ -133,7 +133,7 @@ class FusedBackend:
             self.norms.found[parameter] = Norm(squared_norms(gradients) if own is None else own)
         self._wait_for(parameter, gradients.nbytes if self._streams else 0)
 
-    def factors(self, parameter: Parameter, factors: Any) -> None:
+    def factors(self, parameter: Trainable, factors: Any) -> None:
         self.schedule.check_stream(factors.y)
         if not isinstance(factors, LinearFactors):
             self._take_norm(parameter, factors.on_kernels())
@@ -148,7 +148,7 @@ class FusedBackend:
         total = self.sums.bytes_of(parameter) if self._streams else 0
         self._wait_for(parameter, 0 if stays else max(factors.nbytes, choice.bytes) + total)
 
-    def _take_norm(self, parameter: Parameter, use: Any) -> None:
+    def _take_norm(self, parameter: Trainable, use: Any) -> None:
         """Takes the norm of an embedding or a convolution, which is one launch."""
         keep = not (self.context.policy.two_passes and use.may_be_recomputed)
         with self.context.timer.layers("norm/factors", parameter):
@@ -160,7 +160,7 @@ class FusedBackend:
             self.sums.recomputed.append(parameter)
         self._wait_for(parameter, use.nbytes if self._streams else 0)
 
-    def normalized(self, weight: Parameter | None, bias: Parameter | None, use: Normalized) -> None:
+    def normalized(self, weight: Trainable | None, bias: Trainable | None, use: Normalized) -> None:
         own = [p for p in (weight, bias) if p is not None]
         self.schedule.check_stream(use.y)
         self.queue.add_normalized(weight, bias, use)
@@ -169,7 +169,7 @@ class FusedBackend:
         for parameter in own[1:]:
             self._wait_for(parameter, 0)
 
-    def _wait_for(self, parameter: Parameter, size: int) -> None:
+    def _wait_for(self, parameter: Trainable, size: int) -> None:
         """Launches the queue if it is long enough, or if its results can be sent now."""
         if not self.schedule.add(size):
             return
@@ -204,7 +204,7 @@ class FusedBackend:
         everything = list(range(len(capture.members)))
         needed = bool(self.sums.kept or self.sums.recomputed)
         if self.norms.split.is_split:
-            refuse_repeated(self.norms.found, self._counts, capture.parameters)
+            refuse_repeated(self.norms.found, self._counts, capture.trained)
             squared, bounds = self.norms.squares_and_bounds()
             if needed:
                 self.sums.scale = self.coefficients.of_bounds(bounds, everything)
@@ -228,10 +228,10 @@ class FusedBackend:
     def _clip_complete_groups(self) -> None:
         """Forms the sums of clipping groups whose norms are all known."""
         kept = self.sums.kept
-        group_of, members = self.context.capture.groups, self.context.capture.members
+        members = self.context.capture.members
         here = [p for p in kept if p in self.norms.found or p in self.norms.joined]
-        counts = Counter(group_of[p] for p in here)
+        counts = Counter(p.group for p in here)
         groups = [k for k, count in counts.items() if count == len(members[k])]
         if groups:
             scale = self._coefficients_of(groups)
-            self.sums.form([(p, kept.pop(p)) for p in here if group_of[p] in scale.rows], scale)
+            self.sums.form([(p, kept.pop(p)) for p in here if p.group in scale.rows], scale)

@@ -1,11 +1,10 @@
 """Forms Σ_i c_i G_i with coefficients that stay on the device, many parameters per launch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.clipping.accumulation import Weights
@@ -15,6 +14,7 @@ from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.planning.cost_model import SUM_BYTES
 from dp_clipping.profiling.timer import Label, Timer
 from dp_clipping.step.fused.launch_schedule import LaunchSchedule
@@ -22,21 +22,17 @@ from dp_clipping.step.rng_replay import Randomness
 
 
 def clipped_sums(
-    saved: list[tuple[Parameter, Any]],
+    saved: list[tuple[Trainable, Any]],
     scale: Coefficients,
-    groups: Mapping[Parameter, int],
-    shapes: Mapping[Parameter, torch.Size],
     tile_size: int | None,
     label: Label,
-) -> list[tuple[Parameter, Tensor]]:
+) -> list[tuple[Trainable, Tensor]]:
     """Returns Σ_i c_i G_i of each parameter, [*parameter] in float32, in the order of `saved`.
 
     Args:
         saved: each parameter, with G [B, *parameter], a linear layer's factors, or an object with
             `weighted_sum` or `gradients`. It is emptied, so that memory is freed as sums are
             formed.
-        groups: parameter -> its clipping group.
-        shapes: the shapes of the parameters as layers use them.
         tile_size: the tile size of the kernels, None: chosen by them.
         label: the range of a profiler's trace for "sum" and the parameters it is of.
     """
@@ -45,7 +41,7 @@ def clipped_sums(
     if len(scale.rows) == 1:  # they are all of that group
         rows = [*scale.rows.values()] * len(parameters)
     else:
-        rows = [scale.rows[groups[p]] for p in parameters]
+        rows = [scale.rows[p.group] for p in parameters]
     totals: list[Any] = [None] * len(values)
     linear: list[int] = []
     gradients: dict[int, Tensor] = {}
@@ -78,7 +74,7 @@ def clipped_sums(
                 if isinstance(one, LinearFactors):
                     totals[n] = one.only(c > 0).weighted_sum(Weights(c, []))
                 else:
-                    totals[n] = one.weighted_sum(c, shapes[parameter][0])
+                    totals[n] = one.weighted_sum(c, parameter.shape[0])
     return list(zip(parameters, totals, strict=True))
 
 
@@ -104,7 +100,7 @@ class FusedSums:
     """
 
     scale: Coefficients
-    accumulate: Callable[[Parameter, Tensor], None]
+    accumulate: Callable[[Trainable, Tensor], None]
 
     def __init__(
         self,
@@ -118,12 +114,12 @@ class FusedSums:
     ):
         self.capture, self.shards, self.schedule = capture, shards, schedule
         self.compiled, self._noted = compiled, noted
-        self._how = capture.groups, capture.shapes, tile_size, timer.layers
-        self.kept: dict[Parameter, Any] = {}
-        self.recomputed: list[Parameter] = []
+        self._how = tile_size, timer.layers
+        self.kept: dict[Trainable, Any] = {}
+        self.recomputed: list[Trainable] = []
         self.is_in_backward = False
-        self._taken: set[Parameter] = set()  # before and while a second backward runs
-        self._queued: list[tuple[Parameter, Any]] = []
+        self._taken: set[Trainable] = set()  # before and while a second backward runs
+        self._queued: list[tuple[Trainable, Any]] = []
 
     def __len__(self) -> int:
         """Returns how many parameters wait for a launch."""
@@ -141,15 +137,13 @@ class FusedSums:
 
         Ranks of a sharded model draw the same numbers, so they agree on what they gather.
         """
-        triggers = self.capture.triggers
-        if self.recomputed and randomness.has_moved:
-            return list(triggers.values())
-        return [triggers[parameter] for parameter in self.recomputed]
+        everything = self.recomputed and randomness.has_moved
+        return [p.trigger for p in (self.capture.trained if everything else self.recomputed)]
 
-    def has_taken(self, parameter: Parameter) -> bool:
+    def has_taken(self, parameter: Trainable) -> bool:
         return parameter in self._taken
 
-    def emit(self, parameter: Parameter, saved: Any) -> None:
+    def emit(self, parameter: Trainable, saved: Any) -> None:
         self.schedule.check_stream(saved if isinstance(saved, Tensor) else saved.y)
         if not isinstance(saved, Tensor | LinearFactors):
             saved = saved.on_kernels()
@@ -173,7 +167,7 @@ class FusedSums:
         if self.shards is not None:
             self.shards.launch_ready()
 
-    def bytes_of(self, parameter: Parameter) -> int:
+    def bytes_of(self, parameter: Trainable) -> int:
         """Returns the bytes that forming its sum takes temporarily.
 
         It is 0 where sums of a sharded model are deferred to the next sync point: memory is no
@@ -181,10 +175,9 @@ class FusedSums:
         """
         if self.shards is not None and self.shards.deferred:
             return 0
-        sharded = self.capture.sharding is not None
-        return SUM_BYTES * (self.capture.shapes[parameter] if sharded else parameter).numel()
+        return SUM_BYTES * parameter.shape.numel()
 
-    def _queue(self, parameter: Parameter, saved: Any) -> None:
+    def _queue(self, parameter: Trainable, saved: Any) -> None:
         """Queues a parameter's sum for a common launch."""
         self._queued.append((parameter, saved))
         if not self.schedule.add(self.bytes_of(parameter) + saved.nbytes):
@@ -203,7 +196,7 @@ class FusedSums:
             self.form(queued, self.scale)
 
     @torch.no_grad()
-    def form(self, saved: list[tuple[Parameter, Any]], scale: Coefficients) -> None:
+    def form(self, saved: list[tuple[Trainable, Any]], scale: Coefficients) -> None:
         """Forms sums of several parameters; `saved` is emptied."""
         self._noted.check(saved)
         totals = clipped_sums(saved, scale, *self._how)

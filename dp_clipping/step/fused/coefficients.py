@@ -5,7 +5,6 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dp_clipping.clipping.coefficients import (
     CLIPPING_FUNCTIONS,
@@ -16,6 +15,7 @@ from dp_clipping.clipping.coefficients import (
 from dp_clipping.clipping.norms import Norm, on_device
 from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
 from dp_clipping.kernels.sorted_coefficients import Coefficients
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.modes import Policy
 
 
@@ -32,7 +32,7 @@ class FusedCoefficients:
     def __init__(
         self,
         clip_norms: Tensor,
-        members: Sequence[list[Parameter]],
+        members: Sequence[list[Trainable]],
         policy: Policy,
         left_out: Tensor,
     ):
@@ -40,7 +40,7 @@ class FusedCoefficients:
         self._clip_norms, self._members, self._policy = clip_norms, members, policy
 
     def of(
-        self, groups: list[int], found: Mapping[Parameter, Norm], make_zero: Callable[[], Tensor]
+        self, groups: list[int], found: Mapping[Trainable, Norm], make_zero: Callable[[], Tensor]
     ) -> Coefficients:
         """Returns coefficients of these groups, 0 for samples without finite norms so far.
 

@@ -15,10 +15,10 @@ from collections import Counter
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.kernels.launch.tiles import stream_on
+from dp_clipping.layers.recorder import Trainable
 
 PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
 MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
@@ -81,11 +81,11 @@ class LaunchSchedule:
         """Records that the queue is empty."""
         self._pending, self._may_wait = 0, PENDING_BYTES
 
-    def is_sync_point(self, parameter: Parameter) -> bool:
+    def is_sync_point(self, parameter: Trainable) -> bool:
         """Returns whether this parameter's arrival is a sync point. Called once per parameter."""
         if self._sharding is None:
             return False
-        unit = self._sharding.parts[parameter].unit
+        unit = self._sharding.parts[parameter.parameter].unit
         self._arrivals[unit] += 1
         if self._arrivals[unit] == len(self._sharding.units[unit]):
             self._complete += self._sharding.unit_bytes[unit]

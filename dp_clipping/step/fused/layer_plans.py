@@ -5,11 +5,11 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.modes import Policy
 from dp_clipping.planning.cost_model import LayerPlan, LinearShape, Rates
 from dp_clipping.planning.plan import Plan, Plans
@@ -23,7 +23,6 @@ class LayerPlans:
     """The plan of one step.
 
     Args:
-        names: parameter -> its full name.
         parameters: all trainable ones.
         policy: how the mode works.
         plans: those of earlier steps.
@@ -35,8 +34,7 @@ class LayerPlans:
 
     def __init__(
         self,
-        names: dict[Parameter, str],
-        parameters: list[Parameter],
+        parameters: list[Trainable],
         policy: Policy,
         plans: Plans,
         batch_size: int,
@@ -44,7 +42,7 @@ class LayerPlans:
         rates: Callable[[], Rates],
         saved: Callable[[], int],
     ):
-        self._names, self._parameters = names, parameters
+        self._parameters = parameters
         self._policy, self._plans = policy, plans
         self._batch_size, self._forecast = batch_size, forecast
         self._rates, self._saved = rates, saved
@@ -52,22 +50,22 @@ class LayerPlans:
         self._foreseen = set(self._uses)
         self._shapes = tuple(self._uses.values())  # expected ones
         self.plan: Plan | None = None
-        self._choices: dict[Parameter, LayerPlan] = {}  # of the plan
+        self._choices: dict[Trainable, LayerPlan] = {}  # of the plan
 
-    def will_use(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+    def will_use(self, parameter: Trainable, x: Tensor, outputs: int) -> None:
         """Records that a linear layer is about to run on x [.., p], once for each of its uses."""
         if parameter in self._foreseen or self.plan is not None:  # a checkpoint runs forward again
             return
         self._note(parameter, x, outputs)
 
-    def _note(self, parameter: Parameter, x: Tensor, outputs: int) -> None:
+    def _note(self, parameter: Trainable, x: Tensor, outputs: int) -> None:
         inputs = x.shape[-1]
         tokens = x.numel() // max(1, inputs * self._batch_size)
         if (known := self._uses.get(parameter)) is not None:
             self._uses[parameter] = known._replace(tokens=known.tokens + tokens)
             return
         self._uses[parameter] = LinearShape(
-            self._names[parameter], self._batch_size, tokens, inputs, outputs,
+            parameter.name, self._batch_size, tokens, inputs, outputs,
             x.element_size(), stored_dtype(x.dtype).itemsize,
         )  # fmt: skip
 
@@ -81,7 +79,7 @@ class LayerPlans:
         parameter = handle.parameters().get("weight")
         if forecast is None or parameter is None or parameter not in forecast.uses:
             return None
-        slots = forecast.slots(private_step, handle, self.ahead[self._names[parameter]].algorithm)
+        slots = forecast.slots(private_step, handle, self.ahead[parameter.name].algorithm)
         if "bias" in handle.trainable:
             slots["bias"] = private_step.slot(handle.parameter("bias"))
         return slots
@@ -114,7 +112,7 @@ class LayerPlans:
         self._choices = dict(zip(self._uses, self.plan.choices, strict=True))
         return self.plan
 
-    def choice_of(self, parameter: Parameter, factors: Any) -> LayerPlan:
+    def choice_of(self, parameter: Trainable, factors: Any) -> LayerPlan:
         """Returns how a layer's factors are handled."""
         choice = self._choices.get(parameter)
         if choice is None:
@@ -151,5 +149,5 @@ class LayerPlans:
         else:
             held = forecast.held * forecast.planned(self._batch_size)
             held = min(held, self._plans.saved.get(self._shapes, held))
-        gradients = sum(local(p).nbytes for p in self._parameters)
+        gradients = sum(local(one.parameter).nbytes for one in self._parameters)
         return int(MEMORY_FRACTION * max(held, gradients))

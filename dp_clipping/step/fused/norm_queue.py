@@ -5,13 +5,11 @@ Normalisations are queued until their weights' G are formed. Vectors (those G, a
 are queued until their norms are taken, because they are many and small.
 """
 
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from dp_clipping.clipping.accumulation import SUM_ROUNDING
 from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
@@ -21,6 +19,7 @@ from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
 from dp_clipping.kernels.squared_norms import squared_norms
 from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE, LayerPlan
 from dp_clipping.profiling.timer import Label
 from dp_clipping.torch_compat import version_of
@@ -36,36 +35,34 @@ class NormBatch:
         gradients: G [B, *parameter] of those that keep it.
     """
 
-    norms: dict[Parameter, Norm] = field(default_factory=dict)
-    joined: set[Parameter] = field(default_factory=set)
-    gradients: dict[Parameter, Tensor] = field(default_factory=dict)
+    norms: dict[Trainable, Norm] = field(default_factory=dict)
+    joined: set[Trainable] = field(default_factory=set)
+    gradients: dict[Trainable, Tensor] = field(default_factory=dict)
 
 
-Linear = tuple[Parameter, LinearFactors, LayerPlan]
+Linear = tuple[Trainable, LinearFactors, LayerPlan]
 
 
 class NormQueue:
     """Linear factors, normalisations and vectors whose norms have not been taken.
 
     Args:
-        norm_group_key: parameter -> a key. Layers with the same key and the same input may share a
-            norm.
         tile_size: the tile size of the kernels, None: chosen by them.
     """
 
-    def __init__(self, norm_group_key: Mapping[Parameter, Hashable], tile_size: int | None):
-        self._kin, self._tile_size = norm_group_key, tile_size
+    def __init__(self, tile_size: int | None):
+        self._tile_size = tile_size
         self.linear: list[Linear] = []
-        self.vectors: list[tuple[Parameter, Tensor]] = []
-        self._normalized: list[tuple[tuple[Parameter | None, Parameter | None], Normalized]] = []
+        self.vectors: list[tuple[Trainable, Tensor]] = []
+        self._normalized: list[tuple[tuple[Trainable | None, Trainable | None], Normalized]] = []
 
     def add_normalized(
-        self, weight: Parameter | None, bias: Parameter | None, use: Normalized
+        self, weight: Trainable | None, bias: Trainable | None, use: Normalized
     ) -> None:
         """Queues a normalisation of which the weight, the bias, or both are trained."""
         self._normalized.append(((weight, bias), use))
 
-    def operands(self) -> list[tuple[Parameter, Any]]:
+    def operands(self) -> list[tuple[Trainable, Any]]:
         """Returns what is queued, by parameter."""
         linear = [(parameter, factors) for parameter, factors, _ in self.linear]
         normalized = [(p, use) for own, use in self._normalized for p in own if p is not None]
@@ -118,7 +115,7 @@ class NormQueue:
         shared: dict[tuple, list[list[Linear]]] = {}
         for one in mine:
             a = one[1].a
-            key = (self._kin[one[0]], a.data_ptr(), a.shape, a.stride(), a.dtype, version_of(a))
+            key = (one[0].norm_key, a.data_ptr(), a.shape, a.stride(), a.dtype, version_of(a))
             rows = shared.setdefault(key, [[]])
             if len(rows[-1]) == MOST_SHARED:
                 rows.append([])
@@ -148,7 +145,7 @@ class NormQueue:
 
     def _norm_vectors(self, found: NormBatch, label: Label) -> None:
         vectors, self.vectors = self.vectors, []
-        alike: dict[tuple, list[tuple[Parameter, Tensor]]] = {}
+        alike: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
         for one in vectors:
             alike.setdefault((one[1].shape, one[1].dtype), []).append(one)
         for (shape, _), mine in alike.items():
