@@ -102,6 +102,23 @@ def shape_at(node: Any, number: int) -> tuple[int, ...] | None:
     return tuple(metadata[number].shape) if number < len(metadata) else None
 
 
+def gradients_at(
+    total: Tensor, inputs: Sequence[Tensor], retain_graph: bool
+) -> Sequence[Tensor | None]:
+    """Returns `torch.autograd.grad(total, inputs, allow_unused=True)` by one call of its engine.
+
+    The function itself looks at each of the inputs, of which a network has hundreds, in Python.
+    """
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        return torch.autograd.grad(total, inputs, retain_graph=retain_graph, allow_unused=True)
+    start = (torch.ones_like(total),)
+    return engine.run_backward(
+        (total,), start, retain_graph, False, tuple(inputs), allow_unreachable=True,
+        accumulate_grad=False,
+    )  # fmt: skip
+
+
 def scale_each_(tensors: Sequence[Tensor], factors: Sequence[float]) -> None:
     """Multiplies each tensor by its factor in place, in few launches: `torch._foreach_mul_`.
 
@@ -412,6 +429,12 @@ def in_transform() -> bool:
     """
     functorch = getattr(torch._C, "_functorch", None)
     return getattr(functorch, "peek_interpreter_stack", lambda: None)() is not None
+
+
+transforms_run: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", in_transform
+)
+"""`in_transform`, without a function in Python."""
 
 
 def current_vmap() -> Vmap | None:

@@ -35,7 +35,7 @@ from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import LayerState, autocast_operands, deliver, sum_of_pictures
+from dp_clipping.layers.handle import LayerState, autocast_operands, deliver, run, sum_of_pictures
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
 KINDS = (
@@ -84,7 +84,7 @@ def forward(self: nn.Module, x: Tensor, output_size: list[int] | None = None) ->
     weight_slot, weight_target = _weight_target(handle)
     bias_slot, bias_target = handle.gradient_target("bias")
     rest = (weight_target, bias_target, batch_size, options)
-    y = Convolution.apply(rows, weight, bias, weight_slot, bias_slot, rest)
+    y = run(handle, Convolution, rows, weight, bias, weight_slot, bias_slot, rest)
     return layout.restore(y if pictures is None else y.unflatten(0, (batch_size, pictures)))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dp_clipping.kernels.channel_sums import channel_sums, channel_sums_plain
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import LayerState, deliver, sum_of_pictures
+from dp_clipping.layers.handle import LayerState, deliver, run, sum_of_pictures
 
 KINDS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -41,7 +41,7 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
     fused = handle.private_step.fused and not torch.compiler.is_compiling()
     rest = ((weight_target, bias_target), batch_size, groups, self.eps, fused)
     bias = None if bias is None else bias.detach()
-    y = GroupNorm.apply(rows, weight.detach(), bias, weight_slot, bias_slot, rest)
+    y = run(handle, GroupNorm, rows, weight.detach(), bias, weight_slot, bias_slot, rest)
     return layout.restore(y if pictures is None else y.unflatten(0, (batch_size, pictures)))
 
 

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.layers.batch_layout import Layout, all_tokens, bag_tensors, first_tokens
 from dp_clipping.layers.recorder import Recorder, Trainable
-from dp_clipping.torch_compat import tree_leaves
+from dp_clipping.torch_compat import transforms_run, tree_leaves
 
 # What arrives at the slots of a linear layer in a compiled region: see linear.py.
 GRADIENT_SLOTS = (
@@ -32,6 +32,16 @@ def deliver(target: GradientTarget | None, gradients: Tensor | None) -> Tensor |
         return gradients
     target(gradients)
     return None
+
+
+def run(handle: "LayerState", function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Returns `function.apply(*args)`, by one call if no transform of `torch.func` runs.
+
+    `apply` itself looks at every argument, and at each number in it, in Python for their sake.
+    """
+    if handle.private_step.is_compiled or transforms_run():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 def sum_of_pictures(sums: Tensor, batch_size: int) -> Tensor:
@@ -194,11 +204,12 @@ class LayerState:
         """
         if name not in self._parameters:
             return None, None
-        shared = self.always_dense or self.private_step.policy.dense_always
-        if shared or torch.compiler.is_compiling():
+        private_step = self.private_step
+        shared = self.always_dense or private_step.policy.dense_always
+        if shared or (private_step.is_compiled and torch.compiler.is_compiling()):
             return self.slot(name), None
         parameter = self._parameters[name]
-        return parameter.trigger, partial(self.private_step.dense, parameter)
+        return parameter.trigger, partial(private_step.dense, parameter)
 
     def trigger(self, name: str) -> Tensor | None:
         """Returns the input that makes backward visit a use of a parameter; None if it is frozen.
@@ -294,14 +305,15 @@ class LayerState:
             x, weight: [.., p] and [d, p] of a linear layer.
             name: the name of that weight.
         """
-        if name in self.joined and not self.private_step.is_compiled:
-            return self.private_step.policy.dense_always
-        if self.always_dense or torch.compiler.is_compiling():
+        private_step = self.private_step
+        if name in self.joined and not private_step.is_compiled:
+            return private_step.policy.dense_always
+        if self.always_dense or (private_step.is_compiled and torch.compiler.is_compiling()):
             return True
         if x is None:
-            return self.private_step.policy.dense_always
-        tokens = x.shape[:-1].numel() // self.private_step.batch_size
-        return self.private_step.plans.prefers_dense(tokens, *weight.shape)
+            return private_step.policy.dense_always
+        tokens = x.shape[:-1].numel() // private_step.batch_size
+        return private_step.plans.prefers_dense(tokens, *weight.shape)
 
 
 def plain_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, deliver
+from dp_clipping.layers.handle import LayerState, deliver, run
 from dp_clipping.torch_compat import fused_rms_norm, fused_rms_norm_backward
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -66,7 +66,7 @@ def _run(
             target = partial(handle.private_step.normalized, handle.parameter("weight"), None)
         else:
             slot, target = handle.gradient_target("weight")
-        return RMSNorm.apply(x, weight, slot, (target, shape, eps, *place, copy))
+        return run(handle, RMSNorm, x, weight, slot, (target, shape, eps, *place, copy))
     bias = None if bias is None else bias.detach()
     if when == LATER:
         weight_slot, bias_slot = handle.trigger("weight"), handle.trigger("bias")
@@ -78,12 +78,13 @@ def _run(
         bias_slot, bias_target = handle.gradient_target("bias")
         targets = (weight_target, bias_target)
     rest = (targets, shape, self.eps, *place)
-    return LayerNorm.apply(x, weight, bias, weight_slot, bias_slot, rest)
+    return run(handle, LayerNorm, x, weight, bias, weight_slot, bias_slot, rest)
 
 
 def _when(handle: LayerState, x: Tensor, shape: list[int]) -> str | None:
     """Returns when the kernel for the weights' gradients is launched; None: there is none."""
-    if not handle.private_step.fused or torch.compiler.is_compiling():
+    private_step = handle.private_step
+    if not private_step.fused or (private_step.is_compiled and torch.compiler.is_compiling()):
         return None
     if not available(x.device, x.dtype):
         return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import accumulation_dtype, wide_bmm
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, autocast_operands, deliver
+from dp_clipping.layers.handle import LayerState, autocast_operands, deliver, run
 from dp_clipping.layers.linear_factors import LinearFactors
 
 
@@ -36,12 +36,12 @@ def project(
         weight_slot, weight_target = handle.gradient_target(weight_name)
         place = (layout.kind, layout.dim, private_step.batch_size)
         rest = (weight_target, bias_target, *place, transposed)
-        return Dense.apply(x, weight, bias, weight_slot, bias_slot, rest)
+        return run(handle, Dense, x, weight, bias, weight_slot, bias_slot, rest)
     parameter = handle.parameter(weight_name)
     private_step.plans.will_use(parameter, x, weight.shape[0])
     trigger, take = handle.factor_target(weight_name)
     rest = (weight, bias, private_step.batch_size, take, layout, transposed, bias_target)
-    return Factors.apply(x, bias_slot, trigger, rest)
+    return run(handle, Factors, x, bias_slot, trigger, rest)
 
 
 def operands(

@@ -196,8 +196,11 @@ def arrived(gy: Tensor) -> Tensor:
         RuntimeError: the gradients that the layer computes of it are to be differentiated, and its
             weights would be constants there.
     """
+    is_differentiated = torch.is_grad_enabled()
+    if type(gy) is Tensor and not is_differentiated:
+        return gy
     compiling = torch.compiler.is_compiling()
-    if torch.is_grad_enabled() and not compiling:
+    if is_differentiated and not compiling:
         raise RuntimeError(DIFFERENTIATED_AGAIN)
     if type(gy) is Tensor or compiling or not _is_under_way(gy):
         return gy

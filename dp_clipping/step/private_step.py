@@ -37,7 +37,7 @@ from dp_clipping.step.context import StepContext
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.step_norms import StepNorms
-from dp_clipping.torch_compat import VERSION, flush_ready_nodes
+from dp_clipping.torch_compat import VERSION, flush_ready_nodes, gradients_at
 
 Accumulate = Callable[[Trainable, Tensor | None], None]
 
@@ -428,10 +428,8 @@ class PrivateStep:
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 try:
-                    found = torch.autograd.grad(
-                        losses.sum(), [*triggers, *parameters, *leaves.values()],
-                        retain_graph=retain_graph, allow_unused=True,
-                    )  # fmt: skip
+                    inputs = [*triggers, *parameters, *leaves.values()]
+                    found = gradients_at(losses.sum(), inputs, retain_graph)
                 except BaseException:
                     flush_ready_nodes()
                     raise

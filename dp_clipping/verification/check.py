@@ -22,6 +22,7 @@ from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.clipping.statistics import norm_statistics
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.planning.cost_model import GRAM
 from dp_clipping.verification.one_by_one import (
     Reference,
@@ -101,11 +102,14 @@ class Stage(nn.Module):
         self.batch = batch
         return outputs
 
+    def _take(self, one: Trainable, total: Tensor | None) -> None:
+        self.sums[one.parameter] = total
+
     def private_backward(self, private_step: Any, losses: Tensor) -> None:
         if private_step is not self.step_state.pending:
             raise RuntimeError("loss runs the model twice: it may once for each loss")
         with torch.autocast(losses.device.type, enabled=False):
-            found = private_step.backward(losses, self.clip_norms, self.sums.__setitem__)
+            found = private_step.backward(losses, self.clip_norms, self._take)
         self.norms, self.group_norms = found.norms, found.squared.double().sqrt()
 
     @property

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion, PrivateLoss
 from dp_clipping.distributed.detect import sharding_of
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import policy_of
 from dp_clipping.verification import reference as oracle
@@ -174,3 +176,10 @@ def assert_exact(
     assert ((found - norms).abs() <= tolerance * norms.max()).all()
     assert_close(gradients_of(model), oracle.clipped_sum(gradients, threshold), tolerance)
     return {handle.kind for handle in model.capture.handles}
+
+
+def trained(parameter: nn.Parameter, name: str = "", group: int = 0) -> Trainable:
+    """A parameter as the steps of a model know it."""
+    trigger = torch.zeros((), requires_grad=True)
+    dtype = accumulation_dtype(parameter.dtype)
+    return Trainable(parameter, 0, name, parameter.shape, group, group, dtype, trigger)

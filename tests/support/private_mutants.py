@@ -80,7 +80,7 @@ ROWS = [
     ("kept gradients are not compared before sums on kernels", "step/fused/clipped_sums.py",
      "self._noted.check(saved)", "pass", KEPT, "kernels"),
     ("uses that wait to be joined are not compared", "step/private_step.py",
-     "raise changed_in_place([self.capture.names[parameter]])", "pass", KEPT, "two_uses"),
+     "raise changed_in_place([parameter.name])", "pass", KEPT, "two_uses"),
     ("only the output's gradient is compared", "layers/linear_factors.py",
      'held = attrgetter("a", "y")', 'held = attrgetter("y", "y")', KEPT, "activations"),
     ("values are compared in no step", "step/forward_backward.py",

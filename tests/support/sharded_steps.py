@@ -67,13 +67,12 @@ def whole_gradients(model: PrivateModel) -> dict[str, Tensor]:
     if not isinstance(model.network, FullyShardedDataParallel):
         named = model.network.named_parameters()
         return {name: whole(p.grad) for name, p in named if p.requires_grad}
-    shapes, names = model.capture.shapes, model.capture.names
     group = model.network.process_group
     found = {}
-    for parameter in model.capture.parameters:
+    for one in model.capture.trained:
         parts: list = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, parameter.grad.flatten(), group=group)
-        found[names[parameter]] = torch.cat(parts).view(shapes[parameter])
+        dist.all_gather_object(parts, one.parameter.grad.flatten(), group=group)
+        found[one.name] = torch.cat(parts).view(one.shape)
     return found
 
 

@@ -11,7 +11,7 @@ from dp_clipping.layers.embedding.factors import (
     look_up,
     without_padding,
 )
-from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.handle import LayerState, run
 
 
 def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
@@ -23,9 +23,11 @@ def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
     private_step, weight = handle.private_step, call.weight.detach()
     if handle.keeps_dense():
         place = (layout.kind, layout.dim, private_step.batch_size)
-        return call.leave(Dense.apply(ids, weight, handle.slot("weight"), padding_idx, *place))
+        return call.leave(
+            run(handle, Dense, ids, weight, handle.slot("weight"), padding_idx, *place)
+        )
     trigger = handle.parameter("weight").trigger
-    return call.leave(Factors.apply(ids, weight, trigger, handle, padding_idx, layout))
+    return call.leave(run(handle, Factors, ids, weight, trigger, handle, padding_idx, layout))
 
 
 class Dense(torch.autograd.Function):

@@ -691,8 +691,9 @@ def test_new_triggers_serve_a_step_and_the_old_ones_come_back():
     network, batch = tokens_case()
     model = private(network, "bookkeeping")
     expected = clipped_sums(model, batch)
-    before = dict(model.capture.triggers)
+    before = [one.trigger for one in model.capture.trained]
     with model.capture.new_triggers():
-        assert not set(map(id, before.values())) & set(map(id, model.capture.triggers.values()))
+        now = [one.trigger for one in model.capture.trained]
+        assert not set(map(id, before)) & set(map(id, now))
         assert_close(clipped_sums(model, batch), expected, 0.0)
-    assert all(model.capture.triggers[p] is x for p, x in before.items())
+    assert all(one.trigger is x for one, x in zip(model.capture.trained, before, strict=True))

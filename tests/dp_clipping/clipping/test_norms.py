@@ -5,15 +5,18 @@ import torch
 from torch.nn import Parameter
 
 from dp_clipping.clipping.norms import Norm, Norms
+from tests.dp_clipping.conftest import trained
 
 
 @pytest.fixture
 def parameters():
-    return [Parameter(torch.zeros(1)) for _ in range(3)]
+    return [trained(Parameter(torch.zeros(1))) for _ in range(3)]
 
 
 def of(parameters, groups, count, *norms: Norm) -> Norms:
-    found = Norms(dict(zip(parameters, groups, strict=True)), count, torch.zeros(2))
+    found = Norms(count, torch.zeros(2))
+    for parameter, group in zip(parameters, groups, strict=True):
+        parameter.group = group
     for parameter, norm in zip(parameters, norms, strict=False):
         found.add(parameter, norm)
     return found

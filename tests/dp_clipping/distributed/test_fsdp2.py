@@ -275,7 +275,7 @@ def fused_steps(context: Context, cases: list[tuple]) -> None:
             assert most[0] <= 1  # layers that wait where there is no room
             if mode == "flash_bookkeeping" and clipping == "per_layer":
                 # Not with the bytes of its sum, which stays as long if it is formed at once.
-                sizes = {model.capture.names[p]: size for p, size in waiting.sizes.items()}
+                sizes = {p.name: size for p, size in waiting.sizes.items()}
                 up = model.network.blocks[0].feed_forward.up.weight.shape
                 samples = len(batch[0][mine])
                 factors, whole_ones = 4 * samples * 6 * sum(up), 4 * samples * up.numel()

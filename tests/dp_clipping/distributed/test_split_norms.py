@@ -9,14 +9,18 @@ from dp_clipping.clipping.norms import Norm, Norms
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.sharding import ParameterPart
 from dp_clipping.distributed.split_norms import SplitNorms
+from tests.dp_clipping.conftest import trained
 
-SPLIT, SHARED = Parameter(torch.zeros(2)), Parameter(torch.zeros(2))
-PARTS = {SPLIT: ParameterPart(torch.Size([2]), split=True), SHARED: ParameterPart(torch.Size([2]))}
+SPLIT, SHARED = TRAINED = [trained(Parameter(torch.zeros(2))) for _ in range(2)]
+PARTS = {
+    SPLIT.parameter: ParameterPart(torch.Size([2]), split=True),
+    SHARED.parameter: ParameterPart(torch.Size([2])),
+}
 SHARDING = SimpleNamespace(parts=PARTS)
 
 
 def norms_of(split: float, shared: float) -> Norms:
-    norms = Norms(dict.fromkeys(PARTS, 0), 1, torch.zeros(2))
+    norms = Norms(1, torch.zeros(2))
     norms.add(SPLIT, Norm(torch.tensor([split, 2 * split])))
     norms.add(SHARED, Norm(torch.tensor([shared, shared])))
     return norms
@@ -26,7 +30,7 @@ def summed(context, shared: float, rescaled: bool = False):
     reducer = NormReducer(tensor_group=context.group)
     found = SplitNorms(reducer, SHARDING)
     assert found.is_split
-    table = found.table(norms_of(1.0 + context.rank, shared), PARTS, rescaled)
+    table = found.table(norms_of(1.0 + context.rank, shared), TRAINED, rescaled)
     squares, bounds = found.unpack(reducer.reduce(table).wait())
     return found, squares, bounds
 
@@ -37,7 +41,7 @@ def on_ranks(context) -> None:
     torch.testing.assert_close(bounds, squares)
     assert not found.differ
     assert not found.some_are_rescaled(True)
-    assert found.counted(PARTS) == ({SPLIT, SHARED} if context.rank == 0 else {SPLIT})
+    assert found.counted(TRAINED) == ({SPLIT, SHARED} if context.rank == 0 else {SPLIT})
     torch.testing.assert_close(found.sum(torch.ones(1, 2)), torch.full((1, 2), 2.0))
 
     found, _, _ = summed(context, 4.0, rescaled=context.rank == 1)
@@ -65,7 +69,7 @@ def two_agree(context) -> None:
 def test_a_rank_alone_has_whole_norms():
     found = SplitNorms(NormReducer(), None)
     assert not found.is_split
-    assert found.counted(PARTS) == set(PARTS)
+    assert found.counted(TRAINED) == set(TRAINED)
     bounds = torch.ones(1, 2)
     assert found.sum(bounds) is bounds
-    assert found.table(norms_of(1.0, 4.0), PARTS, False)[0].tolist() == [[5.0, 6.0]]
+    assert found.table(norms_of(1.0, 4.0), TRAINED, False)[0].tolist() == [[5.0, 6.0]]

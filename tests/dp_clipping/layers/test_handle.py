@@ -15,6 +15,7 @@ from dp_clipping.layers.handle import (
     product_dtype,
 )
 from dp_clipping.modes import Policy
+from tests.dp_clipping.conftest import trained
 
 
 class Recorder:
@@ -29,9 +30,6 @@ class Recorder:
     def slot(self, parameter):
         self.made.append(parameter)
         return torch.zeros(4, *parameter.shape)
-
-    def trigger_of(self, parameter):
-        return parameter
 
     def join(self, parameter):
         return "behind all uses"
@@ -51,7 +49,8 @@ class Recorder:
 
 @pytest.fixture
 def state():
-    layer = LayerState("a.b", "linear", nn.Linear(3, 2), ("weight",))
+    linear = nn.Linear(3, 2)
+    layer = LayerState("a.b", "linear", linear, ("weight",), {"weight": trained(linear.weight)})
     layer.private_step = Recorder()
     return layer
 

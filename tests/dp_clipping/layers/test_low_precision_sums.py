@@ -9,8 +9,14 @@ from dp_clipping.clipping.coefficients import coefficients
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
+from dp_clipping.layers.recorder import Trainable
+from tests.dp_clipping.conftest import trained
 
 LIMIT = 0.5
+
+
+def weight(group: int = 0) -> Trainable:
+    return trained(Parameter(torch.zeros(64, 64)), group=group)
 
 
 def factors_of(seed: int = 0, cancel: bool = False) -> LinearFactors:
@@ -22,19 +28,18 @@ def factors_of(seed: int = 0, cancel: bool = False) -> LinearFactors:
     return LinearFactors(a, y, False)
 
 
-def scaled(saved: dict[Parameter, LinearFactors], groups=None, over_parts=lambda bounds: bounds):
-    groups = groups or dict.fromkeys(saved, 0)
-    count, zero = max(groups.values()) + 1, torch.zeros(4)
-    norms = Norms(groups, count, zero)
+def scaled(saved: dict[Trainable, LinearFactors], over_parts=lambda bounds: bounds):
+    count, zero = max(one.group for one in saved) + 1, torch.zeros(4)
+    norms = Norms(count, zero)
     for parameter, factors in saved.items():
         norms.add(parameter, factors.norm())
     limits = torch.full((count,), LIMIT)
     c = coefficients(norms.bounds(), limits, "abadi")
     others = norms.only(set())
-    return c, rescale(saved, others, groups, c, limits, set(saved), over_parts)
+    return c, rescale(saved, others, c, limits, set(saved), over_parts)
 
 
-def contributions(saved: dict[Parameter, LinearFactors]) -> torch.Tensor:
+def contributions(saved: dict[Trainable, LinearFactors]) -> torch.Tensor:
     """‖what each sample adds‖ over all parameters, in float64."""
     g = [torch.bmm(f.y.double().mT, f.a.double()).square().sum((1, 2)) for f in saved.values()]
     return torch.stack(g).sum(0).sqrt()
@@ -42,7 +47,7 @@ def contributions(saved: dict[Parameter, LinearFactors]) -> torch.Tensor:
 
 @pytest.mark.parametrize("cancel", [False, True])
 def test_contributions_are_below_the_threshold_and_not_far(cancel):
-    saved = {Parameter(torch.zeros(64, 64)): factors_of(n, cancel) for n in range(2)}
+    saved = {weight(): factors_of(n, cancel) for n in range(2)}
     scaled(saved)
     found = contributions(saved)
     assert (found <= LIMIT).all()
@@ -52,7 +57,7 @@ def test_contributions_are_below_the_threshold_and_not_far(cancel):
 
 
 def test_the_sum_needs_no_weights_any_more():
-    parameter = Parameter(torch.zeros(64, 64))
+    parameter = weight()
     saved = {parameter: factors_of()}
     scaled(saved)
     found = saved[parameter].weighted_sum(Weights(torch.full((4,), 9.0), [9.0] * 4))
@@ -61,7 +66,7 @@ def test_the_sum_needs_no_weights_any_more():
 
 
 def test_a_sample_that_exceeds_on_another_rank_is_halved_here():
-    parameter = Parameter(torch.zeros(64, 64))
+    parameter = weight()
     alone, shared = {parameter: factors_of()}, {parameter: factors_of()}
     _, before = scaled(alone)
 
@@ -76,7 +81,7 @@ def test_a_sample_that_exceeds_on_another_rank_is_halved_here():
 
 
 def test_one_output_gradient_of_two_layers_is_scaled_for_each_group():
-    one, other = Parameter(torch.zeros(64, 64)), Parameter(torch.zeros(64, 64))
+    one, other = weight(0), weight(1)
     first = factors_of()
     second = LinearFactors(factors_of(1).a, first.y, False)
     saved = {one: first, other: second}
@@ -84,10 +89,9 @@ def test_one_output_gradient_of_two_layers_is_scaled_for_each_group():
         p: LinearFactors(f.a.clone(), f.y.clone(), False)
         for p, f in ((one, first), (other, second))
     }
-    groups = {one: 0, other: 1}
-    scaled(saved, groups)
+    scaled(saved)
     for parameter, factors in expected.items():
-        alone = {parameter: factors}
+        alone = {weight(): factors}
         scaled(alone)
         assert torch.equal(factors.y, saved[parameter].y)
 

@@ -189,7 +189,7 @@ def test_a_step_in_float32(case):
         if not case.or_refused:  # samples that see each other are looked for in float64
             skip_all_checks(model)
         outputs, loss = step_with_outputs(model, case, batch)
-        others = leaves_of(loss).keys() - {id(t) for t in model.capture.triggers.values()}
+        others = leaves_of(loss).keys() - {id(p.trigger) for p in model.capture.trained}
         loss.backward()  # refuses a network whose code computes with a weight itself
         assert not others
         torch.testing.assert_close(outputs, own, rtol=1e-6, atol=1e-6)

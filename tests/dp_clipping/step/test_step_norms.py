@@ -7,36 +7,38 @@ from dp_clipping.clipping.norms import Norm
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.profiling.timer import Timer
 from dp_clipping.step.step_norms import StepNorms
+from tests.dp_clipping.conftest import trained
 
-A, B = Parameter(torch.zeros(2)), Parameter(torch.zeros(3))
+A, B = trained(Parameter(torch.zeros(2)), "a"), trained(Parameter(torch.zeros(3)), "b")
 
 
-def norms(groups: dict[Parameter, int]) -> StepNorms:
-    timer = Timer({A: "a", B: "b"})
+def norms(a: int = 0, b: int = 0) -> StepNorms:
+    """Of two parameters, of these clipping groups."""
+    A.group, B.group = a, b
     made = StepNorms(
-        groups, [B, A], NormReducer(), None, timer, torch.zeros(()), 2, lambda parameter: False
+        [B, A], NormReducer(), None, Timer(), torch.zeros(()), 2, lambda parameter: False
     )
-    made.begin(1 + max(groups.values()))
+    made.begin(1 + max(a, b))
     made.found[A] = Norm(torch.tensor([1.0, 4.0]))
     made.found[B] = Norm(torch.tensor([9.0, 16.0]))
     return made
 
 
 def test_they_add_up_within_a_group():
-    squared, bounds = norms({A: 0, B: 0}).squares_and_bounds()
+    squared, bounds = norms().squares_and_bounds()
     assert squared.tolist() == [[10.0, 20.0]]
     assert (bounds >= squared).all()
-    squared, _ = norms({A: 0, B: 1}).squares_and_bounds()
+    squared, _ = norms(b=1).squares_and_bounds()
     assert squared.tolist() == [[1.0, 4.0], [9.0, 16.0]]
 
 
 def test_some_samples():
-    table = norms({A: 0, B: 0}).table(torch.tensor([False, True]))
+    table = norms().table(torch.tensor([False, True]))
     assert table.squared().tolist() == [[0.0, 20.0]]
 
 
 def test_one_rank_exchanges_nothing():
-    made = norms({A: 0, B: 0})
+    made = norms()
     made.launch()
     made.squares_and_bounds()
     assert not made.leave_early

@@ -404,7 +404,7 @@ def break_sums(monkeypatch, factor: float, name: str) -> None:
 
     def wrong(self, parameter, saved):
         own = self._weights
-        if self.context.capture.names[parameter] == name:
+        if parameter.name == name:
             self._weights = [
                 Weights(w.values * factor, [factor * c for c in w.by_host]) for w in own
             ]

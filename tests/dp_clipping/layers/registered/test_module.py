@@ -44,7 +44,7 @@ def test_products_are_delivered_as_factors(monkeypatch):
     take = PrivateStep.factors
 
     def note(self, parameter, factors):
-        delivered[self.capture.names[parameter]] = factors
+        delivered[parameter.name] = factors
         take(self, parameter, factors)
 
     monkeypatch.setattr(PrivateStep, "factors", note)

@@ -45,7 +45,7 @@ def test_factors_are_delivered(monkeypatch):
     take = PrivateStep.factors
 
     def note(self, parameter, factors):
-        delivered[self.capture.names[parameter]] = factors
+        delivered[parameter.name] = factors
         take(self, parameter, factors)
 
     monkeypatch.setattr(PrivateStep, "factors", note)

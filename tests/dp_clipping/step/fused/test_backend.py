@@ -232,7 +232,7 @@ def visits_of(mode: str, budget: int | None, clipping: str = "flat") -> tuple[di
 
     def factors(self, parameter, saved):
         nonlocal most
-        visits[self.capture.names[parameter]] += isinstance(saved, LinearFactors)
+        visits[parameter.name] += isinstance(saved, LinearFactors)
         arrived(self, parameter, saved)
         most = max(most, len(self.backend.sums.kept) + len(self.backend.sums))
 
@@ -283,7 +283,7 @@ def check_random_numbers_of_a_backward() -> None:
     arrived = PrivateStep.normalized
 
     def normalized(self, weight, *rest):
-        visits[self.capture.names[weight]] += 1
+        visits[weight.name] += 1
         arrived(self, weight, *rest)
 
     for preserved in (True, False):
@@ -421,7 +421,7 @@ def check_order_of_sums() -> None:
         received = model.gradient_buffer.accumulate
         model.gradient_buffer.accumulate = lambda p, total: (order.append(p), received(p, total))  # noqa: B023
         clipped_sums(model, batch)
-        orders.append([model.capture.names[p].rpartition(".")[0] for p in order])
+        orders.append([p.name.rpartition(".")[0] for p in order])
     assert list(dict.fromkeys(orders[0])) == list(dict.fromkeys(orders[1]))
 
 

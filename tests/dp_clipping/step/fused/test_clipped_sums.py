@@ -16,6 +16,7 @@ from dp_clipping.kernels.weighted_sum import weighted_sum_plain
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.step.fused.clipped_sums import FusedSums, clipped_sums
 from dp_clipping.step.fused.launch_schedule import LaunchSchedule
+from tests.dp_clipping.conftest import trained
 from tests.support.kernel_cases import Place, on_kernels
 
 
@@ -41,13 +42,12 @@ def test_clipped_sums(place: Place) -> None:
         "one token": (LinearFactors(single[1], single[0], False), 9, single),
         "one token, transposed": (LinearFactors(*single, True), 9, single),
     }
-    names = {torch.nn.Parameter(torch.empty(0)): name for name in parts}
+    table = torch.nn.Parameter(torch.empty(4, 8))  # only an embedding's shape is asked for
+    names = {trained(table, name, parts[name][1]): name for name in parts}
     saved = [(p, parts[name][0]) for p, name in names.items()]
-    groups = {p: parts[name][1] for p, name in names.items()}
-    shapes = {p: torch.Size([4, 8]) for p in names}  # only an embedding's is asked for
     size = None if tile is None else tile.rows
     label = lambda *_: nullcontext()  # noqa: E731
-    totals = clipped_sums(saved, Coefficients(c, {9: 0, 4: 1}), groups, shapes, size, label)
+    totals = clipped_sums(saved, Coefficients(c, {9: 0, 4: 1}), size, label)
     assert [names[p] for p, _ in totals] == list(parts)
     assert saved == []
     for parameter, total in totals:
@@ -62,12 +62,12 @@ def test_clipped_sums(place: Place) -> None:
 
 def test_a_sum_that_takes_more_than_it_frees_is_formed_last(monkeypatch):
     """An embedding's, of which compiled code delivers the operands first."""
-    capture = SimpleNamespace(sharding=None, groups={}, shapes={})
+    capture = SimpleNamespace(sharding=None)
     timer = SimpleNamespace(layers=None)
     schedule = LaunchSchedule(None, torch.device("cpu"))
-    sums = FusedSums(capture, None, timer, None, schedule, Kept({}), compiled=True)
+    sums = FusedSums(capture, None, timer, None, schedule, Kept(), compiled=True)
     sums.begin()
-    table, *weights = (torch.nn.Parameter(torch.empty(n)) for n in (1000, 10, 20))
+    table, *weights = (trained(torch.nn.Parameter(torch.empty(n))) for n in (1000, 10, 20))
     sums.kept = {p: torch.empty(8, 30) for p in (table, *weights)}
     formed, sums.scale = [], None
     monkeypatch.setattr(sums, "form", lambda saved, scale: formed.extend(p for p, _ in saved))

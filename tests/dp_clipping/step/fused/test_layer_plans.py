@@ -11,8 +11,9 @@ from dp_clipping.modes import policy_of
 from dp_clipping.planning.cost_model import LinearShape, Rates
 from dp_clipping.planning.plan import Plans
 from dp_clipping.step.fused.layer_plans import MEMORY_FRACTION, LayerPlans
+from tests.dp_clipping.conftest import trained
 
-WEIGHT = Parameter(torch.zeros(8, 16))
+WEIGHT = trained(Parameter(torch.zeros(8, 16)), "w")
 HELD = 1 << 20
 
 
@@ -21,9 +22,7 @@ def plans(
     forecast: CompiledShapes | None = None, saved: int = HELD, **options,
 ) -> LayerPlans:  # fmt: skip
     policy, earlier = policy_of(mode, **options), earlier or Plans()
-    return LayerPlans(
-        {WEIGHT: "w"}, [WEIGHT], policy, earlier, batch_size, forecast, Rates, lambda: saved
-    )
+    return LayerPlans([WEIGHT], policy, earlier, batch_size, forecast, Rates, lambda: saved)
 
 
 def test_uses_are_noted_and_planned():

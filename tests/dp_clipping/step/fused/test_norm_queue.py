@@ -13,7 +13,7 @@ from dp_clipping.planning.cost_model import ACCUMULATE, LayerPlan
 from dp_clipping.step.fused.norm_queue import NormQueue
 from dp_clipping.verification import reference as oracle
 from lm.rank_pool import Context
-from tests.dp_clipping.conftest import private
+from tests.dp_clipping.conftest import private, trained
 from tests.support.sharded_steps import one_step
 
 
@@ -70,7 +70,7 @@ def test_norms_of_one_token_are_products_of_norms(dtype):
     """No sample's gradient is formed for them, on kernels or off."""
     y, a = torch.randn(5, 1, 20).to(dtype), torch.randn(5, 1, 30).to(dtype)
     y[1], a[2] = 0, 1e30  # the second one's square is infinite: it is left out by the coefficient
-    weight, queue = nn.Parameter(torch.empty(20, 30)), NormQueue({}, None)
+    weight, queue = trained(nn.Parameter(torch.empty(20, 30))), NormQueue(None)
     choice = LayerPlan(ACCUMULATE, 0.0, 0)
     queue.linear.append((weight, LinearFactors(a, y, False), choice))
     found = queue.flush(True, lambda *_: nullcontext()).norms[weight]
