@@ -64,7 +64,7 @@ def test_a_slot_is_made_once_and_only_for_what_is_trained(state):
 def test_gradients_go_to_the_step_or_to_the_slot(state):
     trigger, target = state.gradient_target("weight")
     target("G")
-    assert trigger is state.parameter("weight")
+    assert trigger is state.parameter("weight").trigger
     assert state.private_step.given == [(state.parameter("weight"), "G")]
     state.always_dense = True
     slot, target = state.gradient_target("weight")
@@ -76,7 +76,7 @@ def test_gradients_go_to_the_step_or_to_the_slot(state):
 def test_factors_go_to_the_step_or_are_joined_first(state):
     trigger, take = state.factor_target("weight")
     take("factors")
-    assert trigger is state.parameter("weight")
+    assert trigger is state.parameter("weight").trigger
     assert state.private_step.given == [(state.parameter("weight"), "factors")]
     state.joined = frozenset({"weight"})
     trigger, take = state.factor_target("weight")

@@ -19,8 +19,8 @@ def clear(buffer: GradientBuffer) -> None:
 
 def fill(buffer: GradientBuffer, value: float = 1.0) -> None:
     begin(buffer)
-    for parameter in buffer.capture.parameters:
-        buffer.accumulate(parameter, torch.full(parameter.shape, value))
+    for one in buffer.capture.trained:
+        buffer.accumulate(one, torch.full(one.shape, value))
     buffer.end_backward()
 
 
@@ -45,8 +45,8 @@ def test_what_is_applied_has_the_parameters_own_dtype(buffer, network):
 
 def test_zeros_are_sums_too(buffer, network):
     begin(buffer)
-    for parameter in buffer.capture.parameters:
-        buffer.accumulate(parameter, None)
+    for one in buffer.capture.trained:
+        buffer.accumulate(one, None)
     buffer.end_backward()
     assert all((p.grad == 0).all() for p in network.parameters())
 

@@ -32,6 +32,10 @@ def memory(monkeypatch):
     return level
 
 
+def named(name: str) -> SimpleNamespace:
+    return SimpleNamespace(parameter=name)
+
+
 def test_nobody_is_met_without_shards():
     assert not LaunchSchedule(None, CPU).is_sync_point("a")
 
@@ -43,18 +47,18 @@ def test_ranks_meet_when_enough_units_are_complete(monkeypatch):
     mine = LaunchSchedule(shards, CPU)
     found = []
     for name in reversed(names):  # e: 10 of the 25 that are enough
-        found.append(mine.is_sync_point(name))
+        found.append(mine.is_sync_point(named(name)))
         if found[-1]:
             mine.reset_sync_point()
     assert found == [False, False, True, False, False]
     mine.begin()
-    assert [mine.is_sync_point(name) for name in names] == [False, False, False, True, True]
+    assert [mine.is_sync_point(named(name)) for name in names] == [False, False, False, True, True]
 
 
 def test_a_large_unit_is_met_by_itself(monkeypatch):
     monkeypatch.setattr(launch_schedule, "UNIT_BYTES", 10)
     mine = LaunchSchedule(sharding({"a": 10, "b": 90}, {"a": 0, "b": 1}), CPU)
-    assert mine.is_sync_point("a")
+    assert mine.is_sync_point(named("a"))
 
 
 def test_it_is_crowded_where_backward_has_freed_nothing(memory):
