@@ -121,7 +121,7 @@ def norm_without_weights() -> AbstractContextManager:
     right = plain_backend.PlainBackend._keep
 
     def keep(self: Any, parameter: Any, norm: Norm, saved: Any) -> None:
-        if parameter.dim() > 1 and parameter.shape[1] > 1:
+        if len(parameter.shape) > 1 and parameter.shape[1] > 1:
             norm = Norm(torch.zeros(self.batch_size))
         right(self, parameter, norm, saved)
 

@@ -82,9 +82,9 @@ class Transposed(nn.Module):
 
 def other_layouts(context: Context, name: str) -> None:
     def loss(model, rank):
-        return model(numbers(8, 6, seed=3, rank=rank, like=model)).square().sum()
+        return model(numbers(8, 6, seed=3, rank=rank, like=model).double()).square().sum()
 
-    pair = Beside(context, name, Transposed(context.rank), **small_buckets(name))
+    pair = Beside(context, name, Transposed(context.rank).double(), **small_buckets(name))
     for step in range(3):
         pair.step(loss, set_to_none=step % 2 == 0)
 

@@ -65,7 +65,7 @@ TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
 ROWS = [
     # ---- second derivatives
     ("a gradient of layers may be differentiated again", "layers/tensor_parallel.py",
-     "if torch.is_grad_enabled() and not compiling:", "if False:", DERIVATIVES, "loop"),
+     "if is_differentiated and not compiling:", "if False:", DERIVATIVES, "loop"),
     ("layers that a forward differentiates keep their arithmetic", "capture/layout_search.py",
      "y.register_hook(lambda _: self.differentiated.add(handle))", "pass", DERIVATIVES,
      "in_its_forward"),
@@ -144,7 +144,7 @@ ROWS = [
      "(squared + gram_error * scale.square()).sqrt()", "squared.sqrt()", NORMS),
     ("no allowance for sums", "clipping/norms.py", " + sum_error * scale", "", NORMS),
     ("all groups are one", "clipping/norms.py",
-     "numbers = tuple(self._groups[p] for p in self._of) or (0,)",
+     "numbers = tuple(p.group for p in self._of) or (0,)",
      "numbers = tuple(0 for p in self._of) or (0,)", NORMS),
     ("minus infinity is zero", "clipping/norms.py",
      "torch.where(squared == -torch.inf, torch.inf, squared).clamp_min(0)", "squared.clamp_min(0)",
@@ -186,7 +186,7 @@ ROWS = [
      "if seen.setdefault(storage, use) != use or 0 in y.stride():", "if False:", SCALED),
     # ---- step
     ("coefficients of other groups", "step/plain_backend.py",
-     "weights = self._weights[self.context.capture.groups[parameter]]",
+     "weights = self._weights[parameter.group]",
      "weights = self._weights[0]",
      STEP),
     ("bad samples stay in the sum", "step/plain_backend.py",

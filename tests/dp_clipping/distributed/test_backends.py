@@ -261,10 +261,9 @@ def streamed(context: Context, variant: str, mode: str) -> None:
         replica = Context(context.rank, context.world_size, context.device, group)
         pair = Beside(replica, variant, mode, dtype=torch.bfloat16, tolerance=3e-2)
         model, accumulate = pair.model, pair.model.gradient_buffer.accumulate
-        names = model.capture.names
 
         def marked(parameter, total):
-            group.mark("sum", names[parameter])
+            group.mark("sum", parameter.name)
             accumulate(parameter, total)
 
         model.gradient_buffer.accumulate = marked
