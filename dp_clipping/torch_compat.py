@@ -107,10 +107,12 @@ def gradients_at(
 ) -> Sequence[Tensor | None]:
     """Returns `torch.autograd.grad(total, inputs, allow_unused=True)` by one call of its engine.
 
-    The function itself looks at each of the inputs, of which a network has hundreds, in Python.
+    The function itself looks at each of the inputs, of which a network has hundreds, in Python. It
+    also leaves a user's `TorchFunctionMode` outside of backward, so where one runs it is called.
     """
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if engine is None:
+    modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+    if engine is None or modes():
         return torch.autograd.grad(total, inputs, retain_graph=retain_graph, allow_unused=True)
     start = (torch.ones_like(total),)
     return engine.run_backward(

@@ -10,11 +10,12 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch.utils._pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.overrides import TorchFunctionMode
 
 from dp_clipping import torch_compat
 from dp_clipping.torch_compat import flush_ready_nodes
@@ -48,6 +49,46 @@ def test_versions_count_changes():
     assert torch_compat.version_of(x) == before + 1
     with pytest.raises(RuntimeError, match=r"has no Tensor\._version"):
         torch_compat.version_of(object())
+
+
+class Modes(TorchFunctionMode):
+    """Notes the functions of PyTorch that are called in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.called.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_gradients_by_the_engine_and_without_it(monkeypatch, has_engine):
+    """The code of a backward runs outside of a user's mode, as by `torch.autograd.grad`."""
+    if not has_engine:
+        monkeypatch.delattr(torch.autograd.Variable, "_execution_engine")
+    x, unused = torch.ones(3, requires_grad=True), torch.ones(1, requires_grad=True)
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.mul(2).add(0)
+
+    total = Twice.apply(x).sum()
+    with Modes() as mode:
+        for retain in (True, False):
+            found = torch_compat.gradients_at(total, [x, unused], retain)
+            assert found[0].tolist() == [2, 2, 2]
+            assert found[1] is None
+    assert Tensor.add not in mode.called
+    with pytest.raises(RuntimeError, match="second time"):
+        torch_compat.gradients_at(total, [x], False)
+    assert x.grad is None
 
 
 def test_scaling_with_and_without_foreach(monkeypatch):
