@@ -53,6 +53,7 @@ class Pair:
         self.rank, self.world_size = context.rank, context.world_size
         self.reference = copy.deepcopy(network)
         self.model = HandBuiltFSDP(network, process_group=context.group, **options)
+        self.dtype = options.get("param_dtype") or torch.float32
         self.scale = 1 if self.model.reduce == "sum" else 1 / self.world_size
         self.optimizer = self.model.make_optimizer(torch.optim.AdamW, lr=0.1)
         trained = [p for p in self.reference.parameters() if p.requires_grad]
@@ -64,17 +65,23 @@ class Pair:
 
     def reference_backward(self, step: int) -> None:
         for rank in range(self.world_size):
-            (self.scale * loss_of(self.reference, step, rank)).backward()
+            (self.scale * loss_of(self._reference, step, rank)).backward()
 
-    def finish(self, **tolerance: float) -> None:
+    def _reference(self, x: Tensor) -> Tensor:
+        """Computes in the dtype of the wrapped network: one more rounding may change a ReLU."""
+        own = {n: p.to(self.dtype) for n, p in self.reference.named_parameters()}
+        return torch.func.functional_call(self.reference, own, (x,))
+
+    def finish(self, error: float = 0.0) -> None:
+        """Compares gradients; with an `error`, that of a whole one relative to its norm."""
         self.model.finish_gradient_synchronization()
         whole = self.model.whole_gradients()
         for (name, p), gradient in zip(self.reference.named_parameters(), whole, strict=True):
             assert (p.grad is None) == (gradient is None), name
-            if p.grad is not None:
-                torch.testing.assert_close(
-                    gradient, p.grad, msg=lambda m, n=name: f"{n}: {m}", **tolerance
-                )
+            if p.grad is not None and error:
+                assert (gradient - p.grad).norm() <= error * p.grad.norm(), name
+            elif p.grad is not None:
+                torch.testing.assert_close(gradient, p.grad, msg=lambda m, n=name: f"{n}: {m}")
 
     def step(self, **tolerance: float) -> None:
         self.optimizer.step()
@@ -197,14 +204,14 @@ def accumulates(context: Context, reduce: str, param_dtype: torch.dtype | None) 
     """Several backwards in a step, zeroed in both ways or not at all, and a failed one."""
     options = {"reduce": reduce, "param_dtype": param_dtype}
     pair = Pair(context, Network(), **options)
-    tolerance = {} if param_dtype is None else {"rtol": 5e-2, "atol": 5e-2}
+    error = 0.0 if param_dtype is None else 1e-2
     plans = [[True], [False, True], [True, True], [False, False, True], [True, False, True]]
     for step, plan in enumerate(plans):
         for part, synchronise in enumerate(plan):
             pair.model.require_backward_grad_sync = synchronise
             pair.backward(10 * step + part)
-        pair.finish(**tolerance)
-        pair.finish(**tolerance)  # does nothing
+        pair.finish(error)
+        pair.finish(error)  # does nothing
         if step == 1:
             pair.model.zero_grad(set_to_none=False)
             pair.reference.zero_grad()
@@ -226,7 +233,7 @@ def mixed_precision(context: Context) -> None:
     block.register_forward_hook(lambda _m, _x, y: seen.add(y.dtype))
     for step in range(3):
         pair.backward(step)
-        pair.finish(rtol=5e-2, atol=5e-2)
+        pair.finish(1e-2)
         assert all(unit.gradient.dtype == torch.float32 for unit in pair.model.units)
         pair.optimizer.step()
         pair.optimizer.zero_grad()
