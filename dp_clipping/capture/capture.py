@@ -71,9 +71,9 @@ class Capture:
         handles: the handles of every captured module.
         parameters: trainable ones in order of registration, tied ones once.
         names: parameter -> its full name.
-        trained: the same, as steps know them; `record` has them by parameter.
+        trained: a record of each of `parameters`, for steps; `record` has them by parameter.
         groups: parameter -> clipping group; `group_names` has one line per group.
-        members: the parameters of each clipping group, as steps know them.
+        members: the records of each clipping group.
         trigger: one parameter's trigger; see `Trainable`.
         sharding: how the network is spread over ranks; None: it is not.
         state: a `checks.state.State` of the network, which `discovery` sets, or None.
@@ -332,6 +332,7 @@ class Capture:
             self.sharding.entered(module, lambda: tensors_in((args, kwargs)))
 
     def _make_records(self) -> list[Trainable]:
+        """Makes the records by which steps know the trainable parameters."""
         parts = {} if self.sharding is None else self.sharding.parts
         found = []
         for number, p in enumerate(self.parameters):

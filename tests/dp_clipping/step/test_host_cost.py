@@ -33,7 +33,7 @@ print(json.dumps(counts))
 
 @pytest.fixture(scope="module")
 def counts():
-    """Of a process of its own: a step looks at what the network's globals lead to."""
+    """Counts calls in a process of its own: a step looks at what the network's globals lead to."""
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COUNT], env=own, capture_output=True, text=True)
     assert not done.returncode, done.stderr
