@@ -5,7 +5,7 @@
 | `no_dp` | one | none: the baseline |
 | `per_sample` | one | of every per-sample gradient, all materialised: the plain reference |
 | `ghost` | two | Gram matrices in 16 bit, else one sample's gradient at a time; plain PyTorch |
-| `flash` | two | fused kernels (`dp_clipping.step.fused.backend`); without a GPU as `ghost` |
+| `flash` | two | fused kernels (`dp_clipping.step.sums.fused`); without a GPU as `ghost` |
 | `bookkeeping` | one, then a weighted sum of what was kept | plain PyTorch |
 | `flash_bookkeeping` | one, then a weighted sum | fused; without a GPU as `bookkeeping` |
 """
@@ -32,7 +32,7 @@ class Policy:
         two_passes: norms in one backward, sums in a second one.
         dense_always: materialise every per-sample gradient.
         clipping_function, gamma: see `dp_clipping.clipping.coefficients`.
-        fused: on fused kernels where they run (`step.fused.backend`), which the rest is for.
+        fused: on fused kernels where they run (`step.fused`), which the rest is for.
         per_layer: every module is a clipping group of its own.
         norm_algorithm: `auto`, or the one of `planning.plan` that all linear layers take.
         memory_budget: bytes that linear layers may keep from backward to their sums; None: what an

@@ -12,11 +12,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from dp_clipping.clipping.norms import Norm
+from dp_clipping.clipping.norms import Norms
 from dp_clipping.noise.sources import IndependentNoise
 from dp_clipping.sampling import poisson
-from dp_clipping.step import plain_backend
 from dp_clipping.step.gradient_noise import GradientNoise
+from dp_clipping.step.sums import plain
 
 Fault = Callable[[], AbstractContextManager]
 
@@ -86,18 +86,18 @@ def noise_from_data() -> AbstractContextManager:
 
 def no_clipping() -> AbstractContextManager:
     """Sums are of whole gradients."""
-    return patch.object(plain_backend, "coefficients", lambda squares, *_: torch.ones_like(squares))
+    return patch.object(plain, "coefficients", lambda squares, *_: torch.ones_like(squares))
 
 
 def clipping_of_the_mean() -> AbstractContextManager:
     """One coefficient for all samples, from the mean of their norms."""
-    right = plain_backend.coefficients
+    right = plain.coefficients
 
     def of_mean(squares: Tensor, *rest: Any) -> Tensor:
         mean = squares.sqrt().mean(1, keepdim=True).square()
         return right(mean, *rest).expand_as(squares).contiguous()
 
-    return patch.object(plain_backend, "coefficients", of_mean)
+    return patch.object(plain, "coefficients", of_mean)
 
 
 @contextmanager
@@ -118,14 +118,13 @@ def clipping_of_the_sum() -> Iterator[None]:
 
 def norm_without_weights() -> AbstractContextManager:
     """The norms that clip leave out all matrices of more than one column."""
-    right = plain_backend.PlainBackend._keep
+    right = Norms.add_rows
 
-    def keep(self: Any, parameter: Any, norm: Norm, saved: Any) -> None:
-        if len(parameter.shape) > 1 and parameter.shape[1] > 1:
-            norm = Norm(torch.zeros(self.batch_size))
-        right(self, parameter, norm, saved)
+    def add_rows(self: Any, records: Any, squares: Tensor, *rest: Any) -> None:
+        is_matrix = [len(one.shape) > 1 and one.shape[1] > 1 for one in records]
+        right(self, records, squares.masked_fill(torch.tensor(is_matrix)[:, None], 0), *rest)
 
-    return patch.object(plain_backend.PlainBackend, "_keep", keep)
+    return patch.object(Norms, "add_rows", add_rows)
 
 
 def every_sample_twice() -> AbstractContextManager:

@@ -31,7 +31,6 @@ def pytest_xdist_auto_num_workers() -> int:
 
 LONGEST = (
     "tests/experiments/test_llama_fsdp.py",
-    "tests/dp_clipping/step/fused/test_backend.py",
     "tests/bench/test_benchmark.py",
     "tests/examples/test_private_text.py",
     "tests/dp_clipping/checkpoint/test_distributed_format.py",

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dp_clipping.capture.network import CapturedNetwork, LayerCall
 from dp_clipping.clipping.accumulation import stored_dtype
-from dp_clipping.clipping.norms import Norm
+from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.batch_layout import FEW, MORE
 from dp_clipping.layers.handle import FACTOR_SLOTS, GRADIENT_SLOTS, LayerState
 from dp_clipping.layers.linear_factors import LinearFactors
@@ -102,7 +102,7 @@ class LinearTap(torch.autograd.Function):
 
 
 def refuse_repeated(
-    norms: dict[Trainable, Norm], counts: dict[Trainable, Tensor], parameters: list[Trainable]
+    norms: Norms, counts: dict[Trainable, Tensor], parameters: list[Trainable]
 ) -> None:
     """Makes a norm infinite if a weight was used more than once, which leaves all samples out.
 
@@ -110,9 +110,7 @@ def refuse_repeated(
     """
     counted = [p for p in parameters if p in counts] if counts else []
     if counted:
-        once = (torch.stack([counts[p] for p in counted]) == 1).all()
-        first = next(p for p in parameters if p in norms)  # some share the norm of another
-        norms[first] = replace(norms[first], squared=norms[first].squared.where(once, torch.inf))
+        norms.leave_out_unless((torch.stack([counts[p] for p in counted]) == 1).all())
 
 
 class Forecaster:

@@ -7,7 +7,7 @@ the operands had.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,21 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-@contextmanager
-def full_float32(layers: bool = False) -> Iterator[None]:
-    """Computes float32 products inside in float32: no TensorFloat-32, no bfloat16.
+_is_full = False  # whether `full_float32` is entered, which reads and writes several settings
+
+
+def full_float32(layers: bool = False) -> AbstractContextManager[None]:
+    """Returns a context that computes float32 products in float32: no TensorFloat-32, no bfloat16.
 
     With `layers` those of convolutions and recurrent layers too, which PyTorch computes in
     TensorFloat-32 by default.
     """
+    return nullcontext() if _is_full and not layers else _full_float32(layers)
+
+
+@contextmanager
+def _full_float32(layers: bool) -> Iterator[None]:
+    global _is_full
     backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
     if layers:
         cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
@@ -42,9 +50,11 @@ def full_float32(layers: bool = False) -> Iterator[None]:
     before = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "ieee"
+    outer, _is_full = _is_full, True
     try:
         yield
     finally:
+        _is_full = outer
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
 

@@ -27,11 +27,12 @@ float32 numbers from 1e-30 on, and c·y that is rounded coarsely because it is b
 product with ‖a‖ < 1.8e19 by less than 1e-25.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -62,7 +63,9 @@ class Norm:
 
 
 class Norms:
-    """Norms by parameter (a `layers.recorder.Trainable`), added up over clipping groups.
+    """Norms of several parameters (`layers.recorder.Trainable`), added up over clipping groups.
+
+    Launches leave the squared norms of many parameters in one tensor, so rows are kept in blocks.
 
     Args:
         count: K, the number of clipping groups.
@@ -77,52 +80,117 @@ class Norms:
         part: Callable[[str], AbstractContextManager] = nullcontext,
     ):
         self._count, self._zero, self._part = count, zero, part
-        self._of: dict[Any, Norm] = {}
+        self._records: list[Any] = []
+        self._errors: list[tuple[float, float]] = []  # of each row, as `Norm` has them
+        self._blocks: list[tuple[Tensor, Tensor | None]] = []  # squares and scales [n, B]
 
-    def add(self, parameter: Any, norm: Norm) -> None:
-        self._of[parameter] = norm
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+        return len(self._records)
 
-    def update(self, norms: Mapping[Any, Norm]) -> None:
-        """Adds several."""
-        self._of.update(norms)
+    def add(self, record: Any, norm: Norm) -> None:
+        """Adds the norm of one parameter."""
+        scales = None if norm.scale is None else norm.scale[None]
+        self.add_rows([record], norm.squared[None], scales, norm.gram_error, norm.sum_error)
 
-    def only(self, parameters: set[Any]) -> "Norms":
+    def add_rows(
+        self, records: Sequence[Any], squares: Tensor, scales: Tensor | None = None,
+        gram_error: float = 0.0, sum_error: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Adds squared norms [n, B] of n parameters; the rest is as in `Norm`, for all of them."""
+        self._records += records
+        self._errors += [(gram_error, sum_error)] * len(records)
+        self._blocks.append((squares, scales))
+
+    def only(self, records: Container[Any]) -> "Norms":
         """Returns the norms of some parameters."""
-        part = copy(self)
-        part._of = {p: norm for p, norm in self._of.items() if p in parameters}
+        zero = self._zero.to(self._blocks[0][0].dtype) if self._blocks else self._zero
+        part = Norms(self._count, zero, self._part)
+        rows = [n for n, one in enumerate(self._records) if one in records]
+        if rows:
+            squares, scales = self._stacked()
+            index = on_device(tuple(rows), torch.int64, squares.device)
+            part._records = [self._records[n] for n in rows]
+            part._errors = [self._errors[n] for n in rows]
+            part._blocks = [(squares[index], None if scales is None else scales[index])]
         return part
+
+    def of_good(self, good: Tensor) -> "Norms":
+        """Returns the same with zeros for samples that are not `good` [B]."""
+        part = copy(self)
+        squares, scales = self._stacked()
+        scales = None if scales is None else scales.where(good, 0.0)
+        part._blocks = [(squares.where(good, 0.0), scales)]
+        return part
+
+    def leave_out_unless(self, good: Tensor) -> None:
+        """Makes the first norm infinite where `good`, one bool, is not True."""
+        squares, scales = self._blocks[0]
+        self._blocks[0] = squares.where(good, torch.inf), scales
+
+    def rows(
+        self, groups: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor | None, tuple[tuple[float, float], ...], tuple[int, ...]]:
+        """Returns squares and scales [P, B], errors, and where the rows of each group begin.
+
+        Args:
+            groups: clipping groups, in whose order rows come; None: there is one.
+        """
+        squares, scales = self._stacked()
+        errors = tuple(self._errors) or ((0.0, 0.0),)
+        if groups is None or self._count == 1:
+            return squares, scales, errors, (0, len(errors))
+        of_group: dict[int, list[int]] = {group: [] for group in groups}
+        for n, one in enumerate(self._records):
+            if one.group in of_group:
+                of_group[one.group].append(n)
+        order = tuple(n for own in of_group.values() for n in own)
+        starts = tuple(accumulate(map(len, of_group.values()), initial=0))
+        if order != tuple(range(len(squares))):
+            index = on_device(order, torch.int64, squares.device)
+            squares, scales = squares[index], None if scales is None else scales[index]
+        return squares, scales, tuple(errors[n] for n in order), starts
 
     def squared(self) -> Tensor:
         """Returns squared norms of each group: [K, B]."""
-        return self._by_group(self._stack())
+        return self._by_group(self._not_negative())
 
     def bounds(self) -> Tensor:
         """Returns upper bounds of the squared norms of what will be summed: [K, B]."""
-        squared = self._stack()
-        norms = self._of.values()
-        scale = torch.stack(
-            [self._zero if n.scale is None else n.scale for n in norms] or [self._zero]
-        )
-        errors = tuple((n.gram_error, n.sum_error) for n in norms) or ((0.0, 0.0),)
-        table = on_device(errors, scale.dtype, scale.device)
-        gram_error, sum_error = table[:, :1], table[:, 1:]
-        bound = (squared + gram_error * scale.square()).sqrt() + sum_error * scale
-        return self._by_group(bound.square())
+        bound = self._not_negative()
+        _, scales = self._stacked()
+        if scales is not None:
+            table = on_device(tuple(self._errors), scales.dtype, scales.device)
+            gram_error, sum_error = table[:, :1], table[:, 1:]
+            bound = ((bound + gram_error * scales.square()).sqrt() + sum_error * scales).square()
+        return self._by_group(bound)
 
-    def _stack(self) -> Tensor:
-        """Returns [P, B], one row of zeros if there is no parameter.
+    def _stacked(self) -> tuple[Tensor, Tensor | None]:
+        """Returns squares and scales [P, B]: a row of zeros if there is no parameter."""
+        blocks = self._blocks
+        if len(blocks) == 1:
+            return blocks[0]
+        if not blocks:
+            return self._zero[None], None
+        squares = torch.cat([own for own, _ in blocks])
+        if all([scales is None for _, scales in blocks]):
+            return squares, None
+        return squares, torch.cat([torch.zeros_like(x) if s is None else s for x, s in blocks])
+
+    def _not_negative(self) -> Tensor:
+        """Returns squares [P, B].
 
         What rounding has left below 0 is 0; minus infinity is no norm to clip by.
         """
         with self._part("norm_stack"):
-            squared = torch.stack([norm.squared for norm in self._of.values()] or [self._zero])
-            return torch.where(squared == -torch.inf, torch.inf, squared).clamp_min(0)
+            squares, _ = self._stacked()
+            return torch.where(squares == -torch.inf, torch.inf, squares).clamp_min(0)
 
     def _by_group(self, values: Tensor) -> Tensor:
         with self._part("norm_local_sum"):
             if self._count == 1:
                 return values.sum(0, keepdim=True)
-            numbers = tuple(p.group for p in self._of) or (0,)
+            numbers = tuple([one.group for one in self._records]) or (0,)
             index = on_device(numbers, torch.int64, values.device)
             total = values.new_zeros(self._count, values.shape[1])
             return total.index_add_(0, index, values)

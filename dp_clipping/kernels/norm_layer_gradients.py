@@ -66,22 +66,25 @@ class Normalized:
 
     def readable(self) -> Normalized:
         """Returns the operands in a layout that the kernel can read."""
-        mean = None if self.mean is None else self.mean.contiguous()
+        mean = self.mean
+        is_row = self.rstd.is_contiguous() and (mean is None or mean.is_contiguous())
+        if is_row and self.y.stride(2) == self.x.stride(2) == 1:
+            return self
+        mean = None if mean is None else mean.contiguous()
         return Normalized(
             readable(self.y), readable(self.x), self.rstd.contiguous(), mean, self.with_bias
         )
 
     @property
-    def is_aligned(self) -> bool:
-        """Returns whether rows may be read 16 bytes at a time."""
-        return self.y.data_ptr() % ALIGNMENT == self.x.data_ptr() % ALIGNMENT == 0
-
-    @property
     def kind(self) -> tuple:
-        """Returns the key that uses in one launch share."""
+        """Returns the key that uses in one launch share.
+
+        It has in it whether rows may be read 16 bytes at a time.
+        """
         x, y = self.x, self.y
         dtypes = y.dtype, x.dtype, self.rstd.dtype, None if self.mean is None else self.mean.dtype
-        return (y.shape, y.stride(), x.stride(), dtypes, self.with_bias, self.is_aligned)
+        is_aligned = y.data_ptr() % ALIGNMENT == x.data_ptr() % ALIGNMENT == 0
+        return (y.shape, y.stride(), x.stride(), dtypes, self.with_bias, is_aligned)
 
 
 def norm_layer_gradients(
@@ -105,7 +108,7 @@ def norm_layer_gradients(
 
 def _launch(uses: list[Normalized]) -> Tensor:
     """Returns [uses, 1 or 2, B, d]."""
-    first, aligned = uses[0], all(use.is_aligned for use in uses)
+    first, aligned = uses[0], uses[0].kind[-1]  # copies are aligned, too
     y, x = first.y, first.x
     batch_size, tokens, features = y.shape
     outputs, with_mean = 1 + first.with_bias, first.mean is not None
@@ -119,7 +122,8 @@ def _launch(uses: list[Normalized]) -> Tensor:
     shape = (len(uses), outputs, pieces, batch_size, features)
     partial = torch.empty(shape, dtype=torch.float32, device=y.device)
     operands = [(u.y, u.x, u.rstd, u.mean if with_mean else u.rstd) for u in uses]
-    table = kept_table_on(y.device, tuple(t.data_ptr() for row in operands for t in row))
+    addresses = tuple([t.data_ptr() for row in operands for t in row])
+    table = kept_table_on(y.device, addresses)
     _norm_layer_kernel[(len(uses) * pieces * batch_size * blocks,)](
         table, partial, batch_size, tokens, features, y.stride(0), y.stride(1), x.stride(0),
         x.stride(1), piece, pieces, Y=TRITON_DTYPES[y.dtype], X=TRITON_DTYPES[x.dtype],
@@ -136,13 +140,22 @@ def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
     return steps * rows, ceil_div(tokens, steps * rows)
 
 
-def norm_layer_gradients_plain(use: Normalized) -> tuple[Tensor, Tensor | None]:
-    """Reference implementation for one layer, in float64, rounded once."""
-    y, normalized = use.y.double(), use.x.double()
+def norm_layer_gradients_plain(
+    use: Normalized, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the same of one layer in PyTorch: by default, by reference, in float64, rounded once.
+
+    Args:
+        dtype: that it is computed in; another one is that of the results, too.
+    """
+    y, normalized = use.y.to(dtype), use.x.to(dtype)
     if use.mean is not None:
-        normalized = normalized - use.mean.double()[..., None]
-    normalized = normalized * use.rstd.double()[..., None]
-    return (y * normalized).sum(1).float(), y.sum(1).float() if use.with_bias else None
+        normalized = normalized - use.mean.to(dtype)[..., None]
+    weight = (y * (normalized * use.rstd.to(dtype)[..., None])).sum(1)
+    bias = y.sum(1) if use.with_bias else None
+    if dtype == torch.float64 and use.y.dtype != dtype:
+        return weight.float(), None if bias is None else bias.float()
+    return weight, bias
 
 
 if triton is not None:

@@ -1,6 +1,7 @@
 """State of a captured layer: its private step, and where its samples are."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ GRADIENT_SLOTS = (
     "count",
 )
 FACTOR_SLOTS = ("y", "a", "count")
+
+FIRST = Layout()  # samples are counted by the first dimension
 
 # Kinds whose outputs may have samples elsewhere than their inputs.
 OUTPUTS_LEARNED = ("vectorized", "child", "recurrent", "cell", "attention", "registered")
@@ -88,6 +91,38 @@ def rows_unknown(layer: str) -> NeedsVmap:
     )
 
 
+@dataclass(eq=False, slots=True)
+class Site:
+    """One way in which a layer is used in private steps: what is asked once.
+
+    Attributes:
+        weight, bias: the trainable parameters; None for one that is frozen or not there.
+        layout: where samples are in its input and output; None: in the first dimension.
+        transposed: the weight is [p, d].
+        found: the layouts that its layer had then: with others it holds no more.
+        cast: the dtype that autocast gives its operands; None: it leaves them.
+        options: what else the layer's function needs.
+        records: the trainable ones of weight and bias.
+    """
+
+    weight: Trainable | None
+    bias: Trainable | None
+    layout: Layout | None = None
+    transposed: bool = False
+    found: Any = None
+    cast: torch.dtype | None = None
+    options: Any = None
+    records: tuple[Trainable, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.records = tuple([one for one in (self.weight, self.bias) if one is not None])
+
+    def tokens(self, y: Tensor, a: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Returns output gradients and inputs [.., features] as [B, T, features]."""
+        layout = self.layout or FIRST
+        return layout.batch_tokens(y, batch_size), layout.batch_tokens(a, batch_size)
+
+
 class LayerState:
     """State of one captured module, at `module._private`.
 
@@ -116,6 +151,7 @@ class LayerState:
         one_by_one: why its samples run one after another; "": they run under vmap.
         own_forward: a forward that the module had in place of its class's; None: it had none.
         private_step: the private step that its calls belong to; None: it runs without privacy.
+        sites: dimensions, dtype and autocast dtype of an input -> how the layer is used so.
         slots: name -> the dense slot of this private step.
         layouts: number of dimensions of each input -> their layouts.
         always_dense: some parameter has several uses, whose G are added up.
@@ -139,6 +175,7 @@ class LayerState:
             vars(module).get("forward") if before is None else before.own_forward
         )
         self.private_step: Recorder | None = None
+        self.sites: dict[tuple[int, torch.dtype, torch.dtype | None], Site] = {}
         self.slots: dict[str, Tensor] = {}
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
@@ -211,13 +248,40 @@ class LayerState:
         parameter = self._parameters[name]
         return parameter.trigger, partial(private_step.dense, parameter)
 
-    def trigger(self, name: str) -> Tensor | None:
-        """Returns the input that makes backward visit a use of a parameter; None if it is frozen.
+    def site_of(self, x: Tensor) -> Site | None:
+        """Returns how the layer is used with such an input; None: that has to be found out.
 
-        Who calls it gives what arrives to the private step itself.
+        It has the samples where the first such input had them, a row for each.
         """
-        own = self._parameters.get(name)
-        return None if own is None else own.trigger
+        private_step, device = self.private_step, x.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        site = self.sites.get((x.ndim, x.dtype, cast))
+        if (
+            site is None
+            or not private_step.is_plain
+            or type(x) is not Tensor
+            or self.layouts.get((x.ndim,)) is not site.found
+            or x.shape[0 if site.layout is None else site.layout.dim] != private_step.batch_size
+            or transforms_run()
+        ):
+            return None
+        return site
+
+    def keep_site(self, x: Tensor, layout: Layout, options: Any = None) -> Site:
+        """Returns a site of both parameters, which later calls find by `site_of` if they may."""
+        own, device = self._parameters, x.device.type
+        is_cast = torch.is_autocast_enabled(device)
+        cast = torch.get_autocast_dtype(device) if is_cast else None
+        found = self.layouts.get((x.ndim,))
+        is_first = layout.kind == "dimension" and not layout.dim
+        site = Site(
+            own.get("weight"), own.get("bias"), None if is_first else layout,
+            self.kind == "conv1d", found, None if x.dtype == torch.float64 else cast, options,
+        )  # fmt: skip
+        is_own = self.trainable and set(self.trainable) <= {"weight", "bias"}
+        if is_own and found == (layout,) and layout.kind == "dimension" and not self.always_dense:
+            self.sites[x.ndim, x.dtype, cast] = site
+        return site
 
     def factor_target(self, name: str) -> tuple[Tensor, Callable[[Any], None]]:
         """Returns where the backward puts factors of a weight's G: (function input, callback).
@@ -299,7 +363,7 @@ class LayerState:
     def keeps_dense(
         self, x: Tensor | None = None, weight: Tensor | None = None, name: str = ""
     ) -> bool:
-        """Returns whether this use keeps G rather than its factors.
+        """Returns whether this use gives G to a slot rather than its factors to the step.
 
         Args:
             x, weight: [.., p] and [d, p] of a linear layer.
@@ -310,10 +374,7 @@ class LayerState:
             return private_step.policy.dense_always
         if self.always_dense or (private_step.is_compiled and torch.compiler.is_compiling()):
             return True
-        if x is None:
-            return private_step.policy.dense_always
-        tokens = x.shape[:-1].numel() // private_step.batch_size
-        return private_step.plans.prefers_dense(tokens, *weight.shape)
+        return private_step.policy.dense_always
 
 
 def plain_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

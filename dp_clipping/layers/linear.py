@@ -26,7 +26,7 @@ from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import FACTOR_SLOTS, GRADIENT_SLOTS, LayerState
-from dp_clipping.layers.projection import operands, product, project
+from dp_clipping.layers.projection import operands, product, project, run_site
 
 CHANGED = (
     "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
@@ -38,8 +38,17 @@ CHANGED = (
 def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
     """Computes `nn.Linear`, or Hugging Face's `Conv1D`, whose weight is [p, d]."""
     handle: LayerState = self._private
-    if handle.private_step is None:
+    private_step = handle.private_step
+    if private_step is None:
         return type(self).forward(self, x)
+    if (site := handle.site_of(x)) is not None:
+        own = self._parameters
+        weight, bias = own["weight"].detach(), own.get("bias")
+        bias = None if bias is None else bias.detach()
+        if site.cast is not None:
+            x, weight = x.to(site.cast), weight.to(site.cast)
+            bias = None if bias is None else bias.to(site.cast)
+        return run_site(private_step, site, x, weight.t() if site.transposed else weight, bias)
     weight, bias, transposed = self.weight, self.bias, handle.kind == "conv1d"
     if is_sharded(weight):
         call = tensor_parallel.linear(handle, x, weight, bias, transposed)

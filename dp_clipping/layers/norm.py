@@ -5,8 +5,8 @@ only that; the weights' gradients are one elementwise product and one sum over a
 tokens (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for LayerNorm).
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,17 @@ from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import is_sharded
-from dp_clipping.kernels.launch.tiles import available
-from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
+from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients_plain
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, deliver, run
-from dp_clipping.torch_compat import fused_rms_norm, fused_rms_norm_backward
+from dp_clipping.layers.handle import FIRST, LayerState, Site, deliver, run
+from dp_clipping.layers.recorder import NORMALIZED, Recorder
+from dp_clipping.torch_compat import (
+    apply_directly,
+    fused_rms_norm,
+    fused_rms_norm_backward,
+    transforms_run,
+)
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 # RMS norms that other libraries define (`capture.rms_norms`). Input and weight -> what scales x̂,
@@ -30,13 +35,17 @@ COPIES: dict[str, Callable[[Tensor, Tensor], tuple]] = {
     "olmo_rms_norm": lambda x, w: (w, None, x.dtype),
     "gemma_rms_norm": lambda x, w: (1.0 + w.float(), None, x.dtype),
 }
-NOW, LATER = "now", "later"  # later: the private step launches it, for many layers together
 
 
 def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
     handle: LayerState = self._private
-    if handle.private_step is None:
+    private_step = handle.private_step
+    if private_step is None:
         return type(self).forward(self, x)
+    if (site := handle.site_of(x)) is not None:
+        own = self._parameters
+        weight, bias = own["weight"].detach(), own.get("bias")
+        return _run_site(self, private_step, site, x, weight, bias)
     weight, bias = self.weight, getattr(self, "bias", None)
     if is_sharded(weight):
         call = tensor_parallel.norm(handle, x, weight, bias)
@@ -49,51 +58,42 @@ def _run(
 ) -> Tensor:
     layout, x = handle.batched(x)
     shape, weight = list(weight.shape), weight.detach()
-    when = _when(handle, x, shape)
-    place = (layout.kind, layout.dim, handle.private_step.batch_size, when)
     copy = handle.kind if handle.kind in COPIES else None
-    if copy or handle.kind == "rms_norm":
-        with_eps = handle.kind in ("rms_norm", "gemma_rms_norm")
-        eps = self.eps if with_eps else self.variance_epsilon
-        if copy and x.shape[-1:] != weight.shape:
-            raise ValueError(
-                f"{handle.name or 'the network'} ({type(self).__name__}) has a weight of shape "
-                f"{shape} for inputs of {x.shape[-1]} features, and a weight that is broadcast has "
-                f"no per-sample gradients here: build it with {x.shape[-1]} features"
-            )
-        if when == LATER:
-            slot = handle.trigger("weight")
-            target = partial(handle.private_step.normalized, handle.parameter("weight"), None)
-        else:
-            slot, target = handle.gradient_target("weight")
-        return run(handle, RMSNorm, x, weight, slot, (target, shape, eps, *place, copy))
-    bias = None if bias is None else bias.detach()
-    if when == LATER:
-        weight_slot, bias_slot = handle.trigger("weight"), handle.trigger("bias")
-        own = handle.parameters()
-        take = partial(handle.private_step.normalized, own.get("weight"), own.get("bias"))
-        targets = (take, None)
-    else:
-        weight_slot, weight_target = handle.gradient_target("weight")
-        bias_slot, bias_target = handle.gradient_target("bias")
-        targets = (weight_target, bias_target)
-    rest = (targets, shape, self.eps, *place)
-    return run(handle, LayerNorm, x, weight, bias, weight_slot, bias_slot, rest)
-
-
-def _when(handle: LayerState, x: Tensor, shape: list[int]) -> str | None:
-    """Returns when the kernel for the weights' gradients is launched; None: there is none."""
+    if copy and x.shape[-1:] != weight.shape:
+        raise ValueError(
+            f"{handle.name or 'the network'} ({type(self).__name__}) has a weight of shape "
+            f"{shape} for inputs of {x.shape[-1]} features, and a weight that is broadcast has "
+            f"no per-sample gradients here: build it with {x.shape[-1]} features"
+        )
+    with_eps = handle.kind in ("rms_norm", "gemma_rms_norm", "layer_norm")
+    options = (handle.kind, shape, "eps" if with_eps else "variance_epsilon", copy)
     private_step = handle.private_step
-    if not private_step.fused or (private_step.is_compiled and torch.compiler.is_compiling()):
-        return None
-    if not available(x.device, x.dtype):
-        return None
-    return LATER if len(shape) == 1 and not handle.always_dense else NOW
+    is_traced = private_step.is_compiled and torch.compiler.is_compiling()
+    if not (handle.always_dense or is_traced or private_step.policy.dense_always):
+        site = handle.keep_site(x, layout, options)
+        return _run_site(self, private_step, site, x, weight, bias)
+    weight_slot, weight_target = handle.gradient_target("weight")
+    bias_slot, bias_target = handle.gradient_target("bias")
+    bias = None if bias is None else bias.detach()
+    place = (layout.kind, layout.dim, private_step.batch_size)
+    rest = (getattr(self, options[2]), options, None, weight_target, bias_target, *place)
+    function = LayerNorm if handle.kind == "layer_norm" else RMSNorm
+    return run(handle, function, x, weight, bias, weight_slot, bias_slot, rest)
 
 
-def per_sample(x: Tensor, layout: Layout, batch_size: int, shape: list[int]) -> Tensor:
-    """Returns x [.., *shape] in any layout as [B, T, *shape]."""
-    return layout.batch_first(x, batch_size).reshape(batch_size, -1, *shape)
+def _run_site(
+    self: nn.Module, private_step: Recorder, site: Site, x: Tensor, weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    options = site.options
+    bias = None if bias is None else bias.detach()
+    rest = (getattr(self, options[2]), options, (site, private_step))
+    trigger = site.records[0].trigger if site.records else None
+    if transforms_run():
+        function = LayerNorm if options[0] == "layer_norm" else RMSNorm
+        return function.apply(x, weight, bias, trigger, None, rest)
+    function = _run_layer_norm if options[0] == "layer_norm" else _run_rms_norm
+    return function(x, weight, bias, trigger, None, rest)
 
 
 def by_token(x: Tensor, layout: Layout, batch_size: int, dims: int) -> Tensor:
@@ -105,18 +105,50 @@ def by_token(x: Tensor, layout: Layout, batch_size: int, dims: int) -> Tensor:
     return x.reshape(batch_size, -1, x.shape[x.ndim - dims :].numel())
 
 
+def _leave(ctx, operands: Sequence[Tensor], with_bias: bool) -> tuple[Tensor | None, Any]:
+    """Leaves a normalisation's operands to the step, or returns the gradients of its slots.
+
+    Args:
+        operands: output gradient, input, reciprocal standard deviation and, of LayerNorm, mean, as
+            the layer has them.
+    """
+    leave, shape, rest = ctx.leave
+    if leave is not None:
+        site, private_step = leave
+        layout, batch_size = site.layout or FIRST, private_step.batch_size
+    else:
+        weight_target, bias_target, kind, dim, batch_size = rest
+        layout = Layout(kind, dim)
+    y, x, *rows = operands
+    if y.ndim != 3 or len(shape) != 1 or layout is not FIRST:
+        place = (layout, batch_size, len(shape))
+        y, x, *rows = [by_token(t, *place) for t in operands]
+    rows = [t.flatten(1) for t in rows]
+    use = Normalized(y, x, *rows, with_bias=with_bias)
+    if leave is not None:
+        value = use, (site.weight, site.bias)
+        private_step.take(NORMALIZED, site.records, value, (y, x, rows[0]))
+        return None, None
+    weight, bias = norm_layer_gradients_plain(use, accumulation_dtype(x.dtype))
+    wants_weight, wants_bias = ctx.wants
+    weight = deliver(weight_target, weight.view(batch_size, *shape)) if wants_weight else None
+    bias = deliver(bias_target, bias.view(batch_size, *shape)) if wants_bias else None
+    return weight, bias
+
+
 class RMSNorm(torch.autograd.Function):
-    """Runs `F.rms_norm`; its backward computes and delivers its weight's G [B, *shape].
+    """Runs `F.rms_norm`, or a copy of it; its backward leaves what its weight's G follows from.
 
-    Or what G follows from, if `when` is LATER.
+    With slots it returns their gradients, G [B, *shape].
 
-    `rest` has what is no tensor: PyTorch looks at each argument in Python. `copy`: one of `COPIES`,
-    None for `nn.RMSNorm`.
+    `rest` has eps, options, and either the site and the private step, or None, the targets of the
+    slots and where samples are.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, slot, rest):
-        target, shape, eps, kind, dim, batch_size, when, copy = rest
+    def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
+        eps, options, leave = rest[:3]
+        shape, copy = options[1], options[3]
         dims = list(range(-len(shape), 0))
         fused = fused_rms_norm() if x.is_cuda else None
         if copy:
@@ -140,35 +172,22 @@ class RMSNorm(torch.autograd.Function):
                 x.to(accumulation_dtype(x.dtype)).square().mean(dims, keepdim=True) + eps
             ).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
-        ctx.rest = (shape, dims, Layout(kind, dim), batch_size, x.requires_grad, slot is not None)
-        ctx.target, ctx.when = target, when
+        ctx.dims, ctx.leave = dims, (leave, shape, rest[3:])
+        ctx.wants = weight_slot is not None, False
         return y
 
     @staticmethod
     def backward(ctx, gy):
         x, weight, rstd = ctx.saved_tensors
-        gy = tensor_parallel.arrived(gy)
-        shape, dims, layout, batch_size, wants_x, wants_weight = ctx.rest
-        gx = _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) if wants_x else None
-        gradients = None
-        if wants_weight and ctx.when is not None:
-            place = (layout, batch_size, len(shape))
-            operands = Normalized(
-                by_token(gy, *place), by_token(x, *place), by_token(rstd, *place).flatten(1)
-            )
-            if ctx.when == LATER:
-                ctx.target(operands)
-            else:
-                gradients, _ = norm_layer_gradients([operands])[0]
-                gradients = deliver(ctx.target, gradients.view(batch_size, *shape))
-        elif wants_weight:
-            product = by_token(gy * x, layout, batch_size, len(shape))
-            scale = by_token(rstd, layout, batch_size, len(shape))
-            # Σ_t rstd_t (y_t · x_t): a row times a matrix for each sample
-            scale = scale.to(product.dtype)
-            gradients = torch.bmm(scale.mT, product).view(batch_size, *shape)
-            gradients = deliver(ctx.target, gradients.to(accumulation_dtype(x.dtype)))
-        return gx, None, gradients, None
+        if type(gy) is not Tensor or torch.is_grad_enabled():
+            gy = tensor_parallel.arrived(gy)
+        wants_weight, _ = ctx.wants
+        gx = gradients = None
+        if ctx.needs_input_grad[0]:
+            gx = _rms_norm_input_gradient(gy, x, weight, rstd, ctx.leave[1], ctx.dims)
+        if wants_weight:
+            gradients, _ = _leave(ctx, (gy, x, rstd), False)
+        return gx, None, None, gradients, None, None
 
 
 def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
@@ -182,52 +201,37 @@ def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
 
 
 class LayerNorm(torch.autograd.Function):
-    """Runs `F.layer_norm`; its backward computes and delivers its two G [B, *shape].
-
-    Or what they follow from, if `when` is LATER.
-    """
+    """Runs `F.layer_norm`; its backward leaves what its two G follow from; see `RMSNorm`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
-        ctx.targets, shape, eps, kind, dim, batch_size, ctx.when = rest
-        wants = x.requires_grad, weight_slot is not None, bias_slot is not None
+        eps, options, leave = rest[:3]
         if x.dtype != weight.dtype:  # under autocast
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
-        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        y, mean, rstd = torch.native_layer_norm(x, options[1], weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.rest = (shape, Layout(kind, dim), batch_size, wants)
+        ctx.leave = leave, options[1], rest[3:]
+        if leave is None:
+            ctx.wants = weight_slot is not None, bias_slot is not None
+        else:
+            ctx.wants = bool(leave[0].records), leave[0].bias is not None
         return y
 
     @staticmethod
     def backward(ctx, gy):
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        gy = tensor_parallel.arrived(gy)
-        shape, layout, batch_size, (wants_x, wants_weight, wants_bias) = ctx.rest
-        gx = None
-        if wants_x:
-            backward = torch.ops.aten.native_layer_norm_backward
-            gx = backward(gy, x, shape, mean, rstd, weight, bias, [True, False, False])[0]
-        dtype = accumulation_dtype(x.dtype)
-        weights = biases = None
-        if ctx.when is not None and (wants_weight or wants_bias):
-            place = (layout, batch_size, len(shape))
-            rows = [by_token(t, *place).flatten(1) for t in (rstd, mean)]
-            operands = Normalized(by_token(gy, *place), by_token(x, *place), *rows, wants_bias)
-            if ctx.when == LATER:
-                ctx.targets[0](operands)
-                return gx, *[None] * 5
-            weights, biases = norm_layer_gradients([operands])[0]
-            weights = (
-                deliver(ctx.targets[0], weights.view(batch_size, *shape)) if wants_weight else None
-            )
-            if wants_bias:
-                biases = deliver(ctx.targets[1], biases.view(batch_size, *shape))
-            return gx, None, None, weights, biases, None
-        if wants_weight:
-            normalized = (x.to(dtype) - mean.to(dtype)) * rstd.to(dtype)
-            weights = per_sample(gy.to(dtype) * normalized, layout, batch_size, shape).sum(1)
-            weights = deliver(ctx.targets[0], weights)
-        if wants_bias:
-            biases = per_sample(gy, layout, batch_size, shape).sum(1, dtype=dtype)
-            biases = deliver(ctx.targets[1], biases)
+        if type(gy) is not Tensor or torch.is_grad_enabled():
+            gy = tensor_parallel.arrived(gy)
+        wants_weight, wants_bias = ctx.wants
+        gx = weights = biases = None
+        if ctx.needs_input_grad[0]:
+            gx = _layer_norm_backward(
+                gy, x, ctx.leave[1], mean, rstd, weight, bias, [True, False, False]
+            )[0]
+        if wants_weight or wants_bias:
+            weights, biases = _leave(ctx, (gy, x, rstd, mean), wants_bias)
         return gx, None, None, weights, biases, None
+
+
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+_run_layer_norm, _run_rms_norm = apply_directly(LayerNorm), apply_directly(RMSNorm)

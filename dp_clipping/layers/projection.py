@@ -1,8 +1,8 @@
 """y = x Wᵀ + b with a private backward: `nn.Linear`, or a part of another layer.
 
-Backward delivers G_i = Σ_t y_it a_itᵀ to the private step (`Dense`). Or it delivers the output
-gradients y and the inputs a, from which the step takes norms and sums (`Factors`, see
-`linear_factors`).
+Backward leaves the output gradients y and the inputs a to the private step, which takes norms and
+sums of G_i = Σ_t y_it a_itᵀ and of Σ_t y_it from them (`Linear`). A parameter with several uses has
+a slot that adds up their G (`Dense`).
 """
 
 from collections.abc import Callable
@@ -14,8 +14,10 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import accumulation_dtype, wide_bmm
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, autocast_operands, deliver, run
+from dp_clipping.layers.handle import LayerState, Site, autocast_operands, deliver, run
 from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.recorder import LINEAR, Recorder
+from dp_clipping.torch_compat import apply_directly, transforms_run
 
 
 def project(
@@ -28,20 +30,73 @@ def project(
     names: tuple[str, str] = ("weight", "bias"),
 ) -> Tensor:
     """Returns y = x Wᵀ + b, one use of W and b in a layer that calls them by these names."""
+    given = x
     x, weight, bias = operands(x, weight, bias, transposed)
     private_step = handle.private_step
     weight_name, bias_name = names
+    is_shared = handle.always_dense or handle.joined
+    if is_shared or handle.keeps_dense(x, weight, weight_name):
+        return _project_by_slots(handle, x, layout, weight, bias, transposed, names)
+    if names == ("weight", "bias"):
+        site = handle.keep_site(given, layout)
+    else:
+        own = handle.parameters()
+        is_first = layout.kind == "dimension" and not layout.dim
+        site = Site(
+            own.get(weight_name), own.get(bias_name), None if is_first else layout, transposed
+        )
+    return run_site(private_step, site, x, weight, bias)
+
+
+def run_site(
+    private_step: Recorder, site: Site, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Returns y = x Wᵀ + b of operands as a matrix product takes them; they are detached."""
+    if site.weight is not None:
+        private_step.plans.calls.append((site.weight, x.shape, x.dtype, weight.shape[0]))
+    trigger = site.records[0].trigger if site.records else None
+    rest = (site, private_step, weight, bias)
+    if transforms_run():
+        return Linear.apply(x, trigger, rest)
+    return _run_linear(x, trigger, rest)
+
+
+def _project_by_slots(
+    handle: LayerState,
+    x: Tensor,
+    layout: Layout,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    names: tuple[str, str],
+) -> Tensor:
+    """Returns the same where a parameter has several uses, or in code that is being compiled."""
+    private_step = handle.private_step
+    weight_name, bias_name = names
     bias_slot, bias_target = handle.gradient_target(bias_name)
+    place = (layout.kind, layout.dim, private_step.batch_size, transposed)
     if weight_name not in handle.trainable or handle.keeps_dense(x, weight, weight_name):
         weight_slot, weight_target = handle.gradient_target(weight_name)
-        place = (layout.kind, layout.dim, private_step.batch_size)
-        rest = (weight_target, bias_target, *place, transposed)
+        rest = (weight_target, bias_target, *place)
         return run(handle, Dense, x, weight, bias, weight_slot, bias_slot, rest)
-    parameter = handle.parameter(weight_name)
-    private_step.plans.will_use(parameter, x, weight.shape[0])
+    private_step.plans.calls.append(
+        (handle.parameter(weight_name), x.shape, x.dtype, weight.shape[0])
+    )
     trigger, take = handle.factor_target(weight_name)
-    rest = (weight, bias, private_step.batch_size, take, layout, transposed, bias_target)
-    return run(handle, Factors, x, bias_slot, trigger, rest)
+    target = lambda left, right: take(_factors_of(left, right, transposed))  # noqa: E731
+    rest = (_Factors(target), bias_target, *place)
+    return run(handle, Dense, x, weight, bias, trigger, bias_slot, rest)
+
+
+def _factors_of(left: Tensor, right: Tensor, transposed: bool) -> LinearFactors:
+    return LinearFactors(left, right, True) if transposed else LinearFactors(right, left, False)
+
+
+class _Factors:
+    """A target of `Dense` that takes the factors of G."""
+
+    def __init__(self, take: Callable[[Tensor, Tensor], None]):
+        self.take = take
 
 
 def operands(
@@ -71,8 +126,9 @@ def weight_use(
     if handle.keeps_dense(x, weight, name):
         slot, target = handle.gradient_target(name)
         return slot, lambda a, y: deliver(target, gradients_of(y, a))
-    private_step, parameter = handle.private_step, handle.parameter(name)
-    private_step.plans.will_use(parameter, x, weight.shape[0])
+    handle.private_step.plans.calls.append(
+        (handle.parameter(name), x.shape, x.dtype, weight.shape[0])
+    )
     trigger, take = handle.factor_target(name)
     return trigger, lambda a, y: take(LinearFactors(a, y, False))
 
@@ -103,7 +159,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Dense(torch.autograd.Function):
-    """Runs `F.linear`; its backward computes and delivers G [B, d, p].
+    """Runs `F.linear`; its backward computes and delivers G [B, d, p], or its factors.
 
     Slots are inputs that forward ignores (see `LayerState.gradient_target`). `rest` has plain
     constants and, outside of compiled regions, targets: PyTorch looks at each argument in Python,
@@ -130,33 +186,35 @@ class Dense(torch.autograd.Function):
         if wants_weight:
             a = layout.batch_tokens(x, batch_size)
             left, right = (a, y) if transposed else (y, a)
-            gradients = deliver(weight_target, gradients_of(left, right))
+            if isinstance(weight_target, _Factors):
+                weight_target.take(left, right)
+            else:
+                gradients = deliver(weight_target, gradients_of(left, right))
         if wants_bias:
             biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
         return gx, None, None, gradients, biases, None
 
 
-class Factors(torch.autograd.Function):
-    """Runs `F.linear`; its backward delivers factors to the private step and computes no G."""
+class Linear(torch.autograd.Function):
+    """Runs `F.linear`; its backward leaves inputs and output gradients, and computes no G."""
 
     @staticmethod
-    def forward(ctx, x, bias_slot, trigger, rest):
-        weight, bias, *ctx.rest = rest
+    def forward(ctx, x, trigger, rest):
+        site, private_step, weight, bias = rest
+        ctx.rest = site, private_step
         ctx.save_for_backward(x, weight)
-        ctx.wants = (x.requires_grad, bias_slot is not None)
-        return product(x, weight, bias)
+        return F.linear(x, weight, bias).data  # see `product`
 
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
-        gy = tensor_parallel.arrived(gy)
-        batch_size, take, layout, transposed, bias_target = ctx.rest
-        wants_x, wants_bias = ctx.wants
-        y = layout.batch_tokens(gy, batch_size)
-        gx = gy @ weight if wants_x else None
-        a = layout.batch_tokens(x, batch_size)
-        take(LinearFactors(a, y, transposed))
-        biases = None
-        if wants_bias:
-            biases = deliver(bias_target, y.sum(1, dtype=accumulation_dtype(y.dtype)))
-        return gx, biases, None, None
+        site, private_step = ctx.rest
+        if type(gy) is not Tensor or torch.is_grad_enabled():
+            gy = tensor_parallel.arrived(gy)
+        gx = gy @ weight if ctx.needs_input_grad[0] else None  # before a shard of it may be freed
+        if site.records:
+            private_step.take(LINEAR, site.records, (gy, x, site), (gy, x))
+        return gx, None, None
+
+
+_run_linear = apply_directly(Linear)

@@ -1,4 +1,4 @@
-"""`Recorder`: the interface of a private step that a captured layer uses."""
+"""What layers and private steps know of each other: records of parameters, what a use leaves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+# What a use of a layer leaves in backward, and the value that it gives to `Recorder.take`:
+LINEAR = "linear"  # (output gradients, inputs, site), from which G and norms of a product follow
+NORMALIZED = "normalized"  # (`Normalized`, (record or None of the weight, of the bias))
+DENSE = "dense"  # (G [B, *parameter], its squared norms [B] or None)
+FACTORS = "factors"  # an object with `norm`, `weighted_sum`, `only` and, for kernels, `on_kernels`
 
 
 @dataclass(eq=False, slots=True)
@@ -39,12 +45,35 @@ class Trainable:
     trigger: Tensor
 
 
-class LayerPlanner(Protocol):
-    """Plans what becomes of linear layers."""
+@dataclass(slots=True, eq=False)
+class Left:
+    """What one use of a layer has left in backward.
 
-    def will_use(self, parameter: Trainable, x: Tensor, outputs: int) -> None:
-        """Announces a linear layer on x [.., p], once for each use of its weight."""
-        ...
+    Attributes:
+        kind: `LINEAR`, `NORMALIZED`, `DENSE` or `FACTORS`: what `value` is.
+        records: the parameters whose G follow from it.
+        tensors: what it is made of, of the `versions` that they had when it came.
+    """
+
+    kind: str
+    records: tuple[Trainable, ...]
+    value: Any
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+
+Summand = tuple[Any, tuple[Tensor, ...], tuple[int, ...]]
+"""G, or its factors, of one parameter; the tensors that it is made of, and their versions."""
+
+
+class LayerPlanner(Protocol):
+    """Plans what becomes of linear layers.
+
+    Attributes:
+        calls: a layer adds (weight, shape and dtype of its input, outputs) for each use.
+    """
+
+    calls: list[tuple[Trainable, torch.Size, torch.dtype, int]]
 
     def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
         """Returns whether a linear layer's G [d, p] is kept rather than its factors."""
@@ -54,14 +83,16 @@ class LayerPlanner(Protocol):
 class Recorder(Protocol):
     """The private step that a layer's calls belong to; `step.private_step` implements it.
 
-    In forward a layer gets its slots and plans here. In backward it delivers, once per parameter,
-    either G (`dense`) or the factors of G (`factors`, `normalized`).
+    In forward a layer gets its slots and plans here. In backward it gives `take`, once per
+    parameter, G or what G follows from.
 
     Attributes:
         batch_size: samples of the batch: units, if a unit of privacy has several examples.
         examples_per_unit: k, of which each sample consists; the network is given k rows for each.
-        fused: the step runs on kernels, which take `normalized`.
+        fused: the step runs on kernels, which take `NORMALIZED`.
         is_compiled: a part of the network is compiled.
+        is_plain: layers may use their sites: nothing is compiled, no rank has a part of a
+            parameter, and factors may be left.
         policy: how the mode works (`modes.Policy`).
         plans: what becomes of linear layers.
         slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
@@ -73,6 +104,7 @@ class Recorder(Protocol):
     examples_per_unit: int
     fused: bool
     is_compiled: bool
+    is_plain: bool
     policy: Any
     plans: LayerPlanner
     slots: dict[str, dict[str, Tensor]]
@@ -89,6 +121,12 @@ class Recorder(Protocol):
         """Returns all slots that a layer may ask for in a compiled region."""
         ...
 
+    def take(
+        self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
+    ) -> None:
+        """Takes what the only use of parameters has left, and the tensors that it is made of."""
+        ...
+
     def dense(self, parameter: Trainable, gradients: Tensor) -> None:
         """Takes G [B, *parameter]."""
         ...
@@ -103,8 +141,4 @@ class Recorder(Protocol):
 
     def join_factors(self, parameter: Trainable, factors: Any) -> None:
         """Takes the factors of one use of a weight that has several."""
-        ...
-
-    def normalized(self, weight: Trainable | None, bias: Trainable | None, use: Any) -> None:
-        """Takes the operands of the gradients of a norm layer's weight and bias."""
         ...

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from dp_clipping.planning.cost_model import (
     ACCUMULATE,
@@ -167,15 +168,18 @@ class Plans:
 
     Attributes:
         known: shapes of all linear layers -> their plan.
+        of_calls: uses in a forward -> what follows from their plan (`step.sums.layer_plans`).
         saved: shapes that compiled layers were expected to have -> bytes that their forward saves.
         last: the plan of the last step on fused kernels.
     """
 
     known: dict[tuple, Plan] = field(default_factory=dict)
+    of_calls: dict[tuple, Any] = field(default_factory=dict)
     saved: dict[tuple, int] = field(default_factory=dict)
     last: Plan | None = None
 
     def forget(self) -> None:
         """Drops what is known about networks with other shapes."""
         self.known.clear()
+        self.of_calls.clear()
         self.saved.clear()

@@ -6,7 +6,7 @@ settled when its model was made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,8 +31,8 @@ class Timer:
         """Times a part of a phase; without the switch it has no label of its own."""
         return NOTHING
 
-    def around(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
-        """Returns the function with each of its calls timed as `part` times; here itself."""
+    def around_each(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+        """Returns a function that takes several things, timed as `part` times; here itself."""
         return function
 
     def layers(self, what: str, *parameters: Any) -> AbstractContextManager:
@@ -60,10 +60,11 @@ class ProfileTimer(Timer):
 
     part = phase
 
-    def around(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
-        def timed(*args: Any) -> None:
-            with self.part(name):
-                function(*args)
+    def around_each(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def timed(several: Iterable[Any]) -> None:
+            for one in several:  # which may be formed only now
+                with self.part(name):
+                    function([one])
 
         return timed
 

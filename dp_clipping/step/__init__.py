@@ -5,9 +5,7 @@ Files:
     context               what all steps of one model have in common
     forward_backward      runs the passes of a private model
     private_step          one step: what layers talk to, and its phases
-    plain_backend         its norms and sums in plain PyTorch
-    fused/                the same on the kernels, with few launches
-    step_norms            norms of one backward, and their sums over ranks
+    sums/                 norms and clipped sums of what layers leave in its backward
     state                 phase, settings, norms and counts of a step, in one place
     steppable             what optimizer and criterion need of a model
     gradient_buffer       `.grad` from `zero_grad` to the next

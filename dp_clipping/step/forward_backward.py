@@ -29,12 +29,14 @@ from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
 from dp_clipping.sampling.parts import slices_of
 from dp_clipping.step.context import StepContext
-from dp_clipping.step.fused.backend import FusedBackend
 from dp_clipping.step.gradient_buffer import GradientBuffer
-from dp_clipping.step.plain_backend import PlainBackend
-from dp_clipping.step.private_step import Backend, PrivateStep
+from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms, StepState
+from dp_clipping.step.sums.fused import Fused
+from dp_clipping.step.sums.layer_plans import FusedPlans, PlainPlans
+from dp_clipping.step.sums.plain import Plain
+from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import (
     flush_ready_nodes,
     is_compiled_in_place,
@@ -82,6 +84,7 @@ class ForwardBackward:
         )
         self._carried = self._establishment.carried
         self._normalizations = normalizations(self.network)
+        self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
         self._samples_are_checked = False
         self._batch: Batch | None = None  # of the pending step
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
@@ -177,12 +180,12 @@ class ForwardBackward:
 
         def begin() -> PrivateStep:
             self._drop_pending()
-            backend = self._backend(batch, padding, each, is_compiled)
+            work = self._work(batch, padding, each, is_compiled)
             private_step = PrivateStep(
-                self.context, batch.size, backend, real, each, fill, is_compiled
+                self.context, batch.size, work, real, each, fill, is_compiled
             )
             private_step.padding = self.padding
-            backend.kept.reads_values = is_looked_at
+            work.versions.reads_values = is_looked_at
             private_step.is_empty = not given.size
             private_step.is_through = any(x.requires_grad for x in tensors_of((args, kwargs)))
             self._begun = private_step
@@ -399,7 +402,7 @@ class ForwardBackward:
             gradients.accumulate_zeros()
         else:
             # Ranks with samples need this one's shards, and its sums, zeros, in their order.
-            private_step.backward(losses, clip_norms, lambda p, _: gradients.accumulate(p, None))
+            private_step.backward(losses, clip_norms, gradients.accumulate_zeros_of)
 
     def _add_sums_of_samples(
         self, private_step: PrivateStep, losses: Tensor, clip_norms: Tensor
@@ -414,7 +417,7 @@ class ForwardBackward:
             self._carried.check(mark, self._batch, "a backward")
         self._batch = None
         if is_first:
-            differ = private_step.backend.norms.split.differ
+            differ = private_step.work.norms.split.differ
             if differ is not None and bool(differ):
                 raise RuntimeError(
                     "a parameter that is not split over the tensor-parallel axis has other "
@@ -517,8 +520,8 @@ class ForwardBackward:
                 hook.remove()
         self._carried.check(mark, batch, "a forward in training")
 
-    def _backend(self, batch: Batch, padding: Tensor | None, each: int, compiled: bool) -> Backend:
-        """Returns the fused backend if the mode asks for it and parameters are on its device.
+    def _work(self, batch: Batch, padding: Tensor | None, each: int, compiled: bool) -> Work:
+        """Returns work on fused kernels if the mode asks for it and parameters are on their device.
 
         Args:
             padding: True for rows that are padding.
@@ -527,16 +530,18 @@ class ForwardBackward:
         """
         context, samples = self.context, batch.size // each
         padding = None if padding is None else padding[::each]
-        if not context.policy.fused:
-            return PlainBackend(context, samples, padding)
-        kinds = {(p.is_cuda, p.dtype): p for p in self.capture.parameters}
-        if not all(available(p.device, p.dtype) for p in kinds.values()):
+        is_fused = context.policy.fused
+        if is_fused and not all(available(*kind) for kind in self._kinds):
             say_plain(context.mode)
-            return PlainBackend(context, samples, padding)
+            is_fused = False
+        if not is_fused:
+            plans = PlainPlans(context.policy, samples)
+            return Work(context, samples, Plain(context, samples, padding), plans)
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
         if context.sharding is None and compiled:
             forecast = self._establishment.forecast(batch).of_units(each)
-        return FusedBackend(context, samples, padding, forecast)
+        fused = Fused(context, samples, padding)
+        return Work(context, samples, fused, FusedPlans(context, samples, forecast), compiled)
 
 
 def _is_refusal(error: Exception) -> bool:

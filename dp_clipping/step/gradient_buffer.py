@@ -15,6 +15,8 @@ wrapper's `no_sync`, sums stay on their rank until a backward outside of it, or 
 them.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -89,30 +91,34 @@ class GradientBuffer:
                 "optimizer.step(), or they would be used twice"
             )
 
-    def accumulate(self, one: Trainable, total: Tensor | None) -> None:
-        """Adds a clipped sum to `.grad` in float32 (float64) and sends it; None means zeros."""
-        parameter, shape, dtype = one.parameter, one.shape, one.sum_dtype
-        if total is None:
-            total = torch.zeros(shape, dtype=dtype, device=parameter.device)
-        elif total.shape != shape or total.dtype != dtype:
-            total = total.to(dtype).view(shape)
-        if self.context.sums is not None:
-            self.context.sums.accumulate(parameter, total)
-            return
-        if parameter.grad is None:
-            parameter.grad = total
-        else:
-            if self.wrapper is not None:
-                self.wrapper.before_gradient(parameter)
-            parameter.grad.add_(total)
-        if self.wrapper is not None:
-            self.wrapper.gradient_ready(parameter)
+    def accumulate(self, sums: Iterable[tuple[Trainable, Tensor | None]]) -> None:
+        """Adds clipped sums to `.grad` in float32 (float64) and sends them; None means zeros."""
+        shards, wrapper = self.context.sums, self.wrapper
+        for one, total in sums:
+            parameter, shape, dtype = one.parameter, one.shape, one.sum_dtype
+            if total is None:
+                total = torch.zeros(shape, dtype=dtype, device=parameter.device)
+            elif total.shape != shape or total.dtype != dtype:
+                total = total.to(dtype).view(shape)
+            if shards is not None:
+                shards.accumulate(parameter, total)
+            elif parameter.grad is None:
+                parameter.grad = total
+            else:
+                if wrapper is not None:
+                    wrapper.before_gradient(parameter)
+                parameter.grad.add_(total)
+            if wrapper is not None:
+                wrapper.gradient_ready(parameter)
 
     def accumulate_zeros(self) -> None:
         """Adds zeros for all parameters."""
         # Backwards, as a backward would: rank 0's first order becomes that of the buckets.
-        for one in reversed(self.capture.trained):
-            self.accumulate(one, None)
+        self.accumulate([(one, None) for one in reversed(self.capture.trained)])
+
+    def accumulate_zeros_of(self, sums: Iterable[tuple[Trainable, Tensor | None]]) -> None:
+        """Adds zeros for the same parameters in place of their sums."""
+        self.accumulate([(one, None) for one, _ in sums])
 
     def end_backward(self) -> None:
         """Records whether sums stay on this rank; called where `no_sync` still holds."""

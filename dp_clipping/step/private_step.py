@@ -11,36 +11,30 @@ In a profiler's trace these are `norm_pass`, `clip_coefficients` and `weighted_s
 Bookkeeping modes keep what layers deliver and sum it afterwards: one backward. Two-pass modes keep
 nothing and run backward a second time. Neither computes a non-private weight gradient.
 
-Layers call `PrivateStep`, which runs the phases. Its backend, `plain_backend` or `fused.backend`,
-computes norms and sums.
+Layers call `PrivateStep`, which runs the phases. `work` decides when norms and sums are formed.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.capture.checks.kept import Kept, changed_in_place
+from dp_clipping.capture.checks.kept import changed_in_place
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
-from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.handle import LayerState, Site
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.projection import gradients_of
-from dp_clipping.layers.recorder import LayerPlanner, Trainable
+from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import Slice
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.step.step_norms import StepNorms
 from dp_clipping.torch_compat import VERSION, flush_ready_nodes, gradients_at
-
-Accumulate = Callable[[Trainable, Tensor | None], None]
-
 
 IN_FORWARD = (
     "the network's forward calls backward(), or it differentiates what this layer computes and did "
@@ -56,6 +50,9 @@ OF_SOMETHING_ELSE = (
 )
 
 
+Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
+
+
 class Stage(Enum):
     """Selects what a backward does with per-sample gradients that arrive."""
 
@@ -63,100 +60,6 @@ class Stage(Enum):
     IDLE = auto()
     NORMS = auto()
     SUMS = auto()
-
-
-class Plans(LayerPlanner, Protocol):
-    """Plans how each layer of one step is handled."""
-
-    def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
-        """Returns a layer's slots in a compiled region; None: one for each parameter."""
-        ...
-
-    def foresaw_too_much(self) -> bool:
-        """Returns whether a compiled forward has saved so little that the plan is another one."""
-        ...
-
-
-class Sums(Protocol):
-    """Forms clipped sums of a step once its coefficients are known."""
-
-    def begin(self) -> None:
-        """Begins the sums, before the second backward if there is one."""
-        ...
-
-    def second_triggers(self, randomness: Randomness) -> list[Tensor]:
-        """Returns the tensors that the second backward has to reach."""
-        ...
-
-    def has_taken(self, parameter: Trainable) -> bool:
-        """Returns whether this parameter's sum needs no second backward."""
-        ...
-
-    def emit(self, parameter: Trainable, saved: Any) -> None:
-        """Takes a gradient, or its factors, of the second backward."""
-        ...
-
-    def end(self) -> None:
-        """Forms all sums that are left."""
-        ...
-
-
-class Backend(Protocol):
-    """Takes the norms of one step and turns them into coefficients: one object per step.
-
-    Attributes:
-        fused: whether it runs on kernels; then `normalized` and `counted` are called.
-        kept: the versions of what is kept; compared before norms and sums are formed of it.
-        plans: how each layer is handled.
-        norms: the norms of the parameters so far.
-        sums: forms the clipped sums; another object after `forget`.
-        runs_twice: whether a second backward follows the clipping; known after `begin`.
-    """
-
-    fused: bool
-    kept: Kept
-    norms: StepNorms
-
-    @property
-    def plans(self) -> Plans: ...
-
-    @property
-    def sums(self) -> Sums: ...
-
-    @property
-    def runs_twice(self) -> bool: ...
-
-    def begin(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> None:
-        """Prepares for a backward; sums will go to `accumulate`."""
-        ...
-
-    def in_backward(self) -> AbstractContextManager:
-        """Returns a context for each of the backwards."""
-        ...
-
-    def dense(self, parameter: Trainable, gradients: Tensor, own: Tensor | None = None) -> None:
-        """Takes G [B, *parameter], and its squared norms [B] if they came with it."""
-        ...
-
-    def factors(self, parameter: Trainable, factors: Any) -> None:
-        """Takes the factors of G."""
-        ...
-
-    def normalized(self, weight: Trainable | None, bias: Trainable | None, use: Any) -> None:
-        """Takes the factors of a norm layer's gradients; called if the backend is `fused`."""
-        ...
-
-    def counted(self, parameter: Trainable, count: Tensor) -> None:
-        """Takes how often compiled code has used a weight [1]; called if the backend is `fused`."""
-        ...
-
-    def clip(self) -> BatchNorms:
-        """Turns norms into coefficients."""
-        ...
-
-    def forget(self) -> None:
-        """Drops the state of one backward."""
-        ...
 
 
 class PrivateStep:
@@ -169,7 +72,7 @@ class PrivateStep:
     Args:
         context: what all steps of the model have in common.
         rows: number of rows in the batch that the network gets.
-        backend: takes norms and forms sums.
+        work: takes norms and forms sums: a `sums.work.Work`.
         real: how many of the rows are examples or fill, the first ones; None: all are.
         examples_per_unit: k; so many rows, side by side, are one sample of the step.
         fill: [B] bool, True for rows that fill up a sample, or are padding; None: no sample has
@@ -190,14 +93,14 @@ class PrivateStep:
     """
 
     def __init__(
-        self, context: StepContext, rows: int, backend: Backend, real: int | None = None,
+        self, context: StepContext, rows: int, work: Any, real: int | None = None,
         examples_per_unit: int = 1, fill: Tensor | None = None, is_compiled: bool = False,
     ):  # fmt: skip
-        self.context, self.rows, self.backend = context, rows, backend
+        self.context, self.rows, self.work = context, rows, work
         self.examples_per_unit, self.fill = examples_per_unit, fill
         self.batch_size = rows // examples_per_unit
         self.real = rows if real is None else real
-        self.capture, self.plans = context.capture, backend.plans
+        self.capture, self.plans, self.fused = context.capture, work.plans, work.arithmetic.fused
         self.policy: Policy = context.policy
         self.is_empty = self.is_through = False
         self.leaves: dict[Parameter, Tensor] = {}
@@ -206,6 +109,8 @@ class PrivateStep:
         self.padding: Tensor | None = None
         self.slices: Sequence[Slice | None] = ()
         self.is_compiled = is_compiled
+        is_whole = not is_compiled and context.sharding is None
+        self.is_plain = is_whole and not self.policy.dense_always
         self._stage = Stage.FORWARD
         self._seen: set[Trainable] = set()  # in the backward under way
         self._slots: dict[Trainable, Tensor] = {}
@@ -229,10 +134,6 @@ class PrivateStep:
         self._joins.clear()
 
     # ---- called by layers in forward ------------------------------------------------------------
-
-    @property
-    def fused(self) -> bool:
-        return self.backend.fused
 
     @property
     def without_loss(self) -> Tensor | None:
@@ -271,23 +172,41 @@ class PrivateStep:
 
     # ---- called by layers in backward -----------------------------------------------------------
 
+    def take(
+        self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
+    ) -> None:
+        """Takes what the only use of parameters has left; see `layers.recorder`.
+
+        Raises:
+            RuntimeError: the norm would miss something.
+        """
+        stage, seen = self._stage, self._seen
+        if stage is not Stage.NORMS:
+            if stage is not Stage.SUMS:
+                self._refuse_outside(records[0])
+            elif self.work.taken.issuperset(records):
+                return
+        if not seen.isdisjoint(records):
+            raise RuntimeError(
+                f"{records[0].name} was used more often in this step than in the "
+                "first one, so its norm would miss the cross terms: call "
+                "model.reset_batch_layouts() before a forward that differs"
+            )
+        seen.update(records)
+        self.work.take(kind, records, value, tensors)
+
     def dense(self, parameter: Trainable, gradients: Tensor, own: Tensor | None = None) -> None:
         """Takes G [B, *parameter], summed over the parameter's uses; `own`: its squared norms."""
-        if not self._is_new(parameter, gradients):
-            return
-        if self._stage is Stage.SUMS:
-            self.backend.sums.emit(parameter, gradients)
-        else:
-            self.backend.dense(parameter, gradients, own)
+        self.take(DENSE, (parameter,), (gradients, own), (gradients,))
 
     def factors(self, parameter: Trainable, factors: Any) -> None:
         """Takes the factors of G of the parameter's only use."""
-        if not self._is_new(parameter, factors):
-            return
-        if self._stage is Stage.SUMS:
-            self.backend.sums.emit(parameter, factors)
+        if isinstance(factors, LinearFactors):
+            y, a = factors.y, factors.a
+            site = Site(parameter, None, transposed=factors.transposed)
+            self.take(LINEAR, (parameter,), (y, a, site), (y, a))
         else:
-            self.backend.factors(parameter, factors)
+            self.take(FACTORS, (parameter,), factors, factors.held(factors))
 
     def join_factors(self, parameter: Trainable, factors: LinearFactors) -> None:
         """Takes the factors of one use of a weight that has several."""
@@ -308,15 +227,9 @@ class PrivateStep:
         else:
             self.factors(parameter, factors)
 
-    def normalized(self, weight: Trainable | None, bias: Trainable | None, use: Any) -> None:
-        """Takes the factors of a normalisation's only use; None for a frozen parameter."""
-        own = [p for p in (weight, bias) if p is not None]
-        if all([self._is_new(parameter, use) for parameter in own]):
-            self.backend.normalized(weight, bias, use)
-
     def counted(self, parameter: Trainable, count: Tensor) -> None:
         """Takes how often compiled code has used a weight [1]; called before its gradient."""
-        self.backend.counted(parameter, count)
+        self.work.arithmetic.counts[parameter] = count
 
     def _refuse_outside(self, parameter: Trainable) -> None:
         """Raises RuntimeError if a gradient arrives that is not of the step's own backward."""
@@ -327,31 +240,6 @@ class PrivateStep:
         if self._stage is Stage.IDLE:
             raise RuntimeError(f"{parameter.name}: {OF_SOMETHING_ELSE}")
 
-    def _is_new(self, parameter: Trainable, arrived: Any) -> bool:
-        """Returns whether a gradient that arrives is to be used, and notes its versions.
-
-        Raises:
-            RuntimeError: the norm would miss something.
-        """
-        if self._stage is Stage.SUMS and self.backend.sums.has_taken(parameter):
-            return False
-        if self._stage not in (Stage.NORMS, Stage.SUMS):
-            self._refuse_outside(parameter)
-        if parameter in self._seen:
-            raise RuntimeError(
-                f"{parameter.name} was used more often in this step than in the "
-                "first one, so its norm would miss the cross terms: call "
-                "model.reset_batch_layouts() before a forward that differs"
-            )
-        self._seen.add(parameter)
-        kept = self.backend.kept
-        if kept.reads_values:
-            kept.note_arrival(parameter, arrived)
-        else:
-            held = (arrived,) if isinstance(arrived, Tensor) else arrived.held(arrived)
-            kept.versions[parameter] = tuple(map(VERSION, held))
-        return True
-
     # ---- the step -------------------------------------------------------------------------------
 
     def backward(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> BatchNorms:
@@ -360,37 +248,36 @@ class PrivateStep:
         Args:
             losses: one per row.
             clip_norms: [K], the threshold of each group.
-            accumulate: called once for each trainable parameter with Σ_i c_i G_i in float32
-                (float64), or None for a parameter that this backward did not reach.
+            accumulate: called with pairs of a trainable parameter's record and Σ_i c_i G_i in
+                float32 (float64), or None for a parameter that this backward did not reach; once
+                for each parameter.
 
         Returns:
             Unclipped norms of the real samples, of the parameters' accumulation dtype.
         """
-        timer, capture, backend = self.context.timer, self.capture, self.backend
-        hand_over = timer.around("hand_over", accumulate)
+        timer, capture, work = self.context.timer, self.capture, self.work
+        hand_over = timer.around_each("hand_over", accumulate)
         device = capture.trigger.device
         guard = torch.cuda.device(device) if device.type == "cuda" else NOTHING
         if self.fill is not None:
             losses = losses.masked_fill(self.fill, 0)
         try:
             self._stage = Stage.NORMS
-            backend.begin(losses, clip_norms, hand_over)
-            randomness = Randomness(capture.trigger) if backend.runs_twice else None
+            work.begin(losses, clip_norms, hand_over)
+            randomness = Randomness(capture.trigger) if work.runs_twice else None
             with capture.attached(self), guard:
                 with timer.phase("norm_pass"):
                     triggers = [one.trigger for one in capture.trained]
-                    self._run_backward(losses, triggers, retain_graph=backend.runs_twice)
+                    self._run_backward(losses, triggers, retain_graph=work.runs_twice)
                 with timer.phase("clip_coefficients"):
-                    found = backend.clip()
+                    found = work.clip()
                     samples = self.real // self.examples_per_unit
                     found = found.first(samples) if self.padding is None else found
                 with timer.phase("weighted_sum"):
                     self._sum(losses, randomness)
             if len(self._seen) < len(capture.trained):
-                for parameter in capture.trained:
-                    if parameter not in self._seen:
-                        hand_over(parameter, None)
-            timer.note_norms(backend.norms.own_squares, found.squared)
+                hand_over([(one, None) for one in capture.trained if one not in self._seen])
+            timer.note_norms(work.norms.own_squares, found.squared)
             return found
         except BaseException:
             timer.abandon()
@@ -399,19 +286,19 @@ class PrivateStep:
             self._stage = Stage.IDLE
             self._seen = set()
             self._parts.clear()
-            backend.forget()
+            work.forget()
 
     def _sum(self, losses: Tensor, randomness: Randomness | None) -> None:
         """Forms the sums. `randomness`: of the first backward, if there is a second."""
-        self._stage, sums = Stage.SUMS, self.backend.sums
-        sums.begin()
+        self._stage, work = Stage.SUMS, self.work
+        work.begin_sums()
         if randomness is not None:
             first, self._seen = self._seen, set()
-            triggers = sums.second_triggers(randomness)
+            triggers = work.second_triggers(randomness)
             with randomness.again(), self.context.timer.part("second_backward"):
                 self._run_backward(losses, triggers, retain_graph=False)
             self._seen |= first  # the second one may go less deep
-        sums.end()
+        work.end_sums()
 
     def _run_backward(self, losses: Tensor, triggers: list[Tensor], retain_graph: bool) -> None:
         """Runs backward as far as the triggers' uses. No parameter may be reached in another way.
@@ -422,7 +309,7 @@ class PrivateStep:
         parameters = list(self.capture.parameters)
         leaves = {p: x for p, x in self.leaves.items() if x is not p and x.requires_grad}
         sharding = self.context.sharding
-        with self.backend.in_backward():
+        with self.work.in_backward():
             with (
                 NOTHING if sharding is None else sharding.backward(),
                 torch.autograd.set_multithreading_enabled(False),

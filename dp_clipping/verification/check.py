@@ -4,7 +4,7 @@ The private side is a step's forward and backward as in training: its mode, clip
 thresholds and clipping function. The other side is the definition: see one_by_one.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -102,8 +102,8 @@ class Stage(nn.Module):
         self.batch = batch
         return outputs
 
-    def _take(self, one: Trainable, total: Tensor | None) -> None:
-        self.sums[one.parameter] = total
+    def _take(self, sums: Iterable[tuple[Trainable, Tensor | None]]) -> None:
+        self.sums.update({one.parameter: total for one, total in sums})
 
     def private_backward(self, private_step: Any, losses: Tensor) -> None:
         if private_step is not self.step_state.pending:

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import norm
 
 from dp_clipping.sampling import poisson as sampling
-from dp_clipping.step import plain_backend
+from dp_clipping.step.sums import plain
 from tests.dp_clipping.conftest import MODES
 from tests.support.audit import (
     DELTA,
@@ -72,7 +72,7 @@ def without_clipping(monkeypatch):
     def coefficients(squared_bounds, clip_norms, *_):
         return torch.ones_like(squared_bounds)
 
-    monkeypatch.setattr(plain_backend, "coefficients", coefficients)
+    monkeypatch.setattr(plain, "coefficients", coefficients)
 
 
 def noise_times(factor):
@@ -84,7 +84,7 @@ def noise_times(factor):
 
 def norms_summed_over_ranks(monkeypatch):
     """Eight ranks, a sample of each experiment on each; an experiment's samples share a slot."""
-    right = plain_backend.coefficients
+    right = plain.coefficients
 
     def broken(optimizer, samples):
         def coefficients(squared_bounds, *rest):
@@ -92,7 +92,7 @@ def norms_summed_over_ranks(monkeypatch):
             slots.index_add_(1, samples.experiments, squared_bounds)
             return right(slots[:, samples.experiments], *rest)
 
-        monkeypatch.setattr(plain_backend, "coefficients", coefficients)
+        monkeypatch.setattr(plain, "coefficients", coefficients)
 
     return broken
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer
 from dp_clipping.noise import sources
 from dp_clipping.profiling.profile import SWITCH
-from dp_clipping.step import plain_backend, private_step
+from dp_clipping.step import private_step
+from dp_clipping.step.sums import plain
 from experiments.verify_correctness import __main__ as command
 from experiments.verify_correctness import cases as cases_module
 from experiments.verify_correctness import findings as findings_module
@@ -133,8 +133,8 @@ def test_profiling_shows_the_phases_of_each_mode(capsys, monkeypatch):
 
 
 def scale_coefficients(monkeypatch, factor: float) -> None:
-    right = plain_backend.coefficients
-    monkeypatch.setattr(plain_backend, "coefficients", lambda *a: right(*a) * factor)
+    right = plain.coefficients
+    monkeypatch.setattr(plain, "coefficients", lambda *a: right(*a) * factor)
 
 
 def too_large(monkeypatch):
@@ -149,20 +149,19 @@ def too_small(monkeypatch):
 
 def miss_a_parameter(monkeypatch):
     """Of the first one that comes, the last layer's."""
-    update = Norms.update
+    right = Norms.add_rows
 
-    def without_the_first(self, norms):
-        first = next(iter(norms))
-        nothing = replace(norms[first], squared=0 * norms[first].squared)
-        update(self, norms | {first: nothing})
+    def without_the_first(self, records, squares, *rest):
+        squares = squares if len(self) else torch.cat((0 * squares[:1], squares[1:]))
+        right(self, records, squares, *rest)
 
-    monkeypatch.setattr(Norms, "update", without_the_first)
+    monkeypatch.setattr(Norms, "add_rows", without_the_first)
     return "one sample adds 1."
 
 
 def forget_half_of_a_sum(monkeypatch):
-    right = plain_backend.weighted_sum
-    monkeypatch.setattr(plain_backend, "weighted_sum", lambda *a: right(*a) * 0.5)
+    right = plain.weighted_sum
+    monkeypatch.setattr(plain, "weighted_sum", lambda *a: right(*a) * 0.5)
     return "the clipped gradient of"
 
 
@@ -355,7 +354,7 @@ def test_under_torchrun():
 
 BROKEN = """
 import sys
-import dp_clipping.step.plain_backend as backend
+import dp_clipping.step.sums.plain as backend
 from experiments.verify_correctness.__main__ import main
 from experiments.verify_correctness import run as run_module
 import lm.launch

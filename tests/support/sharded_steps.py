@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.model import PrivateModel
-from dp_clipping.step.plain_backend import PlainBackend
 from dp_clipping.step.state import BatchNorms
+from dp_clipping.step.sums.plain import Plain
 from dp_clipping.verification import reference as oracle
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, private_loss
@@ -322,14 +323,14 @@ class Counted(TorchDispatchMode):
 def norm_passes(counted: Counted) -> Iterator[list[int]]:
     """How much has been reduced when coefficients are known, of each backward inside."""
     found: list[int] = []
-    clip = PlainBackend.clip
+    clip = Plain.clip
 
-    def clipping(backend: PlainBackend) -> BatchNorms:
+    def clipping(*args: Any) -> BatchNorms:
         found.append(counted.reductions)
-        return clip(backend)
+        return clip(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlainBackend, "clip", clipping)
+        patch.setattr(Plain, "clip", clipping)
         yield found
 
 

@@ -8,8 +8,7 @@ are noted on arrival, and compared before norms and before sums are formed.
 of a batch are checked, values are noted and compared too, also between two backwards.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -21,14 +20,10 @@ from dp_clipping.torch_compat import VERSION
 
 
 class Kept:
-    """Versions, and in some steps values, of the tensors that one step keeps.
-
-    What is kept for a parameter is G, or an object of factors. That has a function `held` from
-    itself to its tensors.
+    """Refuses other versions, and in some steps other values, of the tensors that one step keeps.
 
     Attributes:
-        versions: parameter -> those that were noted.
-        reads_values: values are noted too.
+        reads_values: values are noted and compared too.
     """
 
     def __init__(self) -> None:
@@ -37,36 +32,31 @@ class Kept:
 
     def forget(self) -> None:
         """Forgets what was noted."""
-        self.versions: dict[Trainable, tuple[int, ...]] = {}
         self._values: dict[Trainable, list[Summary]] = {}
-        self._arrived: dict[Trainable, tuple[type, list[Summary]]] = {}
+        self._arrived: dict[Trainable, tuple[str, list[Summary]]] = {}
 
-    def note_all(self, found: Mapping[Trainable, Any]) -> None:
-        """Notes what is kept for parameters from now on."""
-        for parameter, one in found.items():
-            held = (one,) if isinstance(one, Tensor) else one.held(one)
-            self.versions[parameter] = tuple(map(VERSION, held))
-            if self.reads_values:
-                self._values[parameter] = _values_of(held)
+    def note(self, record: Trainable, tensors: Iterable[Tensor]) -> None:
+        """Notes the values of what is kept for a parameter from now on."""
+        self._values[record] = _values_of(tensors)
 
-    def note_arrival(self, parameter: Trainable, one: Any) -> None:
-        """Notes what arrives in a step in which values are read.
+    def note_arrival(self, record: Trainable, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Notes the values of what arrives.
 
         Raises:
             RuntimeError: a second backward computes other values than the first one.
         """
-        self.note_all({parameter: one})
-        found = type(one), self._values[parameter]
-        first = self._arrived.setdefault(parameter, found)
+        self.note(record, tensors)
+        found = kind, self._values[record]
+        first = self._arrived.setdefault(record, found)
         if first is not found and self._is_other(*first, found[1]):
             raise RuntimeError(
-                f"{parameter.name}: its layer got other output gradients, or other inputs, "
+                f"{record.name}: its layer got other output gradients, or other inputs, "
                 "in the second backward of this mode than in the first one, of which the norms "
                 "are: let no hook and no backward of a torch.autograd.Function depend on how often "
                 'it runs, or give grad_sample_mode="bookkeeping", which runs one backward'
             )
 
-    def _is_other(self, kind: type, first: list[Summary], second: list[Summary]) -> bool:
+    def _is_other(self, kind: str, first: list[Summary], second: list[Summary]) -> bool:
         """Returns whether a second backward brings other values; the host waits.
 
         A gradient that is rounding alone, as that of a key's bias, need not repeat itself. So what
@@ -83,21 +73,23 @@ class Kept:
                 return True
         return False
 
-    def check(self, kept: Iterable[tuple[Trainable, Any]]) -> None:
-        """Raises RuntimeError if a tensor has changed since it was noted."""
-        pairs = list(kept)
-        changed = [
-            p for p, one in pairs
-            if self.versions[p]
-            != tuple(map(VERSION, (one,) if isinstance(one, Tensor) else one.held(one)))
-        ]  # fmt: skip
-        if self.reads_values and not changed:
-            changed = [p for p, one in pairs if self._has_changed(p, one)]
-        if changed:
-            raise changed_in_place(dict.fromkeys(p.name for p in changed))
+    def refuse_changed(
+        self, noted: Iterable[tuple[tuple[Trainable, ...], tuple[Tensor, ...], tuple[int, ...]]]
+    ) -> None:
+        """Raises RuntimeError if a tensor has changed since it was noted.
 
-    def _has_changed(self, parameter: Trainable, one: Any) -> bool:
-        return _are_others(self._values[parameter], _values_of(_tensors_of(one)))
+        Args:
+            noted: parameters, the tensors of what is kept for them, and their versions then.
+        """
+        changed = [own for own, tensors, then in noted if then != tuple(map(VERSION, tensors))]
+        if self.reads_values and not changed:
+            changed = [own for own, tensors, _ in noted if self._has_changed(own[0], tensors)]
+        if changed:
+            raise changed_in_place(dict.fromkeys(own[0].name for own in changed))
+
+    def _has_changed(self, record: Trainable, tensors: Iterable[Tensor]) -> bool:
+        before = self._values.get(record)  # of what a layer leaves for two, the first has them
+        return before is not None and _are_others(before, _values_of(tensors))
 
 
 def changed_in_place(names: Iterable[str]) -> RuntimeError:
@@ -108,10 +100,6 @@ def changed_in_place(names: Iterable[str]) -> RuntimeError:
         "its norm: in a hook, or in the backward of a torch.autograd.Function on another branch, "
         "return a new tensor, as return gradient * 2 in place of return gradient.mul_(2)"
     )
-
-
-def _tensors_of(one: Any) -> tuple[Tensor, ...]:
-    return (one,) if isinstance(one, Tensor) else one.held(one)
 
 
 def _values_of(tensors: Iterable[Tensor]) -> list[Summary]:

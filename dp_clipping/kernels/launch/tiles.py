@@ -138,11 +138,6 @@ _kept_table_on = lru_cache(maxsize=4096)(table_on)
 # ---- launches and tiles -------------------------------------------------------------------------
 
 
-def stream_on(device: torch.device) -> int:
-    """Returns the address of the current stream, in a tenth of the time of PyTorch's object."""
-    return triton.runtime.driver.active.get_current_stream(device.index)
-
-
 def tile_of(size: int | None, *dtypes: torch.dtype) -> Tile | None:
     """Returns a square tile for operands of these dtypes; None: the kernels' own choice.
 

@@ -243,7 +243,8 @@ class Use:
             shape = (handle.private_step.batch_size, tokens * handle.examples_per_unit)
             a = torch.empty(*shape, weight.shape[1], dtype=dtype, device="meta")
             if not handle.keeps_dense(a, weight, name):
-                handle.private_step.plans.will_use(handle.parameter(name), a, weight.shape[0])
+                call = (handle.parameter(name), a.shape, dtype, weight.shape[0])
+                handle.private_step.plans.calls.append(call)
                 return Target(*handle.factor_target(name), takes_factors=True)
         is_one = handle.examples_per_unit == 1
         if not (self.arithmetic.forms_gradients or handle.keeps_dense()) and is_one:

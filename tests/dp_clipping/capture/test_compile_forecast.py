@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster, refuse_repeated
 from dp_clipping.capture.layout_search import Search
-from dp_clipping.clipping.norms import Norm
+from dp_clipping.clipping.norms import Norm, Norms
 from dp_clipping.planning.cost_model import LinearShape
 from tests.dp_clipping.conftest import Unseen, private
 from tests.support import zoo
@@ -61,7 +61,9 @@ def test_weights_that_are_used_twice_are_left_out():
 def test_a_weight_that_was_used_twice_leaves_all_samples_out():
     one, other = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
     for counts, finite in (((1.0, 1.0), True), ((1.0, 2.0), False)):
-        norms = {one: Norm(torch.ones(3)), other: Norm(torch.ones(3))}
+        norms = Norms(1, torch.zeros(3))
+        norms.add(one, Norm(torch.ones(3)))
+        norms.add(other, Norm(torch.ones(3)))
         tables = {p: torch.tensor([c]) for p, c in zip((one, other), counts, strict=True)}
         refuse_repeated(norms, tables, [one, other])
-        assert bool(norms[one].squared.isfinite().all()) is finite
+        assert bool(norms.squared().isfinite().all()) is finite

@@ -167,11 +167,12 @@ def fails_between_two_sums(pair: Beside, rank: int) -> None:
     """Not between the same two on each rank."""
     accumulate, left = pair.model.gradient_buffer.accumulate, [3 + 4 * rank]
 
-    def receive_some(parameter, total):
-        left[0] -= 1
-        if left[0] < 0:
-            raise_arithmetic_error(total)
-        accumulate(parameter, total)
+    def receive_some(sums):
+        for one in sums:
+            left[0] -= 1
+            if left[0] < 0:
+                raise_arithmetic_error(one)
+            accumulate([one])
 
     pair.model.gradient_buffer.accumulate = receive_some
     with pytest.raises(ArithmeticError):
@@ -262,9 +263,10 @@ def streamed(context: Context, variant: str, mode: str) -> None:
         pair = Beside(replica, variant, mode, dtype=torch.bfloat16, tolerance=3e-2)
         model, accumulate = pair.model, pair.model.gradient_buffer.accumulate
 
-        def marked(parameter, total):
-            group.mark("sum", parameter.name)
-            accumulate(parameter, total)
+        def marked(sums):
+            for record, total in sums:
+                group.mark("sum", record.name)
+                accumulate([(record, total)])
 
         model.gradient_buffer.accumulate = marked
         numel = sum(p.numel() for p in model.capture.parameters)

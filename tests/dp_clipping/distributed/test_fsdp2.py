@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dp_clipping.distributed.detect import sharding_of
+from dp_clipping.layers.recorder import LINEAR
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.step.fused import backend as fused
-from dp_clipping.step.fused import launch_schedule as pace
+from dp_clipping.step.sums import work
 from dp_clipping.verification import reference as oracle
 from lm.parallel import parallelize
 from lm.rank_pool import Context
@@ -259,13 +259,10 @@ def fused_steps(context: Context, cases: list[tuple]) -> None:
         with ExitStack() as stack:
             most = [0]
             if when == "each":
-                stack.enter_context(patch.object(pace, "UNIT_BYTES", 0))
+                stack.enter_context(patch.object(work, "UNIT_BYTES", 0))
             if when == "crowded" and context.rank == 1:
-                stack.enter_context(patch.object(pace, "PENDING_BYTES", 0))
-                stack.enter_context(
-                    patch.object(pace.LaunchSchedule, "_has_room", full(most, model))
-                )
-            waiting = stack.enter_context(patch.object(fused.FusedBackend, "_wait_for", noted()))
+                stack.enter_context(patch.object(work, "PENDING_BYTES", 0))
+                stack.enter_context(patch.object(work.Work, "_has_room", full(most, model)))
             one_step(model, oracle.pick(batch, own), zoo.cross_entropy)
         if how == "fsdp2":
             units = len(model.sharding.units)
@@ -273,13 +270,6 @@ def fused_steps(context: Context, cases: list[tuple]) -> None:
             fewest = units if when == "each" else 1
             assert fewest * leave <= len(left_in_backward) <= units * leave
             assert most[0] <= 1  # layers that wait where there is no room
-            if mode == "flash_bookkeeping" and clipping == "per_layer":
-                # Not with the bytes of its sum, which stays as long if it is formed at once.
-                sizes = {p.name: size for p, size in waiting.sizes.items()}
-                up = model.network.blocks[0].feed_forward.up.weight.shape
-                samples = len(batch[0][mine])
-                factors, whole_ones = 4 * samples * 6 * sum(up), 4 * samples * up.numel()
-                assert sizes["blocks.0.feed_forward.up.weight"] in (factors, whole_ones)
         assert "predicted ms" in model.plan_table()  # a fused session it was
         torch.testing.assert_close(
             model.per_sample_gradient_norms.double(), norms[own], rtol=2e-5, atol=0
@@ -292,24 +282,12 @@ def fused_steps(context: Context, cases: list[tuple]) -> None:
 def full(most: list[int], model) -> Callable:
     """No more may wait: and how many linear layers do, at most."""
 
-    def has_room(pace) -> bool:
-        backend = model.step_state.pending.backend
-        most[0] = max(most[0], len(backend.queue.linear), len(backend.sums))
+    def has_room(_) -> bool:
+        waiting = model.step_state.pending.work.waiting
+        most[0] = max(most[0], sum(left.kind == LINEAR for left in waiting))
         return False
 
     return has_room
-
-
-def noted() -> Callable:
-    """`_wait_for`, with what each parameter waits with at `sizes`."""
-    wait_for = fused.FusedBackend._wait_for
-
-    def noting(backend, parameter, size):
-        noting.sizes[parameter] = size
-        wait_for(backend, parameter, size)
-
-    noting.sizes = {}
-    return noting
 
 
 def note_departures(model) -> list[int]:
@@ -317,7 +295,7 @@ def note_departures(model) -> list[int]:
     left, launch = [], model.step_context.sums._launch
 
     def noted(parameters, totals):
-        if model.step_state.pending.backend.sums.is_in_backward:
+        if model.step_state.pending.work._is_in_backward:
             left.append(len(parameters))
         launch(parameters, totals)
 

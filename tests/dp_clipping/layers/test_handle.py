@@ -122,17 +122,16 @@ def test_every_sample_has_its_own_rows(state, layout, right, wrong):
         check_size(torch.zeros(wrong), layout, state, 4)
 
 
-def test_which_uses_keep_per_sample_gradients(state):
-    weight = torch.zeros(2, 3)
-    assert not state.keeps_dense(torch.zeros(4, 1, 3), weight)
-    assert state.keeps_dense(torch.zeros(4, 2, 3), weight)
+def test_which_uses_give_gradients_to_a_slot(state):
+    x, weight = torch.zeros(4, 2, 3), torch.zeros(2, 3)
+    assert not state.keeps_dense(x, weight)
     state.always_dense = True
-    assert state.keeps_dense(torch.zeros(4, 1, 3), weight, "weight")
+    assert state.keeps_dense(x, weight, "weight")
     state.joined = frozenset({"weight"})
-    assert not state.keeps_dense(torch.zeros(4, 2, 3), weight, "weight")
-    assert state.keeps_dense(torch.zeros(4, 1, 3), weight, "another")
+    assert not state.keeps_dense(x, weight, "weight")
+    assert state.keeps_dense(x, weight, "another")
     state.private_step.is_compiled = True
-    assert state.keeps_dense(torch.zeros(4, 1, 3), weight, "weight")
+    assert state.keeps_dense(x, weight, "weight")
 
 
 def test_operands_are_those_of_autocast():

@@ -20,8 +20,8 @@ pytest.importorskip("triton")
 
 from dp_clipping.planning import plan
 from dp_clipping.planning.cost_model import predict
-from dp_clipping.step.fused.launch_schedule import LaunchSchedule
 from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step.sums.layer_plans import FusedPlans
 from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import (
     assert_close,
@@ -192,7 +192,7 @@ def a_forward_that_saves_little_is_planned_again() -> None:
     for saved in (0, 1 << 30, 1):
         network, plain = zoo.seeded(Dropping), zoo.seeded(Dropping)
         model, drawn[saved], plain.rate = compiled(network), [], 0.0
-        held = patch.object(LaunchSchedule, "saved", property(lambda self, saved=saved: saved))
+        held = patch.object(FusedPlans, "_saved", property(lambda self, saved=saved: saved))
         with patch.object(plan, "predict", fast), held:
             for step in range(2):
                 torch.manual_seed(step)

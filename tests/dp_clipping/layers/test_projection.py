@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.projection import Dense, Factors
+from dp_clipping.layers.projection import Dense
 
 B, T, P, D = 3, 4, 5, 6
 
@@ -36,21 +35,6 @@ def test_dense(operands, transposed):
     weights, biases, inputs = expected(x, weight, gy)
     torch.testing.assert_close(g.mT if transposed else g, weights)
     torch.testing.assert_close(g_bias, biases)
-    torch.testing.assert_close(gx, inputs)
-
-
-def test_factors_are_handed_over(operands):
-    x, weight, bias, gy = operands
-    given, biases = [], []
-    trigger = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    rest = (weight, bias, B, given.append, Layout("dimension", 1), False, biases.append)
-    y = Factors.apply(x, trigger, trigger, rest)
-    gx, nothing = torch.autograd.grad(y, (x, trigger), gy, allow_unused=True)
-    assert nothing is None
-    (factors,) = given
-    weights, sums, inputs = expected(x, weight, gy)
-    torch.testing.assert_close(factors.dense(), weights)
-    torch.testing.assert_close(biases[0], sums)
     torch.testing.assert_close(gx, inputs)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from dp_clipping.step.plain_backend import PlainBackend
+from dp_clipping.step.sums.plain import Plain
 from dp_clipping.verification import reference as oracle
 from lm.parallel import DATA, TENSOR, parallelize
 from lm.rank_pool import Context
@@ -37,22 +38,19 @@ def tensor_mesh(context: Context) -> DeviceMesh:
 @contextmanager
 def recorded(found: dict[str, Tensor]) -> Iterator[None]:
     """Inside, G of every parameter is also put here, whichever way it is handed over."""
-    dense, factors = PlainBackend.dense, PlainBackend.factors
+    right = Plain._each
 
-    def see_dense(self, parameter, gradients, own=None):
-        found[parameter.name] = gradients.clone()
-        dense(self, parameter, gradients, own)
+    def seen(self, lefts, prefers_dense):
+        each = right(self, lefts, prefers_dense)
+        for record, value, _ in each:
+            is_dense = isinstance(value, Tensor)
+            found[record.name] = value.clone() if is_dense else value.dense()
+            if not is_dense:
+                torch.testing.assert_close(value.norm().squared, squares(value.dense()))
+        return each
 
-    def see_factors(self, parameter, saved):
-        found[parameter.name] = saved.dense()
-        torch.testing.assert_close(saved.norm().squared, squares(saved.dense()))
-        factors(self, parameter, saved)
-
-    PlainBackend.dense, PlainBackend.factors = see_dense, see_factors
-    try:
+    with patch.object(Plain, "_each", seen):
         yield
-    finally:
-        PlainBackend.dense, PlainBackend.factors = dense, factors
 
 
 def squares(gradients: Tensor) -> Tensor:

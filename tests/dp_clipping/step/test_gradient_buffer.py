@@ -19,8 +19,7 @@ def clear(buffer: GradientBuffer) -> None:
 
 def fill(buffer: GradientBuffer, value: float = 1.0) -> None:
     begin(buffer)
-    for one in buffer.capture.trained:
-        buffer.accumulate(one, torch.full(one.shape, value))
+    buffer.accumulate([(one, torch.full(one.shape, value)) for one in buffer.capture.trained])
     buffer.end_backward()
 
 
@@ -45,8 +44,7 @@ def test_what_is_applied_has_the_parameters_own_dtype(buffer, network):
 
 def test_zeros_are_sums_too(buffer, network):
     begin(buffer)
-    for one in buffer.capture.trained:
-        buffer.accumulate(one, None)
+    buffer.accumulate([(one, None) for one in buffer.capture.trained])
     buffer.end_backward()
     assert all((p.grad == 0).all() for p in network.parameters())
 

@@ -146,3 +146,31 @@ def test_a_step_does_not_wait_for_the_device(mode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_one_sample_adds_at_most_c(dtype, mode):
     assert largest_contribution("cuda", dtype, mode) <= 1 + 1e-6
+
+
+class TwoStreams(nn.Module):
+    """Its second layer runs on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            y = self.second(x)
+        torch.cuda.current_stream().wait_stream(self.side)
+        return y
+
+
+@gpu
+@needs_gpu
+def test_layers_on_two_streams_are_refused():
+    """A launch reads what layers of both have left."""
+    network = TwoStreams().cuda().train()
+    model = private(network, "flash_bookkeeping", max_grad_norm=1.0)
+    batch = torch.randn(3, 4, device="cuda"), torch.tensor([0, 1, 0], device="cuda")
+    with pytest.raises(RuntimeError, match="on several CUDA streams"):
+        private_loss(model, batch, zoo.cross_entropy).backward()

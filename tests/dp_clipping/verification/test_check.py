@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import MODES, PrivacyEngine
 from dp_clipping.capture.discovery import LayoutDiscovery
-from dp_clipping.clipping.accumulation import Weights
-from dp_clipping.step import plain_backend
-from dp_clipping.step.plain_backend import PlainSums
+from dp_clipping.step.sums import plain
+from dp_clipping.step.sums.plain import Plain
 from dp_clipping.verification import check
 from dp_clipping.verification import reference as oracle
 from dp_clipping.verification import report as check_report
@@ -399,19 +398,14 @@ def test_on_a_gpu(dtype):
 
 
 def break_sums(monkeypatch, factor: float, name: str) -> None:
-    """One parameter's coefficients are too large."""
-    hand_on = PlainSums._sum
+    """One parameter's sum is too large."""
+    right = Plain.sums
 
-    def wrong(self, parameter, saved):
-        own = self._weights
-        if parameter.name == name:
-            self._weights = [
-                Weights(w.values * factor, [factor * c for c in w.by_host]) for w in own
-            ]
-        hand_on(self, parameter, saved)
-        self._weights = own
+    def sums(self, records, values):
+        for record, total in zip(records, right(self, records, values), strict=True):
+            yield total * factor if record.name == name else total
 
-    monkeypatch.setattr(PlainSums, "_sum", wrong)
+    monkeypatch.setattr(Plain, "sums", sums)
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "ghost", "per_sample"])
@@ -427,8 +421,8 @@ def test_a_sum_that_is_two_percent_too_large(monkeypatch, mode):
 
 
 def test_coefficients_that_are_too_large(monkeypatch):
-    coefficients = plain_backend.coefficients
-    monkeypatch.setattr(plain_backend, "coefficients", lambda *a: 1.01 * coefficients(*a))
+    coefficients = plain.coefficients
+    monkeypatch.setattr(plain, "coefficients", lambda *a: 1.01 * coefficients(*a))
     report = check_mlp()
     assert not report.ok
     assert report.gradient_error == pytest.approx(0.01, rel=0.02)
@@ -439,8 +433,8 @@ def test_a_norm_without_biases(monkeypatch):
         squares = squared_norms(gradients)
         return squares if gradients.dim() > 2 else torch.zeros_like(squares)
 
-    squared_norms = plain_backend.squared_norms
-    monkeypatch.setattr(plain_backend, "squared_norms", without_vectors)
+    squared_norms = plain.squared_norms
+    monkeypatch.setattr(plain, "squared_norms", without_vectors)
     report = check_mlp(max_grad_norm=1e9)  # nothing is clipped: all sums are right
     assert not report.ok
     assert report.gradient_error < report.tolerance.gradient
@@ -452,9 +446,9 @@ def test_a_norm_without_biases(monkeypatch):
 
 def test_a_norm_of_one_group(monkeypatch):
     """What is a small part of the whole norm may be all of a group's."""
-    squared_norms = plain_backend.squared_norms
+    squared_norms = plain.squared_norms
     monkeypatch.setattr(
-        plain_backend,
+        plain,
         "squared_norms",
         lambda g: squared_norms(g) * (1.21 if g.shape[1:] == (3,) else 1),
     )
@@ -507,7 +501,7 @@ def test_a_backward_that_mixes_samples(monkeypatch):
 def test_a_bad_sample_that_is_let_in(monkeypatch):
     """Its coefficient is 0, and 0 · NaN is NaN."""
     monkeypatch.setattr(
-        plain_backend, "finite_samples", lambda bounds: torch.ones_like(bounds[0], dtype=torch.bool)
+        plain, "finite_samples", lambda bounds: torch.ones_like(bounds[0], dtype=torch.bool)
     )
     inputs, targets = mlp_batch()
     inputs[1, 0] = torch.nan

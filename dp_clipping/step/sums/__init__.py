@@ -1,0 +1,10 @@
+"""Norms, coefficients and clipped sums of one step, of what its layers leave in backward.
+
+Files:
+
+    work                  when norms and sums are formed
+    layer_plans           how each linear layer is handled
+    plain                 norms, coefficients and sums in plain PyTorch
+    fused                 the same on the kernels, with few launches
+    step_norms            norms of one backward, and their sums over ranks
+"""

@@ -1,0 +1,352 @@
+"""Norms, coefficients and sums on the fused kernels: nothing in them waits for the device.
+
+Coefficients stay on the device, and kernels do not load samples whose norm is not finite. A plan
+says how each linear layer's norm is taken (`planning.plan`). A launch serves many layers.
+
+A sample whose loss is not finite is left out of all groups that are clipped one by one. A sample
+with a norm that is not finite is left out from that launch on: the sums of groups nearer the output
+have been sent by then, each with at most its threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_clipping.capture.compile_forecast import refuse_repeated
+from dp_clipping.clipping.accumulation import SUM_ROUNDING, Weights
+from dp_clipping.clipping.coefficients import (
+    CLIPPING_FUNCTIONS,
+    MARGIN,
+    coefficients,
+    finite_samples,
+)
+from dp_clipping.clipping.norms import GRAM_ROUNDING, on_device
+from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
+from dp_clipping.kernels.gradient import gradients_and_squares
+from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
+from dp_clipping.kernels.launch.tiles import available, tile_of
+from dp_clipping.kernels.norm_layer_gradients import (
+    norm_layer_gradients,
+    norm_layer_gradients_plain,
+)
+from dp_clipping.kernels.sorted_coefficients import Coefficients
+from dp_clipping.kernels.squared_norms import squared_norms
+from dp_clipping.kernels.weighted_product import weighted_products
+from dp_clipping.kernels.weighted_sum import weighted_sums
+from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.recorder import (
+    DENSE,
+    FACTORS,
+    LINEAR,
+    NORMALIZED,
+    Left,
+    Summand,
+    Trainable,
+)
+from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE
+from dp_clipping.step.context import StepContext
+from dp_clipping.step.state import BatchNorms
+from dp_clipping.torch_compat import version_of
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Fused:
+    """The arithmetic of one batch on kernels; see `work.Arithmetic`.
+
+    Args:
+        context: what all steps of the model have in common.
+        batch_size: samples of the batch.
+        padding: [B] bool, True for rows that are padding; None: no row is.
+
+    Attributes:
+        counts: weight -> how often compiled code has used it [1].
+    """
+
+    fused = True
+
+    def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
+        self.context, self.batch_size, self.padding = context, batch_size, padding
+        self._tile_size, self._label = context.policy.tile_size, context.timer.layers
+        self.counts: dict[Trainable, Tensor] = {}
+        self._scale: Coefficients | None = None
+
+    def begin(self, losses: Tensor, clip_norms: Tensor, streams: bool) -> None:
+        self._clip_norms, self._scale = clip_norms, None
+        self.counts.clear()
+        if self.padding is None:
+            left_out = torch.zeros(self.batch_size, dtype=torch.bool, device=losses.device)
+        else:
+            left_out = self.padding.clone()
+        if streams and len(losses):  # not for a row without a sample
+            left_out |= ~losses.detach().isfinite().view(self.batch_size, -1).all(1)
+        self._left_out = left_out
+
+    # ---- norms ----------------------------------------------------------------------------------
+
+    def norms(self, lefts: list[Left], work: Any) -> None:
+        linear: dict[str, list[tuple[Trainable, Pair, Left]]]
+        linear = {INSTANTIATE: [], ACCUMULATE: [], GRAM: []}
+        vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
+        normalized, choices = [], work.plans.choices
+        for left in lefts:
+            kind, records, value = left.kind, left.records, left.value
+            if kind is LINEAR:
+                y, a, how = value
+                if y.ndim != 3 or how.layout is not None:
+                    y, a = how.tokens(y, a, self.batch_size)
+                if how.bias is not None:
+                    total = y.sum(1, dtype=torch.float32)
+                    vectors.setdefault(total.shape, []).append((how.bias, total))
+                if how.weight is not None:
+                    pair = (a, y) if how.transposed else (y, a)
+                    choice = choices.get(how.weight) or work.plans.choice_of(how.weight, pair)
+                    algorithm = choice.algorithm
+                    if choice.recomputed:
+                        work.recomputed.append(how.weight)
+                        algorithm = ACCUMULATE if algorithm == INSTANTIATE else algorithm
+                    elif algorithm != INSTANTIATE:
+                        work.kept[how.weight] = (pair, left.tensors, left.versions)
+                    linear[algorithm].append((how.weight, pair, left))
+            elif kind is NORMALIZED:
+                normalized.append(left)
+            elif kind is DENSE:
+                gradients, own = value
+                if work.keeps(gradients):
+                    work.kept[records[0]] = (gradients, left.tensors, left.versions)
+                else:
+                    work.recomputed.append(records[0])
+                if own is None and gradients.dim() == 2:
+                    key = (gradients.shape, gradients.dtype)
+                    vectors.setdefault(key, []).append((records[0], gradients))
+                    continue
+                if own is None:
+                    with self._label("norm/dense", records[0]):
+                        own = squared_norms(gradients)
+                work.found([records[0]], own[None])
+            else:
+                self._take_factors(left, work)
+        if normalized:
+            self._form_vectors(normalized, vectors, work)
+        for algorithm in (INSTANTIATE, ACCUMULATE):
+            if linear[algorithm]:
+                self._accumulate(linear[algorithm], algorithm, work)
+        if linear[GRAM]:
+            self._multiply_grams(linear[GRAM], work)
+        for mine in vectors.values():
+            alike = [record for record, _ in mine]
+            with self._label("norm/dense", *alike):
+                rows = torch.stack([gradients for _, gradients in mine])
+                squares = squared_norms(rows.flatten(0, 1)).view(len(mine), -1)
+            work.found(alike, squares)
+            work.keep_gradients(mine)
+
+    def _take_factors(self, left: Left, work: Any) -> None:
+        """Takes the norm of an embedding or a convolution, which is one launch."""
+        (record,), use = left.records, left.value.on_kernels()
+        keep = not (self.context.policy.two_passes and use.may_be_recomputed)
+        with self._label("norm/factors", record):
+            norm = use.take_norm(keep)
+        work.norms.table.add(record, norm)
+        work.norms.known.add(record)
+        if keep:
+            work.keep(record, use, use.held(use))
+        else:
+            work.recomputed.append(record)
+
+    def _accumulate(
+        self, mine: list[tuple[Trainable, Pair, Left]], algorithm: str, work: Any
+    ) -> None:
+        """Takes norms of G that is formed, and kept with `INSTANTIATE`."""
+        several: list[tuple[Trainable, Pair]] = []
+        for record, (left, right), _ in mine:
+            if left.shape[1] == 1 and algorithm == ACCUMULATE:
+                with self._label(f"norm/{algorithm}", record):
+                    work.norms.table.add(record, LinearFactors(right, left, False).norm())
+                work.norms.known.add(record)
+            else:
+                several.append((record, (left, right)))
+        if not several:
+            return
+        records = [record for record, _ in several]
+        pairs = [pair for _, pair in several]
+        with self._label(f"norm/{algorithm}", *records):
+            tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
+            results = gradients_and_squares(pairs, tile, store=algorithm == INSTANTIATE)
+        work.found(records, torch.stack([own for _, own in results]))
+        work.keep_gradients(zip(records, [gradients for gradients, _ in results], strict=True))
+
+    def _multiply_grams(self, mine: list[tuple[Trainable, Pair, Left]], work: Any) -> None:
+        """Multiplies Gram matrices. Layers that read one input share its matrix, and one norm."""
+        shared: dict[tuple, list[list[tuple[Trainable, Tensor, Tensor]]]] = {}
+        for record, pair, left in mine:
+            y, a = reversed(pair) if left.value[2].transposed else pair
+            key = (record.norm_key, a.data_ptr(), a.shape, a.stride(), a.dtype, version_of(a))
+            rows = shared.setdefault(key, [[]])
+            if len(rows[-1]) == MOST_SHARED:
+                rows.append([])
+            rows[-1].append((record, a, y))
+        launches: dict[tuple, list[list[tuple[Trainable, Tensor, Tensor]]]] = {}
+        for (_, _, shape, _, dtype, _), rows in shared.items():
+            launches.setdefault((shape[1], dtype), []).extend(rows)
+        for (tokens, dtype), rows in launches.items():
+            uses = [(row[0][1], [y for _, _, y in row]) for row in rows]
+            records = [record for row in rows for record, _, _ in row]
+            with self._label("norm/width", *records):
+                squares, scales = gram_squares(uses, tile_of(self._tile_size, dtype))
+            error = tokens * SUM_ROUNDING[torch.float32]
+            firsts = [row[0][0] for row in rows]
+            work.found(firsts, squares, scales, GRAM_ROUNDING, error)
+            work.norms.known.update(records)
+
+    def _form_vectors(
+        self, normalized: list[Left], vectors: dict[tuple, list[tuple[Trainable, Tensor]]],
+        work: Any,
+    ) -> None:  # fmt: skip
+        """Forms G of normalisations' weights and biases."""
+        records = [record for left in normalized for record in left.records]
+        with self._label("norm/normalization", *records):
+            uses = [left.value[0] for left in normalized]
+            if all([available(use.x.device, use.x.dtype) for use in uses]):
+                results = norm_layer_gradients(uses)
+            else:  # in the interpreter
+                results = [norm_layer_gradients_plain(use, torch.float32) for use in uses]
+        for left, formed in zip(normalized, results, strict=True):
+            for record, gradients in zip(left.value[1], formed, strict=True):
+                if record is not None and gradients is not None:
+                    vectors.setdefault(gradients.shape, []).append((record, gradients))
+
+    # ---- coefficients ---------------------------------------------------------------------------
+
+    def clip(self, work: Any, groups: list[int]) -> BatchNorms | None:
+        members, norms = self.context.capture.members, work.norms
+        is_all = len(groups) == len(members)
+        is_needed = not is_all or bool(work.kept or work.recomputed)
+        records = [record for k in groups for record in members[k]]
+        refuse_repeated(norms.table, self.counts, records)
+        squared = None
+        if norms.split.is_split and is_all:
+            squared, bounds = norms.squares_and_bounds()
+            if is_needed:
+                self._scale = self._of_bounds(bounds, groups)
+        elif norms.split.is_split:
+            _, bounds = norms.exchange([r for r in records if r in norms.known], groups)
+            self._scale = self._of_bounds(bounds, groups)
+        elif is_needed:
+            self._scale = self._of_norms(work, groups)
+        if not is_all:
+            return None
+        squared = norms.table.squared() if squared is None else squared
+        left_out = self._left_out
+        if self.padding is not None:
+            left_out = left_out & ~self.padding
+        return BatchNorms(squared.sum(0).sqrt(), squared, left_out.sum())
+
+    def _of_norms(self, work: Any, groups: list[int]) -> Coefficients:
+        """Returns coefficients of these groups, 0 for samples without finite norms so far."""
+        squares, scales, errors, starts = work.norms.table.rows(groups)
+        scales = squares if scales is None else scales  # they are multiplied with 0 then
+        device, policy = squares.device, self.context.policy
+        table = on_device(errors, torch.float32, device)
+        if policy.clipping_function not in CLIPPING_FUNCTIONS:
+            return self._of_bounds(squared_bounds(squares, scales, table, starts).float(), groups)
+        values = clip_coefficients(
+            squares, scales, table, on_device(starts, torch.int32, device),
+            self._clip_norms_of(groups), 1 + MARGIN[torch.float32],
+            policy.gamma if policy.clipping_function == "automatic" else None, self._left_out,
+        )  # fmt: skip
+        return Coefficients(values, {group: row for row, group in enumerate(groups)})
+
+    def _of_bounds(self, bounds: Tensor, groups: list[int]) -> Coefficients:
+        """Returns coefficients from upper bounds [K, B] of whole samples' squared norms."""
+        clip_norms, policy = self._clip_norms_of(groups), self.context.policy
+        self._left_out |= ~finite_samples(bounds)
+        values = coefficients(bounds, clip_norms, policy.clipping_function, policy.gamma)
+        values = values.masked_fill(self._left_out, 0).float()
+        return Coefficients(values, {group: row for row, group in enumerate(groups)})
+
+    def _clip_norms_of(self, groups: list[int]) -> Tensor:
+        clip_norms = self._clip_norms
+        if len(groups) == len(clip_norms):
+            return clip_norms
+        return clip_norms[on_device(tuple(groups), torch.int64, clip_norms.device)]
+
+    # ---- sums -----------------------------------------------------------------------------------
+
+    def summands(
+        self, lefts: list[Left], taken: set[Trainable]
+    ) -> tuple[list[Trainable], list[Summand]]:
+        """Returns what a second backward has left for the sums of parameters not `taken` yet."""
+        records: list[Trainable] = []
+        found: list[Summand] = []
+
+        def add(record: Trainable | None, value: Any, left: Left) -> None:
+            if record is not None and record not in taken:
+                records.append(record)
+                found.append((value, left.tensors, left.versions))
+
+        for left in lefts:
+            if left.kind is LINEAR:
+                y, a, how = left.value
+                y, a = how.tokens(y, a, self.batch_size)
+                add(how.weight, (a, y) if how.transposed else (y, a), left)
+                if how.bias is not None and how.bias not in taken:
+                    add(how.bias, y.sum(1, dtype=torch.float32), left)
+            elif left.kind is DENSE:
+                add(left.records[0], left.value[0], left)
+            elif left.kind is FACTORS:
+                add(left.records[0], left.value.on_kernels(), left)
+        return records, found
+
+    def sums(self, records: Sequence[Trainable], values: list[Any]) -> list[Tensor]:
+        """Returns Σ_i c_i G_i of each parameter, [*parameter] in float32.
+
+        Args:
+            values: G [B, *parameter], a linear layer's factors as a pair, or an object with
+                `weighted_sum` or `gradients`.
+        """
+        scale, label = self._scale, self._label
+        if len(scale.rows) == 1:  # they are all of that group
+            rows = [*scale.rows.values()] * len(records)
+        else:
+            rows = [scale.rows[record.group] for record in records]
+        totals: list[Any] = [None] * len(values)
+        linear: list[int] = []
+        gradients: dict[int, Tensor] = {}
+        for n, one in enumerate(values):
+            if isinstance(one, Tensor):
+                gradients[n] = one
+            elif isinstance(one, tuple):
+                if one[0].shape[1] != 1:
+                    linear.append(n)
+            elif (kept := getattr(one, "gradients", None)) is not None:
+                gradients[n] = kept
+        if gradients:
+            with label("sum", *[records[n] for n in gradients]):
+                own = [rows[n] for n in gradients]
+                found = weighted_sums(list(gradients.values()), scale.values, own)
+            for n, total in zip(gradients, found, strict=True):
+                one = values[n]
+                totals[n] = total if isinstance(one, Tensor) else one.shaped(total)
+        if linear:
+            with label("sum", *[records[n] for n in linear]):
+                pairs = [values[n] for n in linear]
+                tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
+                found = weighted_products(pairs, scale.sorted, [rows[n] for n in linear], tile)
+            for n, total in zip(linear, found, strict=True):
+                totals[n] = total
+        for n, (record, one) in enumerate(zip(records, values, strict=True)):
+            if totals[n] is None:
+                c = scale.values[rows[n]]
+                with label("sum", record):
+                    if isinstance(one, tuple):  # of one token
+                        factors = LinearFactors(one[1], one[0], False)
+                        totals[n] = factors.only(c > 0).weighted_sum(Weights(c, []))
+                    else:
+                        totals[n] = one.weighted_sum(c, record.shape[0])
+        values.clear()
+        return totals

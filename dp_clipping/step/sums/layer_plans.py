@@ -1,0 +1,219 @@
+"""Plans how each linear layer of a step is handled, by its uses in forward."""
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_clipping.clipping.accumulation import stored_dtype
+from dp_clipping.distributed.dtensor import local
+from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.recorder import Trainable
+from dp_clipping.modes import Policy
+from dp_clipping.planning.calibration import rates_of
+from dp_clipping.planning.cost_model import INSTANTIATE, LayerPlan, LinearShape
+from dp_clipping.planning.plan import Plan
+from dp_clipping.torch_compat import allocated
+
+MEMORY_FRACTION = (
+    0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
+)
+
+Call = tuple[Trainable, torch.Size, torch.dtype, int]
+"""A use of a linear layer: its weight, its input's shape [.., p] and dtype, and its outputs."""
+
+
+class PlainPlans:
+    """Plans of a step without kernels: a linear layer keeps the smaller of G and its factors.
+
+    Attributes:
+        calls: uses of linear layers in forward, in order.
+        kept_as_they_are: weights whose factors are kept until their sums are formed.
+        gradient_bytes: weight -> bytes of a G that is formed of what it leaves.
+    """
+
+    runs_twice = False
+
+    def __init__(self, policy: Policy, batch_size: int):
+        self._policy, self._batch_size = policy, max(1, batch_size)
+        self.calls: list[Call] = []
+        self.kept_as_they_are: Collection[Trainable] = ()
+        self.gradient_bytes: Mapping[Trainable, int] = {}
+
+    def make(self) -> None:
+        """Plans what becomes of the uses, after the forward has called all layers."""
+        if self._policy.two_passes or self._policy.dense_always:
+            return
+        kept = set()
+        for record, shape, _, outputs in self.calls:
+            tokens = shape[:-1].numel() // self._batch_size
+            if not self.prefers_dense(tokens, outputs, shape[-1]):
+                kept.add(record)
+        self.kept_as_they_are, self.calls = kept, []
+
+    def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
+        """Returns None: a layer in a compiled region has a slot for each parameter."""
+        return None
+
+    def foresaw_too_much(self) -> bool:
+        """Returns False: nothing depends on what a forward saves."""
+        return False
+
+    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
+        """Returns whether G [d, p] is kept rather than its factors."""
+        if self._policy.two_passes:
+            return False
+        return self._policy.dense_always or tokens * (outputs + inputs) >= outputs * inputs
+
+
+class FusedPlans:
+    """Plans of a step on kernels: an algorithm for each linear layer, by its uses in forward.
+
+    Args:
+        context: what all steps of the model have in common, a `context.StepContext`.
+        batch_size: samples of the batch.
+        forecast: expected shapes of compiled linear layers (`CompiledShapes`); None: not needed.
+
+    Attributes:
+        plan: the plan, once it is made; `choices` has it by weight.
+        calls, kept_as_they_are, gradient_bytes: see `PlainPlans`.
+    """
+
+    def __init__(self, context: Any, batch_size: int, forecast: Any = None):
+        self._context, self._policy, self._plans = context, context.policy, context.plans
+        self._device = context.capture.trigger.device
+        self._at_first = allocated(self._device)
+        self._batch_size, self._forecast = batch_size, forecast
+        self._uses = {} if forecast is None else forecast.of_batch(batch_size)
+        self._shapes = tuple(self._uses.values())  # expected ones
+        self.calls: list[Call] = []
+        self.plan: Plan | None = None
+        self.choices: dict[Trainable, LayerPlan] = {}
+        self.kept_as_they_are: Collection[Trainable] = ()
+        self.gradient_bytes: Mapping[Trainable, int] = {}
+
+    @property
+    def runs_twice(self) -> bool:
+        """Returns whether some layers' factors are computed again in a second backward."""
+        return self.plan is not None and not self.plan.is_one_pass
+
+    def _note(self, call: Call) -> None:
+        """Adds the tokens of one use to those of its weight."""
+        record, shape, dtype, outputs = call
+        inputs = shape[-1]
+        tokens = shape.numel() // max(1, inputs * self._batch_size)
+        if (known := self._uses.get(record)) is not None:
+            self._uses[record] = known._replace(tokens=known.tokens + tokens)
+            return
+        self._uses[record] = LinearShape(
+            record.name, self._batch_size, tokens, inputs, outputs, dtype.itemsize,
+            stored_dtype(dtype).itemsize,
+        )  # fmt: skip
+
+    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
+        """Returns False: the plan decides when factors arrive."""
+        return False
+
+    def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
+        """Returns a linear layer's slots in a compiled region; None: one for each parameter."""
+        forecast = self._forecast
+        parameter = handle.parameters().get("weight")
+        if forecast is None or parameter is None or parameter not in forecast.uses:
+            return None
+        slots = forecast.slots(private_step, handle, self.ahead[parameter.name].algorithm)
+        if "bias" in handle.trainable:
+            slots["bias"] = private_step.slot(handle.parameter("bias"))
+        return slots
+
+    @cached_property
+    def ahead(self) -> Plan:
+        """Returns the plan for the expected shapes, before the forward."""
+        return self._plan_of(list(self._shapes))
+
+    def foresaw_too_much(self) -> bool:
+        """Returns whether a compiled forward has saved so little that the plan is another one.
+
+        The compiler saves less than an eager forward, because backward computes activations again.
+        How much is known after a forward, and is measured once for each set of shapes.
+        """
+        saved = self._saved
+        if self._forecast is None or not self._batch_size * saved:
+            return False
+        if self._shapes in self._plans.saved:
+            return False
+        before = self.ahead
+        planned = self._forecast.planned(self._batch_size)
+        self._plans.saved[self._shapes] = saved * planned // self._batch_size
+        self._plans.known.pop(self._shapes)
+        return self._plan_of(list(self._shapes)).choices != before.choices
+
+    def make(self) -> None:
+        """Makes the plan, after the forward has called all layers; once for each set of calls."""
+        calls, self.calls = self.calls, []  # a checkpoint runs forward again
+        key = (self._batch_size, self._shapes, *calls)
+        known = self._plans.of_calls.get(key)
+        if known is None:
+            foreseen = set(self._uses)
+            for call in calls:
+                if call[0] not in foreseen:
+                    self._note(call)
+            plan = self._plan_of(list(self._uses.values()))
+            choices = dict(zip(self._uses, plan.choices, strict=True))
+            kept = {
+                record for record, choice in choices.items()
+                if not choice.recomputed and choice.algorithm != INSTANTIATE
+            }  # fmt: skip
+            sizes = {
+                record: choice.bytes for record, choice in choices.items()
+                if choice.algorithm == INSTANTIATE
+            }  # fmt: skip
+            known = self._plans.of_calls[key] = plan, choices, kept, sizes
+        self.plan, self.choices, self.kept_as_they_are, self.gradient_bytes = known
+        self._plans.last = self.plan
+
+    def choice_of(self, record: Trainable, pair: tuple[Tensor, Tensor]) -> LayerPlan:
+        """Returns how the factors of a weight are handled; `pair`: [B, T, d] and [B, T, p]."""
+        choice = self.choices.get(record)
+        if choice is None:  # its forward was not seen
+            left, right = pair
+            self._note((record, right.shape, right.dtype, left.shape[-1]))
+            (choice,) = self._plan_of([self._uses[record]]).choices
+        return choice
+
+    def _plan_of(self, uses: list[LinearShape]) -> Plan:
+        key = tuple(uses)
+        known = self._plans.known.get(key)
+        if known is None:
+            known = self._plans.known[key] = Plan(
+                uses, rates_of(self._device), self._budget(), self._policy.norm_algorithm,
+                may_recompute=self._policy.may_run_twice,
+            )  # fmt: skip
+        return known
+
+    @property
+    def _saved(self) -> int:
+        """Returns the bytes that the forward has saved for its backward."""
+        return allocated(self._device) - self._at_first
+
+    def _budget(self) -> int | None:
+        """Returns the bytes to keep: `memory_budget`, or what a non-private step would hold.
+
+        The latter is the larger of two: what the forward has saved, which backward frees, and the
+        gradients that backward would leave.
+        """
+        policy, forecast = self._policy, self._forecast
+        if policy.per_layer and not policy.two_passes:
+            return None  # no more is kept than waits for a launch
+        if policy.memory_budget is not None:
+            return policy.memory_budget
+        if policy.two_passes:
+            return 0
+        if forecast is None:
+            held = self._saved
+        else:
+            held = forecast.held * forecast.planned(self._batch_size)
+            held = min(held, self._plans.saved.get(self._shapes, held))
+        gradients = sum(local(one.parameter).nbytes for one in self._context.capture.trained)
+        return int(MEMORY_FRACTION * max(held, gradients))

@@ -1,0 +1,185 @@
+"""Norms, coefficients and sums in plain PyTorch, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_clipping.clipping.accumulation import (
+    Weights,
+    accumulation_dtype,
+    full_float32,
+    only,
+    squared_norms,
+    weighted_sum,
+)
+from dp_clipping.clipping.coefficients import coefficients, finite_samples
+from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients_plain
+from dp_clipping.layers.linear_factors import Grams, LinearFactors
+from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
+from dp_clipping.layers.projection import gradients_of
+from dp_clipping.layers.recorder import DENSE, LINEAR, NORMALIZED, Left, Summand, Trainable
+from dp_clipping.step.context import StepContext
+from dp_clipping.step.state import BatchNorms
+
+
+class Plain:
+    """The arithmetic of one batch in PyTorch; see `work.Arithmetic`.
+
+    Args:
+        context: what all steps of the model have in common.
+        batch_size: samples of the batch.
+        padding: [B] bool, True for rows that are padding; None: no row is.
+    """
+
+    fused = False
+
+    def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
+        self.context, self.batch_size, self.padding = context, batch_size, padding
+        self._label = context.timer.layers
+
+    def begin(self, losses: Tensor, clip_norms: Tensor, streams: bool) -> None:
+        self._clip_norms = clip_norms
+        self._good: Tensor | None = None  # samples whose norms are finite, if some are not
+        self._weights: list[Weights] = []
+        self._grams = Grams()
+
+    # ---- norms ----------------------------------------------------------------------------------
+
+    def norms(self, lefts: list[Left], work: Any) -> None:
+        vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
+        with full_float32():
+            for record, value, left in self._each(lefts, work.plans.prefers_dense):
+                if isinstance(value, Tensor) and value.dim() == 2:
+                    vectors.setdefault((value.shape, value.dtype), []).append((record, value))
+                elif isinstance(value, Tensor):
+                    with self._label("norm/dense", record):
+                        work.found([record], squared_norms(value)[None])
+                else:
+                    with self._label("norm/factors", record):
+                        work.norms.table.add(record, value.norm(self._grams))
+                    work.norms.known.add(record)
+                    if is_rescaled(value):
+                        work.norms.rescaled.add(record)
+                if self.context.policy.two_passes:
+                    work.recomputed.append(record)
+                elif isinstance(value, Tensor) and value is not left.value[0]:
+                    work.keep(record, value, (value,))
+                else:
+                    work.kept[record] = (value, left.tensors, left.versions)
+            for mine in vectors.values():
+                records = [record for record, _ in mine]
+                with self._label("norm/dense", *records):
+                    rows = torch.stack([gradients for _, gradients in mine])
+                    squares = squared_norms(rows.flatten(0, 1)).view(len(mine), -1)
+                work.found(records, squares)
+
+    def _each(self, lefts: list[Left], prefers_dense: Any) -> list[tuple[Trainable, Any, Left]]:
+        """Returns G or factors of each parameter, with what they are of."""
+        found: list[tuple[Trainable, Any, Left]] = []
+        for left in lefts:
+            if left.kind is LINEAR:
+                y, a, how = left.value
+                if y.ndim != 3 or how.layout is not None:
+                    y, a = how.tokens(y, a, self.batch_size)
+                if how.weight is not None:
+                    value: Any
+                    if prefers_dense(y.shape[1], y.shape[2], a.shape[2]):
+                        value = gradients_of(a, y) if how.transposed else gradients_of(y, a)
+                    else:
+                        value = LinearFactors(a, y, how.transposed)
+                    found.append((how.weight, value, left))
+                if how.bias is not None:
+                    total = y.sum(1, dtype=accumulation_dtype(y.dtype))
+                    found.append((how.bias, total, left))
+            elif left.kind is NORMALIZED:
+                use, records = left.value
+                formed = norm_layer_gradients_plain(use, accumulation_dtype(use.x.dtype))
+                found += [
+                    (record, gradients, left)
+                    for record, gradients in zip(records, formed, strict=True)
+                    if record is not None
+                ]
+            else:
+                value = left.value[0] if left.kind is DENSE else left.value
+                found.append((left.records[0], value, left))
+        return found
+
+    # ---- coefficients ---------------------------------------------------------------------------
+
+    def clip(self, work: Any, groups: list[int]) -> BatchNorms:
+        squared, bounds = work.norms.squares_and_bounds()
+        policy = self.context.policy
+        scale = coefficients(bounds, self._clip_norms, policy.clipping_function, policy.gamma)
+        # One look from the host: a product with zero would not keep NaN out of the sum.
+        finite, nonfinite = finite_samples(bounds), 0
+        if not bool(finite.all()):
+            self._good = finite
+            nonfinite = int((~finite).sum())
+            for record, (value, *_) in work.kept.items():
+                self._replace(work, record, self._only_good(value))
+        if self.padding is not None:  # values that are not left out are finite, and c is 0
+            scale = scale.masked_fill(self.padding, 0.0)
+            nonfinite = nonfinite and int((~finite & ~self.padding).sum())
+        scale = self._rescaled(scale, work)
+        self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
+        return BatchNorms(squared.sum(0).sqrt(), squared, nonfinite)
+
+    def _replace(self, work: Any, record: Trainable, value: Any) -> None:
+        work.keep(record, value, (value,) if isinstance(value, Tensor) else value.held(value))
+
+    def _rescaled(self, scale: Tensor, work: Any) -> Tensor:
+        """Returns coefficients for 16-bit factors, corrected for the rounding of scaled factors."""
+        norms, kept = work.norms, work.kept
+        here = any([is_rescaled(value) for value, *_ in kept.values()])
+        if not norms.split.some_are_rescaled(here):
+            return scale
+        counted = norms.split.counted(norms.known)
+        others = {record for record in counted if not is_rescaled(kept[record][0])}
+        table = norms.table if self._good is None else norms.table.of_good(self._good)
+        values = {record: value for record, (value, *_) in kept.items()}
+        rest = table.only(others)
+        scale = rescale(values, rest, scale, self._clip_norms, counted, norms.split.sum)
+        for record, value in values.items():
+            self._replace(work, record, value)
+        return scale
+
+    # ---- sums -----------------------------------------------------------------------------------
+
+    def summands(
+        self, lefts: list[Left], taken: set[Trainable]
+    ) -> tuple[list[Trainable], list[Summand]]:
+        """Returns what a second backward has left for the sums of parameters not `taken` yet."""
+        found = [
+            (record, (self._only_good(value), left.tensors, left.versions))
+            for record, value, left in self._each(lefts, lambda *_: False)
+            if record not in taken
+        ]
+        return [record for record, _ in found], [summand for _, summand in found]
+
+    def sums(self, records: Sequence[Trainable], values: list[Any]) -> Iterator[Tensor]:
+        """Yields Σ_i c_i G_i of each parameter, in float32 (float64), each when it is asked for.
+
+        Args:
+            values: G [B, *parameter], or factors.
+        """
+        values.reverse()
+        with full_float32():
+            for record in records:
+                weights, value = self._weights[record.group], values.pop()
+                with self._label("sum", record):
+                    if isinstance(value, Tensor):
+                        total = weighted_sum(weights, value)
+                    else:
+                        total = value.weighted_sum(weights)
+                del value
+                yield total
+
+    def _only_good(self, value: Any) -> Any:
+        """Returns the same with zeros for samples that are left out."""
+        if self._good is None:
+            return value
+        return only(value, self._good) if isinstance(value, Tensor) else value.only(self._good)

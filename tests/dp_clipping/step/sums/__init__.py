@@ -1,0 +1,1 @@
+"""Norms and clipped sums of a step."""
