@@ -1,0 +1,156 @@
+"""Norms and clipped sums of each network in each way, beside one backward per sample in float64.
+
+The networks are small, and together they have what per-sample gradients go wrong on: tied and
+reused weights, frozen and unused parameters, sizes that coincide, batches that are not first,
+parameters of no layer, ragged tokens. A run makes steps of four samples, one, none, four again and
+three. Each kind of layer by itself is in `tests/dp_clipping/ops`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+import torch
+
+from tests.support import zoo
+from tests.support.kernel_cases import on_gpu
+from tests.support.private_steps import FUSED, REFERENCE, Way, compare, on_kernels
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
+]
+
+NETWORKS = (
+    "half_frozen",
+    "unused",
+    "tokens_t_p_d_are_b",
+    "transformer_tied",
+    "same_weight",
+    "reused_on_fewer_tokens",
+    "changed_in_place",
+    "time_major_flattened",
+    "routed",
+    "table",
+    "padding_idx_tied",
+    "embedding_as_head",
+    "positions_batch_of_one",
+    "relative_positions",
+    "wide",
+    "frames",
+    "instance_norm",
+    "encoder_layer",
+    "class_token",
+    "queries",
+    "layer_for_samples_and_table",
+    "scalar",
+    "bilinear",
+    "lstm_packed",
+    "cells",
+    "registered",
+    "gpt2_lm",
+    "bert_labels",
+    "llama_lm",
+    "lora_labels",
+)
+COMPILED = ("half_frozen", "padding_idx_tied", "layer_norm")
+
+WAYS = {
+    "flat": Way(),
+    "automatic": Way(function="automatic"),
+    "per_layer": Way(clipping="per_layer"),
+    "units": Way(units=True),
+    "padded": Way(padded=True),
+    "padded_units": Way(units=True, padded=True, clipping="per_layer"),
+    "checkpointed": Way(checkpointed=True, dtype=torch.float32),
+    "float16": Way(dtype=torch.float16),
+    "float32": Way(dtype=torch.float32),
+    "bfloat16": Way(dtype=torch.bfloat16),
+    "autocast": Way(dtype=torch.float32, autocast=torch.bfloat16),
+}
+OTHERS = tuple(WAYS)[1:]
+INTERPRETED = OTHERS[: OTHERS.index("float32")]  # the interpreter has no products in bfloat16
+
+
+def in_all(way: str, modes: tuple[str, ...]) -> Iterator[tuple]:
+    """Yields the way for each network in each mode."""
+    yield from ((network, way, mode) for network in zoo.parameters(*NETWORKS) for mode in modes)
+
+
+def in_turn(ways: tuple[str, ...], modes: tuple[str, ...], each: int) -> Iterator[tuple]:
+    """Yields `each` of the ways for each network: others, or in another mode, for the next one."""
+    turns = cycle((way, mode) for mode in modes for way in ways)
+    for network in zoo.parameters(*NETWORKS):
+        yield from ((network, *next(turns)) for _ in range(each))
+
+
+def rows(*chosen: tuple) -> pytest.MarkDecorator:
+    """Returns the parameters `case` and `way` of a test."""
+    return pytest.mark.parametrize(
+        ("case", "way"),
+        [
+            pytest.param(*network.values, replace(WAYS[way], mode=mode), marks=network.marks,
+                         id=f"{network.id}-{way}-{mode}")
+            for network, way, mode in chosen
+        ],
+    )  # fmt: skip
+
+
+@rows(*in_all("flat", REFERENCE), *in_turn(OTHERS, REFERENCE, 4))
+def test_networks(case, way):
+    compare(case, way, is_checked=way == Way())
+
+
+def compare_on_kernels(name: str, way: Way) -> None:
+    run = compare(zoo.BY_NAME[name], on_kernels(way))
+    assert run is None or run.model.plan_table(), "which raises if no step ran on kernels"
+
+
+@rows(*in_all("flat", FUSED[1:]), *in_turn(INTERPRETED, FUSED, 1))
+def test_networks_in_the_interpreter(interpreter, case, way):
+    interpreter.run(compare_on_kernels, case.name, way)
+
+
+@pytest.mark.slow
+@rows(*in_turn(INTERPRETED, FUSED, len(INTERPRETED)))
+def test_all_of_it_in_the_interpreter(interpreter, case, way):
+    interpreter.run(compare_on_kernels, case.name, way)
+
+
+@on_gpu
+@rows(*in_all("flat", (*REFERENCE, *FUSED)), *in_turn(OTHERS, (*FUSED, *REFERENCE), len(OTHERS)))
+def test_networks_on_gpu(case, way):
+    way = on_kernels(way) if way.mode in FUSED else way
+    compare(case, replace(way, device="cuda"))
+
+
+# Compiled as a whole
+
+
+def compiled(mode: str, clipping: str, backend: str = "aot_eager", **more) -> Way:
+    return Way(
+        mode=mode, clipping=clipping, dtype=torch.float32, compiled=backend, **more
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
+@pytest.mark.parametrize("case", zoo.parameters(*COMPILED))
+def test_compiled(case, mode):
+    compare(case, compiled(mode, "flat"))
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("case", zoo.parameters(*COMPILED))
+def test_compiled_in_the_interpreter(interpreter, case, clipping):
+    interpreter.run(compare_on_kernels, case.name, compiled("flash_bookkeeping", clipping))
+
+
+@on_gpu
+@pytest.mark.parametrize("units", [False, True], ids=["examples", "units"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("mode", FUSED)
+@pytest.mark.parametrize("case", zoo.parameters(*COMPILED, "transformer_tied"))
+def test_compiled_on_gpu(case, mode, clipping, units):
+    compare(case, compiled(mode, clipping, "inductor", device="cuda", units=units))
