@@ -1,0 +1,207 @@
+"""Each record beside one backward per sample: norms, clipped sums, bounds, frozen, two uses."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.ops.records import RECORDS, Record
+from tests.support import zoo
+from tests.support.kernel_cases import on_gpu
+from tests.support.private_steps import (
+    FUSED,
+    REFERENCE,
+    SAMPLES,
+    Way,
+    compare,
+    full_precision,
+    gradients_of,
+    make_private,
+    skip_all_checks,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+    pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+]
+NUMBER = {record.name: n for n, record in enumerate(RECORDS)}
+assert len(NUMBER) == len(RECORDS)
+every_record = pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param(record, id=record.name, marks=[
+            pytest.mark.skipif(importlib.util.find_spec(need) is None, reason=f"needs {need}")
+            for need in record.needs
+        ])
+        for record in RECORDS
+    ],
+)  # fmt: skip
+
+
+def in_turn(record: Record, choices: tuple[str, ...], start: int = 0) -> str:
+    """Returns one of the choices, another for the next record."""
+    return choices[(NUMBER[record.name] + start) % len(choices)]
+
+
+# Norms and sums
+
+
+@every_record
+@pytest.mark.parametrize("mode", REFERENCE)
+def test_reference(record, mode):
+    compare(record.case(), Way(mode=mode))
+
+
+@every_record
+def test_two_uses(record):
+    compare(record.case(is_reused=True), Way(mode=in_turn(record, REFERENCE)))
+
+
+def half_frozen(build: Callable[[], nn.Module], first: int) -> nn.Module:
+    network = build()
+    for parameter in list(network.parameters())[first::2]:
+        parameter.requires_grad_(False)
+    return network
+
+
+@every_record
+@pytest.mark.parametrize("first", [0, 1])
+def test_half_of_the_parameters_are_frozen(record, first):
+    case = record.case()
+    case = replace(case, build=lambda build=case.build: half_frozen(build, first))
+    if any(p.requires_grad for p in case.build().parameters()):
+        run = compare(case, Way(mode=in_turn(record, REFERENCE, first)))
+        assert all(p.grad is None for p in run.network.parameters() if not p.requires_grad)
+
+
+def on_kernels(record: Record, mode: str) -> Way:
+    return Way(mode=mode, dtype=torch.float32, options=dict(record.options))
+
+
+def check_on_kernels(name: str, mode: str, is_reused: bool) -> None:
+    record = RECORDS[NUMBER[name]]
+    compare(record.case(is_reused=is_reused), on_kernels(record, mode))
+    if record.tokens is not None and not is_reused:
+        for dtype in (torch.float32, torch.float16):
+            check_bounds(record, replace(on_kernels(record, mode), dtype=dtype))
+
+
+@every_record
+def test_kernels_in_the_interpreter(interpreter, record):
+    interpreter.run(check_on_kernels, record.name, "flash_bookkeeping", False)
+
+
+@pytest.mark.slow
+@every_record
+@pytest.mark.parametrize(
+    ("mode", "is_reused"),
+    [("flash", False), ("flash_bookkeeping", True)],
+    ids=["flash", "two_uses"],
+)
+def test_more_of_kernels_in_the_interpreter(interpreter, record, mode, is_reused):
+    interpreter.run(check_on_kernels, record.name, mode, is_reused)
+
+
+@on_gpu
+@every_record
+@pytest.mark.parametrize("mode", FUSED)
+def test_kernels_on_gpu(record, mode):
+    way = replace(on_kernels(record, mode), device="cuda")
+    compare(record.case(), way)
+    compare(record.case(), replace(way, dtype=torch.bfloat16))
+    compare(record.case(is_reused=True), way)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check_bounds(record, replace(way, dtype=dtype))
+
+
+# A contribution is at most C in the arithmetic that is used
+
+
+def cancelling(batch: oracle.Batch, dim: int | None, dtype: torch.dtype) -> oracle.Batch:
+    """Returns samples whose gradients are of other sizes, or nearly cancel.
+
+    The first is as it was, the next three have tokens of which the second half nearly undoes the
+    first, and the last one's output gradients are large.
+    """
+    x, y = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch)
+    y = y.clone()
+    y[4] *= 1024
+    if dim is None or x.shape[dim] < 2:
+        return x, y
+    x, half = x.clone(), x.shape[dim] // 2
+    for i, epsilon in ((1, 1e-1), (2, 1e-3), (3, 1e-5)):
+        x[i].narrow(dim - 1, half, half).copy_(x[i].narrow(dim - 1, 0, half))
+        first = y[i].narrow(dim - 1, 0, half).double()
+        noise = 1 + epsilon * torch.randn(first.shape, dtype=torch.float64)
+        y[i].narrow(dim - 1, half, half).copy_(-first * noise)
+    return x, y
+
+
+def check_bounds(record: Record, way: Way) -> None:
+    """Each sample is a batch, and its part of `.grad` before noise is normed in float64."""
+    case = record.case(is_first=True)
+    batch = cancelling(case.batch(SAMPLES), record.tokens, way.dtype)
+    case = zoo.Case(case.name, case.build, lambda _: batch, case.per_sample_loss)
+    norms = oracle.norms(gradients_of.__wrapped__(case, way.dtype))
+    run = make_private(case, way, 1.0)
+    skip_all_checks(run.model)
+    for i, norm in enumerate(norms.tolist()):
+        run.optimizer.max_grad_norm = limit = max(0.3 * norm, 1e-6)
+        x, y = oracle.move(oracle.pick(batch, [i]), device=way.device)
+        with full_precision():
+            run.criterion(run.model(x), y).backward()
+        squares = [p.grad.double().square().sum() for p in run.network.parameters()]
+        found = float(torch.stack(squares).sum().sqrt())
+        assert found <= limit * (1 + 1e-6), f"sample {i}: {found / limit} C"
+        if i in (0, 4) and norm:
+            assert found >= limit * (1 - (1e-4 if way.dtype == torch.float32 else 1e-2))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@every_record
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_sample_adds_at_most_c(record, dtype):
+    if dtype != torch.float32 and not record.in_16_bit:
+        return
+    mode = in_turn(record, REFERENCE, {"float32": 0, "bfloat16": 1}.get(str(dtype)[6:], 2))
+    check_bounds(record, Way(mode=mode, dtype=dtype))
+
+
+# Outputs
+
+IN_ANOTHER_DTYPE = {  # under autocast, with the same values: under vmap, and of two dtypes at once
+    "conv1d_standardised", "prelu", "trained_mask", "lstm_all", "lstm_packed", "opacus_lstm",
+    "opacus_lstm_packed", "opacus_gru", "lstm_cell", "gru_cell",
+}  # fmt: skip
+
+
+@every_record
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_outputs_are_pytorchs(record, autocast):
+    if autocast is not None and not record.in_16_bit:
+        return
+    case = record.case()
+    x, y = case.batch(SAMPLES)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        try:
+            expected = case.build()(x)
+        except RuntimeError as error:
+            pytest.skip(f"PyTorch's own layer does not run so here ({error})")
+        run = make_private(case, Way(dtype=torch.float32), 1.0)
+        skip_all_checks(run.model)
+        outputs = run.model(x)
+        tolerance = 1e-5 if autocast is None else 2e-2
+        torch.testing.assert_close(
+            outputs, expected, rtol=tolerance, atol=tolerance,
+            check_dtype=record.name not in IN_ANOTHER_DTYPE,
+        )  # fmt: skip
+        run.criterion(outputs, y).backward()
+    assert run.model.per_sample_gradient_norms.isfinite().all()
