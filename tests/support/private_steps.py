@@ -103,20 +103,21 @@ def make_private(case: zoo.Case, way: Way, limit: float | list[float], **more: A
         more |= {"examples_per_unit": 2, "unit_ids": UNITS, "sample_rate": 1.0, "steps": 2}
     else:
         more |= {"poisson_sampling": False}
+    arguments = {
+        "criterion": zoo.Criterion(case.per_sample_loss, "sum"), "loss_reduction": "sum"
+    }  # fmt: skip
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "poisson_sampling=False")
         model, optimizer, criterion, loader = PrivacyEngine(accountant="rdp").make_private(
             module=Checkpointed(network) if way.checkpointed else network,
             optimizer=torch.optim.SGD(network.parameters(), lr=0.0),
-            criterion=zoo.Criterion(case.per_sample_loss, "sum"),
             data_loader=DataLoader(Samples(batch), batch_size=SAMPLES - SAMPLES % 2),
             noise_multiplier=0.0,
             max_grad_norm=limit,
-            loss_reduction="sum",
             grad_sample_mode=way.mode,
             clipping=way.clipping,
             clipping_function=way.function,
-            **way.options | more,
+            **arguments | way.options | more,
         )
     if way.compiled is not None:
         torch.compiler.reset()
@@ -145,20 +146,26 @@ def parts(run: SimpleNamespace, way: Way) -> Iterator[oracle.Batch]:
         yield from microbatches
 
 
-def steps(run: SimpleNamespace, way: Way) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields norms and clipped sums of each step of a run, which leaves the parameters alone."""
-    for inputs, targets in parts(run, way):
-        inputs, targets = oracle.move((inputs, targets), device=way.device)
-        wide = oracle.Widened(way.dtype) if way.dtype == torch.float64 else nullcontext()
-        with torch.autocast(way.device, way.autocast, enabled=way.autocast is not None), wide:
-            loss = run.criterion(oracle.forward(run.model, inputs), targets)
-        loss.backward()
-        if run.optimizer.pre_step():  # the last part of its batch
-            named = run.network.named_parameters()
-            sums = {name: p.grad.double().cpu() for name, p in named if p.requires_grad}
-            yield run.model.per_sample_gradient_norms.double().cpu(), sums
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+def step(
+    run: SimpleNamespace, way: Way, batch: oracle.Batch, factors: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """Returns norms and clipped sums of a step; None if it goes on with another microbatch.
+
+    The parameters stay as they are. `factors` [B] multiply the samples' losses.
+    """
+    inputs, targets = oracle.move(batch, device=way.device)
+    wide = oracle.Widened(way.dtype) if way.dtype == torch.float64 else nullcontext()
+    with torch.autocast(way.device, way.autocast, enabled=way.autocast is not None), wide:
+        loss = run.criterion(oracle.forward(run.model, inputs), targets)
+    (loss if factors is None else loss * factors).backward()
+    found = None
+    if run.optimizer.pre_step():  # the last part of its batch
+        named = run.network.named_parameters()
+        sums = {name: p.grad.double().cpu() for name, p in named if p.requires_grad}
+        found = run.model.per_sample_gradient_norms.double().cpu(), sums
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return found
 
 
 @cache
@@ -219,20 +226,35 @@ def compare(case: zoo.Case, way: Way, *, is_checked: bool = False) -> SimpleName
         whole = {n: torch.stack([g[members].sum(0) for members in units]) for n, g in each.items()}
         batches = [whole] * 2
     limits = limits_of(batches[0], way.clipping)
+    if way.clipping == "flat":
+        norms = oracle.norms(batches[0])
+        assert (norms > limits).any()
+        assert (norms <= limits).any(), "or no test would tell"
     try:
         run = make_private(case, way, limits)
         if not (is_checked or case.or_refused):
             skip_all_checks(run.model)
         with full_precision():
-            found = list(steps(run, way))
+            found = [step(run, way, part) for part in parts(run, way)]
     except (ValueError, RuntimeError) as error:
         if is_refusal(error, case, case.build()):
             return None
         raise
-    assert len(found) == len(batches)
-    for (norms, sums), gradients in zip(found, batches, strict=True):
-        wanted = oracle.norms(gradients)
-        torch.testing.assert_close(norms, wanted, rtol=way.tolerance, atol=1e-12)
-        expected = oracle.clipped_sum(gradients, limits, way.clipping, way.function)
-        assert_close(sums, expected, way.tolerance)
+    of_steps = [one for one in found if one is not None]
+    assert len(of_steps) == len(batches)
+    for one, gradients in zip(of_steps, batches, strict=True):
+        check_step(one, gradients, limits, way)
     return run
+
+
+def check_step(
+    found: tuple[Tensor, dict[str, Tensor]],
+    gradients: oracle.Gradients,
+    limits: float | list[float],
+    way: Way,
+) -> None:
+    """Compares the norms and sums of a step with those of these gradients."""
+    norms, sums = found
+    torch.testing.assert_close(norms, oracle.norms(gradients), rtol=way.tolerance, atol=1e-12)
+    expected = oracle.clipped_sum(gradients, limits, way.clipping, way.function)
+    assert_close(sums, expected, way.tolerance)
