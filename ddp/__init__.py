@@ -73,8 +73,8 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
     Raises:
         ValueError: for an unknown name, or ranks with different models.
         TypeError: for an option that this variant does not have.
-        RuntimeError: for a network with nothing to train or with lazy parameters, and one that
-            shares a trainable parameter with another wrapped network.
+        RuntimeError: for a network with nothing to train or with lazy parameters, one that shares
+            a trainable parameter with another wrapped network, and a private model.
         Unavailable: where the variant cannot work on this machine; the message says why.
     """
     cls = implementation(name)
@@ -82,6 +82,9 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
     if unknown:
         known = ", ".join(options_of(cls)) or "none"
         raise TypeError(f"{name} has no option {', '.join(unknown)}; it takes {known}")
+    for inner in module.modules():
+        if hasattr(inner, "refuse_wrapper"):  # a private model of dp_clipping has it
+            inner.refuse_wrapper(cls.__name__)
     return cls(module, **options)
 
 

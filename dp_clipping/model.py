@@ -6,11 +6,10 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from dp_clipping.arguments import opacus_names
 from dp_clipping.arguments.thresholds import Thresholds
@@ -31,17 +30,8 @@ from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
-from dp_clipping.torch_compat import is_intercepted, never_compiled
+from dp_clipping.torch_compat import active_wrapper, is_intercepted, never_compiled
 from dp_clipping.validation import replicas
-
-
-def _refuse_to_be_wrapped(parent: nn.Module, _: str, child: nn.Module | None) -> None:
-    """Raises RuntimeError for a private submodule of a data-parallel wrapper."""
-    wraps = isinstance(parent, (*replicas(), *fsdp_classes())) or hasattr(
-        type(parent), "gradient_ready"
-    )
-    if wraps and child is not None and any(map(is_private, child.modules())):
-        raise RuntimeError(WRAPPED.format(kind=type(parent).__name__))
 
 
 def is_private(module: nn.Module) -> bool:
@@ -55,7 +45,6 @@ WRAPPED = (
     'engine.make_private(module=ddp.wrap("ddp_bucketed", network), ..), or of '
     "fully_shard(network); what make_private returns needs no accelerator.prepare()"
 )
-register_module_module_registration_hook(_refuse_to_be_wrapped)
 
 
 class PrivateModel(nn.Module):
@@ -265,6 +254,8 @@ class PrivateModel(nn.Module):
                 return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
             _refuse_to_be_compiled()
+        if (wrapper := active_wrapper()) is not None:
+            self.refuse_wrapper(type(wrapper).__name__)
         if not self.network.training:
             raise RuntimeError(
                 "a private training step of a network in evaluation: call model.train(); single "
@@ -285,7 +276,12 @@ class PrivateModel(nn.Module):
         """Refuses the subclasses that `fully_shard` and `replicate` make of a module's class."""
         super().__init_subclass__(**options)
         if issubclass(cls, (*replicas(), *fsdp_classes())):
-            raise RuntimeError(WRAPPED.format(kind=cls.__mro__[1].__name__))
+            cls.refuse_wrapper(cls.__mro__[1].__name__)
+
+    @staticmethod
+    def refuse_wrapper(kind: str) -> NoReturn:
+        """Raises RuntimeError; a `ddp` wrapper of class `kind` calls it, and so do forwards."""
+        raise RuntimeError(WRAPPED.format(kind=kind))
 
     def no_sync(self) -> AbstractContextManager:
         """Enters a context in which sums add up locally; the next backward outside sends them."""
@@ -468,11 +464,14 @@ class PrivateModel(nn.Module):
         if wrap_model:
             self.register_load_state_dict_pre_hook(_load_plain_names)
             return
-        self._calls = Calls(self.module, self._call_of_unwrapped, self.zero_grad)
+        self._calls = Calls(
+            self.module, self._call_of_unwrapped, zero_grad=self.zero_grad,
+            refuse_wrapper=self.refuse_wrapper,
+        )  # fmt: skip
 
     def _call_of_unwrapped(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.module, (*replicas(), *fsdp_classes())) and self.sharding is None:
-            raise RuntimeError(WRAPPED.format(kind=type(self.module).__name__))
+            self.refuse_wrapper(type(self.module).__name__)
         return self.forward(*args, **kwargs)
 
     def _with_private_loss(self, outputs: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import Any, overload
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
 from dp_clipping.arguments import opacus_names
@@ -353,23 +352,18 @@ class PrivateOptimizer(Optimizer):
             )
 
     def _guard(self, optimizer: Optimizer) -> None:
-        """Refuses a step of another optimizer, which would apply sums without noise."""
-        # A hook of all optimizers keeps none alive: a sharded one holds its wrapper, and so all.
-        me, given = weakref.ref(self), weakref.ref(optimizer)
+        """Refuses a step of the wrapped optimizer itself, which would apply sums without noise."""
+        me = weakref.ref(self)
 
-        def refuse(other: Optimizer, *_: Any) -> None:
+        def refuse(*_: Any) -> None:
             owner = me()
-            if owner is None or not owner.step_state.is_open:
-                return
-            held = {p for group in getattr(other, "param_groups", []) for p in group["params"]}
-            if other is given() or not held.isdisjoint(owner.model.capture.groups):
+            if owner is not None and owner.step_state.is_open:
                 raise RuntimeError(
-                    "step() of the optimizer that make_private was given, or of another one over "
-                    "the same parameters, would apply clipped sums without noise: call step() of "
-                    "the one that make_private returned"
+                    "step() of the optimizer that make_private was given would apply clipped sums "
+                    "without noise: call step() of the one that make_private returned"
                 )
 
-        handle = register_optimizer_step_pre_hook(refuse)
+        handle = optimizer.register_step_pre_hook(refuse)
         weakref.finalize(self, handle.remove)
 
     def _current(self) -> StepSettings:

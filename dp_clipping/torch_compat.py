@@ -402,6 +402,14 @@ def dropouts() -> tuple[type[nn.Module], ...]:
     return public if base is None else (base,)
 
 
+def active_wrapper() -> nn.Module | None:
+    """Returns the `DistributedDataParallel` whose forward is running; None if torch has no such.
+
+    A flag that torch.compile reads too. DDP with the Python reducer sets none.
+    """
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+
+
 def composable_replicas() -> tuple[type, ...]:
     """Returns the class that `torch.distributed._composable.replicate` adds to a module's own.
 

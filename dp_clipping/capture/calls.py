@@ -20,7 +20,9 @@ from dp_clipping.torch_compat import (
     stop_intercepting,
 )
 
-ADDED = frozenset({"_private", "forward", "zero_grad", "__reduce_ex__", "_compiled_call_impl"})
+ADDED = frozenset({
+    "_private", "forward", "zero_grad", "refuse_wrapper", "__reduce_ex__", "_compiled_call_impl",
+})  # fmt: skip
 
 
 def let_copies_be_plain(module: nn.Module) -> None:
@@ -81,20 +83,21 @@ class Calls:
     Args:
         module: the user's own, which keeps its class.
         run: called with the arguments of each call.
-        zero_grad: called in the place of the module's own.
+        methods: called in the place of the module's own, or beside them.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any], zero_grad: Callable[..., Any]):
-        self.module, self._run = module, run
+    def __init__(self, module: nn.Module, run: Callable[..., Any], **methods: Callable[..., Any]):
+        self.module, self._run, self._methods = module, run, methods
         self._is_inside = False
         intercept_calls(module, self._call)
-        module.zero_grad = zero_grad  # type: ignore[method-assign]
+        vars(module).update(methods)
         let_copies_be_plain(module)
 
     def remove(self) -> None:
         """Stops redirecting: calls reach the module again."""
         stop_intercepting(self.module)
-        vars(self.module).pop("zero_grad", None)
+        for name in self._methods:
+            vars(self.module).pop(name, None)
         let_copies_be(self.module)
 
     @contextmanager

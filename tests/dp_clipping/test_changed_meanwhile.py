@@ -91,20 +91,6 @@ def test_the_wrapped_optimizer_applies_no_sums_without_noise(run):
     run.optimizer.original_optimizer.step()  # the noisy gradient again, which gives nothing away
 
 
-def test_another_optimizer_applies_no_sums_without_noise(run):
-    network = run.model.network
-    other = torch.optim.Adam([network[0].weight], lr=0.1)
-    elsewhere = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
-    before = engine.parameters(run)
-    engine.backward(run, BATCH)
-    elsewhere.step()
-    with pytest.raises(RuntimeError, match=r"would apply clipped sums without noise"):
-        other.step()
-    assert all(map(torch.equal, before, engine.parameters(run)))
-    run.optimizer.step()
-    other.step()  # the noisy gradient
-
-
 def clipped_too_early(context, variant):
     """On ranks: right after backward, and after the exchange was finished by hand."""
     run = replicas.build(context, variant)
@@ -459,27 +445,12 @@ def test_a_step_after_evaluation_says_what_is_missing(run):
 # ---- wrappers ------------------------------------------------------------------------------------
 
 
-class WithGradientReady(nn.Module):
-    """A data-parallel wrapper as ddp's, without its process group."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def gradient_ready(self, parameter):
-        raise AssertionError
-
-
 WRAPPERS = {
-    "DataParallel": nn.DataParallel,
     "DistributedDataParallel": nn.parallel.DistributedDataParallel,
     "ddp.wrap": lambda model: ddp.wrap("ddp_bucketed", model),
     "torch_ddp": lambda model: ddp.wrap("torch_ddp", model),
     "fully_shard": lambda model: torch.distributed.fsdp.fully_shard(
         model, mesh=torch.distributed.init_device_mesh("cpu", (1,))
-    ),
-    "FSDP1": lambda model: torch.distributed.fsdp.FullyShardedDataParallel(
-        model, device_id=torch.device("cpu")
     ),
     "a container in DDP": lambda model: nn.parallel.DistributedDataParallel(nn.Sequential(model)),
 }
@@ -487,13 +458,26 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_private_model_is_not_wrapped_again(run, one_rank, name):
+    """By the wrapper's constructor where that asks the model, else in its first forward."""
     with pytest.raises(RuntimeError, match=r"wrap or shard the network first and make that priv"):
-        WRAPPERS[name](run.model)
+        WRAPPERS[name](run.model)(BATCH[0])
 
 
-def test_a_plugin_does_not_wrap_a_private_model_and_a_container_may_hold_it(run):
-    with pytest.raises(RuntimeError, match="WithGradientReady would wrap a private model"):
-        WithGradientReady(run.model)
+def test_fsdp1_takes_the_parameters_away(run, one_rank):
+    sharded = torch.distributed.fsdp.FullyShardedDataParallel(
+        run.model, device_id=torch.device("cpu")
+    )
+    loss = run.criterion(sharded(BATCH[0]), BATCH[1])
+    with pytest.raises(RuntimeError, match="is another tensor than at make_private"):
+        loss.backward()
+
+
+def test_no_hook_sees_other_modules_or_optimizers(run):
+    of_modules = ("_global_module_registration_hooks", "_global_forward_hooks")
+    assert not any(getattr(nn.modules.module, name) for name in of_modules)
+    elsewhere = nn.Linear(2, 2)
+    engine.backward(run, BATCH)
+    torch.optim.SGD(elsewhere.parameters(), lr=0.1).step()
     assert nn.Sequential(run.model)[0] is run.model
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 MODULE = frozenset(vars(nn.Module()))
 # Also what private training adds to a module, and what its criterion sets for a call.
 SKIPPED = MODULE | {
-    "_private", "forward", "zero_grad", "__reduce_ex__", "_compiled_call_impl", "reduction",
+    "_private", "forward", "zero_grad", "refuse_wrapper", "__reduce_ex__", "_compiled_call_impl",
+    "reduction",
 }  # fmt: skip
 PLAIN = (int, float, complex, str, bytes, type(None))
 MISSING = object()
