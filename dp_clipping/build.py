@@ -2,7 +2,6 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,23 +13,24 @@ from torch.utils.data import DataLoader
 
 from dp_clipping import cuda_graph
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from dp_clipping.arguments.checks import check_adaptive, check_optimizer
-from dp_clipping.arguments.numbers import check_expected_batch_size, check_noise
-from dp_clipping.arguments.settings import Sampled, Settings
+from dp_clipping.arguments.checks import check
+from dp_clipping.arguments.given import check_adaptive, check_optimizer
+from dp_clipping.arguments.sampled import Sampled
+from dp_clipping.arguments.settings import Settings
+from dp_clipping.arguments.thresholds import check_noise
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.distributed.dtensor import shard_again
 from dp_clipping.distributed.sharding import Sharding
-from dp_clipping.model import PrivateModel, is_private
+from dp_clipping.model import PrivateModel
 from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
 from dp_clipping.noise.secure.certificate import Certificate, certificate_of
 from dp_clipping.noise.secure.source import SecureNoise
 from dp_clipping.noise.sources import source_of
 from dp_clipping.optimizer import Hook, PrivateOptimizer
-from dp_clipping.sampling.loader import PoissonLoader, batch_size_of, expected_batch_size_of
-from dp_clipping.sampling.memory_manager import MicrobatchLoader
+from dp_clipping.sampling.loader import PoissonLoader, batch_size_of
 from dp_clipping.sampling.schemes import scheme_of
 from dp_clipping.validation import check_module, warn_of_other_ranks
 
@@ -63,30 +63,6 @@ class Ranks:
     def data_ranks(self) -> int:
         group = self.data_parallel_group
         return 1 if group is None else dist.get_world_size(group)
-
-
-def refuse_private(module: Any, optimizer: Any, criterion: Any, loader: Any) -> None:
-    """Raises ValueError for objects of an earlier `make_private`, or a network in use."""
-    modules = module.modules() if isinstance(module, nn.Module) else ()
-    if any(map(is_private, modules)):
-        raise ValueError(
-            "module is private already: give the network that model.to_standard_module() returns, "
-            "called on the model of the earlier make_private, or a new network"
-        )
-    if isinstance(optimizer, PrivateOptimizer):
-        raise ValueError("optimizer is private already: give optimizer.original_optimizer")
-    if type(optimizer).__module__.partition(".")[0] == "accelerate":
-        raise ValueError(
-            "optimizer comes from accelerator.prepare(), whose steps are skipped while it "
-            "accumulates: give the optimizer itself, and a model and data_loader that were not "
-            "prepared; what make_private returns needs no accelerator.prepare()"
-        )
-    if isinstance(criterion, PrivateCriterion):
-        raise ValueError("criterion is private already: give criterion.criterion")
-    if isinstance(loader, PoissonLoader | MicrobatchLoader):
-        raise ValueError(
-            "data_loader does Poisson sampling or is split already: give the one it was made from"
-        )
 
 
 def ranks_of(settings: Settings) -> Ranks:
@@ -251,50 +227,44 @@ def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | No
 
 
 def noise_for_target(
-    module: Any, loader: DataLoader, training: Sampled, *, steps: int, accountant: str,
-    secure_mode: bool, arguments: Mapping[str, Any], target_epsilon: float, target_delta: float,
-    **search: Any,
+    module: Any, training: Sampled, *, steps: int, accountant: str, secure_mode: bool,
+    expected_batch_size: float | None, target_epsilon: float, target_delta: float, **search: Any,
 ) -> float:  # fmt: skip
     """Returns σ with which `steps` steps of what `make_private` makes end at (ε, δ).
 
     Args:
+        module: of `make_private`.
         training: how the loader is sampled.
         accountant: its name.
-        arguments: further ones of `make_private`.
-        search: further ones of `noise_multiplier_for`.
+        expected_batch_size: as given to `make_private`, or None.
+        search: further arguments of `noise_multiplier_for`.
 
     Raises:
         ValueError: for noise whose ε is a function of the user's, and as `noise_multiplier_for`.
     """
-    noise = arguments.get("noise_mechanism", "gaussian")
+    noise = training.noise_mechanism
     if noise != "gaussian" and not isinstance(noise, CorrelatedNoise):
         raise ValueError(
             "target_epsilon is for Gaussian noise: find the noise with the epsilon function of "
             "your mechanism, and call make_private(noise_multiplier=.., noise_mechanism=..)"
         )
+    rate, _ = training.rates
     find = partial(
-        noise_multiplier_for, sample_rate=training.rate, steps=steps, accountant=accountant,
+        noise_multiplier_for, sample_rate=rate, steps=steps, accountant=accountant,
         mechanism=training.mechanism, **search,
     )  # fmt: skip
-    if secure_mode:
-        certificate = _forecast(module, loader, training, arguments)
+    if secure_mode:  # a certificate that is not better than that of the run
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        parameters = module.parameters() if isinstance(module, nn.Module) else ()
+        sizes = [ranks * p.numel() for p in parameters if p.requires_grad]
+        if expected_batch_size is None:
+            expected_batch_size = training.expected_units(ranks)
+        check("expected_batch_size", expected_batch_size)
+        certificate = certificate_of(
+            sizes, float(expected_batch_size), rate, training.units_of_data
+        )
         find = partial(certificate.noise_multiplier, steps=steps, find=find)
     return find(target_epsilon=target_epsilon, target_delta=target_delta)
-
-
-def _forecast(
-    module: Any, loader: DataLoader, training: Sampled, arguments: Mapping[str, Any]
-) -> Certificate:
-    """Returns a certificate that is not better than the one which `make_private` will have."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    parameters = module.parameters() if isinstance(module, nn.Module) else ()
-    expected = arguments.get("expected_batch_size")
-    if expected is None:
-        each = arguments.get("examples_per_unit", 1)
-        expected = expected_batch_size_of(loader, ranks, each)
-    check_expected_batch_size(expected)
-    sizes = [ranks * p.numel() for p in parameters if p.requires_grad]
-    return certificate_of(sizes, float(expected), training.rate, training.units)
 
 
 def sizes_of(model: PrivateModel) -> list[int]:

@@ -6,7 +6,7 @@ Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_clipping.accounting.target_epsilon import Plan
-from dp_clipping.arguments.numbers import check_target
-from dp_clipping.arguments.opacus_names import (
-    ARGUMENTS,
-    TARGETS,
-    FourValues,
-    described,
-    refuse_opacus,
-)
-from dp_clipping.arguments.settings import Settings, sampled
+from dp_clipping.arguments.checks import check
+from dp_clipping.arguments.given import refuse_used
+from dp_clipping.arguments.sampled import Sampled
+from dp_clipping.arguments.settings import Settings
 from dp_clipping.audit.audits import Audits
 from dp_clipping.build import (
     TO_USER,
@@ -35,7 +30,6 @@ from dp_clipping.build import (
     keys_for,
     noise_for_target,
     ranks_of,
-    refuse_private,
 )
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.clipping.coefficients import GAMMA
@@ -106,15 +100,9 @@ class PrivacyEngine(Checkpoints, Audits):
         warnings.warn("release is now hide_unprotected", DeprecationWarning, stacklevel=2)
         return self.hide_unprotected
 
-    _refuse_private = staticmethod(refuse_private)
-
     # ---- what a user calls ----------------------------------------------------------------------
 
-    @by_name(
-        MAKE,
-        {name: described(name, instead) for name, instead in ARGUMENTS.items()} | TARGETS,
-        data_group="data_parallel_group",
-    )
+    @by_name(MAKE, data_group="data_parallel_group")
     def make_private(
         self,
         *,
@@ -223,8 +211,9 @@ class PrivacyEngine(Checkpoints, Audits):
                 names it and what to use instead.
         """
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
-        refuse_private(module, optimizer, criterion, data_loader)
-        refuse_opacus(module, optimizer, criterion, data_loader)
+        refuse_used(
+            module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader
+        )
         settings = Settings(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
             noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
@@ -280,15 +269,16 @@ class PrivacyEngine(Checkpoints, Audits):
                 "noise_multiplier is what target_epsilon determines: leave it out, or call "
                 "make_private(noise_multiplier=..)"
             )
-        training = sampled(data_loader, arguments)
+        training = Sampled.of(arguments, data_loader=data_loader)
         if epochs is None and arguments.get("steps") is None:
             raise ValueError(
                 "epochs is missing: give epochs=, or steps=, the number of batches of the training"
             )
-        check_type("stop", stop, bool, "True or False")
         epochs = 1 if epochs is None else epochs
-        check_target(target_epsilon, target_delta, epochs)
-        self._warn_of_delta(target_delta, training.units, 3)
+        target = {"target_epsilon": target_epsilon, "target_delta": target_delta}
+        for name, value in (target | {"epochs": epochs, "stop": stop}).items():
+            check(name, value)
+        self._warn_of_delta(target_delta, training.units_of_data, 3)
         if len(self.accountant) > 0 or self._runs:
             has = "accountant has counted steps" if len(self.accountant) else "make_private ran"
             warnings.warn(
@@ -297,12 +287,11 @@ class PrivacyEngine(Checkpoints, Audits):
                 "create a PrivacyEngine for each",
                 stacklevel=3,
             )
-        steps = epochs * training.batches
+        steps = epochs * training.rates[1]
         noise_multiplier = noise_for_target(
-            module, data_loader, training, steps=steps,
-            accountant=self.accountant.mechanism(), secure_mode=self.secure_mode,
-            arguments=arguments, target_epsilon=target_epsilon, target_delta=target_delta,
-            epsilon_tolerance=epsilon_tolerance, alphas=alphas,
+            module, training, steps=steps, accountant=self.accountant.mechanism(),
+            secure_mode=self.secure_mode, expected_batch_size=arguments.get("expected_batch_size"),
+            **target, epsilon_tolerance=epsilon_tolerance, alphas=alphas,
         )  # fmt: skip
         private = self.make_private(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
@@ -399,7 +388,7 @@ class PrivacyEngine(Checkpoints, Audits):
         if run.certificate is not None or settings.mechanism.epsilon is not None:
             self._account.refuse_direct(computes=settings.mechanism.epsilon is None)
         self._runs.append(run)
-        return cast(Any, FourValues((model.returned, optimizer, criterion, loader)))
+        return model.returned, optimizer, criterion, loader
 
     def _note_dataset(self, loader: DataLoader) -> None:
         if self._dataset is not None and self._dataset is not loader.dataset:

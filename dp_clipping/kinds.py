@@ -4,7 +4,7 @@ import difflib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
@@ -57,14 +57,11 @@ def shown(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
-def by_name(
-    call: str, gone: Mapping[str, str] | None = None, /, **renamed: str
-) -> Callable[[Function], Function]:
+def by_name(call: str, /, **renamed: str) -> Callable[[Function], Function]:
     """Decorates a method: arguments that are unknown, missing or not by name show how to call it.
 
     Args:
         call: an example, as the message shows it.
-        gone: arguments that are refused, and the message of each.
         renamed: arguments `old=new`; the old ones warn.
 
     Raises:
@@ -81,9 +78,6 @@ def by_name(
 
         @functools.wraps(function)
         def checked(*args: Any, **arguments: Any) -> Any:
-            for given, message in (gone or {}).items():
-                if given in arguments:
-                    raise TypeError(message)
             for old, new in renamed.items():
                 if old not in arguments:
                     continue

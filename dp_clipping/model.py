@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.arguments import opacus_names
 from dp_clipping.arguments.thresholds import Thresholds
 from dp_clipping.capture.calls import Calls, plain_names, with_signature_of
 from dp_clipping.capture.capture import Capture
@@ -30,14 +29,8 @@ from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
-from dp_clipping.torch_compat import active_wrapper, is_intercepted, never_compiled
+from dp_clipping.torch_compat import active_wrapper, never_compiled
 from dp_clipping.validation import replicas
-
-
-def is_private(module: nn.Module) -> bool:
-    """Returns whether an earlier `make_private` has returned the module, or captured it."""
-    return isinstance(module, PrivateModel) or "_private" in vars(module) or is_intercepted(module)
-
 
 WRAPPED = (
     "{kind} would wrap a private model, whose clipped sums it does not exchange: wrap or shard the "
@@ -398,12 +391,7 @@ class PrivateModel(nn.Module):
         except AttributeError:
             if name.startswith("_"):
                 raise
-            module = super().__getattr__("module")
-            if name in opacus_names.MODEL and not hasattr(module, name):
-                raise AttributeError(
-                    opacus_names.described(f"model.{name}", opacus_names.MODEL[name])
-                ) from None
-            return getattr(module, name)
+            return getattr(super().__getattr__("module"), name)
 
     # ---- what criterion and optimizer call ------------------------------------------------------
 

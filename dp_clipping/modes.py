@@ -64,7 +64,10 @@ def policy_of(mode: str, **options: Any) -> Policy | None:
     """
     mode = "no_dp" if mode == "none" else mode
     if mode not in MODES:
-        raise ValueError(f"grad_sample_mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
+        raise ValueError(
+            f"grad_sample_mode {mode!r} is unknown: choose one of {', '.join(MODES)} "
+            "(docs/from_opacus.md has those of Opacus)"
+        )
     if mode == "no_dp":
         return None
     return Policy(

@@ -9,8 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from dp_clipping.arguments import opacus_names
-from dp_clipping.arguments.numbers import check_noise_multiplier
+from dp_clipping.arguments.checks import check
 from dp_clipping.cuda_graph import GraphedStep
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.kinds import WrongType, shown
@@ -169,11 +168,10 @@ class PrivateOptimizer(Optimizer):
         """Registers hooks with the wrapped optimizer, whose steps have noise."""
         if is_hook_registry(name):
             return getattr(self.original_optimizer, name)
-        if name in opacus_names.OPTIMIZER:
-            raise AttributeError(
-                opacus_names.described(f"optimizer.{name}", opacus_names.OPTIMIZER[name])
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"PrivateOptimizer has no attribute {name!r}: docs/from_opacus.md says what takes the "
+            "place of Opacus's names"
+        )
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         raise RuntimeError(
@@ -329,7 +327,7 @@ class PrivateOptimizer(Optimizer):
         """Raises RuntimeError if `.grad` must not be applied, before anything is counted."""
         if self.model.policy is None:
             return
-        check_noise_multiplier(self.noise_multiplier)
+        check("noise_multiplier", self.noise_multiplier)
         self.model.gradient_buffer.watch.refuse_unclipped(is_noisy=self.step_state.is_noisy)
         capture = self.model.capture
         held = [parameter for group in self.param_groups for parameter in group["params"]]

@@ -2,10 +2,10 @@
 
 Files:
 
-    settings              all of them in one frozen object, checked once
-    thresholds            C, as it is set, and C_k of each clipping group
-    checks                what each may be
-    accounted             noise and sampling together, and the account that covers them
-    opacus_names          names of Opacus that mean something else here
-    numbers               what σ, C and the divisor may be, also in each step
+    settings    all of them in one frozen object, checked once
+    given       the objects that it is handed
+    sampled     those that say how the data are sampled, and the rates and units that follow
+    accounted   the account that covers noise and sampling together
+    thresholds  C, as it is set, and C_k of each clipping group
+    checks      the table: what each may be
 """

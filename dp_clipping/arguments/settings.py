@@ -1,6 +1,6 @@
 """The arguments of `PrivacyEngine.make_private`, gathered and checked once."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,164 +9,124 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from dp_clipping.accounting.mechanism import Mechanism
-from dp_clipping.arguments.accounted import accounted, check_sampling
-from dp_clipping.arguments.checks import (
-    check_arguments,
-    check_kernel_options,
-    check_kinds,
-    check_loader,
-    check_mechanism,
-    check_rates,
-    check_secure,
-    check_units,
-    given_units,
-    number_of_units,
-    rates_of,
-)
-from dp_clipping.arguments.numbers import check_expected_batch_size
-from dp_clipping.arguments.opacus_names import MODES, refuse
-from dp_clipping.clipping.coefficients import described
+from dp_clipping.arguments.checks import check, refuse_first
+from dp_clipping.arguments.sampled import Sampled
+from dp_clipping.arguments.thresholds import check_max_grad_norm
+from dp_clipping.clipping.coefficients import check_range, described
 from dp_clipping.kinds import plain
 from dp_clipping.modes import Policy, policy_of
 from dp_clipping.noise import mechanisms
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.noise.correlated import CorrelatedNoise
-from dp_clipping.sampling.loader import expected_batch_size_of
-from dp_clipping.sampling.units import Units
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Sampled):
     """The settings of one private run; `PrivacyEngine.make_private` explains each field.
 
     There is a field for each argument, and `secure_mode` of the engine. Numbers are converted to
     Python's own types.
 
     Raises:
-        ValueError: for an argument of the wrong type or out of range, by name.
+        WrongType, ValueError: for an argument of the wrong type or out of range, and for arguments
+            that do not go together, by name.
     """
 
     module: nn.Module
     optimizer: Optimizer
     criterion: Callable[..., Tensor]
-    data_loader: DataLoader
     noise_multiplier: float
     max_grad_norm: float | list[float]
     batch_first: bool
     loss_reduction: str
-    poisson_sampling: bool
     clipping: str
-    noise_generator: torch.Generator | None
     grad_sample_mode: str
     wrap_model: bool
-    rand_on_empty: bool
     clipping_function: str
     gamma: float
-    expected_batch_size: Any  # a number; None until `with_batch_size` asks the loader
     norm_algorithm: str
-    memory_budget: int | None
-    tile_size: int | None
     norm_reduction: str
-    adaptive_threshold: AdaptiveThreshold | None
-    data_parallel_group: dist.ProcessGroup | None
     cuda_graph: bool
-    sample_rate: float | None
-    steps: int | None
-    noise_mechanism: str | CorrelatedNoise
-    examples_per_unit: int
-    unit_ids: Sequence[Hashable] | None
-    sampling: str
-    max_batch_size: int | None
+    noise_generator: torch.Generator | None = None
+    expected_batch_size: Any = None  # a number, once `with_batch_size` has asked the loader
+    memory_budget: int | None = None
+    tile_size: int | None = None
+    adaptive_threshold: AdaptiveThreshold | None = None
+    data_parallel_group: dist.ProcessGroup | None = None
     secure_mode: bool = False  # the engine's
 
     def __post_init__(self) -> None:
-        check_kinds(
-            module=self.module, data_loader=self.data_loader, criterion=self.criterion,
-            noise_generator=self.noise_generator, adaptive_threshold=self.adaptive_threshold,
-            data_parallel_group=self.data_parallel_group, batch_first=self.batch_first,
-            poisson_sampling=self.poisson_sampling, wrap_model=self.wrap_model,
-            rand_on_empty=self.rand_on_empty, cuda_graph=self.cuda_graph,
-        )  # fmt: skip
-        check_arguments(
-            self.noise_multiplier, self.max_grad_norm, self.clipping, self.clipping_function,
-            self.gamma,
-        )  # fmt: skip
-        check_mechanism(self.noise_mechanism, self.adaptive_threshold, self.cuda_graph)
+        check("data_loader", self.data_loader)
+        super().__post_init__()
+        check_max_grad_norm(self.max_grad_norm, self.clipping)
+        if self.clipping_function == "automatic":
+            check_range("gamma", self.gamma)
+        noise = self.noise_mechanism
+        if not isinstance(noise, str) or mechanisms.mechanism_of(noise) is not None:
+            self._refuse_beside_noise()
         if self.secure_mode:
-            check_secure(
-                self.module, self.noise_mechanism, self.adaptive_threshold, self.noise_generator,
-                self.cuda_graph, self.sampling,
-            )  # fmt: skip
-        check_kernel_options(self.norm_algorithm, self.memory_budget, self.tile_size)
-        check_rates(self.sample_rate, self.steps, self.poisson_sampling)
-        check_sampling(
-            self.sampling, max_batch_size=self.max_batch_size, sample_rate=self.sample_rate,
-            poisson_sampling=self.poisson_sampling, noise_mechanism=self.noise_mechanism,
+            self._refuse_beside_secure()
+        for name in ("noise_multiplier", "max_grad_norm", "gamma", "expected_batch_size"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, plain(value))
+        for name in ("examples_per_unit", "max_batch_size"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, int(value))
+
+    def _refuse_beside_noise(self) -> None:
+        """Raises ValueError for settings that noise beside Gaussian noise does not go with."""
+        what = f"noise_mechanism {self.noise_mechanism!r} does not go with"
+        instead = 'leave it out, or give noise_mechanism="gaussian"'
+        refuse_first(
+            (self.adaptive_threshold,
+             f"{what} adaptive_threshold, whose noisy counts its account omits: {instead}"),
+            (self.cuda_graph,
+             f"{what} cuda_graph=True, whose kernel makes independent Gaussian noise: {instead}"),
         )  # fmt: skip
-        check_units(
-            self.examples_per_unit, self.unit_ids, poisson_sampling=self.poisson_sampling,
-            rand_on_empty=self.rand_on_empty,
+
+    def _refuse_beside_secure(self) -> None:
+        """Raises ValueError for what secure noise is not made for, or has no certificate for."""
+        wide = [
+            name
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and p.dtype == torch.float64
+        ]
+        rows = (
+            (self.noise_generator is not None,
+             "noise_generator, whose seed others may know: leave it out"),
+            (self.adaptive_threshold is not None,
+             "adaptive_threshold, whose counts get other noise: leave it out"),
+            (self.noise_mechanism != "gaussian",
+             f"noise_mechanism={self.noise_mechanism!r}, whose noise is not of integers: give "
+             'noise_mechanism="gaussian"'),
+            (self.cuda_graph, "cuda_graph=True, which draws noise of another generator: leave it "
+             "out"),
+            (self.sampling != "poisson",
+             f"sampling={self.sampling!r}, for which secure noise has no account: give "
+             'sampling="poisson"'),
+            (wide, f"parameters in float64, such as {wide[:1]}: give module=network.float()"),
         )  # fmt: skip
-        object.__setattr__(self, "examples_per_unit", int(self.examples_per_unit))
-        if self.max_batch_size is not None:
-            object.__setattr__(self, "max_batch_size", int(self.max_batch_size))
-        numbers = ["noise_multiplier", "max_grad_norm", "gamma"]
-        if self.expected_batch_size is not None:
-            check_expected_batch_size(self.expected_batch_size)
-            numbers.append("expected_batch_size")
-        for name in numbers:
-            object.__setattr__(self, name, plain(getattr(self, name)))
+        refuse_first(
+            *(
+                (holds, f"secure_mode=True does not go with {what}, or build PrivacyEngine()")
+                for holds, what in rows
+            )
+        )
 
     @cached_property
     def policy(self) -> Policy | None:
         """Returns how the mode works; None for `no_dp`. Raises ValueError for an unknown mode."""
-        refuse("grad_sample_mode", self.grad_sample_mode, MODES)
         return policy_of(
             self.grad_sample_mode, clipping_function=self.clipping_function, gamma=self.gamma,
             per_layer=self.clipping == "per_layer", norm_algorithm=self.norm_algorithm,
             memory_budget=self.memory_budget, tile_size=self.tile_size,
         )  # fmt: skip
 
-    @cached_property
-    def units(self) -> Units | None:
-        """Returns the units that are sampled; None if single examples are sampled."""
-        return given_units(
-            self.data_loader, self.examples_per_unit, self.unit_ids, self.poisson_sampling
-        )
-
-    @property
-    def units_of_data(self) -> int:
-        """Returns how many units of privacy the data have."""
-        return number_of_units(self.data_loader, self.examples_per_unit, self.units)
-
-    @cached_property
-    def unit(self) -> tuple[int, bytes]:
-        """Returns k and a digest of `unit_ids`, which is empty without: equal for equal units."""
-        named = self.units is not None and self.units.are_named
-        return self.examples_per_unit, self.units.digest() if named and self.units else b""
-
-    @cached_property
-    def rates(self) -> tuple[float, int]:
-        """Returns q and the batches per epoch, as given or from the loader's length."""
-        return rates_of(self.data_loader, self.sample_rate, self.steps, self.units, self.sampling)
-
-    @cached_property
-    def mechanism(self) -> Mechanism:
-        """Returns what a step releases: noise and sampling together, with its account."""
-        return accounted(
-            self.noise_mechanism, self.sampling, units=self.units_of_data,
-            max_batch_size=self.max_batch_size,
-        )  # fmt: skip
-
     def with_batch_size(self, world_size: int) -> "Settings":
         """Returns these settings with the loader's batch size, if no other one is expected."""
         if self.expected_batch_size is not None:
             return self
-        size = expected_batch_size_of(self.data_loader, world_size, self.examples_per_unit)
-        return replace(self, expected_batch_size=size)
+        return replace(self, expected_batch_size=self.expected_units(world_size))
 
     def public(self) -> dict[str, Any]:
         """Returns the settings that a checkpoint saves and a load compares."""
@@ -205,50 +165,3 @@ class Settings:
             "noise_generator is given": self.noise_generator is not None,
             "adaptive_threshold": adaptive and adaptive.state_dict(),
         }
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """How a training samples its data, and the account of that: what ε needs beside σ and steps.
-
-    Attributes:
-        rate: q.
-        batches: of an epoch.
-        units: of privacy, in the data.
-        mechanism: noise and sampling, with their account.
-    """
-
-    rate: float
-    batches: int
-    units: int
-    mechanism: Mechanism
-
-
-def sampled(loader: DataLoader, arguments: Mapping[str, Any]) -> Sampled:
-    """Returns how a training samples its data, from arguments of `make_private`.
-
-    Raises:
-        WrongType, ValueError: for those of `arguments` that say so.
-    """
-    check_loader(loader)
-    rate, steps = arguments.get("sample_rate"), arguments.get("steps")
-    is_poisson = arguments.get("poisson_sampling", True)
-    sampling = arguments.get("sampling", "poisson")
-    check_rates(rate, steps, is_poisson)
-    noise, cap = arguments.get("noise_mechanism", "gaussian"), arguments.get("max_batch_size")
-    check_sampling(
-        sampling, max_batch_size=cap, sample_rate=rate, poisson_sampling=is_poisson,
-        noise_mechanism=noise,
-    )  # fmt: skip
-    each, unit_ids = arguments.get("examples_per_unit", 1), arguments.get("unit_ids")
-    check_units(
-        each, unit_ids, poisson_sampling=is_poisson,
-        rand_on_empty=bool(arguments.get("rand_on_empty")),
-    )  # fmt: skip
-    units = given_units(loader, each, unit_ids, is_poisson)
-    number = number_of_units(loader, each, units)
-    return Sampled(
-        *rates_of(loader, rate, steps, units, sampling),
-        number,
-        accounted(noise, sampling, units=number, max_batch_size=cap),
-    )

@@ -1,7 +1,7 @@
 """`PrivacyEngine.audit`: a private run with canaries, and what it tells about them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dp_clipping.arguments.given import refuse_used
 from dp_clipping.audit.attacks import guesses
 from dp_clipping.audit.bound import check_confidence
 from dp_clipping.audit.canaries import LARGE, CanaryNetwork, Loss, Proxy, loss_of, tagged_loader
@@ -37,8 +38,6 @@ FEWEST = 16  # canaries
 
 class Audits(Accounts):
     """Audits of private runs of copies."""
-
-    _refuse_private: Callable[..., None]  # the engine's
 
     @by_name(AUDIT)
     def audit(
@@ -102,13 +101,15 @@ class Audits(Accounts):
                 "noise_multiplier=0 states no epsilon that an audit could refute: give more, as "
                 f"{AUDIT}"
             )
-        self._refuse_private(module, optimizer, criterion, data_loader)
+        refuse_used(
+            module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader
+        )
         audited = Audited(module, optimizer, criterion, data_loader, arguments)
         with audited.untouched():
             keys, draw = audited.seeds()
             included = torch.rand(canaries, generator=draw) < 0.5
             engine: Any = type(self)(accountant=self.accountant.mechanism())
-            rate, steps = audited.rates()
+            rate, steps = audited.sampled.rates
             private = _make_private(
                 engine, audited, included, noise_multiplier, max_grad_norm,
                 noise_generator=keys, sample_rate=rate, steps=steps,
@@ -171,7 +172,9 @@ class Audits(Accounts):
         check_count("units", units, "a whole number of 2 or more, as units=16")
         check_count("removed", removed, "a whole number of 1 or more, as removed=4")
         check_number("noise_multiplier", noise_multiplier, "a number of at least 0, as 1.0")
-        self._refuse_private(module, optimizer, criterion, data_loader)
+        refuse_used(
+            module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader
+        )
         audited = Audited(module, optimizer, criterion, data_loader, arguments)
         members: dict[Any, list[int]] = {}
         for index, unit in enumerate(audited.units()):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments.checks import (
-    check_loader,
-    check_optimizer,
-    check_rates,
-    check_units,
-    given_units,
-    rates_of,
-)
+from dp_clipping.arguments.given import check_optimizer
+from dp_clipping.arguments.sampled import Sampled
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.kinds import check_type
-from dp_clipping.sampling.loader import expected_batch_size_of
 from dp_clipping.validation import replicas
 
 ONE_PROCESS = {
@@ -50,7 +44,7 @@ class Audited:
 
     def __post_init__(self) -> None:
         check_type("module", self.module, nn.Module, "a torch.nn.Module, the network")
-        check_loader(self.loader)
+        Sampled.of({}, data_loader=self.loader)
         for name, instead in ONE_PROCESS.items():
             if self.arguments.get(name):
                 raise ValueError(f"{name} is not for an audit: {instead}")
@@ -82,31 +76,22 @@ class Audited:
     def batch_first(self) -> bool:
         return self.arguments.get("batch_first", True)
 
+    @cached_property
+    def sampled(self) -> Sampled:
+        """Returns how `make_private` would sample these data."""
+        return Sampled.of(self.arguments, data_loader=self.loader)
+
     def units(self) -> list[Any]:
         """Returns the unit of privacy of each example of the data set."""
-        examples, each = len(self.loader.dataset), self.arguments.get("examples_per_unit", 1)  # type: ignore[arg-type]
-        ids = self.arguments.get("unit_ids")
-        check_units(
-            each, ids, poisson_sampling=True,
-            rand_on_empty=self.arguments.get("rand_on_empty", False),
-        )  # fmt: skip
-        given_units(self.loader, each, ids, True)
-        if ids is None:
-            return [index // each for index in range(examples)]
+        units, ids = self.sampled.units, self.arguments.get("unit_ids")
+        if units is None or ids is None:
+            examples = len(self.loader.dataset)  # type: ignore[arg-type]
+            return [index // self.sampled.examples_per_unit for index in range(examples)]
         return ids.tolist() if hasattr(ids, "tolist") else list(ids)
-
-    def rates(self) -> tuple[float, int]:
-        """Returns q and the steps of an epoch, as `make_private` finds them from these data."""
-        rate, steps = self.arguments.get("sample_rate"), self.arguments.get("steps")
-        check_rates(rate, steps, True)
-        each = self.arguments.get("examples_per_unit", 1)
-        units = given_units(self.loader, each, self.arguments.get("unit_ids"), True)
-        return rates_of(self.loader, rate, steps, units)
 
     def expected_batch_size(self) -> float:
         given = self.arguments.get("expected_batch_size")
-        each = self.arguments.get("examples_per_unit", 1)
-        return expected_batch_size_of(self.loader, 1, each) if given is None else given
+        return self.sampled.expected_units(1) if given is None else given
 
     def copied(self) -> tuple[nn.Module, Optimizer, Any]:
         """Returns copies of module, optimizer and criterion that share nothing with these."""

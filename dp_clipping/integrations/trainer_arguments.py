@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments.accounted import check_sampling
-from dp_clipping.arguments.checks import check_units
-from dp_clipping.arguments.numbers import check_noise_multiplier, check_target
-from dp_clipping.arguments.settings import Sampled, Settings, sampled
+from dp_clipping.arguments.checks import check
+from dp_clipping.arguments.sampled import Sampled
+from dp_clipping.arguments.settings import Settings
 from dp_clipping.kinds import WrongType, by_name, check_type, shown
 
 LOG = logging.getLogger(__name__)
@@ -90,18 +89,9 @@ class PrivacyArguments:
                 "give one of target_epsilon and noise_multiplier: "
                 "PrivacyArguments(target_epsilon=8.0, target_delta=1e-5)"
             )
-        epsilon = 1.0 if self.target_epsilon is None else self.target_epsilon
-        check_target(epsilon, self.target_delta, 1)
-        if self.noise_multiplier is not None:
-            check_noise_multiplier(self.noise_multiplier)
-        check_units(
-            self.examples_per_unit, self.unit_ids, poisson_sampling=True,
-            rand_on_empty=bool(self.options.get("rand_on_empty")),
-        )  # fmt: skip
-        check_sampling(
-            self.sampling, max_batch_size=self.max_batch_size, sample_rate=self.sample_rate,
-            noise_mechanism=self.options.get("noise_mechanism", "gaussian"),
-        )  # fmt: skip
+        for name in ("target_epsilon", "target_delta", "noise_multiplier"):
+            if (value := getattr(self, name)) is not None or name == "target_delta":
+                check(name, value)
         for name in ("secure_mode", "pad_batches", "log_unprotected", "new_keys"):
             check_type(name, getattr(self, name), bool, "True or False")
         for name in self.options:
@@ -115,6 +105,7 @@ class PrivacyArguments:
                     f"options has {name}, which is no argument of make_private: leave it out, or "
                     "write it as an argument of PrivacyArguments, if it is one"
                 )
+        Sampled.of(self.of_make_private())
 
     def of_make_private(self) -> dict[str, Any]:
         """Returns the arguments of `make_private` that no training changes."""
@@ -122,7 +113,7 @@ class PrivacyArguments:
 
     def sampled(self, loader: DataLoader) -> Sampled:
         """Returns how the training samples its data, and the account of that."""
-        return sampled(loader, self.of_make_private())
+        return Sampled.of(self.of_make_private(), data_loader=loader)
 
 
 _by_name = by_name("PrivacyArguments(target_epsilon=8.0, target_delta=1e-5, max_grad_norm=1.0)")

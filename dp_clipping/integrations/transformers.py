@@ -162,7 +162,7 @@ class PrivateTrainer(Trainer):
         return args.train_batch_size * self._accumulation_steps * args.world_size
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:
-        batches = self.privacy.sampled(dataloader).batches
+        batches = self.privacy.sampled(dataloader).rates[1]
         return super().set_initial_training_values(args, _Epoch(dataloader.dataset, batches))
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
@@ -211,8 +211,9 @@ class PrivateTrainer(Trainer):
         noise = privacy.noise_multiplier
         if noise is None:
             noise = noise_for_target(
-                network, loader, privacy.sampled(loader), steps=max_steps, arguments=arguments,
-                accountant=privacy.accountant, secure_mode=privacy.secure_mode,
+                network, privacy.sampled(loader), steps=max_steps, accountant=privacy.accountant,
+                secure_mode=privacy.secure_mode,
+                expected_batch_size=arguments.get("expected_batch_size"),
                 target_epsilon=privacy.target_epsilon, target_delta=privacy.target_delta,
             )  # fmt: skip
         self.model_wrapped, self.optimizer, self.criterion, loader = self.engine.make_private(

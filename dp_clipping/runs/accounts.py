@@ -14,7 +14,7 @@ from dp_clipping.accounting.ledger import Account, Step
 from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.target_epsilon import epsilon_at_end
-from dp_clipping.arguments.numbers import check_target, warn_of_delta
+from dp_clipping.arguments.checks import check
 from dp_clipping.arguments.settings import Settings
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import WrongType, by_name, check_count, check_type, shown
@@ -193,7 +193,7 @@ class Accounts:
         if every < 1:
             raise ValueError(f"every is {every}: give 1 or more")
         if delta is not None:
-            check_target(1.0, delta, 1)
+            check("target_delta", delta)
         if not self._runs:
             raise RuntimeError(
                 "nothing is private yet: call engine.make_private(..) before on_step"
@@ -282,9 +282,16 @@ class Accounts:
 
     def _warn_of_delta(self, delta: float, units: int, stacklevel: int) -> None:
         """Warns, once per δ, of a δ that is too large for this number of units."""
-        if delta not in self._deltas:
-            self._deltas.add(delta)
-            warn_of_delta(delta, units, stacklevel + 1)
+        if delta in self._deltas or not units or delta < 1 / units:
+            return
+        self._deltas.add(delta)
+        example = min(0.1 / units, units**-1.1)
+        warnings.warn(
+            f"delta is {delta:g}, and the data have {units} units of privacy: from 1 / {units} = "
+            f"{1 / units:.2g} on, publishing one of them as it is satisfies (ε, δ); give less, "
+            f"such as {example:.1g}",
+            stacklevel=stacklevel + 1,
+        )
 
     def _described_secure(self) -> dict[str, Any] | None:
         """Returns what ε includes of secure noise, and the grids of the coming steps."""

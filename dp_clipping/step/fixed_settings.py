@@ -3,12 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from dp_clipping.arguments.numbers import (
-    check_expected_batch_size,
-    check_loss_reduction,
-    check_noise,
-    check_noise_multiplier,
-)
+from dp_clipping.arguments.checks import check
+from dp_clipping.arguments.thresholds import check_noise
 from dp_clipping.distributed.agreement import REFUSAL, Agreement, Settings
 from dp_clipping.step.state import StepSettings
 from dp_clipping.step.steppable import Steppable
@@ -45,9 +41,8 @@ class FixedSettings:
                 noise of earlier steps is in that of this one.
         """
         state, settings = self.model.step_state, self.current()
-        check_noise_multiplier(settings.noise_multiplier)
-        check_expected_batch_size(settings.expected_batch_size)
-        check_loss_reduction(settings.loss_reduction)
+        for name, value in vars(settings).items():
+            check(name, value)
         state.settings = _in_floats(settings)
         check_noise(self.noise.std_multiplier(), state.sensitivity)
         if self.noise.source.spans_steps:

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+from dp_clipping.arguments.given import refuse_used
 from dp_clipping.build import (
     build_criterion,
     build_loader,
@@ -12,7 +13,6 @@ from dp_clipping.build import (
     build_optimizer,
     keys_for,
     ranks_of,
-    refuse_private,
 )
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.sampling.loader import PoissonLoader
@@ -75,7 +75,7 @@ def test_what_does_not_fit_leaves_the_network_as_it_was():
     model = build_model(given, ranks, loader, hide_unprotected=False)
     with pytest.raises(ValueError, match="adaptive threshold starts at"):
         build_criterion(given, model)
-    refuse_private(given.module, None, None, None)
+    refuse_used(module=given.module)
     given.module(torch.zeros(2, 4)).sum().backward()
     assert all(p.grad is not None for p in given.module.parameters())
 

@@ -64,7 +64,7 @@ def test_lists_become_plain_entry_by_entry():
 
 
 class Door:
-    @by_name("Door(key=1)", {"gone": "gone is gone"}, old="key")
+    @by_name("Door(key=1)", old="key")
     def __init__(self, *, key, lock=None):
         self.key, self.lock = key, lock
 
@@ -80,7 +80,6 @@ class Door:
         (lambda: Door(), r"^Door: key is missing: Door\(key=1\)$"),
         (lambda: Door(key=1, lokc=2), r"^Door has no argument lokc \(did you mean lock\?\): Door"),
         (lambda: Door(key=1, window=2), r"^Door has no argument window: Door\(key=1\)$"),
-        (lambda: Door(gone=1), "^gone is gone$"),
         (lambda: Door(old=1, key=2), "^old is the old name of key: give key alone$"),
         (lambda: Door(key=1).turn(), r"^turn: times is missing: door.turn\(times=2\)$"),
         (lambda: Door(key=1).turn(1, 2), "^turn takes arguments by name"),

@@ -4,7 +4,7 @@ import pytest
 
 from dp_clipping import CorrelatedNoise
 from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, DEFAULT, ZERO_OUT
-from dp_clipping.arguments.accounted import accounted, check_sampling
+from dp_clipping.arguments.accounted import accounted
 from dp_clipping.sampling.schemes import SAMPLINGS
 
 
@@ -45,24 +45,3 @@ def test_less_noise_and_more_steps_cost_more(sampling):
     assert 0 < base < epsilon([[(1.5, 1 / 6, 12)]], 1e-3)
     assert base < epsilon([[(2.0, 1 / 6, 30)]], 1e-3)
     assert base < epsilon([[(2.0, 1 / 6, 12)]], 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sampling": "shuffled"}, "choose one of poisson, "),
-        ({"sampling": None}, "sampling is None"),
-        ({"sampling": "cyclic", "sample_rate": 0.1}, "does not go with sample_rate"),
-        ({"sampling": "cyclic", "poisson_sampling": False}, "does not go with poisson_sampling"),
-        ({"sampling": "cyclic", "noise_mechanism": "mine"}, "does not go with noise_mechanism"),
-        ({"sampling": "poisson", "noise_mechanism": CorrelatedNoise(2)}, "sampling=\"cyclic\""),
-        ({"sampling": "balls_in_bins", "noise_mechanism": CorrelatedNoise(2)}, "does not go with"),
-        ({"sampling": "truncated_poisson"}, "max_batch_size is missing"),
-        ({"sampling": "truncated_poisson", "max_batch_size": 0}, "max_batch_size is 0"),
-        ({"sampling": "truncated_poisson", "max_batch_size": True}, "max_batch_size is True"),
-        ({"sampling": "poisson", "max_batch_size": 8}, "is for sampling=\"truncated_poisson\""),
-    ],
-)  # fmt: skip
-def test_what_no_account_covers_is_refused_by_name(arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        check_sampling(**arguments)

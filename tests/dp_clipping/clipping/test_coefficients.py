@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine, register_clipping_function
-from dp_clipping.arguments.checks import check_arguments
+from dp_clipping.arguments.checks import check
 from dp_clipping.clipping import coefficients as module
 from dp_clipping.clipping.coefficients import (
     HIGHEST,
@@ -226,4 +226,4 @@ def test_a_private_step_clips_by_it(names, mode, clipping):
 
 def test_an_unknown_name_says_how_to_register():
     with pytest.raises(ValueError, match=r"of abadi, automatic, or call dp_clipping.reg"):
-        check_arguments(1.0, 1.0, "flat", "psac", 0.01)
+        check("clipping_function", "psac")

@@ -1,0 +1,165 @@
+"""How a training samples its data: what ε needs beside σ and the number of steps."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
+from dp_clipping.arguments.accounted import accounted
+from dp_clipping.arguments.checks import check, refuse_first
+from dp_clipping.noise.correlated import EXAMPLE, CorrelatedNoise
+from dp_clipping.sampling.loader import batches_of, expected_batch_size_of
+from dp_clipping.sampling.schemes import FIXED
+from dp_clipping.sampling.units import Units, units_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """The arguments of `make_private` that say how the data are sampled, and what follows of them.
+
+    Without a loader the arguments are checked, and nothing follows yet.
+
+    Raises:
+        WrongType, ValueError: for an argument of the wrong type or out of range, and for arguments
+            that do not go together, by name.
+    """
+
+    data_loader: Any = None
+    sample_rate: float | None = None
+    steps: int | None = None
+    poisson_sampling: bool = True
+    rand_on_empty: bool = False
+    sampling: str = "poisson"
+    max_batch_size: int | None = None
+    examples_per_unit: int = 1
+    unit_ids: Sequence[Hashable] | None = None
+    noise_mechanism: str | CorrelatedNoise = DEFAULT.name
+
+    @staticmethod
+    def of(arguments: Mapping[str, Any], **more: Any) -> "Sampled":
+        """Returns how `make_private` would sample, from arguments of it; other ones are left out.
+
+        Args:
+            more: `data_loader`, if there is one.
+        """
+        if "data_loader" in more:
+            check("data_loader", more["data_loader"])
+        own = {one.name for one in fields(Sampled)}
+        return Sampled(**{k: value for k, value in {**arguments, **more}.items() if k in own})
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is not None or one.default is not None:
+                check(one.name, value)
+        if self.data_loader is not None:
+            _refuse_without_length(self.data_loader)
+        noise, sampling, each = self.noise_mechanism, self.sampling, self.examples_per_unit
+        is_correlated = isinstance(noise, CorrelatedNoise)
+        is_poisson, is_rated = self.poisson_sampling, self.sample_rate is not None
+        other = f"sampling={sampling!r} does not go with "
+        refuse_first(
+            (is_correlated and sampling != "cyclic",
+             f"noise_mechanism={noise!r} does not go with sampling={sampling!r}, for which no "
+             f"account of correlated noise is known: {EXAMPLE}"),
+            (self.max_batch_size is not None and sampling != "truncated_poisson",
+             f'max_batch_size is for sampling="truncated_poisson", and sampling is {sampling!r}: '
+             "leave it out; BatchMemoryManager(max_physical_batch_size=..) splits larger batches"),
+            (self.max_batch_size is None and sampling == "truncated_poisson",
+             "max_batch_size is missing: give the most units that a batch of all ranks may have, "
+             'as make_private(.., sampling="truncated_poisson", max_batch_size=128)'),
+            (sampling != "poisson" and not is_poisson,
+             f"{other}poisson_sampling=False, which leaves the loader's own batches: leave it out"),
+            (sampling != "poisson" and not is_correlated and noise != DEFAULT.name,
+             f"{other}noise_mechanism={noise!r}, whose account is for Poisson batches: leave it "
+             'out, or give sampling="poisson"'),
+            (sampling in FIXED and is_rated,
+             f"{other}sample_rate, as each unit is in one batch of each epoch: give steps=, the "
+             "number of batches of an epoch, a public constant"),
+            (not is_poisson and (is_rated or self.steps is not None),
+             "sample_rate and steps are those of Poisson sampling: leave them out, or "
+             "poisson_sampling=False"),
+            (self.unit_ids is not None and each == 1,
+             "unit_ids says which examples are one unit, and examples_per_unit=1 is one example: "
+             "give examples_per_unit, the most examples that a unit has, or leave unit_ids out"),
+            (self.unit_ids is not None and not is_poisson,
+             "unit_ids is for Poisson sampling, which puts a unit's examples side by side: leave "
+             "out poisson_sampling=False"),
+            (self.rand_on_empty and each > 1,
+             "rand_on_empty=True makes up one example for an empty batch, and "
+             f"examples_per_unit={each} takes units of {each}: leave rand_on_empty out, a batch "
+             "without samples is a step like any other"),
+        )  # fmt: skip
+
+    @cached_property
+    def units(self) -> Units | None:
+        """Returns the units that Poisson sampling draws; None: it draws examples, or there is none.
+
+        Raises:
+            ValueError: for `unit_ids` that are not one for each example.
+        """
+        if self.examples_per_unit == 1 or not self.poisson_sampling:
+            return None
+        return units_of(len(self.data_loader.dataset), int(self.examples_per_unit), self.unit_ids)
+
+    @property
+    def units_of_data(self) -> int:
+        """Returns how many units of privacy the data have."""
+        if self.units is not None:
+            return len(self.units)
+        return -(-len(self.data_loader.dataset) // self.examples_per_unit)
+
+    @cached_property
+    def unit(self) -> tuple[int, bytes]:
+        """Returns k and a digest of `unit_ids`, which is empty without: equal for equal units."""
+        named = self.units is not None and self.units.are_named
+        return self.examples_per_unit, self.units.digest() if named and self.units else b""
+
+    @cached_property
+    def rates(self) -> tuple[float, int]:
+        """Returns q and the batches of an epoch, in which each sample takes part once on average.
+
+        What is not given follows from the loader's length, and so from the size of the data; q is 1
+        for a loader without batches, which is refused later. With a sampling in which each sample
+        takes part exactly once, q is 1 over the batches.
+        """
+        steps, units, loader = self.steps, self.units, self.data_loader
+        if self.sampling in FIXED and steps is not None:
+            return 1 / int(steps), int(steps)
+        if self.sample_rate is None:
+            length = len(loader) if units is None else batches_of(loader, len(units), units.size)
+            length = max(1, length)
+            return 1 / length, length if steps is None else int(steps)
+        rate = float(self.sample_rate)
+        return rate, max(1, round(1 / rate)) if steps is None else int(steps)
+
+    @cached_property
+    def mechanism(self) -> Mechanism:
+        """Returns what a step releases: noise and sampling together, with its account."""
+        return accounted(
+            self.noise_mechanism, self.sampling, units=self.units_of_data,
+            max_batch_size=self.max_batch_size,
+        )  # fmt: skip
+
+    def expected_units(self, world_size: int) -> float:
+        """Returns the units of a batch of the loader, times the ranks if each has its own data."""
+        return expected_batch_size_of(self.data_loader, world_size, self.examples_per_unit)
+
+
+def _refuse_without_length(loader: DataLoader) -> None:
+    """Raises ValueError for a loader whose samples cannot be counted."""
+    dataset: Any = loader.dataset
+    try:
+        len(loader), len(dataset)
+    except TypeError:
+        kind = type(dataset).__name__
+        instead = f"give {kind} a __len__"
+        if isinstance(dataset, IterableDataset):
+            instead = "take its samples into a list, DataLoader(list(dataset), batch_size=64)"
+        raise ValueError(
+            f"data_loader has no length, as its {kind} has none, and each sample takes part with "
+            f"probability 1 / len(data_loader): {instead}"
+        ) from None

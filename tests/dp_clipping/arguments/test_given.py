@@ -1,0 +1,49 @@
+"""Objects that `make_private` is handed, and names of Opacus that it does not have."""
+
+import io
+
+import pytest
+from torch import nn
+
+from dp_clipping import PrivacyEngine
+from dp_clipping.arguments.given import refuse_used
+from tests.dp_clipping import test_engine as engine
+
+
+class DPOptimizer:
+    """A class of that name which is not Opacus's."""
+
+
+def test_classes_are_known_by_name_and_library():
+    refuse_used(module=nn.Linear(2, 2), optimizer=DPOptimizer(), criterion=None, data_loader=None)
+    run = engine.build()
+    for name in ("optimizer", "criterion"):
+        with pytest.raises(ValueError, match=f"{name} is private already: give {name}."):
+            refuse_used(module=None, **{name: getattr(run, name)})
+
+
+def test_unknown_names_point_to_the_document():
+    run = engine.build()
+    with pytest.raises(AttributeError, match=r"no attribute 'add_noise'.*from_opacus\.md"):
+        run.optimizer.add_noise()
+    with pytest.raises(TypeError, match="make_private has no argument target_epsilon: engine"):
+        engine.build(target_epsilon=1.0)
+
+
+def test_the_network_answers_for_the_model():
+    """A network that has a method of such a name keeps it."""
+    net = engine.network()
+    net.validate = lambda: "own"
+    run = engine.build(module=net)
+    assert run.model.validate() == "own"
+    assert run.model._module is net
+    with pytest.raises(AttributeError, match="no attribute 'cleanup'"):
+        run.model.cleanup()
+
+
+@pytest.mark.parametrize("method", ["save_checkpoint", "load_checkpoint"])
+def test_an_open_file_is_told_a_name(method):
+    made = PrivacyEngine()
+    model, *_ = made.make_private(**engine.arguments())
+    with pytest.raises(ValueError, match=r'path is a BytesIO, .*save_checkpoint\(path="run.pt"'):
+        getattr(made, method)(path=io.BytesIO(), module=model)
