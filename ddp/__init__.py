@@ -83,8 +83,9 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
         known = ", ".join(options_of(cls)) or "none"
         raise TypeError(f"{name} has no option {', '.join(unknown)}; it takes {known}")
     for inner in module.modules():
-        if hasattr(inner, "refuse_wrapper"):  # a private model of dp_clipping has it
-            inner.refuse_wrapper(cls.__name__)
+        refuse: Any = getattr(inner, "refuse_wrapper", None)  # private models of dp_clipping do
+        if refuse is not None:
+            refuse(cls.__name__)
     return cls(module, **options)
 
 

@@ -362,7 +362,7 @@ class PrivacyEngine(Checkpoints, Audits):
         self, settings: Settings
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Builds what `make_private` returns, from the ranks up, and keeps it as a run."""
-        self._refuse_other_units(settings)
+        self._refuse_other_units(settings.unit)
         self._refuse_other_mechanism(settings.mechanism)
         ranks = ranks_of(settings)
         keys = keys_for(settings, ranks)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from dp_clipping.arguments.thresholds import LARGEST
 from dp_clipping.clipping.coefficients import known_clipping_functions
 from dp_clipping.kinds import WrongType, is_count, is_number, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
@@ -25,8 +26,6 @@ from dp_clipping.sampling.schemes import SAMPLINGS
 CLIPPINGS = ("flat", "per_layer")
 LOSS_REDUCTIONS = ("mean", "sum")
 TILE_SIZES = (16, 32, 64, 128, 256)
-LARGEST = 2.0**100
-"""Largest factor in float32, which ends at 2¹²⁸: it leaves room for what it multiplies."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,8 @@ ARGUMENTS: dict[str, Argument | Choice] = {
     "loss_reduction": Choice(lambda: LOSS_REDUCTIONS),
     "expected_batch_size": Argument(
         "a finite number above 0: the samples that all ranks together expect in a step",
-        is_number, lambda value: 1 / LARGEST <= value <= LARGEST,
+        is_number,
+        lambda value: 1 / LARGEST <= value <= LARGEST,
     ),
     # kernels
     "norm_algorithm": Choice(lambda: NORM_ALGORITHMS),
@@ -132,7 +132,8 @@ ARGUMENTS: dict[str, Argument | Choice] = {
     "sampling": Choice(lambda: SAMPLINGS),
     "sample_rate": Argument(
         "a probability above 0, at most 1: expected batch size / samples, both public",
-        is_number, lambda value: 0 < value <= 1,
+        is_number,
+        lambda value: 0 < value <= 1,
     ),
     "steps": _whole("a whole number of 1 or more: the batches of an epoch"),
     "examples_per_unit": _whole("a whole number of 1 or more"),
@@ -145,9 +146,14 @@ ARGUMENTS: dict[str, Argument | Choice] = {
         "a number above 0, far below 1 / samples", is_number, lambda value: 0 < value < 1
     ),
     "epochs": _whole("a whole number of 1 or more"),
-} | dict.fromkeys(
-    ("batch_first", "poisson_sampling", "wrap_model", "rand_on_empty", "cuda_graph", "stop"), FLAG
-)  # fmt: skip
+    # flags
+    "batch_first": FLAG,
+    "poisson_sampling": FLAG,
+    "wrap_model": FLAG,
+    "rand_on_empty": FLAG,
+    "cuda_graph": FLAG,
+    "stop": FLAG,
+}
 
 
 def check(name: str, value: Any) -> None:

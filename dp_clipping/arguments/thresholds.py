@@ -4,9 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from dp_clipping.arguments.checks import LARGEST
 from dp_clipping.clipping.coefficients import clip_norms_of
 from dp_clipping.kinds import check_number
+
+LARGEST = 2.0**100
+"""Largest factor in float32, which ends at 2¹²⁸: it leaves room for what it multiplies."""
 
 
 def check_max_grad_norm(max_grad_norm: float | Sequence[float], clipping: str) -> None:

@@ -15,7 +15,6 @@ from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.target_epsilon import epsilon_at_end
 from dp_clipping.arguments.checks import check
-from dp_clipping.arguments.settings import Settings
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import WrongType, by_name, check_count, check_type, shown
 from dp_clipping.profiling.metrics import StepMetrics
@@ -49,7 +48,7 @@ class Accounts:
         self._account = Account(self._checked(_made(accountant)))
         self._runs: list[PrivateRun] = []
         self._mechanism = DEFAULT  # of all runs
-        self._unit: tuple = ()  # of all runs, as `Settings.unit`
+        self._unit: tuple = ()  # of all runs, as `Sampled.unit`
         self._deltas: set[float] = set()  # of which the user was warned
 
     @property
@@ -310,10 +309,10 @@ class Accounts:
         mechanism.refuse_beside(before, self._account.history)
         self._mechanism = mechanism
 
-    def _refuse_other_units(self, settings: Settings) -> None:
-        """Raises ValueError if the account counts other units than those of these settings."""
-        if self._runs and settings.unit != self._unit:
-            each, before = settings.unit[0], self._unit[0]
+    def _refuse_other_units(self, unit: tuple[int, bytes]) -> None:
+        """Raises ValueError if the account counts other units than these, as `Sampled.unit`."""
+        if self._runs and unit != self._unit:
+            each, before = unit[0], self._unit[0]
             what = (
                 "unit_ids make other units than those that this engine has accounted for"
                 if each == before
@@ -323,7 +322,7 @@ class Accounts:
             raise ValueError(
                 f"{what}: ε of both together is that of neither, use a PrivacyEngine for each"
             )
-        self._unit = settings.unit
+        self._unit = unit
 
     def _run_of(self, module: Any, optimizer: Any, loader: Any) -> PrivateRun:
         for run in self._runs:

@@ -57,12 +57,12 @@ def test_random_states_come_back_and_warnings_are_hidden():
 
 def test_units_and_rates_are_those_of_make_private():
     assert given().units() == list(range(12))
-    assert given().rates() == (1 / 3, 3)
+    assert given().sampled.rates == (1 / 3, 3)
     assert given(examples_per_unit=2).units() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    assert given(examples_per_unit=2).rates() == (1 / 3, 3)
+    assert given(examples_per_unit=2).sampled.rates == (1 / 3, 3)
     ids = np.repeat([7, 8, 9, 5], 3)
     assert given(examples_per_unit=4, unit_ids=ids).units() == ids.tolist()
-    assert given(sample_rate=0.5, steps=9).rates() == (0.5, 9)
+    assert given(sample_rate=0.5, steps=9).sampled.rates == (0.5, 9)
     assert given().expected_batch_size() == 4
     assert given(expected_batch_size=7.0).expected_batch_size() == 7.0
 
