@@ -1,6 +1,7 @@
 """The loss of a batch as one loss per sample: a tensor of one number, whose `backward` clips."""
 
-import inspect
+import operator
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
@@ -14,17 +15,22 @@ from dp_clipping.sampling.usage import BOTH_OUTPUTS
 from dp_clipping.step.steppable import Steppable
 from dp_clipping.torch_compat import tree_map, without_memory
 
-ACCUMULATING = {  # modules that divide a loss by steps of accumulation -> where these are given
-    "accelerate.accelerator": "Accelerator(gradient_accumulation_steps={n})",
-    "lightning.pytorch.loops.optimization.automatic": "Trainer(accumulate_grad_batches={n})",
-    "pytorch_lightning.loops.optimization.automatic": "Trainer(accumulate_grad_batches={n})",
-}
-SCALING = "torch.amp.grad_scaler"  # the module that multiplies a loss by a scale
+LINEAR: dict[str, Callable[..., Any]] = {  # functions that act on each sample's loss
+    "add": operator.add, "sub": operator.sub, "subtract": operator.sub,
+    "rsub": lambda a, b: b - a, "__rsub__": lambda a, b: b - a,
+    "mul": operator.mul, "multiply": operator.mul,
+    "div": operator.truediv, "divide": operator.truediv, "true_divide": operator.truediv,
+    "neg": operator.neg, "negative": operator.neg, "positive": operator.pos,
+}  # fmt: skip
+CONVERSIONS = {
+    "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as", "clone", "contiguous",
+}  # fmt: skip
 WITHOUT_VALUE = {  # functions and properties of a tensor that do not read what is in it
     "dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size",
     "is_floating_point", "is_complex", "is_signed", "is_contiguous", "get_device", "is_same_size",
     "__len__", "__hash__",
 }  # fmt: skip
+VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}  # properties that do
 MADE_LIKE = {  # functions that take shape and dtype of a tensor alone
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
     "new_ones", "new_empty", "new_full", "new_tensor",
@@ -33,20 +39,12 @@ DETACHED = {  # functions whose results have no gradient
     "data", "item", "tolist", "__float__", "__int__", "__complex__", "numpy", "__array__",
     "__dlpack__", "__deepcopy__", "__reduce_ex__",
 }  # fmt: skip
-VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}  # properties that do
-LINEAR = {  # functions that act on each sample's loss -> how, and how from the right
-    "add": ("__add__", "__radd__"), "__iadd__": ("__add__", "__radd__"),
-    "sub": ("__sub__", "__rsub__"), "subtract": ("__sub__", "__rsub__"),
-    "__isub__": ("__sub__", "__rsub__"),
-    "mul": ("__mul__", "__rmul__"), "multiply": ("__mul__", "__rmul__"),
-    "__imul__": ("__mul__", "__rmul__"),
-    "div": ("__truediv__", None), "divide": ("__truediv__", None),
-    "true_divide": ("__truediv__", None), "__itruediv__": ("__truediv__", None),
-    "neg": ("__neg__", None), "negative": ("__neg__", None), "positive": ("__pos__", None),
-}  # fmt: skip
-CONVERSIONS = {
-    "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as", "clone", "contiguous",
-}  # fmt: skip
+ACCUMULATING = {  # modules that divide a loss by steps of accumulation -> where these are given
+    "accelerate.accelerator": "Accelerator(gradient_accumulation_steps={n})",
+    "lightning.pytorch.loops.optimization.automatic": "Trainer(accumulate_grad_batches={n})",
+    "pytorch_lightning.loops.optimization.automatic": "Trainer(accumulate_grad_batches={n})",
+}
+SCALING = "torch.amp.grad_scaler"  # the module that multiplies a loss by a scale
 READ_ONLY = (
     "the value of a private loss has no gradient behind {name}, which is no sum or multiple of "
     "losses: call backward() of the private losses themselves, as (loss_a + 0.5 * loss_b)"
@@ -109,11 +107,18 @@ class PrivateLoss(Tensor):
 
     With `PrivacyEngine(hide_unprotected=True)` a training loss cannot be looked at. One of
     evaluation can: what that data is, is the user's own matter.
+
+    Args:
+        model: the private model.
+        private_step: of the forward; None in evaluation.
+        losses: [B].
+        reduction: `"mean"` or `"sum"`.
+        shape: of the one number.
     """
 
     model: Steppable
     loss_reduction: str
-    _session: Any
+    _private_step: Any
     _losses: Tensor
 
     @staticmethod
@@ -125,15 +130,18 @@ class PrivateLoss(Tensor):
     def __init__(
         self, model: Steppable, private_step: Any, losses: Tensor, reduction: str, shape: Any = ()
     ):
-        self.model, self._session = model, private_step
+        self.model, self._private_step = model, private_step
         self._losses, self.loss_reduction = losses, reduction
+
+    # ---- functions of torch ---------------------------------------------------------------------
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = _name_of(function)
+        """Calls a function of torch, which Python's operators are too, with private losses."""
+        kwargs, name = kwargs or {}, _name_of(function)
+        first = args[0] if args else None
         if name in WITHOUT_VALUE:
             return super().__torch_function__(function, types, args, kwargs)
         if name in MADE_LIKE:
@@ -146,34 +154,15 @@ class PrivateLoss(Tensor):
                 "clipped: call loss.backward(), and after optimizer.pre_step() read what has noise "
                 "in .grad of the parameters"
             )
-        first = args[0] if args else None
-        how, from_right = LINEAR.get(name, (None, None))
+        if name in LINEAR and not kwargs:
+            return _linear(name, args)
         if isinstance(first, PrivateLoss):
-            if how is not None and not kwargs and len(args) <= 2:
-                return getattr(first, how)(*args[1:])
-            if name in CONVERSIONS:
-                return first._converted(function, args, kwargs)
-            if name in ("mean", "sum"):
-                return first._reduced(name, args[1:], kwargs)
-        elif from_right is not None and len(args) == 2 and not kwargs:
-            return getattr(args[1], from_right)(first)
-        elif name == "add_" and not kwargs and not first.requires_grad:
+            return first._called(function, name, args, kwargs)
+        if name == "add_" and not kwargs and not first.requires_grad:
             made = args[1] + first.clone()  # for total += loss, which keeps what is returned
             first.add_(args[1].detach())
             return made
-        changes = name.endswith("_") and not name.endswith("__")
-        if isinstance(first, PrivateLoss) and (changes or name == "__set__"):
-            raise RuntimeError(
-                f"{name.strip('_')}() would change a private loss in place: make another one, as "
-                "loss = 0.5 * loss + other_loss"
-            )
-        if isinstance(first, PrivateLoss) and name not in DETACHED:
-            view = first._view(function, args[1:], kwargs)
-            if view is not None:
-                return view
-        return _read(
-            function, None if name in DETACHED else READ_ONLY.format(name=name), args, kwargs
-        )
+        return _read(function, name, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -183,11 +172,25 @@ class PrivateLoss(Tensor):
         args, kwargs = tree_map(_value, (args, kwargs or {}))
         return function(*args, **kwargs)
 
+    # `loss += x` is another loss, and no change of this one.
+    __iadd__, __isub__ = Tensor.__add__, Tensor.__sub__  # type: ignore[assignment]
+    __imul__, __itruediv__ = Tensor.__mul__, Tensor.__truediv__  # type: ignore[assignment]
+
+    def __round__(self, digits: int | None = None) -> float:
+        return round(self.item(), digits)
+
+    def __format__(self, specification: str) -> str:
+        return format(self.item(), specification) if specification else repr(self)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        samples = self.loss_per_sample.numel()
+        return f"PrivateLoss({self.item():.4f}, {self.loss_reduction} of {samples} samples)"
+
     # ---- as of a tensor with a gradient ---------------------------------------------------------
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        return self._session is not None
+        return self._private_step is not None
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -228,12 +231,13 @@ class PrivateLoss(Tensor):
     @property
     def loss_per_sample(self) -> Tensor:
         """Returns the losses [B]. Not covered by ε."""
-        if self._session is None:
+        step = self._private_step
+        if step is None:
             return self._losses
         self.model.refuse_in_release("the loss in training")
-        if self._session.padding is not None:
+        if step.padding is not None:
             raise RuntimeError("losses of samples have another shape in each step: use detach()")
-        losses, fill = self._losses[: self._session.real], self._session.fill
+        losses, fill = self._losses[: step.real], step.fill
         return losses if fill is None else losses[~fill[: len(losses)]]
 
     def backward(  # type: ignore[override]
@@ -259,18 +263,18 @@ class PrivateLoss(Tensor):
                     "clips the gradients of all parameters: add the losses of a batch, scaled as "
                     "wanted, and call (loss_a + 0.5 * loss_b).backward()"
                 )
-        if self._session is None:
+        if self._private_step is None:
             own = self.model.capture.parameters
             if leaves_of(self._losses) - set(own):
                 raise RuntimeError(THROUGH)
             frozen = not any(p.requires_grad for p in own)
             raise RuntimeError(FROZEN if frozen else OF_EVALUATION)
         with naming_reentrant():
-            self.model.private_backward(self._session, self._losses)
+            self.model.private_backward(self._private_step, self._losses)
 
     def detach(self) -> Tensor:  # type: ignore[override]
         """Returns the mean (0 for an empty batch) or the sum. Not covered by ε."""
-        without = None if self._session is None else self._session.without_loss
+        without = None if self._private_step is None else self._private_step.without_loss
         if without is not None:
             self.model.refuse_in_release("the loss in training")
             total = self._losses.detach().masked_fill(without, 0).sum()
@@ -280,36 +284,54 @@ class PrivateLoss(Tensor):
         is_sum = self.loss_reduction == "sum" or losses.numel() == 0
         return (losses.sum() if is_sum else losses.mean()).view(self.shape)
 
-    def item(self) -> float:
-        return self.detach().item()
+    # ---- what functions of torch make of it -----------------------------------------------------
 
-    def __format__(self, specification: str) -> str:
-        return format(self.item(), specification) if specification else repr(self)
-
-    def __round__(self, digits: int | None = None) -> float:
-        return round(self.item(), digits)
+    def _called(self, function: Any, name: str, args: tuple, kwargs: dict) -> Any:
+        """Returns what a function that is not linear makes of this loss, its first argument."""
+        if name in DETACHED:
+            return _read(function, name, args, kwargs)
+        if name in CONVERSIONS:
+            losses = function(self._losses.view(-1, 1), *args[1:], **kwargs)
+            if losses.device == self._losses.device:  # else it is the number alone
+                return self._with(losses.reshape(-1))
+        elif name in ("mean", "sum"):
+            by = self.loss_reduction
+            if name == by and len(args) == 1 and not kwargs:
+                return self._with(self._losses, ()) if self.shape else self
+            return _read(function, name, args, kwargs, message=(
+                f"a private loss is the {by} of its batch already: call loss.backward(); a {name} "
+                f'is that of make_private(criterion=..(reduction="{name}"), '
+                f'loss_reduction="{name}", ..)'
+            ))  # fmt: skip
+        elif name == "__set__" or (name.endswith("_") and not name.endswith("__")):
+            raise RuntimeError(
+                f"{name.strip('_')}() would change a private loss in place: make another one, as "
+                "loss = 0.5 * loss + other_loss"
+            )
+        elif (shape := self._shape_of_view(function, args[1:], kwargs)) is not None:
+            return self._with(self._losses, shape)
+        return _read(function, name, args, kwargs)
 
     def _with(self, losses: Tensor, shape: Any = None) -> "PrivateLoss":
         shape = self.shape if shape is None else shape
-        return PrivateLoss(self.model, self._session, losses, self.loss_reduction, shape)
+        return PrivateLoss(self.model, self._private_step, losses, self.loss_reduction, shape)
 
-    def _view(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Returns the loss in another shape, if that is what a function does; else None."""
+    def _shape_of_view(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Returns the shape of what a function makes, if that is a view of one number."""
         probe = torch.empty(self.shape, dtype=self.dtype, device="meta")
         made = None
         with suppress(Exception):  # it wants the value
             made = function(probe, *tree_map(_without_value, args), **kwargs)
         if not isinstance(made, Tensor) or made.numel() != 1 or made.dtype != self.dtype:
             return None
-        is_view = made.untyped_storage() is probe.untyped_storage()
-        return self._with(self._losses, made.shape) if is_view else None
+        return made.shape if made.untyped_storage() is probe.untyped_storage() else None
 
-    def _constant(self, other: Any) -> Any:
+    def _operand(self, other: Any) -> Any:
+        """Returns what is added to, or multiplied with, the losses [B]."""
         if isinstance(other, PrivateLoss):
-            raise ValueError(
-                "a private loss is multiplied and divided by constants: put products of losses "
-                "into the criterion, sample by sample"
-            )
+            if other.loss_reduction != self.loss_reduction:
+                raise ValueError("a mean and a sum of losses do not add up sample by sample")
+            return other._losses
         if not isinstance(other, Tensor):
             return other
         if other.requires_grad:
@@ -328,99 +350,52 @@ class PrivateLoss(Tensor):
             )
         return other.reshape(()) if other.numel() == 1 else other
 
-    def _other(self, other: Any) -> Any:
-        if not isinstance(other, PrivateLoss):
-            return self._constant(other)
-        if other.loss_reduction != self.loss_reduction:
-            raise ValueError("a mean and a sum of losses do not add up sample by sample")
-        return other._losses
-
-    def _combined(self, other: Any, how: Callable[..., Any]) -> Any:
-        """Returns the sum or difference; of losses of another forward a value without backward."""
+    def _is_of_another_forward(self, other: Any) -> bool:
         if isinstance(other, PrivateLoss):  # without a step, as in evaluation, it is of no forward
-            same = other._session is self._session and len(other._losses) == len(self._losses)
-            is_other = not same
-        else:  # what such a sum was read as
-            is_other = (
-                isinstance(other, Tensor) and other.requires_grad and ANCHOR in leaves_of(other)
+            same = other._private_step is self._private_step
+            return not same or len(other._losses) != len(self._losses)
+        # What a sum of two forwards was read as.
+        return isinstance(other, Tensor) and other.requires_grad and ANCHOR in leaves_of(other)
+
+
+def _linear(name: str, args: tuple) -> Any:
+    """Returns a sum, difference or multiple of losses, sample by sample."""
+    operate = LINEAR[name]
+    losses = [x for x in args if isinstance(x, PrivateLoss)]
+    first = losses[0]
+    if operate is operator.truediv and first is not args[0]:
+        return _read(operate, name, args, {})  # a number over a loss
+    if operate in (operator.mul, operator.truediv):
+        _refuse_scaling(args[-1])
+        if len(losses) > 1:
+            raise ValueError(
+                "a private loss is multiplied and divided by constants: put products of losses "
+                "into the criterion, sample by sample"
             )
-        if is_other:
-            return _read(how, OF_TWO_FORWARDS, (self, other), {})
-        shape = max(self.shape, other.shape, key=len) if isinstance(other, PrivateLoss) else None
-        return self._with(how(self._losses, self._other(other)), shape)
+    elif any(map(first._is_of_another_forward, args)):
+        return _read(operate, name, args, {}, message=OF_TWO_FORWARDS)
+    made = operate(*map(first._operand, args))
+    return first._with(made, max((loss.shape for loss in losses), key=len))
 
-    def _converted(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """Returns the loss in another dtype; on another device the number alone."""
-        made = function(self._losses.view(-1, 1), *args[1:], **kwargs)
-        if made.device != self._losses.device:
-            return _read(function, READ_ONLY.format(name=_name_of(function)), args, kwargs)
-        return self._with(made.reshape(-1))
 
-    def __add__(self, other: Any) -> "PrivateLoss":  # type: ignore[override]
-        return self._combined(other, torch.add)
-
-    __radd__ = __iadd__ = __add__  # type: ignore[assignment]
-
-    def __sub__(self, other: Any) -> "PrivateLoss":  # type: ignore[override]
-        return self._combined(other, torch.sub)
-
-    __isub__ = __sub__  # type: ignore[assignment]
-
-    def __rsub__(self, other: Any) -> "PrivateLoss":  # type: ignore[override]
-        return self._with(self._constant(other) - self._losses)
-
-    def __mul__(self, factor: Any) -> "PrivateLoss":  # type: ignore[override]
-        if _caller() == SCALING:
-            raise TypeError(
-                "torch.amp.GradScaler skips steps by what it sees in the data: use bfloat16, which "
-                "needs no scaler"
-            )
-        return self._with(self._losses * self._constant(factor))
-
-    __rmul__ = __imul__ = __mul__  # type: ignore[assignment]
-
-    def __truediv__(self, divisor: Any) -> "PrivateLoss":  # type: ignore[override]
-        by = _caller()
-        if by in ACCUMULATING and divisor != 1:
-            raise RuntimeError(
-                f"{ACCUMULATING[by].format(n=divisor)} divides each loss by {divisor}, and takes a "
-                "step on several Poisson batches: leave it at 1, give the loader of make_private "
-                "the batch size of a whole step, and split it with BatchMemoryManager(data_loader="
-                "loader, max_physical_batch_size=.., optimizer=optimizer)"
-            )
-        return self._with(self._losses / self._constant(divisor))
-
-    __itruediv__ = __truediv__  # type: ignore[assignment]
-
-    def __neg__(self) -> "PrivateLoss":  # type: ignore[override]
-        return self._with(-self._losses)
-
-    def __pos__(self) -> "PrivateLoss":
-        return self
-
-    def mean(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Returns the loss itself if it is a mean, else the number."""
-        return self._reduced("mean", args, kwargs)
-
-    def sum(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Returns the loss itself if it is a sum, else the number."""
-        return self._reduced("sum", args, kwargs)
-
-    def _reduced(self, by: str, args: tuple, kwargs: dict) -> Tensor:
-        if by == self.loss_reduction and not args and not kwargs:
-            return self._with(self._losses, ()) if self.shape else self
-        return _read(
-            getattr(Tensor, by),
-            f"a private loss is the {self.loss_reduction} of its batch already: call "
-            f'loss.backward(); a {by} is that of make_private(criterion=..(reduction="{by}"), '
-            f'loss_reduction="{by}", ..)',
-            (self, *args),
-            kwargs,
+def _refuse_scaling(factor: Any) -> None:
+    """Raises an error if a library scales a loss for steps that private training does not take."""
+    frame: Any = sys._getframe(2)
+    while frame.f_globals.get("__name__") in (__name__, "torch._tensor"):
+        frame = frame.f_back
+    by = frame.f_globals.get("__name__", "")
+    if by == SCALING:
+        raise RuntimeError(
+            "torch.amp.GradScaler skips steps by what it sees in the data: use bfloat16, which "
+            "needs no scaler"
         )
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        samples = self.loss_per_sample.numel()
-        return f"PrivateLoss({self.item():.4f}, {self.loss_reduction} of {samples} samples)"
+    if by in ACCUMULATING and factor != 1:
+        raise RuntimeError(
+            f"{ACCUMULATING[by].format(n=factor)} divides each loss by {factor}, and takes a "
+            "step on several Poisson batches: leave it at 1, give the loader of make_private "
+            "the batch size of a whole step, and split it with BatchMemoryManager(data_loader="
+            "loader, max_physical_batch_size=.., optimizer=optimizer)"
+        )
 
 
 def _name_of(function: Any) -> str:
@@ -432,13 +407,6 @@ def _name_of(function: Any) -> str:
     return of if of in VALUES else "size"
 
 
-def _caller() -> str:
-    """Returns the name of the module whose code calls an operator."""
-    frame = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back
-    return "" if frame is None else frame.f_globals.get("__name__", "")
-
-
 def _value(x: Any) -> Any:
     return x.detach() if isinstance(x, PrivateLoss) else x
 
@@ -447,13 +415,13 @@ def _without_value(x: Any) -> Any:
     return x._losses.detach().new_empty(x.shape) if isinstance(x, PrivateLoss) else x
 
 
-def _read(function: Any, message: str | None, args: tuple, kwargs: dict) -> Any:
-    """Returns what a function makes of the numbers. Its backward raises the message, if any."""
+def _read(function: Any, name: str, args: tuple, kwargs: dict, message: str | None = None) -> Any:
+    """Returns what a function makes of the numbers. A backward of that raises the message."""
 
     def value(x: Any) -> Any:
-        if not (message and isinstance(x, PrivateLoss) and x.requires_grad):
+        if name in DETACHED or not (isinstance(x, PrivateLoss) and x.requires_grad):
             return _value(x)
-        return ReadOnly.apply(ANCHOR, x.detach(), message)
+        return ReadOnly.apply(ANCHOR, x.detach(), message or READ_ONLY.format(name=name))
 
     args, kwargs = tree_map(value, (args, kwargs))
     return function(*args, **kwargs)
