@@ -5,7 +5,6 @@ Code written for Opacus 1.6 with `grad_sample_mode="ghost"` runs with the import
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -210,27 +209,13 @@ class PrivacyEngine(Checkpoints, Audits):
                 optimizer of other parameters, or for a module that mixes samples. The message
                 names it and what to use instead.
         """
-        criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+        given = {name: value for name, value in locals().items() if name != "self"}
+        if criterion is None:
+            given["criterion"] = nn.CrossEntropyLoss()
         refuse_used(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader
         )
-        settings = Settings(
-            module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
-            noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
-            batch_first=batch_first, loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling, clipping=clipping,
-            noise_generator=noise_generator, grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model, rand_on_empty=rand_on_empty,
-            clipping_function=clipping_function, gamma=gamma,
-            expected_batch_size=expected_batch_size, norm_algorithm=norm_algorithm,
-            memory_budget=memory_budget, tile_size=tile_size, norm_reduction=norm_reduction,
-            adaptive_threshold=adaptive_threshold, data_parallel_group=data_parallel_group,
-            cuda_graph=cuda_graph, sample_rate=sample_rate, steps=steps,
-            noise_mechanism=noise_mechanism, examples_per_unit=examples_per_unit,
-            unit_ids=unit_ids, sampling=sampling, max_batch_size=max_batch_size,
-            secure_mode=self.secure_mode,
-        )  # fmt: skip
-        return self._build(settings)
+        return self._build(Settings(**given, secure_mode=self.secure_mode))
 
     @by_name(MAKE_WITH_EPSILON)
     def make_private_with_epsilon(
@@ -362,31 +347,34 @@ class PrivacyEngine(Checkpoints, Audits):
         self, settings: Settings
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Builds what `make_private` returns, from the ranks up, and keeps it as a run."""
+        mechanism = settings.mechanism
         self._refuse_other_units(settings.unit)
-        self._refuse_other_mechanism(settings.mechanism)
+        self._refuse_other_mechanism(mechanism)
         ranks = ranks_of(settings)
         keys = keys_for(settings, ranks)
         self._note_dataset(settings.data_loader)
         loader = build_loader(settings, ranks, keys)
         settings = settings.with_batch_size(ranks.data_ranks)
-        own = {
-            "accountant": self.accountant.mechanism(), "hide_unprotected": self.hide_unprotected
-        }  # fmt: skip
-        agree_on_settings(settings.compared() | own, ranks.everyone)
+        agree_on_settings(
+            settings.compared()
+            | {
+                "accountant": self.accountant.mechanism(),
+                "hide_unprotected": self.hide_unprotected,
+            },
+            ranks.everyone,
+        )
         model = build_model(settings, ranks, loader, self.hide_unprotected)
         criterion = build_criterion(settings, model)
-        public = settings.public()
-        count = partial(self._count, sample_rate=public["sample_rate"])
-        optimizer = build_optimizer(settings, ranks, model, keys, count)
+        optimizer = build_optimizer(settings, ranks, model, keys, self._count)
         run = PrivateRun(
-            model, optimizer, loader, ranks.everyone, keys, public, self._account, criterion,
+            model, optimizer, loader, ranks.everyone, keys, settings.public(), self._account,
+            criterion, certificate=certificate_for(settings, model),
             units_digest=settings.unit[1].hex(),
         )  # fmt: skip
-        run.certificate = certificate_for(settings, model)
         if run.certificate is not None:
             self._account.cover(run.certificate)
-        if run.certificate is not None or settings.mechanism.epsilon is not None:
-            self._account.refuse_direct(computes=settings.mechanism.epsilon is None)
+        if run.certificate is not None or mechanism.epsilon is not None:
+            self._account.refuse_direct(computes=mechanism.epsilon is None)
         self._runs.append(run)
         return model.returned, optimizer, criterion, loader
 

@@ -13,7 +13,7 @@ from dp_clipping.accounting.history import History, joined
 from dp_clipping.accounting.ledger import Account, Step
 from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
-from dp_clipping.accounting.target_epsilon import epsilon_at_end
+from dp_clipping.accounting.target_epsilon import Plan, epsilon_at_end
 from dp_clipping.arguments.checks import check
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import WrongType, by_name, check_count, check_type, shown
@@ -22,7 +22,6 @@ from dp_clipping.profiling.metrics import StepMetrics
 if TYPE_CHECKING:
     from opacus.accountants.accountant import IAccountant
 
-TAKEN = "the {plan.steps} steps that target_epsilon={plan.epsilon:g} is for are taken"
 NAMES = '"pld", "prv", "rdp" or "gdp"'
 APPROXIMATE = "states an approximation that may be below the true epsilon"
 TO_STEP = 6  # frames from `_count` to the user's call of `optimizer.step()`
@@ -111,7 +110,7 @@ class Accounts:
 
         Steps that are made again, as after a load, are in the account already.
         """
-        (run,) = (run for run in self._runs if run.optimizer is optimizer)
+        run = self._run_with(optimizer)
         if not run.keys.fixed:
             steps -= self._account.made_ahead(run.keys.fingerprint, optimizer.steps)
         more = (optimizer.noise_multiplier, run.settings["sample_rate"], max(0, steps))
@@ -202,32 +201,28 @@ class Accounts:
         for run in self._runs:
             metrics.attach(run.model, run.optimizer)
 
-    def _count(self, optimizer: Any, sample_rate: float) -> None:
+    def _count(self, optimizer: Any) -> None:
         """Counts a step, before it changes a parameter; once, also if it is made again."""
-        (run,) = (run for run in self._runs if run.optimizer is optimizer)
+        run, state = self._run_with(optimizer), optimizer.step_state
         certificate = run.certificate and run.certificate.with_step(_additions(run))
         is_private = optimizer.model.policy is not None
         if is_private:
             if not run.keys.fixed:
                 self._account.refuse_other_run(run.keys.fingerprint, run)
             run.refuse_batch(self._mechanism.sampler, in_order=self._mechanism.in_order)
-        if is_private:
-            self._refuse_beyond_plan(run)
+            if run.plan is not None:
+                self._look_at_plan(run, run.plan)
         with self._account.unchanged():
             optimizer.hooks.run(optimizer)
-        if is_private:
-            self._look_at_plan(run)
         step = Step(
             run.keys.fingerprint,
             optimizer.steps,
-            sigma=optimizer.step_state.settings.noise_multiplier if is_private else 0.0,
-            rate=sample_rate * optimizer.accumulated_iterations,
-            clip_norms=tuple(optimizer.step_state.clip_norms) if is_private else (),
-            batch_number=optimizer.step_state.batch_number,
-            settings=(
-                optimizer.step_state.settings, _settings_of(optimizer), _public(run.criterion)
-            ),
-        )  # fmt: skip
+            sigma=state.settings.noise_multiplier if is_private else 0.0,
+            rate=run.settings["sample_rate"] * optimizer.accumulated_iterations,
+            clip_norms=tuple(state.clip_norms) if is_private else (),
+            batch_number=state.batch_number,
+            settings=(state.settings, _settings_of(optimizer), _public(run.criterion)),
+        )
         if step.batch_number is None and is_private and step.sigma:
             if run.poisson is not None and not self._account.other_batches:
                 warnings.warn(OTHER_BATCH, stacklevel=TO_STEP)
@@ -239,24 +234,24 @@ class Accounts:
         if step.batch_number is not None:
             run.unused_from = step.batch_number + 1
 
-    def _refuse_beyond_plan(self, run: PrivateRun) -> None:
-        """Raises RuntimeError for a step behind the last one of a target with `stop=True`."""
-        plan = run.plan
-        if plan is not None and plan.stop and run.optimizer.steps >= plan.steps:
-            raise RuntimeError(
-                f"{TAKEN.format(plan=plan)}, and stop=True ends the training there: take batches "
-                "from the data_loader that make_private_with_epsilon returned, which yields no more"
-            )
+    def _look_at_plan(self, run: PrivateRun, plan: Plan) -> None:
+        """Warns, once, of a step that a target was not computed for.
 
-    def _look_at_plan(self, run: PrivateRun) -> None:
-        """Warns, once, of a step that `target_epsilon` was not computed for."""
-        plan = run.plan
-        if plan is None:
-            return
-        if run.optimizer.steps >= plan.steps:
-            what = TAKEN.format(plan=plan)
+        With `stop=True` one after the planned ones raises RuntimeError.
+        """
+        steps, noise_multiplier = (
+            run.optimizer.steps,
+            run.model.step_state.settings.noise_multiplier,
+        )
+        if steps >= plan.steps:
+            what = f"the {plan.steps} steps that target_epsilon={plan.epsilon:g} is for are taken"
+            if plan.stop:
+                raise RuntimeError(
+                    f"{what}, and stop=True ends the training there: take batches from the "
+                    "data_loader that make_private_with_epsilon returned, which yields no more"
+                )
             instead = "give the epochs of the whole training, or stop=True to end it there"
-        elif run.optimizer.step_state.settings.noise_multiplier < plan.noise_multiplier:
+        elif noise_multiplier < plan.noise_multiplier:
             what = (
                 f"noise_multiplier is below the {plan.noise_multiplier:.4g} that target_epsilon="
                 f"{plan.epsilon:g} needs in each step"
@@ -324,6 +319,10 @@ class Accounts:
             )
         self._unit = unit
 
+    def _run_with(self, optimizer: Any) -> PrivateRun:
+        (run,) = (run for run in self._runs if run.optimizer is optimizer)
+        return run
+
     def _run_of(self, module: Any, optimizer: Any, loader: Any) -> PrivateRun:
         for run in self._runs:
             if module in (run.model, run.model.returned):
@@ -362,7 +361,6 @@ def is_approximate(accountant: "IAccountant") -> bool:
 
 def _settings_of(optimizer: Any) -> tuple:
     """Returns the settings of an optimizer's groups, but for tensors on a GPU, which take time."""
-
     return tuple(
         (name, repr(_plain(value) if isinstance(value, Tensor) else value))
         for group in optimizer.param_groups
@@ -380,8 +378,7 @@ def _public(criterion: Any) -> tuple:
     kind = own if isinstance(own, FunctionType) else type(own)
     values = vars(own) if kind.__module__.startswith("torch.") else {}
     values = {n: x for n, x in values.items() if n != "training"} | values.get("_buffers", {})
-    plain = [(n, _plain(x)) for n, x in values.items()]
-    return (kind.__qualname__, repr(bound), repr(plain))
+    return (kind.__qualname__, repr(bound), repr([(n, _plain(x)) for n, x in values.items()]))
 
 
 def _plain(value: Any) -> Any:

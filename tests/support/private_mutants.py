@@ -122,11 +122,10 @@ ROWS = [
     ("gdp passes for a guarantee", "runs/accounts.py",
      "if self._refuses_approximation and is_approximate(accountant):", "if False:", ACCOUNTS),
     ("stop does not stop", "runs/accounts.py",
-     "if plan is not None and plan.stop and run.optimizer.steps >= plan.steps:", "if False:",
+     "            if plan.stop:\n", "            if False:\n",
      ACCOUNTS),
     ("a target has a step more", "runs/accounts.py",
-     "\n        if run.optimizer.steps >= plan.steps:",
-     "\n        if run.optimizer.steps > plan.steps:",
+     "if steps >= plan.steps:", "if steps > plan.steps:",
      ACCOUNTS),
     # ---- clipping
     ("norms without their margin", "clipping/coefficients.py",
