@@ -32,7 +32,7 @@ from dp_clipping.noise.sources import source_of
 from dp_clipping.optimizer import Hook, PrivateOptimizer
 from dp_clipping.sampling.loader import PoissonLoader, batch_size_of
 from dp_clipping.sampling.schemes import scheme_of
-from dp_clipping.validation import check_module, warn_of_other_ranks
+from dp_clipping.validation import check_module
 
 LOG = logging.getLogger(__name__)
 TO_USER = 5  # frames from a warning here: `_build`, `make_private`, its decorator, the user's call
@@ -71,37 +71,40 @@ def ranks_of(settings: Settings) -> Ranks:
     Raises:
         ValueError: for an optimizer of other parameters, or a module that mixes samples.
     """
-    module, policy = settings.module, settings.policy
+    module, is_private = settings.module, settings.policy is not None
     shard_again(module)
     check_optimizer(settings.optimizer, module)
-    device = next(module.parameters()).device
-    group = _group_of(module)
-    if policy is not None:
+    if is_private:
         check_module(module)
-    ranks = _found_ranks(settings, device, group)
+    device, group = next(module.parameters()).device, getattr(module, "process_group", None)
+    if group is None and hasattr(module, "gradient_ready") and dist.is_initialized():
+        group = dist.group.WORLD
+    ranks = Ranks(None, group, group, device)
+    sharding = sharding_of(module, settings.data_parallel_group) if is_private else None
+    if sharding is not None:
+        if settings.memory_budget is not None:
+            raise ValueError(
+                "memory_budget is not for sharded models, whose ranks must run backward "
+                "equally often: choose flash_bookkeeping, or flash, which keeps nothing"
+            )
+        LOG.info(sharding.describe())
+        ranks = Ranks(sharding, sharding.data_parallel_group, sharding.everyone, device)
+    elif is_private and not hasattr(module, "gradient_ready"):
+        _warn_of_other_ranks()
     if settings.cuda_graph:
         cuda_graph.refuse(settings, ranks)
     return ranks
 
 
-def _found_ranks(
-    settings: Settings, device: torch.device, group: dist.ProcessGroup | None
-) -> Ranks:
-    module = settings.module
-    if settings.policy is None:
-        return Ranks(None, group, group, device)
-    sharding = sharding_of(module, settings.data_parallel_group)
-    if sharding is None:
-        if not hasattr(module, "gradient_ready"):
-            warn_of_other_ranks(TO_USER + 1)
-        return Ranks(None, group, group, device)
-    if settings.memory_budget is not None:
-        raise ValueError(
-            "memory_budget is not for sharded models, whose ranks must run backward "
-            "equally often: choose flash_bookkeeping, or flash, which keeps nothing"
+def _warn_of_other_ranks() -> None:
+    """Warns if there are other ranks, of a module that is a plain network."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"{dist.get_world_size()} ranks, and module is neither wrapped nor sharded: each rank "
+            "trains a network of its own, on samples of the whole data set; to train one together "
+            'give ddp.wrap("ddp_bucketed", network) or shard it',
+            stacklevel=TO_USER + 1,
         )
-    LOG.info(sharding.describe())
-    return Ranks(sharding, sharding.data_parallel_group, sharding.everyone, device)
 
 
 def keys_for(settings: Settings, ranks: Ranks) -> Keys:
@@ -276,11 +279,3 @@ def sizes_of(model: PrivateModel) -> list[int]:
         sum(length for _, length in slices[p]) if p in slices else p.numel()
         for p in model.capture.parameters
     ]
-
-
-def _group_of(module: nn.Module) -> dist.ProcessGroup | None:
-    """Returns the ranks among which a data-parallel wrapper exchanges sums; None: it is none."""
-    group = getattr(module, "process_group", None)
-    if group is None and hasattr(module, "gradient_ready") and dist.is_initialized():
-        return dist.group.WORLD
-    return group

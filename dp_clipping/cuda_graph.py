@@ -243,7 +243,7 @@ class _Captured:
         reasons = {
             "profiling is on: unset DP_CLIPPING_PROFILE": self.model.profile is not None,
             "the optimizer has step hooks, which would run in the capture alone: remove them": bool(
-                self.optimizer.hooks.attached
+                self.optimizer.hooks
             ),
             "engine.on_step shows metrics, which would wait for the device: leave it out": bool(
                 self.optimizer.listeners
@@ -348,7 +348,7 @@ class _Captured:
             ("optimizer.state", id(self.optimizer.state)),
             ("the address of a parameter", [p.data_ptr() for p in self._parameters]),
             ("training, or another attribute of a module", self._attributes()),
-            ("the step hooks", len(self.optimizer.hooks.attached)),
+            ("the step hooks", len(self.optimizer.hooks)),
         ]
 
     def _attributes(self) -> list[Any]:

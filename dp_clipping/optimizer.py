@@ -41,28 +41,12 @@ NOISE_ALONE = (
 )
 
 
-class StepHooks:
-    """Runs hooks in each step before it is counted."""
-
-    def __init__(self, model: Steppable):
-        self.attached: list[Hook] = []
-        self._model, self._is_running = model, False
-
-    def run(self, optimizer: "PrivateOptimizer") -> None:
-        """Runs all hooks. Raises RuntimeError within a hook, or if one has changed a gradient."""
-        if self._is_running:
-            raise RuntimeError(
-                "a step hook calls step() or pre_step() of the optimizer that it is attached to: "
-                "it runs within that step; call step() where the training loop does"
-            )
-        self._is_running = True
-        try:
-            for hook in self.attached:
-                hook(optimizer)
-        finally:
-            self._is_running = False
-        if self.attached and self._model.policy is not None:
-            self._model.gradient_buffer.watch.refuse_unclipped()
+def _of_wrapped(name: str) -> Any:
+    """Returns a property that is the wrapped optimizer's attribute, for reading and for setting."""
+    return property(
+        lambda self: getattr(self.original_optimizer, name),
+        lambda self, value: setattr(self.original_optimizer, name, value),
+    )
 
 
 class PrivateOptimizer(Optimizer):
@@ -89,7 +73,7 @@ class PrivateOptimizer(Optimizer):
         max_grad_norm: C, which schedulers change too.
         expected_batch_size: the public constant that a mean is divided by.
         noise: adds noise to `.grad`.
-        hooks: run in each step.
+        hooks: run in each step before it is counted; see `attach_step_hook`.
         listeners: called after each step (`PrivacyEngine.on_step`).
     """
 
@@ -114,9 +98,10 @@ class PrivateOptimizer(Optimizer):
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
-        self.hooks, self._count = StepHooks(model), count
+        self.hooks: list[Hook] = []
         self.listeners: list[Hook] = []
-        self._cuda_graph = cuda_graph
+        self._count, self._cuda_graph = count, cuda_graph
+        self._runs_hooks = False
         self.noise = GradientNoise(model, noise_key, adaptive_threshold, noise_source)
         self.fixed_settings = FixedSettings(model, self.noise, self._current, agreement)
         self._held: list[Any] = []  # parameters, when they were looked at last
@@ -127,29 +112,9 @@ class PrivateOptimizer(Optimizer):
 
     # ---- an optimizer for schedulers and users --------------------------------------------------
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.original_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.original_optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.original_optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.original_optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.original_optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.original_optimizer.defaults = defaults
+    param_groups = _of_wrapped("param_groups")
+    state = _of_wrapped("state")
+    defaults = _of_wrapped("defaults")
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -223,11 +188,11 @@ class PrivateOptimizer(Optimizer):
 
         The engine's account is not among them: it counts each step whatever is attached here.
         """
-        return self.hooks.attached[-1] if self.hooks.attached else None
+        return self.hooks[-1] if self.hooks else None
 
     @step_hook.setter
     def step_hook(self, hook: Hook | None) -> None:
-        self.hooks.attached = [] if hook is None else [hook]
+        self.hooks = [] if hook is None else [hook]
 
     def attach_step_hook(self, hook: Hook) -> None:
         """Adds a hook: `hook(self)` runs in each real step, before it is counted and gets noise.
@@ -238,7 +203,23 @@ class PrivateOptimizer(Optimizer):
         """
         if not callable(hook):
             raise WrongType(f"hook is {shown(hook)}: give a function of the optimizer")
-        self.hooks.attached.append(hook)
+        self.hooks.append(hook)
+
+    def run_step_hooks(self) -> None:
+        """Runs all hooks. Raises RuntimeError within a hook, or if one has changed a gradient."""
+        if self._runs_hooks:
+            raise RuntimeError(
+                "a step hook calls step() or pre_step() of the optimizer that it is attached to: "
+                "it runs within that step; call step() where the training loop does"
+            )
+        self._runs_hooks = True
+        try:
+            for hook in self.hooks:
+                hook(self)
+        finally:
+            self._runs_hooks = False
+        if self.hooks and self.model.policy is not None:
+            self.model.gradient_buffer.watch.refuse_unclipped()
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Announces that the next `step()` belongs to a microbatch that is not the last one."""
@@ -260,11 +241,9 @@ class PrivateOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients. After a skipped step it keeps the sums that are being accumulated."""
-        if self.step_state.microbatches.keeps_sums:
-            self.model.zero_grad(set_to_none)
-            return
         self.model.zero_grad(set_to_none)
-        self.original_optimizer.zero_grad(set_to_none or self.model.policy is not None)
+        if not self.step_state.microbatches.keeps_sums:
+            self.original_optimizer.zero_grad(set_to_none or self.model.policy is not None)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -281,12 +260,7 @@ class PrivateOptimizer(Optimizer):
         if self.step_state.microbatches.take():
             self.step_state.usage.end_part()
             return loss
-        self.refuse()
-        if not self.step_state.is_noisy:
-            with record_function("gradient_sync"):
-                self.model.finish_synchronization()
-            with record_function("noise"):
-                self._prepare()
+        self._prepare()
         self.step_state.apply()
         self.original_optimizer.step()
         self.step_state.batch_number = None
@@ -317,11 +291,18 @@ class PrivateOptimizer(Optimizer):
         """
         if self.step_state.microbatches.skips_next:
             return False
-        self.refuse()
-        if not self.step_state.is_noisy:
-            self.model.finish_synchronization()
-            self._prepare()
+        self._prepare()
         return True
+
+    def _prepare(self) -> None:
+        """Makes `.grad` what may be applied, if it is not yet: the sum of all ranks, with noise."""
+        self.refuse()
+        if self.step_state.is_noisy:
+            return
+        with record_function("gradient_sync"):
+            self.model.finish_synchronization()
+        with record_function("noise"):
+            self._add_noise()
 
     def refuse(self) -> None:
         """Raises RuntimeError if `.grad` must not be applied, before anything is counted."""
@@ -368,7 +349,7 @@ class PrivateOptimizer(Optimizer):
         return StepSettings(self.noise_multiplier, self.expected_batch_size, self.loss_reduction)
 
     @ranged("noise")
-    def _prepare(self) -> None:
+    def _add_noise(self) -> None:
         """Counts the step, and lets `.grad` have its noise."""
         number = self.count()
         if self.model.policy is not None:
@@ -386,7 +367,7 @@ class PrivateOptimizer(Optimizer):
             self.fixed_settings.agree()
             self._refuse_noise_alone()
         if self._count is None:
-            self.hooks.run(self)
+            self.run_step_hooks()
         else:
             self._count(self)
         # Counted before noise is made: what fails from here on never adds the same noise again.

@@ -5,10 +5,8 @@ mix samples, or carry what they saw from one batch into the next, have none.
 """
 
 import sys
-import warnings
 from collections.abc import Iterable
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.nn.utils.prune import BasePruningMethod
@@ -55,17 +53,6 @@ def check_module(module: nn.Module) -> None:
         raise ValueError("not trainable privately: " + " | ".join(problems))
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("the module has no trainable parameter: there is nothing to make private")
-
-
-def warn_of_other_ranks(stacklevel: int) -> None:
-    """Warns if there are other ranks, of a module that is a plain network."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        warnings.warn(
-            f"{dist.get_world_size()} ranks, and module is neither wrapped nor sharded: each rank "
-            "trains a network of its own, on samples of the whole data set; to train one together "
-            'give ddp.wrap("ddp_bucketed", network) or shard it',
-            stacklevel=stacklevel,
-        )
 
 
 def normalizations(network: nn.Module) -> list[tuple[str, nn.Module]]:

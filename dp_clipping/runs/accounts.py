@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NAMES = '"pld", "prv", "rdp" or "gdp"'
 APPROXIMATE = "states an approximation that may be below the true epsilon"
-TO_STEP = 6  # frames from `_count` to the user's call of `optimizer.step()`
+TO_STEP = 7  # frames from `_count` to the user's call of `optimizer.step()`
 OTHER_BATCH = (
     "the batch of this step did not come from the data_loader that make_private returned: it is no "
     "Poisson batch, and the ε that the accountant states does not hold; use the returned one, "
@@ -213,7 +213,7 @@ class Accounts:
             if run.plan is not None:
                 self._look_at_plan(run, run.plan)
         with self._account.unchanged():
-            optimizer.hooks.run(optimizer)
+            optimizer.run_step_hooks()
         step = Step(
             run.keys.fingerprint,
             optimizer.steps,
