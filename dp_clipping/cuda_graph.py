@@ -7,7 +7,8 @@
     capture   once: the body runs, and its launches are recorded, not executed
     replay    inputs, the mask of rows that are no samples, and the addresses of the step's noise
               are copied to where the graph reads them; the host does what the body's Python would
-              (`_begin`, `_end`): it refuses, counts and numbers the step; one launch does the rest
+              (`_count_step`, `_finish_step`): it refuses, counts and numbers the step; one launch
+              does the rest
 
 The noise of a replay is that of its step: each parameter's stream is derived from the key and the
 step's number, as in an eager step, and the graph reads it from a table on the device. So the bits
@@ -156,7 +157,7 @@ class GraphedStep:
         self.device = self.model.capture.trigger.device
         self._eager_steps = 0
         self._captured: _Captured | None = None
-        optimizer.original_optimizer.register_load_state_dict_post_hook(self._forget)
+        optimizer.original_optimizer.register_load_state_dict_post_hook(self._capture_again)
 
     @property
     def is_captured(self) -> bool:
@@ -207,7 +208,7 @@ class GraphedStep:
         self._eager_steps += 0 if is_empty else self.optimizer.steps - before
         return result
 
-    def _forget(self, *_: Any) -> None:
+    def _capture_again(self, *_: Any) -> None:
         """Captures again, after an eager step: the optimizer's state is in other tensors."""
         self._captured, self._eager_steps = None, min(self._eager_steps, EAGER - 1)
 
@@ -299,9 +300,9 @@ class _Captured:
         """Makes the coming step by the graph."""
         self._take(args, kwargs)
         self._refuse_changes()
-        number = self._begin()
+        number = self._count_step()
         self._launch(number)
-        self._end()
+        self._finish_step()
         return self.outputs()
 
     def _take(self, args: tuple, kwargs: dict) -> None:
@@ -356,7 +357,7 @@ class _Captured:
         held = chain.from_iterable(vars(module).values() for module in self._modules)
         return [value for value in held if type(value) in PLAIN]
 
-    def _begin(self) -> int:
+    def _count_step(self) -> int:
         """Runs the host's work of a step before its noise; returns the step's number."""
         self.model.clear_gradients()
         try:
@@ -368,7 +369,7 @@ class _Captured:
             self.model.clear_gradients()
             raise
 
-    def _end(self) -> None:
+    def _finish_step(self) -> None:
         """Sets state and `.grad` to what they are after an eager step."""
         self.state.add_noise()
         self.state.apply()

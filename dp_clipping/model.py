@@ -159,17 +159,16 @@ class PrivateModel(nn.Module):
 
         Not covered by ε: for looking, not for publishing.
         """
-        self.refuse_in_release("per_sample_gradient_norms")
-        if self.policy is None:
-            raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
-        return torch.cat([batch.norms for batch in self._batch_norms()])
+        return torch.cat(
+            [batch.norms for batch in self._norms_to_look_at("per_sample_gradient_norms")]
+        )
 
     def global_norms(self) -> GlobalNorms:
         """Returns squared norms of all samples of all ranks since `zero_grad`, on every rank.
 
         Every rank calls it, once per step. Not covered by ε: refused with `hide_unprotected=True`.
         """
-        self.refuse_in_release("global_norms")
+        self._norms_to_look_at("global_norms")
         return self.gather_norms()
 
     def norm_statistics(self) -> NormStatistics:
@@ -178,11 +177,8 @@ class PrivateModel(nn.Module):
         Every rank calls it, after a backward and before `zero_grad`; all get the same. Not covered
         by ε: refused with `hide_unprotected=True`.
         """
-        self.refuse_in_release("norm_statistics")
-        if self.policy is None:
-            raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
-        squares = self.gather_norms().wait()
-        return norm_statistics(squares, self.step_state.clip_norms)
+        self._norms_to_look_at("norm_statistics")
+        return norm_statistics(self.gather_norms().wait(), self.step_state.clip_norms)
 
     @property
     def nonfinite_samples(self) -> int:
@@ -215,27 +211,27 @@ class PrivateModel(nn.Module):
             RuntimeError: there was no fused step, and no module has to be named.
         """
         self.refuse_in_release("plan_table")
-        handles = () if self.policy is None else self.capture.handles
+        plan = None if self.step_context is None else self.step_context.plans.last
+        lines = [] if plan is None else [plan.table()]
         slow = [
             f"{handle.name or 'the network'}: one sample after another: {handle.one_by_one}"
-            for handle in handles
+            for handle in (() if self.policy is None else self.capture.handles)
             if handle.one_by_one
         ]
-        plan = None if self.step_context is None else self.step_context.plans.last
         if slow:
-            return "\n".join(([] if plan is None else [plan.table(), ""]) + slow)
+            lines += [*([""] if lines else []), *slow]
+        if lines:
+            return "\n".join(lines)
         if self.policy is None or not self.policy.fused:
             raise RuntimeError(
                 f"mode {self.mode} has no plan: choose "
                 f"grad_sample_mode={' or '.join(REFERENCE_MODE)}"
             )
-        if plan is None:
-            raise RuntimeError(
-                "no step has run on fused kernels yet: call plan_table() after loss.backward(); "
-                f"where they are not available, {self.mode} runs as {REFERENCE_MODE[self.mode]}, "
-                "which has no plan"
-            )
-        return plan.table()
+        raise RuntimeError(
+            "no step has run on fused kernels yet: call plan_table() after loss.backward(); "
+            f"where they are not available, {self.mode} runs as {REFERENCE_MODE[self.mode]}, "
+            "which has no plan"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.policy is None:
@@ -487,6 +483,13 @@ class PrivateModel(nn.Module):
                 yield
 
         return entered
+
+    def _norms_to_look_at(self, what: str) -> list[BatchNorms]:
+        """Returns the norms of each backward, if they may be looked at."""
+        self.refuse_in_release(what)
+        if self.policy is None:
+            raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
+        return self._batch_norms()
 
     def _batch_norms(self) -> list[BatchNorms]:
         if not self.step_state.norms:

@@ -44,7 +44,7 @@ or of an accountant that was passed on)."""
 
 
 @dataclass(frozen=True)
-class Step:
+class Release:
     """Identifies a step's release by its key and public settings.
 
     Attributes:
@@ -228,7 +228,7 @@ class Account:
         """Returns how many steps from this one on the account has, which are made again."""
         return max(0, self._next.get(fingerprint, 0) - number)
 
-    def count(self, step: Step, *, key_is_fixed: bool) -> None:
+    def count(self, step: Release, *, key_is_fixed: bool) -> None:
         """Counts one step more, unless the account has it and it is made again.
 
         Args:
@@ -254,7 +254,7 @@ class Account:
         self._attribute(step.fingerprint, step.number)
         self._made[step.fingerprint, step.number] = step.digest
 
-    def _holds(self, step: Step) -> bool:
+    def _holds(self, step: Release) -> bool:
         if step.number >= self._next.get(step.fingerprint, 0):
             return False
         first, history = self._parts[step.fingerprint]

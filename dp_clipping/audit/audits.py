@@ -20,7 +20,7 @@ from dp_clipping.audit.canaries import LARGE, CanaryNetwork, Loss, Proxy, loss_o
 from dp_clipping.audit.copies import Audited
 from dp_clipping.audit.curve import DELTAS, Curve, curve_of
 from dp_clipping.audit.noise import Parameter
-from dp_clipping.audit.records import TOLERANCE, RecordedSums, Step, record
+from dp_clipping.audit.records import TOLERANCE, RecordedStep, RecordedSums, record
 from dp_clipping.audit.report import AuditReport, bounds_of
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.kinds import by_name, check_count, check_number
@@ -191,7 +191,7 @@ class Audits(Accounts):
             def run(
                 those: Sequence[int], weights: Sequence[float], sigma: float, steps: int = 1,
                 seed: int = 0, is_fixed: bool = True,
-            ) -> list[Step]:  # fmt: skip
+            ) -> list[RecordedStep]:  # fmt: skip
                 torch.manual_seed(seed)
                 engine = type(self)(accountant=self.accountant.mechanism())
                 return _replay(
@@ -306,7 +306,7 @@ def _replay(
     engine: Any, audited: Audited, units: Sequence[Sequence[int]], weights: Sequence[float],
     max_grad_norm: float | list[float], loss: Loss | None, is_fixed: bool, *, steps: int,
     **more: Any,
-) -> list[Step]:  # fmt: skip
+) -> list[RecordedStep]:  # fmt: skip
     """Returns so many steps of a private run on these units, from the same parameters.
 
     Args:
@@ -337,7 +337,7 @@ def _replay(
         private.step()
         total = torch.cat([p.grad.double().cpu().flatten() for p in parameters]) * divisor
         precision = max(torch.finfo(p.grad.dtype).eps for p in parameters)
-        made.append(Step(total, private.step_state.sensitivity, precision, places))
+        made.append(RecordedStep(total, private.step_state.sensitivity, precision, places))
         private.zero_grad()
         with torch.no_grad():
             for parameter, value in zip(parameters, start, strict=True):

@@ -24,7 +24,7 @@ DEVIATIONS = 6.0  # of a statistic of the noise, which are chance
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """Holds `.grad` of one step of one replay, times the divisor, float64 on the CPU.
 
     Attributes:
@@ -43,7 +43,7 @@ class Step:
 STEPS = 8
 """Steps whose noise is looked at."""
 
-Replay = Callable[[Sequence[int], Sequence[float], float, int], list[Step]]
+Replay = Callable[[Sequence[int], Sequence[float], float, int], list[RecordedStep]]
 """Units of the batch, what the loss of each is multiplied by, σ, n -> n steps of the same sums."""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dp_clipping.accounting.history import History, joined
-from dp_clipping.accounting.ledger import Account, Step
+from dp_clipping.accounting.ledger import Account, Release
 from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.target_epsilon import Plan, epsilon_at_end
@@ -214,7 +214,7 @@ class Accounts:
                 self._look_at_plan(run, run.plan)
         with self._account.unchanged():
             optimizer.run_step_hooks()
-        step = Step(
+        step = Release(
             run.keys.fingerprint,
             optimizer.steps,
             sigma=state.settings.noise_multiplier if is_private else 0.0,
