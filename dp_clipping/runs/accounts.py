@@ -361,24 +361,25 @@ def is_approximate(accountant: "IAccountant") -> bool:
 
 def _settings_of(optimizer: Any) -> tuple:
     """Returns the settings of an optimizer's groups, but for tensors on a GPU, which take time."""
-    return tuple(
-        (name, repr(_plain(value) if isinstance(value, Tensor) else value))
-        for group in optimizer.param_groups
-        for name, value in group.items()
-        if name not in ("params", "param_names", "initial_lr")
-    )
+    found = []
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name not in ("params", "param_names", "initial_lr"):
+                found.append((name, repr(_plain(value) if isinstance(value, Tensor) else value)))
+    return tuple(found)
 
 
 def _public(criterion: Any) -> tuple:
     """Returns the name of the user's criterion, and settings: a partial's, and of PyTorch's own."""
     own, bound = criterion.criterion, []
     while isinstance(own, partial):
-        bound += [_plain(x) for x in own.args] + [(n, _plain(x)) for n, x in own.keywords.items()]
+        bound += [*map(_plain, own.args), *own.keywords, *map(_plain, own.keywords.values())]
         own = own.func
     kind = own if isinstance(own, FunctionType) else type(own)
     values = vars(own) if kind.__module__.startswith("torch.") else {}
-    values = {n: x for n, x in values.items() if n != "training"} | values.get("_buffers", {})
-    return (kind.__qualname__, repr(bound), repr([(n, _plain(x)) for n, x in values.items()]))
+    values = values | values.get("_buffers", {})
+    names = [name for name in values if not name.startswith("_") and name != "training"]
+    return (kind.__qualname__, repr(bound), repr([(name, _plain(values[name])) for name in names]))
 
 
 def _plain(value: Any) -> Any:
