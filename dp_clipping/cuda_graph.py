@@ -328,9 +328,8 @@ class _Captured:
         if changed:
             raise RuntimeError(
                 f"{', '.join(changed)} changed after the step was captured, and the graph has the "
-                "old value: keep it (a learning rate that a scheduler changes is given as "
-                "lr=torch.tensor(.., device='cuda') to an optimizer with capturable=True), make "
-                f"the step anew with optimizer.graphed(..), {WITHOUT}"
+                "old value: make the step anew with optimizer.graphed(..); give a learning rate "
+                "that changes as lr=torch.tensor(.., device='cuda')"
             )
 
     def _dependencies(self) -> list[tuple[str, Any]]:

@@ -34,9 +34,8 @@ from dp_clipping.validation import replicas
 
 WRAPPED = (
     "{kind} would wrap a private model, whose clipped sums it does not exchange: wrap or shard the "
-    "network first and make that private: "
-    'engine.make_private(module=ddp.wrap("ddp_bucketed", network), ..), or of '
-    "fully_shard(network); what make_private returns needs no accelerator.prepare()"
+    "network first and make that private, "
+    'engine.make_private(module=ddp.wrap("ddp_bucketed", network), ..)'
 )
 
 

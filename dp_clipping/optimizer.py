@@ -27,17 +27,12 @@ Hook = Callable[["PrivateOptimizer"], None]
 STEPS = "private_steps"  # in the optimizer's state: steps that it has seen
 UNCOUNTED = (
     "the optimizer's state was loaded from a run of {there} private steps, of which this engine "
-    "has counted {here}, so ε would be too small: call engine.save_checkpoint(path=.., "
-    "module=model, optimizer=optimizer, data_loader=loader) where the optimizer's state is saved, "
-    "and engine.load_checkpoint(..) before the first step (in Lightning, in on_save_checkpoint and "
-    "on_train_start: docs/lightning.md)"
+    "has counted {here}, so ε would be too small: save it with engine.save_checkpoint(..) too, and "
+    "call engine.load_checkpoint(..) before the first step (in Lightning: docs/lightning.md)"
 )
-
 NOISE_ALONE = (
     "no sample of the first step has a finite gradient, so the step would be noise alone, and ε "
-    "would count it: call engine.check(model, batch), which shows whether an ordinary backward's "
-    "gradients are finite; usual causes are NaN or infinity in the samples or in a parameter, and "
-    "numbers too large for float16"
+    "would count it: call engine.check(model, batch), and look for NaN or infinity in the samples"
 )
 
 

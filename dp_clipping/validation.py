@@ -149,8 +149,6 @@ def refuse_packed(args: tuple, kwargs: dict) -> None:
             raise ValueError(
                 f"argument {name} of the model is a PackedSequence, in which a sample has no rows "
                 "of its own, and the network is sharded or compiled: give the padded tensor and "
-                "the lengths, x, lengths = pad_packed_sequence(packed, batch_first=True), and pack "
-                "in the model: def forward(self, x, lengths): return self.lstm("
-                "pack_padded_sequence(x, lengths.cpu(), batch_first=True, "
-                "enforce_sorted=False))"
+                "the lengths, and pack in the model's forward, pack_padded_sequence(x, "
+                "lengths.cpu(), batch_first=True, enforce_sorted=False)"
             )

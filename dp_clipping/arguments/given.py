@@ -24,8 +24,8 @@ USED = {
         "PrivateOptimizer": "optimizer is private already: give optimizer.original_optimizer",
         "DPOptimizer": "optimizer is one of Opacus: give optimizer.original_optimizer",
         "AcceleratedOptimizer": "optimizer comes from accelerator.prepare(), whose steps are "
-        "skipped while it accumulates: give the optimizer itself, and a model and data_loader that "
-        "were not prepared; what make_private returns needs no accelerator.prepare()",
+        "skipped while it accumulates: give the optimizer itself, as what make_private returns "
+        "needs no accelerator.prepare()",
     },
     "criterion": {
         "PrivateCriterion": "criterion is private already: give criterion.criterion",

@@ -392,9 +392,8 @@ def _refuse_scaling(factor: Any) -> None:
     if by in ACCUMULATING and factor != 1:
         raise RuntimeError(
             f"{ACCUMULATING[by].format(n=factor)} divides each loss by {factor}, and takes a "
-            "step on several Poisson batches: leave it at 1, give the loader of make_private "
-            "the batch size of a whole step, and split it with BatchMemoryManager(data_loader="
-            "loader, max_physical_batch_size=.., optimizer=optimizer)"
+            "step on several Poisson batches: leave it at 1, and split whole batches with "
+            "BatchMemoryManager(data_loader=loader, max_physical_batch_size=.., optimizer=..)"
         )
 
 
