@@ -10,8 +10,7 @@ Files:
     carried               refuses state that carries data from one batch to the next
     observation           what each layer sees of each sample, forward and backward
     summaries             a sample's part of a tensor in a few numbers, to be compared
-    state                 where a network holds values
-    code_names            what of a module a function names
-    holders               the values of one such place
+    state                 what a network holds at one moment, and what has changed since
+    places                where it holds values
     writes                values of tensors from before they are written to
 """

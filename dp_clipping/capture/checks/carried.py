@@ -1,8 +1,8 @@
 """Refuses by name state that a network carries from batch to batch, and restores it.
 
     model     parameters, persistent buffers and the set of both: a forward may change none of them
-    working   other buffers, attributes, values that hooks keep: may change, unless results or state
-              of the next batch depend on it
+    working   other buffers, and attributes with what they hold: may change, unless results or
+              state of the next batch depend on it
 
 A cache of positions, a counter and a tensor kept for inspection are working state. So is a moving
 average in an attribute, but that is refused: one batch is run after each of two others, and results
@@ -17,8 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.holders import PLAIN, Change, Named, is_freed
-from dp_clipping.capture.checks.state import DEPTH, Mark, State, has_attributes
+from dp_clipping.capture.checks.places import (
+    DEPTH,
+    PLAIN,
+    Change,
+    Named,
+    has_attributes,
+    is_freed,
+)
+from dp_clipping.capture.checks.state import Mark, State
 from dp_clipping.capture.checks.writes import Values, Writes, equal
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.capture.samples.known_bags import KnownBags
@@ -58,16 +65,17 @@ class Restored:
         state.watch = self.writes if is_of_runs and is_watched else None
         self._values = Values(self.mark.tensors) if is_of_runs else None
         self._is_watched = is_watched
+        self._may_keep_logs = not isinstance(state.root, nn.Module)  # a criterion, for its user
 
     def left(self) -> Left:
         """Returns name -> what has changed so far, values of tensors copied."""
         found: Left = {}
         for change in self.mark.replaced():
-            value = change.holder.value(change.key)
-            if not (change.holder.is_log and isinstance(value, list | deque)):
+            value = change.place.value(change.key)
+            if not (self._may_keep_logs and isinstance(value, list | deque)):
                 _collect(found, change.name, value, 0)
         for named, *_ in self.writes.copies.values():
-            _collect(found, named.holder.change(named.key).name, named.tensor, 0)
+            _collect(found, named.place.change(named.key).name, named.tensor, 0)
         return found
 
     def put_back(self) -> None:
@@ -79,7 +87,7 @@ class Restored:
             changed += [named for named in unseen if self._is_news(named)]
             changed += self._values.put_back()
         found = {id(named): named for named in changed}
-        self.changes += [named.holder.change(named.key) for named in found.values()]
+        self.changes += [named.place.change(named.key) for named in found.values()]
 
     def _is_news(self, named: Named) -> bool:
         """Returns whether a new version counter means a change that the values do not show."""
@@ -233,7 +241,7 @@ def refuse_carried(state: State, run: Callable[[Any], Any], first: Any, second: 
                 "gradients then depend on samples of earlier steps; let a batch depend on itself "
                 "alone, or set the value before make_private from public data"
             )
-    state.harmless |= {(id(c.holder.values), c.key): c.holder.values for c in found}
+    state.harmless |= {(id(c.place.values), c.key): c.place.values for c in found}
     return True
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.holders import Named, has_memory
+from dp_clipping.capture.checks.places import Named, has_memory
 from dp_clipping.torch_compat import TorchDispatchMode, schema_of
 
 

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.holders import Holder, Named
+from dp_clipping.capture.checks.places import Named, Place
 from dp_clipping.capture.checks.writes import Values, Writes, equal
 
 
 def named(tensor: Tensor) -> Named:
-    holder = Holder("net.", {"x": tensor})
-    return Named(tensor, holder, "x")
+    return Named(tensor, Place("net.", {"x": tensor}), "x")
 
 
 WRITES = {

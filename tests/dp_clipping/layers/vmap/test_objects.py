@@ -305,20 +305,16 @@ class Collecting(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_the_real_forward_leaves_is_real_and_stays(mode):
-    network, seen = Collecting(), []
-    network.push.register_forward_hook(lambda module, args, y: seen.append(y))
-    network.end.register_forward_hook(lambda module, args, y: seen.append(y))
+    network = Collecting()
     model = private(network, mode)
     for number, size in enumerate((5, 2, 0, 3), 1):
         memory = []
         y = model(torch.randn(size, 3, 4), memory)
         assert network.calls == number
         assert [x.shape for x in memory] == [(size, 3, 4)] == [y.shape]
-        assert len(seen) == 2
         if size:
             torch.testing.assert_close(network.end(memory[0]), y)
             assert memory[0].requires_grad
-        seen.clear()
 
 
 def test_a_loss_may_read_what_a_block_has_kept():
