@@ -1,12 +1,14 @@
-"""Recognises RMS norms that other libraries define, by the byte code of their forward.
+"""Recognises RMS norms that other libraries define, by what their forward computes.
 
-174 classes of transformers 5.23 have one of four bodies, and so have copies in users' code. Each
-body is written here once and compiled by the same interpreter. A class with another body (another
-cast, a mean that is subtracted) is not recognised, and runs under vmap.
+174 classes of transformers 5.23 compute one of four formulas, and so do copies in users' code. A
+class is tried once, on an object with a small random weight: it is of a kind if all its outputs
+are equal, bit for bit, to that kind's formula. A class that computes something else (another cast,
+a mean that is subtracted), or needs more than weight and epsilon, runs under vmap.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
-from types import FunctionType
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,70 +16,44 @@ from torch import Tensor, nn
 
 from dp_clipping.kinds import is_number
 
+Formula = Callable[[Tensor, Tensor, float], Tensor]
 
-class _Llama:
+WIDTH, EPS = 6, 0.03
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _normalized(x: Tensor, wide: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Rounds x̂ to the input's dtype before it is scaled: Llama, Qwen, Mistral and others."""
-
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
+    return weight * _normalized(x.float(), x.float(), eps).to(x.dtype)
 
 
-class _T5:
+def _t5(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Rounds x̂ to the weight's dtype, if that has 16 bits: T5 and its descendants."""
-
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        if self.weight.dtype in [torch.float16, torch.bfloat16]:
-            hidden_states = hidden_states.to(self.weight.dtype)
-        return self.weight * hidden_states
+    y = _normalized(x, x.float(), eps)
+    return weight * (y.to(weight.dtype) if weight.dtype.itemsize == 2 else y)
 
 
-class _Olmo:
+def _olmo(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The product is rounded to the input's dtype: OLMo 2 and gpt-oss."""
-
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return (self.weight * hidden_states).to(input_dtype)
+    return (weight * _normalized(x.float(), x.float(), eps)).to(x.dtype)
 
 
-class _Gemma:
+def _gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The product with 1 + w is rounded to the input's dtype: Gemma 1 to 3 and Qwen3-Next."""
-
-    weight: Tensor
-    eps: float
-
-    def _norm(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self._norm(x.float())
-        output = output * (1.0 + self.weight.float())
-        return output.type_as(x)
+    return (_normalized(x.float(), x.float(), eps) * (1.0 + weight.float())).to(x.dtype)
 
 
-REFERENCES: dict[str, type] = {
-    "llama_rms_norm": _Llama,
-    "t5_rms_norm": _T5,
-    "olmo_rms_norm": _Olmo,
-    "gemma_rms_norm": _Gemma,
-}  # the kinds of `layers.norm.COPIES`
+FORMULAS: dict[str, tuple[str, Formula]] = {
+    "llama_rms_norm": ("variance_epsilon", _llama),
+    "t5_rms_norm": ("variance_epsilon", _t5),
+    "olmo_rms_norm": ("variance_epsilon", _olmo),
+    "gemma_rms_norm": ("eps", _gemma),
+}
+"""Kinds of `layers.norm.COPIES` -> the attribute with epsilon, and what they compute."""
 
 
 def rms_norm_kind(module: nn.Module, plain: type) -> str | None:
@@ -86,34 +62,36 @@ def rms_norm_kind(module: nn.Module, plain: type) -> str | None:
     Args:
         plain: its class (`plain_type`), of which the module has replaced no method.
     """
-    kind, weight = _kind_of_class(plain), getattr(module, "weight", None)
-    if kind is None or getattr(module, "bias", None) is not None or weight.dim() != 1:
+    weight: Any = getattr(module, "weight", None)
+    if getattr(module, "bias", None) is not None or weight.dim() != 1:
         return None
-    name = "eps" if kind == "gemma_rms_norm" else "variance_epsilon"
-    return kind if is_number(getattr(module, name, None)) else None
+    if not any(is_number(getattr(module, name, None)) for name, _ in FORMULAS.values()):
+        return None
+    kind = _kind_of_class(plain)
+    return kind if kind and is_number(getattr(module, FORMULAS[kind][0], None)) else None
 
 
 @lru_cache(maxsize=1024)
 def _kind_of_class(plain: Any) -> str | None:
-    for kind, reference in REFERENCES.items():
-        methods = [m for m in vars(reference).items() if isinstance(m[1], FunctionType)]
-        if all(_is_same(getattr(plain, name, None), method) for name, method in methods):
-            return kind
-    return None
+    return next((kind for kind in FORMULAS if _computes(plain, *FORMULAS[kind])), None)
 
 
-def _is_same(function: Any, reference: FunctionType) -> bool:
-    """Returns whether a function computes what the reference does: code, and what it names."""
-    if not isinstance(function, FunctionType) or function.__defaults__ or function.__closure__:
+def _computes(plain: Any, name: str, formula: Formula) -> bool:
+    """Returns whether objects of a class that have weight and epsilon compute a formula."""
+    draw = torch.Generator().manual_seed(0)
+    cases = product(DTYPES, DTYPES, ((WIDTH,), (3, WIDTH), (2, 3, WIDTH)), (True, False))
+    try:
+        layer = plain.__new__(plain)
+        nn.Module.__init__(layer)
+        setattr(layer, name, EPS)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for of_weight, of_input, shape, is_training in cases:
+                weight = torch.randn(WIDTH, generator=draw).to(of_weight)
+                layer.weight, layer.training = nn.Parameter(weight), is_training
+                x = (3 * torch.randn(shape, generator=draw)).to(of_input)
+                y, expected = plain.forward(layer, x.clone()), formula(x, weight, EPS)
+                if y.dtype != expected.dtype or not torch.equal(y, expected):
+                    return False
+    except Exception:  # it needs more than these
         return False
-    if function.__globals__.get("torch") is not torch:
-        return False
-    return _body(function) == _body(reference)
-
-
-def _body(function: FunctionType) -> tuple:
-    """Returns the code of a function without its docstring and the names of its variables."""
-    code = function.__code__
-    constants = [(type(c), c) for c in code.co_consts[1:]]
-    arguments = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
-    return code.co_code, code.co_exceptiontable, code.co_names, constants, arguments
+    return True
