@@ -406,8 +406,7 @@ class LayoutDiscovery:
             return None
         carries = partial(self._refuse_carried, batch)
         places, alone = not self._schedule.settled, self._sharding is None
-        is_watched = places or self._schedule.is_whole(batch.size)
-        with restored(self.carried.state, carries, is_of_runs=alone, is_watched=is_watched):
+        with restored(self.carried.state, carries, is_of_runs=alone):
             if places:
                 self._check_places(batch)
             number, is_whole = self._schedule.next_check(batch.size)

@@ -21,7 +21,6 @@ from dp_clipping.capture.checks.places import (
     DEPTH,
     PLAIN,
     Change,
-    Named,
     has_attributes,
     is_freed,
 )
@@ -55,60 +54,42 @@ class Restored:
 
     Attributes:
         changes: what it has changed; known once it is done.
+        kept: the values of tensors.
     """
 
-    def __init__(self, state: State, is_of_runs: bool = False, is_watched: bool = True):
+    def __init__(self, state: State, is_of_runs: bool = False):
         state.walk()
         state.changes = self.changes = []
         self.mark = state.mark()
-        self.writes = Writes(self.mark.tensors)
-        state.watch = self.writes if is_of_runs and is_watched else None
-        self._values = Values(self.mark.tensors) if is_of_runs else None
-        self._is_watched = is_watched
+        self.kept = (Values if is_of_runs else Writes)(self.mark.tensors)
         self._may_keep_logs = not isinstance(state.root, nn.Module)  # a criterion, for its user
 
     def left(self) -> Left:
-        """Returns name -> what has changed so far, values of tensors copied."""
+        """Returns name -> what has changed so far, values of tensors copied. Not of runs."""
         found: Left = {}
         for change in self.mark.replaced():
             value = change.place.value(change.key)
             if not (self._may_keep_logs and isinstance(value, list | deque)):
                 _collect(found, change.name, value, 0)
-        for named, *_ in self.writes.copies.values():
+        for named, *_ in self.kept.copies.values():
             _collect(found, named.place.change(named.key).name, named.tensor, 0)
         return found
 
     def put_back(self) -> None:
         self.changes += self.mark.replaced()
         self.mark.put_back()
-        unseen = self.mark.written() if self._values is not None else []
-        changed = self.writes.put_back()
-        if self._values is not None:  # by runs that are not watched
-            changed += [named for named in unseen if self._is_news(named)]
-            changed += self._values.put_back()
-        found = {id(named): named for named in changed}
-        self.changes += [named.place.change(named.key) for named in found.values()]
-
-    def _is_news(self, named: Named) -> bool:
-        """Returns whether a new version counter means a change that the values do not show."""
-        if self._is_watched:
-            return id(named) not in self.writes.copies
-        return isinstance(named.tensor, nn.Parameter)
+        self.changes += [named.place.change(named.key) for named in self.kept.put_back()]
 
 
 @contextmanager
 def restored(
-    state: State,
-    carries: Callable[[], Any] | None = None,
-    is_of_runs: bool = False,
-    is_watched: bool = True,
+    state: State, carries: Callable[[], Any] | None = None, is_of_runs: bool = False
 ) -> Iterator[Restored]:
     """Restores what the body changes, also if the body raises.
 
-    With `is_of_runs` the body computes in `State.rewound` only, again and again from one state: in
-    the first of these runs each operator that writes is noticed, unless `is_watched` is False, and
-    at the end the tensors' values are compared. A parameter whose values only another run than a
-    watched one has changed is refused, and keeps them.
+    With `is_of_runs` the body computes in `State.rewound` only, again and again from one state.
+    Operators that write are not noticed then: at the end the tensors' values are compared. A
+    parameter that was written to is refused, and keeps its values.
 
     `carries` is called afterwards where working state has changed, and raises if that carries data.
     What is found here is raised in place of the body's own error, which may come of it.
@@ -116,9 +97,9 @@ def restored(
     Raises:
         ValueError: naming parameters and persistent buffers that the body has changed.
     """
-    body, error = Restored(state, is_of_runs, is_watched), None
+    body, error = Restored(state, is_of_runs), None
     try:
-        with nullcontext() if is_of_runs else body.writes:
+        with nullcontext() if is_of_runs else body.kept:
             yield body
     except Exception as raised:
         error = raised

@@ -6,7 +6,7 @@ waits for no GPU. `places` says where values are looked for, `writes` keeps valu
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -27,14 +27,12 @@ class State:
     Attributes:
         harmless: what changes and carries nothing: its container, by that and the key.
         changes: of what has been rewound.
-        watch: notes what the next body that is rewound writes.
     """
 
     def __init__(self, root: Any, is_sharded: bool = False):
         self.root, self.is_sharded = root, is_sharded
         self.harmless: dict[tuple[int, Any], Any] = {}
         self.changes: list[Change] = []
-        self.watch: AbstractContextManager | None = None
         self.walk()
 
     def walk(self) -> None:
@@ -70,8 +68,6 @@ class State:
     def rewound(self, *given: Any, only_given: bool = False) -> Iterator[None]:
         """Restores what the body replaces, and adds it to `changes` for the enclosing `restored`.
 
-        The first body in a `restored` of runs is watched for writes: the others start where it did.
-
         Args:
             given: arguments of a call. What objects in them hold is restored too.
             only_given: nothing else is.
@@ -87,10 +83,8 @@ class State:
     @contextmanager
     def _rewound(self) -> Iterator[None]:
         mark = self.mark()
-        watch, self.watch = self.watch, None
         try:
-            with nullcontext() if watch is None else watch:
-                yield
+            yield
         finally:
             self.changes += mark.replaced()
             mark.put_back()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.checks.places import Named, has_memory
-from dp_clipping.torch_compat import TorchDispatchMode, schema_of
+from dp_clipping.torch_compat import TorchDispatchMode, schema_of, versions_of
 
 
 class Writes(TorchDispatchMode):
@@ -54,25 +54,20 @@ class Writes(TorchDispatchMode):
 
 
 class Values:
-    """Values of tensors: checksums of their bits, and copies unless they are parameters.
+    """Values of tensors: copies, and of parameters, which are large, checksums of their bits.
 
     It finds writes that raise no version counter, as those through `.data`, with one wait of the
-    host, and without a look at every operator.
+    host, and without a look at every operator. Parameters keep what was written.
     """
 
     def __init__(self, tensors: list[Named]):
         held = [(named, named.tensor.detach()) for named in tensors]
         self._held = sorted(held, key=lambda pair: str(pair[1].device))
-        self._copies = [
-            None if isinstance(named.tensor, nn.Parameter) else alias.clone()
+        self._versions = versions_of(named.tensor for named, _ in self._held)
+        self._kept = [
+            _sum_of_bits(alias) if isinstance(named.tensor, nn.Parameter) else alias.clone()
             for named, alias in self._held
         ]
-        self._sums = self._sums_of_bits()
-
-    def _sums_of_bits(self) -> list[Tensor]:
-        """Returns the checksums of all tensors, as one tensor per device."""
-        groups = groupby((alias for _, alias in self._held), lambda alias: alias.device)
-        return [torch.stack([_sum_of_bits(x) for x in group]) for _, group in groups]
 
     @torch.no_grad()
     def put_back(self) -> list[Named]:
@@ -83,20 +78,39 @@ class Values:
             if now.data_ptr() != alias.data_ptr() or now.shape != alias.shape:
                 found.append(named)  # x.data = another
                 now.data = alias
-        pairs = zip(self._sums, self._sums_of_bits(), strict=True)
-        flags = [flag for old, new in pairs for flag in (old != new).tolist()]
-        for (named, alias), copy, flag in zip(self._held, self._copies, flags, strict=True):
-            if flag:
+        versions = versions_of(named.tensor for named, _ in self._held)
+        kept = zip(self._held, self._kept, self._have_changed(), self._versions, versions,
+                   strict=True)  # fmt: skip
+        for (named, alias), value, has_changed, before, after in kept:
+            is_parameter = isinstance(named.tensor, nn.Parameter)
+            if has_changed or (is_parameter and after != before):
                 found.append(named)
-                if copy is not None:
-                    alias.copy_(copy)
+                if not is_parameter:
+                    alias.copy_(value)
         return found
+
+    def _have_changed(self) -> list[bool]:
+        flags: list[bool] = []
+        pairs = zip(self._held, self._kept, strict=True)
+        for _, group in groupby(pairs, lambda pair: pair[0][1].device):
+            differ = [
+                value != _sum_of_bits(alias)
+                if isinstance(named.tensor, nn.Parameter)
+                else (_bits(value) != _bits(alias)).any()
+                for (named, alias), value in group
+            ]
+            flags += torch.stack(differ).tolist()
+        return flags
 
 
 def _sum_of_bits(x: Tensor) -> Tensor:
+    return _bits(x).sum(dtype=torch.int64)
+
+
+def _bits(x: Tensor) -> Tensor:
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    return x.contiguous().view(whole[x.element_size()]).sum(dtype=torch.int64)
+    return x.contiguous().view(whole[x.element_size()])
 
 
 @lru_cache(maxsize=4096)
