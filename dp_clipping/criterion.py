@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from dp_clipping.capture.checks.carried import Carried
 from dp_clipping.capture.checks.losses import Exchange, Shapes
-from dp_clipping.capture.randomness import same_generators
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.step.steppable import Steppable
+from dp_clipping.trials.randomness import same_randomness
 
 REDUCTIONS = ("mean", "sum")
 
@@ -132,7 +132,8 @@ class PrivateCriterion(nn.Module):
 
     @torch.no_grad()
     def _again(self, *args: Any, **kwargs: Any) -> Tensor:
-        with torch.random.fork_rng(), same_generators(()):
+        tensors = tensors_of((args, kwargs))
+        with same_randomness(device=tensors[0].device if tensors else None):
             return self._unreduced(*args, **kwargs)
 
     def _unreduced(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -13,7 +13,6 @@ Files:
     layout_search         where the samples are in each layer's tensors
     checks/               refuses networks and losses that mix samples or carry data
     discovery             when these are looked for, and with whose samples
-    randomness            the same random numbers in two runs, or none
     calls                 whose calls are private steps, and whose copies are plain
     compile_forecast      what a compiled region must be told beforehand
 """

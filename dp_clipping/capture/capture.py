@@ -33,7 +33,6 @@ from dp_clipping.capture.ownership import (
     owned,
     trainable_names,
 )
-from dp_clipping.capture.randomness import fork_randomness
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import is_fsdp1, owner_of
 from dp_clipping.distributed.sharding import Sharding
@@ -53,6 +52,7 @@ from dp_clipping.torch_compat import (
     stop_intercepting,
     tensors_in,
 )
+from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.validation import refuse_offsets
 
 
@@ -438,12 +438,12 @@ class Capture:
     def looked_at(self, before: Callable, after: Callable | None = None) -> Iterator[None]:
         """Enters a context with plain forwards, in which hooks run around each captured module.
 
-        The user's random streams, and compiled code, are not affected.
+        Random generators, the network's own too, and compiled code are not affected.
         """
         with ExitStack() as stack:
             stack.enter_context(self.attached(None))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(fork_randomness(self.trigger.device))
+            stack.enter_context(same_randomness(self.network.modules(), self.trigger.device))
             calls: list[LayerState] = []  # that run now
 
             def entered(module: nn.Module, args: tuple, kwargs: dict) -> Any:

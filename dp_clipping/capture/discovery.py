@@ -19,17 +19,11 @@ from torch import Tensor, nn
 from dp_clipping.capture.checks.carried import Carried, restored
 from dp_clipping.capture.checks.lengths import DependsOnLength, Lengths
 from dp_clipping.capture.checks.observation import Observer
-from dp_clipping.capture.checks.sample_independence import PLACES, Company, Schedule
+from dp_clipping.capture.checks.sample_independence import PLACES, Company
 from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork
-from dp_clipping.capture.randomness import (
-    generator_states,
-    same_generators,
-    seed_all,
-    without_dropout,
-)
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
@@ -46,6 +40,8 @@ from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnkno
 from dp_clipping.layers.vmap.objects import Objects, exchanged, refuse_iterators
 from dp_clipping.sampling.collate_check import Alone
 from dp_clipping.torch_compat import flush_ready_nodes, tensors_in, tree_map
+from dp_clipping.trials.randomness import RandomStates, same_randomness, seed_all, without_dropout
+from dp_clipping.trials.schedule import Schedule
 
 
 class LayoutDiscovery:
@@ -82,6 +78,7 @@ class LayoutDiscovery:
         self._schedule = Schedule()
         self._forecaster = Forecaster(capture, self._search.observe)
         self._is_known = self._is_provisional = False
+        self._is_settled = False  # a batch with `PLACES` different samples has been checked
         self._left: list[weakref.ref[Tensor]] = []  # in arguments, by forwards
 
     def batch_of(self, args: tuple, kwargs: dict) -> Batch:
@@ -103,7 +100,6 @@ class LayoutDiscovery:
             self.carried.state.rewound(args, kwargs, only_given=True),
             self._capture.looked_at(lambda *_: None),
             without_dropout(self._network),
-            same_generators(self._network.modules()),
             torch.enable_grad(),  # which it may need in forward
         ):
             self._bags.learn(args, kwargs, self._network, is_empty=not batch.size)
@@ -155,24 +151,23 @@ class LayoutDiscovery:
 
     def _ensure(self, batch: Batch) -> int | None:
         alone = self._sharding is None
-        is_due = self._schedule.next_is_due(batch.size, alone)
+        is_due = self._schedule.next_is_due(batch.size if alone else 0)
         if not alone:
             self._ensure_together(batch)
         elif not self._is_known or (batch.size >= FEW and self._is_provisional):
             self.look(batch)
-        if is_due or (alone and not self._schedule.settled and batch.size >= PLACES):
+        if is_due or (alone and not self._is_settled and batch.size >= PLACES):
             return self._check_again_if_unknown(batch)
         return None
 
     def is_due(self, size: int) -> bool:
         """Returns whether `ensure` will check the next batch if it has `size` samples."""
-        schedule = self._schedule
-        due = schedule.is_due(size, alone=True) or (not schedule.settled and size >= PLACES)
+        due = self._schedule.is_due(size) or (not self._is_settled and size >= PLACES)
         return due or not self._is_known or self._is_provisional
 
     def count(self, size: int) -> None:
         """Counts a batch that is not checked."""
-        self._schedule.next_is_due(size, alone=True)
+        self._schedule.next_is_due(size)
 
     def look(self, batch: Batch) -> None:
         """Finds where the samples are, on this rank."""
@@ -186,7 +181,7 @@ class LayoutDiscovery:
 
     def forget(self) -> None:
         """Discards all findings: the next batch is examined again."""
-        self._is_known = False
+        self._is_known = self._is_settled = False
         self._schedule = Schedule()
         self._search.forget()
         self._forecaster.forget()
@@ -224,21 +219,18 @@ class LayoutDiscovery:
         self, args: tuple, kwargs: dict, look: Callable[[Any, bool], Any], seed: int | None = None
     ) -> Any:
         """Runs the plain network without dropout; returns what `look` returns of its outputs."""
-        modules = list(self._network.modules())
         with (
             restored(self.carried.state),
             self._capture.looked_at(lambda *_: None),
             without_dropout(self._network),
-            same_generators(modules),
             torch.enable_grad(),
             full_float32(layers=True),
         ):
             if seed is not None:
                 seed_all(seed)
-            before = generator_states(modules, self._capture.trigger.device)
+            states = RandomStates(self._network.modules(), self._capture.trigger.device)
             with self._capture.tried(args, kwargs) as outputs:
-                is_random = generator_states(modules, self._capture.trigger.device) != before
-                return look(outputs, is_random)
+                return look(outputs, states.have_moved)
 
     def forecast(self, batch: Batch) -> CompiledShapes:
         """Returns the expected inputs of linear layers, which compiled code needs beforehand."""
@@ -304,7 +296,6 @@ class LayoutDiscovery:
         with (
             self._capture.looked_at(lambda *_: None),
             without_dropout(self._network),
-            same_generators(self._network.modules()),
             torch.enable_grad(),
             self._capture.tried(args, kwargs) as outputs,
         ):
@@ -405,7 +396,7 @@ class LayoutDiscovery:
         if self._sharding is None and batch.size < FEW:
             return None
         carries = partial(self._refuse_carried, batch)
-        places, alone = not self._schedule.settled, self._sharding is None
+        places, alone = not self._is_settled, self._sharding is None
         with restored(self.carried.state, carries, is_of_runs=alone):
             if places:
                 self._check_places(batch)
@@ -431,7 +422,7 @@ class LayoutDiscovery:
                 failure = failure or error
         else:
             raise failure
-        self._schedule.settled = self._most(len(distinct)) == PLACES
+        self._is_settled = self._most(len(distinct)) == PLACES
 
     def _most(self, count: int) -> int:
         """Returns the largest count of all ranks that run the same forwards."""
@@ -448,7 +439,6 @@ class LayoutDiscovery:
         with (
             self._capture.looked_at(lambda *_: None),
             without_dropout(self._network),
-            same_generators(self._network.modules()),
             torch.set_grad_enabled(self._sharding is None),
             self.carried.state.rewound(args, kwargs, only_given=True),
         ):
@@ -482,7 +472,7 @@ class LayoutDiscovery:
             given = [_moved(self._arguments(batch), torch.device("cpu"))]
         dist.broadcast_object_list(given, group=everyone, group_src=source)
         device = self._capture.trigger.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with same_randomness(device=device):
             torch.manual_seed(0)  # random numbers of the network must not make ranks differ
             self._look(_moved(given[0], device), largest)
 

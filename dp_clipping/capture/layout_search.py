@@ -22,7 +22,6 @@ from dp_clipping.capture.network import (
     expanded_input,
     expanded_output,
 )
-from dp_clipping.capture.randomness import same_generators, without_dropout
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import Sequences
 from dp_clipping.layers import tensor_parallel
@@ -45,6 +44,7 @@ from dp_clipping.torch_compat import (
     is_in_backward,
     tree_leaves,
 )
+from dp_clipping.trials.randomness import without_dropout
 
 UNSURE = "unsure"
 NETWORK = "\0"  # no module has this name: the network's outputs
@@ -306,10 +306,9 @@ class Search:
             return expanded
 
         is_alone = self.capture.sharding is None  # FSDP would wait for a backward
-        modules = self.capture.network.modules() if is_alone else ()
         with (
             self.capture.looked_at(before, after), without_dropout(self.capture.network), routing,
-            same_generators(modules), _naming(shared), torch.set_grad_enabled(is_alone),
+            _naming(shared), torch.set_grad_enabled(is_alone),
             self.capture.tried(args, kwargs) as found,
         ):  # fmt: skip
             outputs = tensors_of(found)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.kinds import is_number
+from dp_clipping.trials.randomness import same_randomness
 
 Formula = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -84,7 +85,7 @@ def _computes(plain: Any, name: str, formula: Formula) -> bool:
         layer = plain.__new__(plain)
         nn.Module.__init__(layer)
         setattr(layer, name, EPS)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), same_randomness():
             for of_weight, of_input, shape, is_training in cases:
                 weight = torch.randn(WIDTH, generator=draw).to(of_weight)
                 layer.weight, layer.training = nn.Parameter(weight), is_training

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from dp_clipping.capture.network import CapturedNetwork, expanded_output, trials
 from dp_clipping.capture.ownership import bare
-from dp_clipping.capture.randomness import generator_states, same_generators, without_dropout
 from dp_clipping.capture.samples.batch import map_tensors
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.attention.core import fits
@@ -29,6 +28,7 @@ from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.layers.vmap.whole_batch import Call, Operation, UnknownOperation, learned
 from dp_clipping.torch_compat import current_vmap, is_passed_on, tensors_in
+from dp_clipping.trials.randomness import RandomStates, without_dropout
 
 
 def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -> list[LayerState]:
@@ -126,9 +126,9 @@ def _plain_and_random(
     capture: CapturedNetwork, module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[Any, bool]:
     """Returns what a plain forward of a module does, and whether it draws random numbers."""
-    before = generator_states(capture.network.modules(), capture.trigger.device)
+    states = RandomStates(capture.network.modules(), capture.trigger.device)
     plain = plain_forward(module, *args, **kwargs)
-    return plain, generator_states(capture.network.modules(), capture.trigger.device) != before
+    return plain, states.have_moved
 
 
 def _try_rows(
@@ -274,10 +274,9 @@ def _may_do_without_vmap(handle: LayerState) -> bool:
 @contextmanager
 def _plain(capture: CapturedNetwork, args: tuple, kwargs: dict) -> Iterator[None]:
     """Runs a plain forward of the network."""
-    modules = capture.network.modules()
     with (
         capture.looked_at(lambda *_: None), without_dropout(capture.network),
-        same_generators(modules), torch.set_grad_enabled(capture.sharding is None),
+        torch.set_grad_enabled(capture.sharding is None),
         escapes_named(capture.network),
         capture.tried(args, kwargs),
     ):  # fmt: skip
@@ -432,7 +431,6 @@ def _calls(
     with ExitStack() as stack:
         stack.enter_context(capture.looked_at(lambda *_: None))
         stack.enter_context(without_dropout(capture.network))
-        stack.enter_context(same_generators(capture.network.modules()))
         for module in capture.network.modules():
             hook = module.register_forward_pre_hook(entered)
             stack.callback(hook.remove)

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dp_clipping.layers.batch_layout import Layout, all_tokens, bag_tensors, first_tokens
 from dp_clipping.layers.recorder import Recorder, Trainable
 from dp_clipping.torch_compat import transforms_run, tree_leaves
+from dp_clipping.trials.schedule import Schedule
 
 # What arrives at the slots of a linear layer in a compiled region: see linear.py.
 GRADIENT_SLOTS = (
@@ -140,8 +141,7 @@ class LayerState:
         is_misfit: `inner` is set, and it has computed with its parameters otherwise.
         trainable: names of the parameters it captures, relative to the module.
         has_last: for a bag: its offsets end with the number of ids.
-        checks, backwards: for a registered layer: the number of comparisons of its function with
-            single samples, and of backwards since the first of them.
+        schedule: for a registered layer: of the comparisons of its function with single samples.
         products: for a registered layer: shapes of a sample -> the parameters for which its
             function returns products at these shapes.
         whole_batch: for a module that can run without vmap (`vmap.whole_batch`): number of
@@ -187,7 +187,7 @@ class LayerState:
         self.inner_forward: Callable[..., Any] | None = None
         self.around: tuple[Callable[..., Any], Callable[..., Any] | None] | None = None
         self.whole_because, self.is_misfit = "", False
-        self.checks = self.backwards = 0
+        self.schedule = Schedule()
         self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
         self.whole_batch: dict[tuple[int, ...], tuple] | None = {}
         self.effects: dict[tuple[int, ...], Any] = {}

@@ -18,7 +18,6 @@ from dp_clipping.capture.checks.losses import Watched, viewed
 from dp_clipping.capture.checks.state import Mark
 from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.discovery import LayoutDiscovery
-from dp_clipping.capture.randomness import fork_randomness, same_generators
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
@@ -478,8 +477,6 @@ class ForwardBackward:
         """
         try:
             with (
-                fork_randomness(self.capture.trigger.device),
-                same_generators(self.network.modules()),
                 restored(self._carried.state),
                 self.capture.looked_at(lambda *_: None),
             ):

@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from torch.utils.data import default_collate
 
 from dp_clipping.capture.checks.lengths import DependsOnLength
-from dp_clipping.capture.randomness import same_generators
 from dp_clipping.capture.samples.bags import Bags, place_of
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.clipping.accumulation import full_float32
@@ -24,6 +23,7 @@ from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.clipping.statistics import norm_statistics
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.planning.cost_model import GRAM
+from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.verification.one_by_one import (
     Reference,
     Setting,
@@ -188,7 +188,7 @@ def _check_lengths(run: Run, batch: Any, loss: Loss | None) -> None:
         return
     stage, dataset = Stage(run.model), run.poisson.dataset
     try:
-        with same_generators(()):
+        with same_randomness():
             samples = [dataset[i] for i in range(min(SAMPLES, len(dataset)))]
             whole, alone = collate.some_of(samples)
             if alone is not None and _kinds(whole) == _kinds(batch):
@@ -319,13 +319,12 @@ def _without_trace(model: Any) -> Iterator[None]:
     capture, network = model.capture, model.network
     flags = [(module, module.training) for module in network.modules()]
     layouts = [(h, h.layouts, h.output_layouts, h.always_dense, h.joined) for h in capture.handles]
-    devices = [p.device for p in network.parameters() if p.is_cuda]
     try:
         for module, _ in flags:
             module.training = False
         for handle in capture.handles:
             handle.layouts, handle.output_layouts = {}, {}
-        with torch.random.fork_rng(set(devices)), torch.enable_grad():
+        with same_randomness(network.modules(), capture.trigger.device), torch.enable_grad():
             yield
     finally:
         for module, training in flags:

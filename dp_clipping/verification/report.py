@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.table import aligned
+from dp_clipping.trials.tolerances import FLOOR, NORM, SUM
 
 SHOWN = 8  # samples, in print
 
@@ -29,8 +30,8 @@ class Tolerance:
 
 
 TOLERANCES = {
-    2: Tolerance(norm=6e-2, gradient=1e-1, floor=1e-2),
-    4: Tolerance(norm=1e-4, gradient=2e-4, floor=1e-3),
+    2: Tolerance(NORM.two, SUM.two, FLOOR.two),
+    4: Tolerance(NORM.four, SUM.four, FLOOR.four),
 }
 """Tolerances by the size in bytes of the shortest numbers that the network computes with."""
 

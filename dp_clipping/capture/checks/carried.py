@@ -30,8 +30,8 @@ from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.layers.batch_layout import FEW
 from dp_clipping.torch_compat import tensors_in
+from dp_clipping.trials.tolerances import REPEATED
 
-TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 OUTPUT = "output "
 
 Left = dict[str, Any]
@@ -260,6 +260,6 @@ def _is_close(a: Any, b: Any, name: str) -> bool:
         return equal(a, b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    tolerance = TOLERANCE.get(a.dtype, 1e-5)
+    tolerance = REPEATED.of(a.dtype)
     a, b = a.double().nan_to_num(0, 0, 0), b.double().nan_to_num(0, 0, 0)
     return bool((a - b).norm() <= tolerance * a.norm())

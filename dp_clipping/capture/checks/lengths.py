@@ -26,11 +26,10 @@ from dp_clipping.capture.samples.batch import Batch, map_tensors, tensors_of
 from dp_clipping.capture.samples.padded import Padded, cut, sizes_of
 from dp_clipping.clipping.accumulation import doubled, network_in_float64
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.trials.tolerances import SHORTER, SHORTER_IN_FLOAT64, TIMES
 
-TOLERANCE, TOLERANCE_16_BIT = 2e-4, 3e-2  # changes of less, relative, are rounding
-IN_FLOAT64 = 1e-4
 UNCONFIRMED = 10  # times a tolerance, where the network does not run in float64
-SEEDS, NOISE = 3, 4.0  # repeated runs with random numbers; a change is so many times larger
+SEEDS = 3  # repeated runs with random numbers
 CURE = (
     "so its gradient depends on who else is in the batch: let collate_fn (data_collator of a "
     "Trainer) pad all batches to one fixed length, or let network and loss leave padding out (read "
@@ -267,13 +266,13 @@ class Lengths:
         at_end = self._padded.at_end
         if base.is_random:
             again = [self._observe(self._beside, self._rows, seed) for seed in range(SEEDS)]
-            if change <= NOISE * max(base.change(one, at_end) for one in again):
+            if change <= TIMES * max(base.change(one, at_end) for one in again):
                 return False
         try:
             with network_in_float64(self._network):
                 whole, short = (map_tensors(doubled, x) for x in (self._beside, arguments))
                 exact = self._observe(whole, self._rows)
-                return exact.change(self._observe(short, 2), at_end) > IN_FLOAT64
+                return exact.change(self._observe(short, 2), at_end) > SHORTER_IN_FLOAT64
         except Exception:  # say, a table or a cast in float32
             return change > UNCONFIRMED * tolerance
 
@@ -304,8 +303,7 @@ class Lengths:
 
     def _tolerance(self, base: Observed) -> float:
         dtypes = {y.dtype for y in base.outputs} | {p.dtype for p in self._parameters}
-        shortest = min(dtype.itemsize for dtype in dtypes)
-        return TOLERANCE if shortest >= 4 else TOLERANCE_16_BIT
+        return SHORTER.of(*dtypes)
 
 
 def _cut_lengths(own: Tensor, sizes: dict[int, int], at_end: bool) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor
 from dp_clipping.capture.checks.carried import restored
 from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.checks.summaries import Summary, differ, summary
-from dp_clipping.capture.randomness import generator_states
 from dp_clipping.capture.samples.batch import map_tensors, tensors_of
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.trials.randomness import same_randomness
 
 REMEDY = "per-sample gradients need a loss for each sample alone"
 OF_OUTPUTS = (
@@ -263,15 +263,13 @@ class Exchange:
             return layout.restore(change(x, own)).clone()
 
         shape = self._shape and (1, *(sizes.get(n, n) for n in self._shape[1:]))
-        device = self._tensors[0].device
-        with restored(self._state), torch.random.fork_rng(self._devices()), torch.no_grad():
+        with restored(self._state), same_randomness(device=self._device) as states, torch.no_grad():
             try:
                 args, kwargs = map_tensors(changed, self._arguments)
-                before = generator_states((), device)
                 losses = self._call(*args, shape=shape, **kwargs)
             except (*REFUSALS, TypeError):
                 return None
-            if generator_states((), device) != before or losses.shape != (1,):
+            if states.have_moved or losses.shape != (1,):
                 return None
             return float(losses)
 
@@ -307,9 +305,9 @@ class Exchange:
         if not self._is_random and not _agree(base, more, places, stays):
             raise ValueError(OF_SIZE)
 
-    def _devices(self) -> list[torch.device]:
-        device = self._tensors[0].device
-        return [device] if device.type == "cuda" else []
+    @property
+    def _device(self) -> torch.device:
+        return self._tensors[0].device
 
     def _find(self, base: dict, first: dict[int, Layout], rows: list[int]) -> dict[int, Layout]:
         """Returns the layout of each argument, not only those in `first`; {} if one is unclear."""
@@ -364,8 +362,7 @@ class Exchange:
                 return None
         if among_more:
             found = {key: summaries.without_first() for key, summaries in found.items()}
-        device = self._tensors[0].device
-        return _agree(base, found, places, torch.tensor(stays, device=device))
+        return _agree(base, found, places, torch.tensor(stays, device=self._device))
 
     def _candidates(self, n: int) -> list[Layout]:
         """Returns the possible layouts of its samples, the likeliest first; [] if it has none."""
@@ -404,11 +401,10 @@ class Exchange:
             return leaves[n].clone()  # which the criterion may change in place
 
         shape = self._shape and (size, *self._shape[1:])
-        with torch.random.fork_rng(self._devices()), torch.enable_grad():
+        with same_randomness(device=self._device) as states, torch.enable_grad():
             args, kwargs = map_tensors(changed, self._arguments)
-            before = generator_states((), self._tensors[0].device)
             losses = self._call(*args, shape=shape, **kwargs)
-            self._is_random = generator_states((), self._tensors[0].device) != before
+            self._is_random = states.have_moved
             if losses.shape != (size,):
                 raise ValueError(f"{tuple(losses.shape)} losses of {size} samples")
             found = {"losses": summary(losses.detach(), Layout(), size)}

@@ -17,7 +17,6 @@ from dp_clipping.capture.network import (
     trials,
     undone_if_it_fails,
 )
-from dp_clipping.capture.randomness import generator_states, same_generators
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded
@@ -33,6 +32,7 @@ from dp_clipping.torch_compat import (
     tree_map,
     version_of,
 )
+from dp_clipping.trials.randomness import RandomStates
 
 Arguments = tuple[tuple, dict]
 
@@ -71,12 +71,11 @@ class Observer:
         alone = self._capture.sharding is None
         modules = list(self._capture.network.modules()) if alone else ()
         rounding = None if seed is None else torch.Generator(device).manual_seed(seed)
-        before = generator_states(modules, device)
+        states = RandomStates(modules, device)
         arguments = tree_map(
             lambda x: _rounded(x, rounding) if isinstance(x, Tensor) else x, arguments
         )
         with (
-            same_generators(modules),
             torch.enable_grad(),
             full_float32(layers=True),
             self._watched(seen, batch_size, rounding) as triggers,
@@ -94,7 +93,7 @@ class Observer:
                     starts.append((output, _rounded(gradient, rounding)))
             if starts:
                 self._backward(starts, [*triggers, self._anchor(torch.float32, device)])
-            seen.is_random = generator_states(modules, device) != before
+            seen.is_random = states.have_moved
         return seen
 
     def _backward(self, starts: list[tuple[Tensor, Tensor]], triggers: list[Tensor]) -> None:

@@ -19,15 +19,16 @@ from torch import Tensor
 
 from dp_clipping.capture.checks.summaries import Seen, compared, differ
 from dp_clipping.capture.network import CapturedNetwork
-from dp_clipping.capture.randomness import ConstantDraws, fork_randomness, without_dropout
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.layers.batch_layout import TRIMMED, Layout
+from dp_clipping.trials.randomness import ConstantDraws, same_randomness, without_dropout
+from dp_clipping.trials.tolerances import TIMES
 
 RANDOM = 100  # tolerances: what changes more in a repeated run is no rounding
 PLACES = 3  # samples of the first batch, each exchanged in turn
 PART = 8  # samples of a check in between
 LARGE = 1024.0
-REPEATS, ROUNDINGS = 5, 4.0  # of a run with errors; a change is one if it is so many times larger
+REPEATS = 5  # of a run with errors
 CAUSES = {
     "input": "what {layer} sees of a sample depends on the other samples of the batch, or on "
     "how many there are (a mean over the batch, for example), so the sample has no gradient of its "
@@ -45,45 +46,6 @@ OWN = ("operand", "result")  # of a module's own parameters, without vmap
 
 Layouts = Sequence[Layout | None]
 Key = tuple[str, str, int]
-
-
-class Schedule:
-    """Selects the batches to check: 1, 2, 4, 8, ..., and the first with enough different samples.
-
-    Attributes:
-        settled: a batch with `PLACES` different samples has been checked.
-    """
-
-    def __init__(self) -> None:
-        self.batches = self.checks = self._largest = 0
-        self.settled = False
-
-    def skip(self, batches: int) -> None:
-        """Counts this number of batches as seen."""
-        self.batches += batches
-
-    def next_is_due(self, size: int, alone: bool) -> bool:
-        """Counts a batch; returns whether it is checked. `alone`: no rank must do the same."""
-        due = self.is_due(size, alone)
-        self.batches += 1
-        return due
-
-    def is_due(self, size: int, alone: bool) -> bool:
-        """Returns whether the next batch is due for a check, without counting it."""
-        is_power = self.batches & (self.batches + 1) == 0
-        return is_power or (alone and size >= 2 * self._largest > 0)
-
-    def is_whole(self, size: int) -> bool:
-        """Returns whether all samples of a batch take part: no batch as large has been checked."""
-        return size > self._largest
-
-    def next_check(self, size: int) -> tuple[int, bool]:
-        """Returns the number of the check, from 0, and whether all samples take part in it."""
-        number, is_whole = self.checks, self.is_whole(size)
-        self.checks += 1
-        if is_whole:
-            self._largest = max(self._largest, size)
-        return number, is_whole
 
 
 class Company:
@@ -237,7 +199,7 @@ class Company:
 
     @contextmanager
     def _constant_draws(self) -> Iterator[ConstantDraws]:
-        with fork_randomness(self._capture.trigger.device), ConstantDraws() as draws:
+        with same_randomness(device=self._capture.trigger.device), ConstantDraws() as draws:
             yield draws
 
     def _beyond_rounding(
@@ -314,7 +276,7 @@ def _by_rounding(key: Key, base: Seen, again: Seen, stays: Tensor) -> Tensor:
     change, _ = compared([(other, one)], stays)
     _, size = compared([(one, one)], stays)
     change = change.amax(2, keepdim=True)
-    return (ROUNDINGS * change).where(change <= RANDOM * size, torch.inf)
+    return (TIMES * change).where(change <= RANDOM * size, torch.inf)
 
 
 def _is_larger(key: Key, base: Seen, beside: Seen, by_rounding: Tensor, stays: Tensor) -> bool:

@@ -13,13 +13,7 @@ from torch import Tensor
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.kernels.signed_sums import SIGNS, signed_sums, signed_sums_plain
 from dp_clipping.layers.batch_layout import Layout
-
-# Relative to the norm of what a sample has in the tensor. Two runs have the same shapes, so mostly
-# the same kernels; what remains is the order in which a GPU's atomic operations add. With a sample
-# more it is another kernel, so float32 products are full ones: TensorFloat-32 differs by 5e-4.
-TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
-TOLERANCE = 1e-4
-WHOLE = 1e-12  # of whole numbers: in float64 only norms round, by the order of their sum
+from dp_clipping.trials.tolerances import BESIDE, WHOLE
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class Seen:
 def summary(x: Tensor, layout: Layout, batch_size: int) -> Summary:
     """Returns each sample's values in x."""
     is_float = x.is_floating_point() or x.is_complex()
-    tolerance = TOLERANCES.get(x.dtype, TOLERANCE) if is_float else WHOLE
+    tolerance = BESIDE.of(x.dtype) if is_float else WHOLE
     x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
     if not x.numel():
         return Summary(x.new_zeros(batch_size, SIGNS + 1, dtype=torch.float64), tolerance)

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.layers.registered.norm_and_sum import NormAndSum
+from dp_clipping.trials.tolerances import ALONE
 
 SAMPLES = 4  # that are compared in a backward
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 ROUNDINGS = 8  # of the output's gradient, that a function may be off by
 TINY = 1e-18  # a norm whose square may be lost
-LOW_PRECISION = 5e-2  # relative error of a sample's gradient in 16 bit
 
 
 def refuse_wrong(use: Any, gradient: Tensor, tensors: list[Tensor], found: Any) -> None:
@@ -27,16 +26,17 @@ def refuse_wrong(use: Any, gradient: Tensor, tensors: list[Tensor], found: Any) 
         gradient: of the output, as the network has it; `tensors`: the inputs, likewise.
         found: what the function has returned for the whole batch.
     """
-    if not _is_due(use.handle):
+    schedule, rows = use.handle.schedule, use.rows
+    if not schedule.is_due():
+        schedule.skip(1)
         return
-    rows = use.rows
     step = max(1, rows // SAMPLES)
-    first = use.handle.checks % step
+    first = schedule.checks % step
     is_zero = True
     for i in range(first, rows, step):
         for name, (g, rounding) in _alone(use, gradient, tensors, i).items():
             got = use.row(found[name], i)
-            tolerance = max(TOLERANCE.get(x.dtype, LOW_PRECISION) for x in (got, g))
+            tolerance = ALONE.of(got.dtype, g.dtype)
             error = float((got.double() - g.double()).norm())
             size = float(g.double().norm())
             is_zero = is_zero and size == 0
@@ -45,7 +45,9 @@ def refuse_wrong(use: Any, gradient: Tensor, tensors: list[Tensor], found: Any) 
     for name, one in found.items():
         if isinstance(one, NormAndSum):
             _compare_norms(use, name, one, range(first, rows, step))
-    use.handle.checks += 0 if is_zero else 1
+    if not is_zero:  # which tells nothing
+        schedule.skip(1)
+        schedule.checks += 1
 
 
 def _compare_norms(use: Any, name: str, found: NormAndSum, samples: range) -> None:
@@ -78,15 +80,6 @@ def _compare_norms(use: Any, name: str, found: NormAndSum, samples: range) -> No
             f"samples differs by {error:.3g} from their gradients, multiplied by their "
             "coefficients: return the sum of c_i G_i, as (c @ gradients.flatten(1))"
         )
-
-
-def _is_due(handle: Any) -> bool:
-    """Returns whether a backward is number 1, 2, 4, 8, ...; counts those since a first check."""
-    if handle.checks == 0:
-        handle.backwards = 1
-        return True
-    handle.backwards += 1
-    return handle.backwards & (handle.backwards - 1) == 0
 
 
 def _alone(

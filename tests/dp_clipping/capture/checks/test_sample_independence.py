@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.sample_independence import Schedule
-from dp_clipping.capture.checks.summaries import WHOLE, summary
+from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.trials.tolerances import WHOLE
 from dp_clipping.validation import check_module
 from tests.dp_clipping.conftest import Unseen, assert_exact, private
 from tests.support import zoo
@@ -735,17 +735,6 @@ def test_a_refused_trim_to_the_longest_sample_shows_where_it_belongs(where, leng
     with pytest.raises(ValueError, match=r"has another length for a sample.*def collate"):
         private(Trimmed(where))(x, lengths)
     private(Trimmed(None))(x[:, : lengths.max()], lengths)  # as the message says
-
-
-def test_which_batch_is_due_is_known_before_it_comes():
-    schedule, due = Schedule(), []
-    for size in (4, 4, 4, 4, 4, 9, 9, 9):
-        due.append(schedule.is_due(size, alone=True))
-        assert schedule.is_due(size, alone=True) == due[-1], "nothing is counted"
-        assert schedule.next_is_due(size, alone=True) == due[-1]
-        if due[-1]:
-            schedule.next_check(size)
-    assert due == [True, True, False, True, False, True, False, True]
 
 
 class Ordered(torch.autograd.Function):

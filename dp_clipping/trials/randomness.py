@@ -1,9 +1,12 @@
-"""Gives two runs that are compared the same random numbers, or turns randomness off."""
+"""Gives runs that are compared the same random numbers, or turns randomness off."""
 
+import copy
+import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,52 +29,80 @@ CONSTANT = {  # operators that return, or write, numbers that depend on no tenso
 }  # fmt: skip
 
 
-@contextmanager
-def fork_randomness(device: torch.device) -> Iterator[None]:
-    """Restores the states of PyTorch's generators, of the CPU and the device, at the end."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
+class RandomStates:
+    """The states of all random generators, to be compared and restored.
 
+    These are PyTorch's of the CPU and of a device, Python's, NumPy's if it is imported, and
+    generators among the attributes of some objects.
 
-@contextmanager
-def same_generators(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores the generators of Python, NumPy and modules' attributes at the end."""
-    generators = [
-        (value, value.get_state())
-        for module in modules
-        for value in vars(module).values()
-        if isinstance(value, torch.Generator)
-    ]
-    python = random.getstate()
-    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    legacy = None if numpy is None else numpy.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(legacy)
-        for generator, state in generators:
-            generator.set_state(state)
-
-
-def generator_states(modules: Iterable[nn.Module], device: torch.device) -> list[Any]:
-    """Returns the states of all generators, in a form that can be compared.
-
-    These are PyTorch's, Python's and NumPy's generators, and those in attributes of modules.
+    Args:
+        owners: modules, or other objects with attributes.
+        device: whose generator is saved too, if it is a GPU.
     """
-    values = [value for module in modules for value in vars(module).values()]
-    states = [torch.get_rng_state()]
-    states += [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    states += [value.get_state() for value in values if isinstance(value, torch.Generator)]
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else ()
-    return [
-        *(x.numpy().tobytes() for x in states),
-        random.getstate(),
-        *map(str, numpy[2:]),
-        *map(bytes, numpy[1:2]),
-    ]
+
+    def __init__(self, owners: Iterable[Any] = (), device: torch.device | None = None):
+        self._generators = list(_generators(owners, device))
+        self._states = [get() for get, _ in self._generators]
+
+    def restore(self) -> None:
+        """Gives all generators their states."""
+        for (_, give), state in zip(self._generators, self._states, strict=True):
+            give(state)
+
+    @property
+    def have_moved(self) -> bool:
+        """Returns whether a number was drawn since. The host waits for no GPU."""
+        now = [get() for get, _ in self._generators]
+        pairs = zip(self._states, now, strict=True)
+        return any(_comparable(before) != _comparable(after) for before, after in pairs)
+
+
+@contextmanager
+def same_randomness(
+    owners: Iterable[Any] = (), device: torch.device | None = None
+) -> Iterator[RandomStates]:
+    """Restores all generators at the end: see `RandomStates`, which it yields."""
+    states = RandomStates(owners, device)
+    try:
+        yield states
+    finally:
+        states.restore()
+
+
+def _generators(
+    owners: Iterable[Any], device: torch.device | None
+) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Yields, of each generator, what gets its state and what sets it."""
+    yield torch.get_rng_state, torch.set_rng_state
+    if device is not None and device.type == "cuda":
+        yield partial(torch.cuda.get_rng_state, device), _setting(device)
+    yield random.getstate, random.setstate
+    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    if numpy is not None:
+        yield numpy.get_state, numpy.set_state
+    for owner in owners:
+        for value in list(vars(owner).values()):
+            if isinstance(value, torch.Generator):
+                yield value.get_state, value.set_state
+            elif isinstance(value, random.Random):
+                yield value.getstate, value.setstate
+            elif numpy is not None and isinstance(value, numpy.RandomState):
+                yield value.get_state, value.set_state
+            elif numpy is not None and isinstance(value, numpy.Generator):
+                bits = value.bit_generator
+                yield partial(_state_of, bits), partial(setattr, bits, "state")
+
+
+def _setting(device: torch.device) -> Callable[[Tensor], None]:
+    return lambda state: torch.cuda.set_rng_state(state, device)
+
+
+def _state_of(bits: Any) -> Any:
+    return copy.deepcopy(bits.state)
+
+
+def _comparable(state: Any) -> Any:
+    return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
 
 
 def seed_all(seed: int) -> None:

@@ -8,37 +8,36 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dp_clipping.capture.randomness import (
-    fork_randomness,
-    generator_states,
-    same_generators,
-    without_dropout,
-)
+from dp_clipping.trials.randomness import RandomStates, same_randomness, without_dropout
 from tests.dp_clipping.conftest import private
-
-CPU = torch.device("cpu")
 
 
 class Drawing(nn.Module):
     def __init__(self):
         super().__init__()
         self.draw = torch.Generator().manual_seed(1)
+        self.python, self.old = random.Random(0), np.random.RandomState(0)
+        self.numpy = np.random.default_rng(0)
 
 
 def test_every_generator_is_put_back():
     module = Drawing()
-    before = generator_states([module], CPU)
-    with fork_randomness(CPU), same_generators([module]):
+    before = RandomStates([module])
+    with same_randomness([module]):
         for draw in (
             random.random,
             np.random.rand,
             lambda: torch.rand(1),
             lambda: torch.rand(1, generator=module.draw),
+            module.python.random,
+            module.old.rand,
+            module.numpy.random,
         ):
-            now = generator_states([module], CPU)
+            now = RandomStates([module])
+            assert not now.have_moved
             draw()
-            assert generator_states([module], CPU) != now
-    assert generator_states([module], CPU) == before
+            assert now.have_moved
+    assert not before.have_moved
 
 
 @pytest.mark.parametrize(

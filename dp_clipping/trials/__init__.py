@@ -1,0 +1,8 @@
+"""What all checks share that run something again and compare.
+
+Files:
+
+    schedule              which calls are checked: 1, 2, 4, 8, ...
+    randomness            states of random generators, saved and restored; runs without dropout
+    tolerances            the differences that may be rounding
+"""

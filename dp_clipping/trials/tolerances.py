@@ -1,0 +1,48 @@
+"""Relative differences that may be rounding: of two runs, and of a step and its reference."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest relative difference that is no finding, by the bytes of a number.
+
+    Attributes:
+        two: of float16 and bfloat16, and of numbers that are shorter.
+        four: of float32.
+        eight: of float64.
+    """
+
+    two: float
+    four: float
+    eight: float
+
+    def of(self, *dtypes: torch.dtype) -> float:
+        """Returns that of the shortest of these dtypes."""
+        shortest = min(dtype.itemsize for dtype in dtypes)
+        return self.two if shortest < 4 else self.four if shortest < 8 else self.eight
+
+
+# One batch twice, in one shape, so mostly by the same kernels: a GPU's atomic operations add in
+# another order.
+REPEATED = Tolerance(1e-2, 1e-5, 1e-5)
+# A sample beside others, or among more of them: the kernels may be others. Relative to the norm of
+# what the sample has in a tensor. Float32 products are full ones: TensorFloat-32 differs by 5e-4.
+BESIDE = Tolerance(1e-2, 1e-4, 1e-4)
+# Sums of whole numbers in float64: only norms round, by the order of their sum.
+WHOLE = 1e-12
+# A sample of another length: reductions over fewer numbers, and attention by other kernels.
+SHORTER = Tolerance(3e-2, 2e-4, 2e-4)
+SHORTER_IN_FLOAT64 = 1e-4  # that it is no rounding: it stays in float64
+# A registered function beside autograd on one sample, which may be another formula altogether.
+ALONE = Tolerance(5e-2, 1e-3, 1e-6)
+# A step beside one ordinary backward per sample: a sample's norm, and a parameter's clipped sum.
+NORM = Tolerance(6e-2, 1e-4, 1e-4)
+SUM = Tolerance(1e-1, 2e-4, 2e-4)
+FLOOR = Tolerance(1e-2, 1e-3, 1e-3)  # a smaller part of the largest value may be rounding alone
+
+# A difference is a finding if it is so many times larger than those that errors of the size of
+# rounding, or other random numbers, cause.
+TIMES = 4.0

@@ -1,0 +1,34 @@
+"""Calls 1, 2, 4, 8, ... are checked, and those that are larger than all before."""
+
+from dp_clipping.trials.schedule import Schedule
+
+
+def test_which_batch_is_due_is_known_before_it_comes():
+    schedule, due = Schedule(), []
+    for size in (4, 4, 4, 4, 4, 9, 9, 9):
+        due.append(schedule.is_due(size))
+        assert schedule.is_due(size) == due[-1], "nothing is counted"
+        assert schedule.next_is_due(size) == due[-1]
+        if due[-1]:
+            schedule.next_check(size)
+    assert due == [True, True, False, True, False, True, False, True]
+
+
+def test_powers_of_two_without_sizes():
+    schedule = Schedule()
+    assert [n for n in range(1, 20) if schedule.next_is_due()] == [1, 2, 4, 8, 16]
+
+
+def test_what_is_not_counted_stays_due():
+    schedule = Schedule()
+    assert schedule.is_due()
+    assert schedule.is_due()
+    schedule.skip(5)
+    assert [n for n in range(6, 20) if schedule.next_is_due()] == [8, 16]
+
+
+def test_the_largest_batch_so_far_is_checked_whole():
+    schedule = Schedule()
+    assert [schedule.next_check(size) for size in (4, 4, 8, 6)] == [
+        (0, True), (1, False), (2, True), (3, False),
+    ]  # fmt: skip
