@@ -307,6 +307,20 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
         raise _missing("Module._modules") from error
 
 
+def every_module(network: nn.Module) -> list[nn.Module]:
+    """Returns `network.modules()` in no particular order, in a fraction of the time.
+
+    PyTorch's own also makes every module's name, with one generator per level.
+    """
+    seen, found = {network}, [network]
+    for module in found:  # which grows
+        for child in own_modules(module).values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Returns the names of the buffers that are not in the state dict."""
     try:

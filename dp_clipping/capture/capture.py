@@ -46,6 +46,7 @@ from dp_clipping.torch_compat import (
     any_compiled,
     any_size,
     can_leave_vmap,
+    every_module,
     own_parameters,
     plain_name,
     reusable_backwards,
@@ -443,7 +444,8 @@ class Capture:
         with ExitStack() as stack:
             stack.enter_context(self.attached(None))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(same_randomness(self.network.modules(), self.trigger.device))
+            modules = every_module(self.network)
+            stack.enter_context(same_randomness(modules, self.trigger.device))
             calls: list[LayerState] = []  # that run now
 
             def entered(module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -456,7 +458,7 @@ class Capture:
                 calls.pop()
                 return after(module, args, kwargs, output)
 
-            for module in self.network.modules():
+            for module in modules:
                 if self.sharding is not None and isinstance(module, nn.EmbeddingBag):
                     hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
                     stack.callback(hook.remove)

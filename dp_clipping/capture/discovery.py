@@ -39,7 +39,7 @@ from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.vmap.objects import Objects, exchanged, refuse_iterators
 from dp_clipping.sampling.collate_check import Alone
-from dp_clipping.torch_compat import flush_ready_nodes, tensors_in, tree_map
+from dp_clipping.torch_compat import every_module, flush_ready_nodes, tensors_in, tree_map
 from dp_clipping.trials.randomness import RandomStates, same_randomness, seed_all, without_dropout
 from dp_clipping.trials.schedule import Schedule
 
@@ -228,7 +228,7 @@ class LayoutDiscovery:
         ):
             if seed is not None:
                 seed_all(seed)
-            states = RandomStates(self._network.modules(), self._capture.trigger.device)
+            states = RandomStates(every_module(self._network), self._capture.trigger.device)
             with self._capture.tried(args, kwargs) as outputs:
                 return look(outputs, states.have_moved)
 

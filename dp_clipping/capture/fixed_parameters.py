@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.capture.network import CapturedNetwork, every_module
+from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.torch_compat import (
+    every_module,
     own_parameters,
     parameters_and_children,
     with_gradient_hooks,

@@ -97,7 +97,12 @@ class Search:
         """
         known = -1
         while known != (known := self._count_shared()):
-            runs = self.observe(*few, FEW), self.observe(*more, MORE), self.observe(*other, FEW)
+            routing = Routing()
+            with routing:
+                runs = [self.observe(*few, FEW)]
+            self._routing = routing.operators
+            self.checks_values |= routing.checks_values
+            runs += [self.observe(*more, MORE), self.observe(*other, FEW)]
             uses: dict[Trainable, int] = {}
             failures: list[NeedsVmap] = []
             for handle in self.capture.handles:
@@ -251,7 +256,6 @@ class Search:
         """Returns name of a layer -> its calls in a plain forward of `batch_size` samples."""
         calls: dict[str, list[LayerCall]] = {}
         objects: list[Objects] = []  # before the calls that run now
-        routing = Routing()
         shared: list[str] = []
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -307,13 +311,11 @@ class Search:
 
         is_alone = self.capture.sharding is None  # FSDP would wait for a backward
         with (
-            self.capture.looked_at(before, after), without_dropout(self.capture.network), routing,
+            self.capture.looked_at(before, after), without_dropout(self.capture.network),
             _naming(shared), torch.set_grad_enabled(is_alone),
             self.capture.tried(args, kwargs) as found,
         ):  # fmt: skip
             outputs = tensors_of(found)
-        self._routing = routing.operators
-        self.checks_values |= routing.checks_values
         calls[NETWORK] = [
             LayerCall([], [_if_flattened(local(y), batch_size) for y in outputs], None)
         ]

@@ -13,7 +13,7 @@ from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, expand_shared
 from dp_clipping.layers.recorder import Recorder, Trainable
 from dp_clipping.layers.vmap.objects import Objects, Path, exchanged
-from dp_clipping.torch_compat import own_modules, tensors_in, tree_map
+from dp_clipping.torch_compat import tensors_in, tree_map
 
 
 class CapturedNetwork(Protocol):
@@ -153,17 +153,3 @@ def trials(handles: list[LayerState], trial: Callable[..., Any]) -> Iterator[Non
     finally:
         for handle in handles:
             handle.trial = None
-
-
-def every_module(network: nn.Module) -> Iterator[nn.Module]:
-    """Yields `network.modules()` in no particular order, in half of the time.
-
-    PyTorch's own also makes every module's name, with one generator per level.
-    """
-    seen, found = set(), [network]
-    while found:
-        module = found.pop()
-        if module not in seen:
-            seen.add(module)
-            yield module
-            found += [child for child in own_modules(module).values() if child is not None]

@@ -27,7 +27,7 @@ from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.layers.vmap.whole_batch import Call, Operation, UnknownOperation, learned
-from dp_clipping.torch_compat import current_vmap, is_passed_on, tensors_in
+from dp_clipping.torch_compat import current_vmap, every_module, is_passed_on, tensors_in
 from dp_clipping.trials.randomness import RandomStates, without_dropout
 
 
@@ -126,7 +126,7 @@ def _plain_and_random(
     capture: CapturedNetwork, module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[Any, bool]:
     """Returns what a plain forward of a module does, and whether it draws random numbers."""
-    states = RandomStates(capture.network.modules(), capture.trigger.device)
+    states = RandomStates(every_module(capture.network), capture.trigger.device)
     plain = plain_forward(module, *args, **kwargs)
     return plain, states.have_moved
 

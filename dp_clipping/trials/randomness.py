@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.torch_compat import TorchDispatchMode, dropouts
+from dp_clipping.torch_compat import TorchDispatchMode, dropouts, every_module
 
 DROPOUTS = {
     torch.dropout, functional.dropout, functional.dropout1d, functional.dropout2d,
@@ -78,19 +79,19 @@ def _generators(
         yield partial(torch.cuda.get_rng_state, device), _setting(device)
     yield random.getstate, random.setstate
     numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    kinds: set[type] = {torch.Generator, random.Random}
     if numpy is not None:
         yield numpy.get_state, numpy.set_state
-    for owner in owners:
-        for value in list(vars(owner).values()):
-            if isinstance(value, torch.Generator):
-                yield value.get_state, value.set_state
-            elif isinstance(value, random.Random):
-                yield value.getstate, value.setstate
-            elif numpy is not None and isinstance(value, numpy.RandomState):
-                yield value.get_state, value.set_state
-            elif numpy is not None and isinstance(value, numpy.Generator):
-                bits = value.bit_generator
-                yield partial(_state_of, bits), partial(setattr, bits, "state")
+        kinds |= {numpy.RandomState, numpy.Generator}
+    values = chain.from_iterable([vars(owner).values() for owner in owners])
+    for value in [value for value in values if type(value) in kinds]:
+        if isinstance(value, random.Random):
+            yield value.getstate, value.setstate
+        elif hasattr(value, "bit_generator"):
+            bits = value.bit_generator
+            yield partial(_state_of, bits), partial(setattr, bits, "state")
+        else:
+            yield value.get_state, value.set_state
 
 
 def _setting(device: torch.device) -> Callable[[Tensor], None]:
@@ -133,9 +134,10 @@ def _causal(args: tuple) -> dict[str, bool]:
 @contextmanager
 def without_dropout(network: nn.Module) -> Iterator[None]:
     """Turns dropout off, because it would make one sample differ between two runs."""
-    layers = [m for m in network.modules() if isinstance(m, dropouts())]
+    modules, kinds = every_module(network), dropouts()
+    layers = [m for m in modules if isinstance(m, kinds)]
     before = [m.training for m in layers]
-    between = [(m, m.dropout) for m in network.modules() if isinstance(m, nn.RNNBase) and m.dropout]
+    between = [(m, m.dropout) for m in modules if isinstance(m, nn.RNNBase) and m.dropout]
     for module in layers:
         module.training = False
     for module, _ in between:

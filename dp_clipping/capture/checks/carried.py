@@ -11,7 +11,7 @@ and state must be the same afterwards.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from dp_clipping.capture.checks.places import (
     is_freed,
 )
 from dp_clipping.capture.checks.state import Mark, State
-from dp_clipping.capture.checks.writes import Values, Writes, equal
+from dp_clipping.capture.checks.writes import Values
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.layers.batch_layout import FEW
@@ -54,31 +54,31 @@ class Restored:
 
     Attributes:
         changes: what it has changed; known once it is done.
-        kept: the values of tensors.
+        values: of tensors before it.
     """
 
     def __init__(self, state: State, is_of_runs: bool = False):
         state.walk()
         state.changes = self.changes = []
         self.mark = state.mark()
-        self.kept = (Values if is_of_runs else Writes)(self.mark.tensors)
+        self.values = Values(self.mark.tensors, with_parameters=not is_of_runs)
         self._may_keep_logs = not isinstance(state.root, nn.Module)  # a criterion, for its user
 
     def left(self) -> Left:
-        """Returns name -> what has changed so far, values of tensors copied. Not of runs."""
+        """Returns name -> what has changed so far, values of tensors copied."""
         found: Left = {}
         for change in self.mark.replaced():
             value = change.place.value(change.key)
             if not (self._may_keep_logs and isinstance(value, list | deque)):
                 _collect(found, change.name, value, 0)
-        for named, *_ in self.kept.copies.values():
+        for named in self.values.changed():
             _collect(found, named.place.change(named.key).name, named.tensor, 0)
         return found
 
     def put_back(self) -> None:
         self.changes += self.mark.replaced()
         self.mark.put_back()
-        self.changes += [named.place.change(named.key) for named in self.kept.put_back()]
+        self.changes += [named.place.change(named.key) for named in self.values.put_back()]
 
 
 @contextmanager
@@ -88,8 +88,7 @@ def restored(
     """Restores what the body changes, also if the body raises.
 
     With `is_of_runs` the body computes in `State.rewound` only, again and again from one state.
-    Operators that write are not noticed then: at the end the tensors' values are compared. A
-    parameter that was written to is refused, and keeps its values.
+    Then parameters are not copied: one that was written to is refused, and keeps its values.
 
     `carries` is called afterwards where working state has changed, and raises if that carries data.
     What is found here is raised in place of the body's own error, which may come of it.
@@ -99,8 +98,7 @@ def restored(
     """
     body, error = Restored(state, is_of_runs), None
     try:
-        with nullcontext() if is_of_runs else body.kept:
-            yield body
+        yield body
     except Exception as raised:
         error = raised
     finally:
@@ -263,3 +261,10 @@ def _is_close(a: Any, b: Any, name: str) -> bool:
     tolerance = REPEATED.of(a.dtype)
     a, b = a.double().nan_to_num(0, 0, 0), b.double().nan_to_num(0, 0, 0)
     return bool((a - b).norm() <= tolerance * a.norm())
+
+
+def equal(now: Tensor, value: Tensor) -> bool:
+    """Returns whether two tensors are equal, NaN to NaN; the host waits."""
+    if now.shape != value.shape or now.dtype != value.dtype:
+        return False
+    return bool(((now == value) | ((now != now) & (value != value))).all())

@@ -26,6 +26,7 @@ from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.whole_batch import Call
 from dp_clipping.torch_compat import (
+    every_module,
     flush_ready_nodes,
     is_in_backward,
     is_passed_on,
@@ -69,7 +70,7 @@ class Observer:
         """
         seen, device = Seen(), self._capture.trigger.device
         alone = self._capture.sharding is None
-        modules = list(self._capture.network.modules()) if alone else ()
+        modules = every_module(self._capture.network) if alone else ()
         rounding = None if seed is None else torch.Generator(device).manual_seed(seed)
         states = RandomStates(modules, device)
         arguments = tree_map(
@@ -131,7 +132,10 @@ class Observer:
                 return None
             if rounding is not None:
                 args, kwargs = _rounded_arguments(args, kwargs, rounding)
-            inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
+            if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+                inputs = [local(args[0])]
+            else:
+                inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
             key = tuple(x.dim() for x in inputs)
             dims.setdefault(module, []).append(key)
             layouts = handle.layouts.get(key, ())
@@ -186,6 +190,8 @@ class Observer:
                     y = y.view_as(y)  # hooks of the user's on the output run before this one
                 return y
 
+            if isinstance(output, Tensor):
+                return note(output)
             return tree_map(note, output, is_leaf=lambda y: isinstance(y, PackedSequence))
 
         handles = [handle for handle in self._capture.handles if handle.whole_batch]

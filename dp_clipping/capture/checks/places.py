@@ -223,7 +223,10 @@ class Places:
                 self._visit(value, place.name.rstrip("."), place, None, depth + 1)
             return
         self.dicts.append(place)
-        for key, value in place.copy().items():
+        is_of_object = place.kind == "attributes"
+        for key, value in list(values.items()):
+            if isinstance(value, PLAIN) or (is_of_object and key in SKIPPED):
+                continue
             is_long = isinstance(key, Tensor | nn.Module)  # and slow to print
             shown = type(key).__name__ if is_long else key
             self._visit(value, f"{place.name}{shown}", place, key, depth + 1)

@@ -72,8 +72,7 @@ class State:
             given: arguments of a call. What objects in them hold is restored too.
             only_given: nothing else is.
         """
-        roots = given if only_given else (*given, self.root)
-        objects = Objects(*roots, values_of=len(given))
+        objects = Objects(*given, values_of=len(given))
         try:
             with nullcontext() if only_given else self._rewound():
                 yield

@@ -1,0 +1,71 @@
+"""Which samples another run has in place of those of the first, and which of them stay.
+
+All checks exchange samples in these ways: the network's, the criterion's and the collate function's.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Perturbed(NamedTuple):
+    """The samples of another run.
+
+    Attributes:
+        rows: which sample of the first run stands in each place.
+        stays: places whose sample is the same in both runs.
+    """
+
+    rows: list[int]
+    stays: list[bool]
+
+    def of(self, samples: Sequence) -> list:
+        """Returns these samples in their places."""
+        return [samples[row] for row in self.rows]
+
+
+def replaced(size: int, place: int) -> Perturbed:
+    """Puts its neighbour in the place of one sample."""
+    rows = list(range(size))
+    rows[place] = (place + 1) % size
+    return Perturbed(rows, [i != place for i in range(size)])
+
+
+def swapped(size: int, place: int) -> Perturbed:
+    """Exchanges a sample and its neighbour."""
+    rows = list(range(size))
+    rows[place], rows[place + 1] = place + 1, place
+    return Perturbed(rows, [i not in (place, place + 1) for i in range(size)])
+
+
+def half(size: int, number: int) -> Perturbed:
+    """Puts copies of samples that stay in the places of about half of them, others in each check.
+
+    The copies come from all over the half that stays, so that extremes of the others are absent.
+    """
+    stays = splits(size)[number % len(splits(size))]
+    sources = [i for i, stay in enumerate(stays) if stay] or list(range(size))
+    rows = [
+        i if stay else sources[(i + number) // 2 % len(sources)] for i, stay in enumerate(stays)
+    ]
+    return Perturbed(rows, stays)
+
+
+def one_source(stays: list[bool], number: int) -> Perturbed:
+    """Puts copies of one sample that stays in the places of all others.
+
+    An extreme sample of the batch is absent from one of two halves.
+    """
+    candidates = [i for i, stay in enumerate(stays) if stay]
+    source = candidates[-1 - number % len(candidates)]
+    return Perturbed([i if stay else source for i, stay in enumerate(stays)], stays)
+
+
+def one_more(size: int) -> list[int]:
+    """Returns rows with one sample more, in front: all have other places among more."""
+    return [size - 1, *range(size)]
+
+
+def splits(size: int) -> list[list[bool]]:
+    """Returns halves of a batch: together they separate every two samples, both ways round."""
+    bits = range(max(1, (size - 1).bit_length()))
+    return [[(i >> bit) % 2 == side for i in range(size)] for bit in bits for side in (0, 1)]
