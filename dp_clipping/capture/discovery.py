@@ -398,10 +398,10 @@ class LayoutDiscovery:
         carries = partial(self._refuse_carried, batch)
         places, alone = not self._is_settled, self._sharding is None
         with restored(self.carried.state, carries, is_of_runs=alone):
+            number, is_whole = self._schedule.next_check(batch.size)
             if places:
                 self._check_places(batch)
-            number, is_whole = self._schedule.next_check(batch.size)
-            if self._sharding is not None or not places or batch.size > PLACES:
+            else:
                 self._company.check_batch(batch, number, is_whole)
         return number if batch.size >= FEW else None
 

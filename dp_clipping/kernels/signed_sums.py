@@ -47,12 +47,16 @@ def signed_sums_plain(rows: Tensor) -> Tensor:
     """
     signs = _signs(rows.dtype, rows.device)
     size, length = rows.shape
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    if length < PIECE:
+        sums = rows @ _short_signs(rows.dtype, rows.device)[:length]
+        return torch.cat((sums, norms), 1)
     whole = length // PIECE * PIECE
     pieces = rows[:, :whole].view(size, -1, PIECE) @ signs[:, :PIECE].t()
     weights = signs[:, PIECE:][:, : pieces.shape[1] + 1].t()
     rest = rows[:, whole:] @ signs[:, : length - whole].t()
     sums = (pieces * weights[:-1]).sum(1) + rest * weights[-1]
-    return torch.cat((sums, torch.linalg.vector_norm(rows, dim=1, keepdim=True)), 1)
+    return torch.cat((sums, norms), 1)
 
 
 @lru_cache(maxsize=8)
@@ -68,6 +72,13 @@ def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the signs [SIGNS, PIECE + PIECES] as 1 and -1."""
     bits = _bits(device)
     return torch.stack([1 - 2 * (bits >> k & 1).to(dtype) for k in range(SIGNS)])
+
+
+@lru_cache(maxsize=8)
+def _short_signs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the signs [PIECE, SIGNS] of the first piece's numbers."""
+    signs = _signs(dtype, device)
+    return (signs[:, :PIECE] * signs[:, PIECE : PIECE + 1]).t().contiguous()
 
 
 if triton is not None:

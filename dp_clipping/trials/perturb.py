@@ -1,9 +1,9 @@
 """Which samples another run has in place of those of the first, and which of them stay.
 
-All checks exchange samples in these ways: the network's, the criterion's and the collate function's.
+The checks of networks, criterions and collate functions exchange samples in these ways.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -37,6 +37,23 @@ def swapped(size: int, place: int) -> Perturbed:
     return Perturbed(rows, [i not in (place, place + 1) for i in range(size)])
 
 
+def thirds(rows: Sequence[int], distinct: Sequence[int], count: int) -> Iterator[Perturbed]:
+    """Yields `count` exchanges: of each third of the samples in turn, for one of the next third.
+
+    Args:
+        rows: the samples.
+        distinct: different ones among them: each is in a third of its own.
+    """
+    first = [rows.index(row) for row in distinct]
+    order = first + [i for i in range(len(rows)) if i not in first]
+    parts = min(len(rows), 3)
+    third = {place: n % parts for n, place in enumerate(order)}
+    for number in range(count):
+        own, source = number % parts, order[(number + 1) % parts]
+        stays = [third[i] != own for i in range(len(rows))]
+        yield Perturbed([i if stay else source for i, stay in enumerate(stays)], stays)
+
+
 def half(size: int, number: int) -> Perturbed:
     """Puts copies of samples that stay in the places of about half of them, others in each check.
 
@@ -63,6 +80,13 @@ def one_source(stays: list[bool], number: int) -> Perturbed:
 def one_more(size: int) -> list[int]:
     """Returns rows with one sample more, in front: all have other places among more."""
     return [size - 1, *range(size)]
+
+
+def halves(size: int, number: int) -> list[list[bool]]:
+    """Returns which samples stay: at first in all of `splits`, later in the two of one way."""
+    found = splits(size)
+    first = 2 * (number % (len(found) // 2))
+    return found if number == 0 else found[first : first + 2]
 
 
 def splits(size: int) -> list[list[bool]]:

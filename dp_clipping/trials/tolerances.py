@@ -1,8 +1,11 @@
 """Relative differences that may be rounding: of two runs, and of a step and its reference."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
+
+ITEMSIZE = attrgetter("itemsize")
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Tolerance:
 
     def of(self, *dtypes: torch.dtype) -> float:
         """Returns that of the shortest of these dtypes."""
-        shortest = min(dtype.itemsize for dtype in dtypes)
+        shortest = min(map(ITEMSIZE, dtypes))
         return self.two if shortest < 4 else self.four if shortest < 8 else self.eight
 
 

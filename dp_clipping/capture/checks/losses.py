@@ -18,6 +18,7 @@ from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.checks.summaries import Summary, differ, summary
 from dp_clipping.capture.samples.batch import map_tensors, tensors_of
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.trials.perturb import halves, one_more, one_source
 from dp_clipping.trials.randomness import same_randomness
 
 REMEDY = "per-sample gradients need a loss for each sample alone"
@@ -124,23 +125,6 @@ def _is_of_all(layout: Layout | None) -> bool:
     return layout is None or layout.kind == "shared"
 
 
-def halves(size: int, number: int) -> list[list[bool]]:
-    """Returns which samples stay: at first in ways that separate every two, later in one way."""
-    bits = range(max(1, (size - 1).bit_length()))
-    pairs = [[[(i >> bit) % 2 == side for i in range(size)] for side in (0, 1)] for bit in bits]
-    return [half for pair in pairs for half in pair] if number == 0 else pairs[number % len(pairs)]
-
-
-def company(stays: list[bool], number: int) -> list[int]:
-    """Returns which sample stands in each place: those that stay, and copies of one of them.
-
-    An extreme sample of the batch is absent from one of two halves.
-    """
-    candidates = [i for i, stay in enumerate(stays) if stay]
-    source = candidates[-1 - number % len(candidates)]
-    return [i if stay else source for i, stay in enumerate(stays)]
-
-
 def _any_differs(
     first: Sequence[Summary | None], second: Sequence[Summary | None], stays: Tensor
 ) -> bool:
@@ -234,7 +218,7 @@ class Exchange:
             base = self._run({})
         places = first = {n: found[0] for n, found in self._places.items()}
         for which, stays in enumerate(halves(self._size, number)):
-            rows = company(stays, number + which)
+            rows = one_source(stays, number + which).rows
             if self._agrees(base, first, rows, stays) is not True:
                 places = self._find(base, first, rows)
         if places and not self._ragged:
@@ -284,7 +268,7 @@ class Exchange:
             except (*REFUSALS, TypeError):
                 return False
         for which, stays in enumerate(halves(size, number)):
-            rows = [start + i for i in company(stays, number + which)]
+            rows = [start + i for i in one_source(stays, number + which).rows]
             among_more = bool(which) and not self._is_random
             if self._agrees(base, places, rows, stays, among_more) is not True:
                 return False
@@ -297,7 +281,7 @@ class Exchange:
         """
         with restored(self._state):
             try:
-                more = self._run(places, [self._size - 1, *range(self._size)])
+                more = self._run(places, one_more(self._size))
             except (*REFUSALS, TypeError):
                 return
         stays = torch.ones(self._size, dtype=torch.bool, device=self._tensors[0].device)

@@ -21,11 +21,12 @@ from dp_clipping.capture.checks.summaries import Seen, compared, differ
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.layers.batch_layout import TRIMMED, Layout
+from dp_clipping.trials.perturb import half, one_more, thirds
 from dp_clipping.trials.randomness import ConstantDraws, same_randomness, without_dropout
 from dp_clipping.trials.tolerances import TIMES
 
 RANDOM = 100  # tolerances: what changes more in a repeated run is no rounding
-PLACES = 3  # samples of the first batch, each exchanged in turn
+PLACES = 3  # different samples of the first batch, each exchanged in turn
 PART = 8  # samples of a check in between
 LARGE = 1024.0
 REPEATS = 5  # of a run with errors
@@ -66,39 +67,36 @@ class Company:
         self._layouts_of = layouts_of
 
     def check_places(self, batch: Batch, distinct: list[int], extremes: bool) -> None:
-        """Exchanges each of a few different samples in turn, for another one of them.
+        """Exchanges each third of the samples in turn, for a sample of another third.
 
-        With `extremes`, one is then made `LARGE` times larger, which not every network takes.
+        The first three different samples are in different thirds. With `extremes`, one sample is
+        then made `LARGE` times larger, which not every network takes.
 
         Raises:
             ValueError: naming the first layer that sees a sample differently.
         """
-        rows = (distinct * PLACES)[: max(2, len(distinct))]
+        rows = list(range(batch.size))
+        if batch.size < PLACES:
+            rows = (distinct * PLACES)[: max(2, len(distinct))]
         size = len(rows)
         base = self._run(batch, rows, drawn=size + 1)
-        for place in range(PLACES if self._capture.sharding is not None else size):
-            place %= size
-            company = list(rows)
-            company[place] = rows[(place + 1) % size]
-            self._exchange(batch, rows, place, base, batch, company)
+        is_alone = self._capture.sharding is None
+        for perturbed in thirds(rows, distinct, min(size, PLACES) if is_alone else PLACES):
+            self._exchange(batch, rows, perturbed.stays, base, batch, perturbed.of(rows))
         if extremes and len(distinct) > 1 and batch.has_floats:
             place = size // 2
             with suppress(ArithmeticError, LookupError, AssertionError, RuntimeError):
                 larger = batch.with_factor(rows[place], LARGE)
-                self._exchange(batch, rows, place, base, larger, rows)
+                stays = [i != place for i in range(size)]
+                self._exchange(batch, rows, stays, base, larger, rows)
         self._check_size(batch, rows, base)
 
     def _exchange(
-        self,
-        batch: Batch,
-        rows: list[int],
-        place: int,
-        base: Seen,
-        other: Batch,
+        self, batch: Batch, rows: list[int], stays: list[bool], base: Seen, other: Batch,
         company: list[int],
-    ) -> None:
-        """Compares with a run of another batch, in which one place has another sample."""
-        stays, drawn = [i != place for i in range(len(rows))], len(rows) + 1
+    ) -> None:  # fmt: skip
+        """Compares with a run of another batch, in which some places have another sample."""
+        drawn = len(rows) + 1
         beside = partial(self._run, other, company, stays, drawn=drawn)
         self._compare(batch, rows, stays, base, beside, drawn)
 
@@ -116,7 +114,7 @@ class Company:
                 if has_drawn:
                     base = self._run(batch, rows, drawn=size + 1)
                 stays = [False] + [True] * size
-                more = self._run(batch, [rows[-1], *rows], stays, drawn=size + 1)
+                more = self._run(batch, [rows[i] for i in one_more(size)], stays, drawn=size + 1)
         except Exception:
             if self._capture.sharding is not None:
                 raise
@@ -140,15 +138,9 @@ class Company:
             size = min(size, max(2, min(PART, size // 4)))
         start = (number * PART) % (batch.size - size + 1)
         rows = list(range(start, start + size))
-        bit = (number // 2) % max(1, (size - 1).bit_length())
-        stays = [(i >> bit) % 2 == number % 2 for i in range(size)]
-        sources = [r for r, stay in zip(rows, stays, strict=True) if stay] or rows
-        company = [
-            r if stay else sources[(i + number) // 2 % len(sources)]
-            for i, (r, stay) in enumerate(zip(rows, stays, strict=True))
-        ]
-        base = self._run(batch, rows)
-        self._compare(batch, rows, stays, base, partial(self._run, batch, company, stays))
+        perturbed = half(size, number)
+        beside = partial(self._run, batch, perturbed.of(rows), perturbed.stays)
+        self._compare(batch, rows, perturbed.stays, self._run(batch, rows), beside)
 
     def _run(
         self,

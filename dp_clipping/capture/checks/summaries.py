@@ -5,7 +5,8 @@ signs, and its norm. Two samples of different values have different sums but for
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.trials.tolerances import BESIDE, WHOLE
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """Sums up a tensor with B samples.
 
     Attributes:
@@ -32,7 +32,7 @@ class Summary:
 
     def without_first(self) -> "Summary":
         """Returns that of the other samples."""
-        return replace(self, values=self.values[1:])
+        return self._replace(values=self.values[1:])
 
 
 def compared(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,15 +69,14 @@ class Seen:
 
     summaries: dict[tuple[str, str, int], Summary] = field(default_factory=dict)
     is_random: bool = False
+    _calls: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def add(self, name: str, what: str, summary: Summary) -> None:
-        number = 0
-        while (name, what, number) in self.summaries:
-            number += 1
+        number = self._calls.get((name, what), 0)
+        self._calls[name, what] = number + 1
         self.summaries[name, what, number] = summary
 
 
-@torch.no_grad()
 def summary(x: Tensor, layout: Layout, batch_size: int) -> Summary:
     """Returns each sample's values in x."""
     is_float = x.is_floating_point() or x.is_complex()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dp_clipping.capture.checks.losses import Shapes, Watched, company, halves
+from dp_clipping.capture.checks.losses import Shapes, Watched
 from dp_clipping.layers.batch_layout import Layout
 
 ROWS = Layout("dimension", 0)
@@ -63,20 +63,6 @@ def test_the_user_has_tensors_of_their_own():
     watched = Watched({"logits": y}, [ROWS], 0)
     assert watched.outputs["logits"] is not y
     assert torch.equal(watched.outputs["logits"], y)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
-def test_the_first_check_parts_each_two_samples(size):
-    patterns = halves(size, 0)
-    for i in range(size):
-        for j in range(i):
-            assert any(stays[i] and not stays[j] for stays in patterns)
-            assert any(stays[j] and not stays[i] for stays in patterns)
-
-
-def test_company_is_of_those_that_stay():
-    assert company([True, False, True, False], 0) == [0, 2, 2, 2]
-    assert company([True, False, True, False], 1) == [0, 0, 2, 0]
 
 
 def counts(shape, size, *earlier):

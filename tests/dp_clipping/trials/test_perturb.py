@@ -1,0 +1,58 @@
+"""Which samples another run has in place of those of the first."""
+
+import pytest
+
+from dp_clipping.trials.perturb import half, halves, one_more, one_source, replaced, swapped, thirds
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
+def test_the_first_halves_part_each_two_samples(size):
+    patterns = halves(size, 0)
+    for i in range(size):
+        for j in range(i):
+            assert any(stays[i] and not stays[j] for stays in patterns)
+            assert any(stays[j] and not stays[i] for stays in patterns)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_later_halves_are_two_that_together_are_all(number):
+    one, other = halves(8, number) if number else halves(8, 0)[:2]
+    assert [a != b for a, b in zip(one, other, strict=True)] == [True] * 8
+
+
+def test_company_is_of_those_that_stay():
+    assert one_source([True, False, True, False], 0).rows == [0, 2, 2, 2]
+    assert one_source([True, False, True, False], 1).rows == [0, 0, 2, 0]
+    for number in range(12):
+        rows, stays = half(8, number)
+        assert {rows[i] for i in range(8)} <= {i for i in range(8) if stays[i]}
+        assert [i for i in range(8) if stays[i]] == [i for i in range(8) if rows[i] == i]
+
+
+@pytest.mark.parametrize(
+    ("rows", "distinct"),
+    [
+        (range(3), [0, 1, 2]), (range(7), [0, 3, 6]), (range(7), [0, 2]), (range(5), [0]),
+        ([0, 1], [0, 1]), ([0, 0], [0]),
+    ],
+)  # fmt: skip
+def test_each_sample_is_exchanged_once_and_different_ones_in_turn(rows, distinct):
+    rows = list(rows)
+    found = list(thirds(rows, distinct, min(len(rows), 3)))
+    assert [sum(not one.stays[i] for one in found) for i in range(len(rows))] == [1] * len(rows)
+    for one in found:
+        assert any(one.stays)
+        exchanged = [i for i, stay in enumerate(one.stays) if not stay]
+        assert all(one.stays[one.rows[i]] for i in exchanged)
+        assert sum(rows[i] in distinct for i in set(exchanged)) <= 1 or len(set(rows)) == 1
+
+
+def test_ranks_exchange_as_often_however_few_samples_they_have():
+    assert len(list(thirds([0, 0], [0], 3))) == 3
+
+
+def test_neighbours():
+    assert replaced(3, 2) == ([0, 1, 0], [True, True, False])
+    assert swapped(3, 1) == ([0, 2, 1], [True, False, False])
+    assert swapped(3, 0).of("abc") == ["b", "a", "c"]
+    assert one_more(3) == [2, 0, 1, 2]
