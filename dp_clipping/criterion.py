@@ -1,6 +1,7 @@
 """The user's criterion, which returns one loss per sample."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,22 +84,31 @@ class PrivateCriterion(nn.Module):
                 "flattened targets pass shape=outputs.shape, as it is before flattening"
             )
 
-        def exchange() -> Exchange:
-            return Exchange(
+        if private_step.watched is not None or private_step.lengths:
+            exchange = Exchange(
                 self._per_sample, self._carried.state, args, kwargs, expected, shape,
                 self.model.batch_first, self._shapes,
             )  # fmt: skip
-
-        if private_step.watched is not None:
-            private_step.watched.check_graph(losses)
-            is_whole = expected > self._largest
-            self._largest = max(self._largest, expected)
-            exchange().check(private_step.watched.number, is_whole)
-        for lengths in private_step.lengths:
-            with self.model.step_state.refused_together():
-                lengths.check(losses, exchange().of_sample)
+            self._check(private_step, losses, exchange)
         self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
+
+    def _check(self, private_step: Any, losses: Tensor, exchange: Exchange) -> None:
+        """Checks the losses in their graph, and prepares what is checked after the backward."""
+        if private_step.watched is not None:
+            private_step.watched.check_graph(losses)
+            is_whole = len(losses) > self._largest
+            self._largest = max(self._largest, len(losses))
+            private_step.checks.append(
+                partial(exchange.check, private_step.watched.number, is_whole)
+            )
+        for lengths in private_step.lengths:
+            lengths.note(losses)
+            private_step.checks.append(partial(self._check_length, lengths, exchange))
+
+    def _check_length(self, lengths: Any, exchange: Exchange) -> None:
+        with self.model.step_state.refused_together():
+            lengths.check(exchange.of_sample)
 
     def _real(self, losses: Tensor) -> Tensor:
         """Returns the losses of samples, of a batch in mode `no_dp`."""

@@ -414,6 +414,8 @@ class ForwardBackward:
         norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
         with self._repacking():
             self._carried.check(mark, self._batch, "a backward")
+        for check in private_step.checks:
+            check()
         self._batch = None
         if is_first:
             differ = private_step.work.norms.split.differ

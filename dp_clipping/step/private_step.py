@@ -86,6 +86,7 @@ class PrivateStep:
         leaves: parameter -> the gathered tensor that FSDP uses in its place in this forward.
         watched: the outputs, if the losses are to be checked.
         lengths: compare padded samples with themselves alone, if some are to be.
+        checks: what is called after the backward, when its graph is freed, and may raise.
         slots: name of a layer -> parameter's name -> slot, for slots made before the forward.
         padding: bool for each row, True for padding, if a CUDA graph captures the step: the
             same graph serves batches with other real rows. None: `real` says it.
@@ -106,6 +107,7 @@ class PrivateStep:
         self.leaves: dict[Parameter, Tensor] = {}
         self.watched: Any = None  # a `capture.checks.losses.Watched`
         self.lengths: list[Any] = []  # of `capture.checks.lengths.Lengths`
+        self.checks: list[Callable[[], None]] = []
         self.padding: Tensor | None = None
         self.slices: Sequence[Slice | None] = ()
         self.is_compiled = is_compiled
@@ -128,7 +130,7 @@ class PrivateStep:
         Nodes of the graph hold the step. Where several tensors share such a node, the garbage
         collector does not see the cycle, and neither would be freed.
         """
-        self.watched, self.lengths, self.slices = None, [], ()
+        self.watched, self.lengths, self.checks, self.slices = None, [], [], ()
         self.slots = {}
         self._slots.clear()
         self._joins.clear()

@@ -110,6 +110,8 @@ class Stage(nn.Module):
             raise RuntimeError("loss runs the model twice: it may once for each loss")
         with torch.autocast(losses.device.type, enabled=False):
             found = private_step.backward(losses, self.clip_norms, self._take)
+            for check in private_step.checks:
+                check()
         self.norms, self.group_norms = found.norms, found.squared.double().sqrt()
 
     @property
@@ -195,6 +197,8 @@ def _check_lengths(run: Run, batch: Any, loss: Loss | None) -> None:
                 stage.step_state.usage.compare(whole, alone)
                 whole = changed(whole, lambda x: x.to(stage.clip_norms.device))
                 _loss_with(stage, run.criterion, loss)(whole)
+                for check in stage.step_state.pending.checks:
+                    check()
     except DependsOnLength:
         raise
     except Exception:  # the loss does not take such a batch

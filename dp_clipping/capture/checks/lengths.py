@@ -122,26 +122,36 @@ class Lengths:
         self.outputs: list[Tensor] = []
         self.around: Callable[[], AbstractContextManager] = nullcontext
 
-    def check(self, losses: Tensor, loss_of: LossOf | None = None) -> None:
-        """Compares the sample.
+    def note(self, losses: Tensor) -> None:
+        """Notes the gradient of the sample's loss by the outputs, while there is a graph.
 
         Args:
             losses: of all samples.
-            loss_of: calls the criterion for the sample; None: the network has computed the losses.
-
-        Raises:
-            DependsOnLength: its loss or gradient depends on its padding.
         """
         graded = [n for n, y in enumerate(self.outputs) if y.requires_grad]
+        outputs, self.outputs = self.outputs, [y.detach() for y in self.outputs]
         if not (self._alone and graded and losses.requires_grad):
             return
-        ys, row = [self.outputs[n] for n in graded], self._padded.row
+        ys, row = [outputs[n] for n in graded], self._padded.row
         found = torch.autograd.grad(losses[row], ys, retain_graph=True, allow_unused=True)
         layouts = self._layouts_of(self.outputs)
         for n, gradient in zip(graded, found, strict=True):
             layout = layouts[n]
             if gradient is not None and layout is not None and layout.kind != "shared":
-                self._starts[n] = layout.batch_first(gradient, self._size)[row : row + 1]
+                rows = layout.batch_first(gradient, self._size)
+                self._starts[n] = rows[row : row + 1].clone()
+
+    def check(self, loss_of: LossOf | None = None) -> None:
+        """Compares the sample, after the backward: its runs need the memory of the step's graph.
+
+        Args:
+            loss_of: calls the criterion for the sample; None: the network has computed the losses.
+
+        Raises:
+            DependsOnLength: its loss or gradient depends on its padding.
+        """
+        if not self._starts:
+            return
         try:
             base = self._observe(self._beside, self._rows)
         except Exception:  # it does not run with other numbers of samples: nothing can be told

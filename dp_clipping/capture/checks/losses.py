@@ -180,7 +180,9 @@ class Exchange:
         size: int, shape: tuple[int, ...] | None, batch_first: bool, shapes: Shapes,
     ):  # fmt: skip
         self._call, self._state = per_sample, state
-        self._arguments, self._size = (args, kwargs), size
+        # Without the step's graph, which is freed before they are used.
+        self._arguments = map_tensors(_leaf, (args, kwargs))
+        self._size = size
         keyed = _keyed(self._arguments)
         self._keys, self._tensors = [key for key, _ in keyed], [x for _, x in keyed]
         self._shapes = shapes
@@ -401,6 +403,10 @@ class Exchange:
                     for layout in known:
                         found[n, layout] = summary(gradient, layout, size)
         return found
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _agree(first: dict, second: dict, places: dict[int, Layout], stays: Tensor) -> bool:
