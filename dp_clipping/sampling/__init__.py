@@ -10,7 +10,6 @@ Files:
     loader                the user's DataLoader with Poisson batches
     collate               batches without samples
     collate_check         refuses a collate function whose rows are not one sample each
-    collate_state         what calls of a collate function change
     memory_manager        one Poisson batch in several physical ones
     parts                 whether parts of a batch have rows in common
     usage                 ensures that each sample is in exactly one optimizer step

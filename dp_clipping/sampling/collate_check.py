@@ -10,6 +10,8 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, is_dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +20,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import default_collate
 
-from dp_clipping.sampling.collate_state import PLAIN, CollateState
+from dp_clipping.trials.perturb import Perturbed, replaced, swapped
+from dp_clipping.trials.randomness import RandomStates, seed_all
+from dp_clipping.trials.schedule import Schedule
 
 LOOKED_AT = 4
 CONFIRMATIONS = 3
 LENGTHS = 8  # samples that are collated alone
 NEW_LENGTHS = 8  # looks at batches of new lengths, beside those that are due
+PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 NUMBERS = ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16")
 COUNTING = ("torch.int32", "torch.int64", "<i4", "<i8", "int")
 
@@ -102,7 +107,7 @@ class CheckedCollate:
 
     It is called again with copies of up to `LOOKED_AT` of them, with the same random numbers.
     Afterwards random states are as they were: the global ones of the CPU, and generators and plain
-    values that the function or its object holds (`CollateState`). Torch's own function is not
+    values among the attributes of the function's object (`State`). Torch's own function is not
     checked.
 
     In the same calls, and where the lengths of a batch are others than before until some were
@@ -123,9 +128,9 @@ class CheckedCollate:
         self, collate_fn: Callable[[list], Any], *, batch_dim: int, in_order: bool
     ) -> None:
         self.collate_fn, self.batch_dim, self.in_order = collate_fn, batch_dim, in_order
-        self._calls, self._due = 0, 1
         self.alone: Alone | None = None
-        self._batches = self._looks = 0
+        self._rows, self._batches = Schedule(), Schedule()
+        self._looks = 0
         self._lengths: list | None = None  # of the last batch whose samples were collated alone
         self._differ = False  # the lengths of a batch have followed from its samples
 
@@ -133,15 +138,11 @@ class CheckedCollate:
         self.alone = None
         if len(samples) < 2 or self.collate_fn is default_collate:
             return self.collate_fn(samples)
-        if self._calls + 1 < self._due:
-            self._calls += 1
-        else:
-            last, count = len(samples) - 1, min(LOOKED_AT, len(samples))
-            if self._check([samples[i * last // (count - 1)] for i in range(count)]):
-                self._calls += 1
-                self._due = 2 * self._calls
-        self._batches += 1
-        is_due = self._batches & (self._batches - 1) == 0
+        last, count = len(samples) - 1, min(LOOKED_AT, len(samples))
+        some = [samples[i * last // (count - 1)] for i in range(count)]
+        if not self._rows.is_due() or self._check(some):
+            self._rows.skip(1)
+        is_due = self._batches.next_is_due()
         # Before the call, which may change its samples.
         chosen = _chosen(samples) if is_due else {}
         batch = self.collate_fn(samples)
@@ -153,7 +154,7 @@ class CheckedCollate:
 
     def some_of(self, samples: list) -> Collated:
         """Returns a batch of up to `LENGTHS` of these samples, with some of them alone."""
-        state = CollateState(self.collate_fn)
+        state = State(self.collate_fn)
         some = dict(enumerate(_chosen(samples).values()))
         try:
             batch = self.collate_fn(list(map(_copied, some.values())))
@@ -171,7 +172,7 @@ class CheckedCollate:
         Returns:
             None: they have the lengths of the batch, or cannot be collated alone.
         """
-        state = CollateState(self.collate_fn)
+        state = State(self.collate_fn)
 
         def collated(place: int) -> Any:
             state.restore()
@@ -202,7 +203,7 @@ class CheckedCollate:
 
     def _has_new_lengths(self, batch: Any) -> bool:
         """Returns whether lengths are others than at the last look, which had found no reason."""
-        if self._differ or self._looks > NEW_LENGTHS + self._batches.bit_length():
+        if self._differ or self._looks > NEW_LENGTHS + self._batches.count.bit_length():
             return False
         return self._lengths_of(batch) != self._lengths
 
@@ -213,11 +214,43 @@ class CheckedCollate:
 
     def _check(self, samples: list) -> bool:
         """Raises ValueError as a call does; returns whether the samples differ."""
-        state = CollateState(self.collate_fn)
+        state = State(self.collate_fn)
         try:
             return _Check(self, samples, state).run()
         finally:
             state.restore()
+
+
+class State:
+    """The state at which calls of a collate function begin.
+
+    That is the random generators, those of the function's object and of a partial's arguments too,
+    and plain values among that object's attributes, as a counter.
+    """
+
+    def __init__(self, collate_fn: Callable[[list], Any]) -> None:
+        owners: list[Any] = []
+        while isinstance(collate_fn, partial):
+            given = [*collate_fn.args, *collate_fn.keywords.values()]
+            owners.append(SimpleNamespace(**{str(n): value for n, value in enumerate(given)}))
+            collate_fn = collate_fn.func
+        own = getattr(collate_fn, "__self__", collate_fn)
+        self._attributes: dict[str, Any] = {}
+        if isinstance(getattr(own, "__dict__", None), dict):  # a class has another one
+            owners.append(own)
+            self._attributes = vars(own)
+        self._plain = {n: v for n, v in self._attributes.items() if isinstance(v, PLAIN)}
+        self._random = RandomStates(owners)
+
+    def restore(self) -> None:
+        """Sets everything back."""
+        self._random.restore()
+        self._attributes.update(self._plain)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Returns whether random numbers were drawn since `restore`."""
+        return self._random.have_moved
 
 
 class _Check:
@@ -226,7 +259,7 @@ class _Check:
     Args:
         collate: the function that is checked.
         samples: up to `LOOKED_AT` of a batch.
-        state: random states, and others, at which each call of the function begins.
+        state: at which each call of the function begins.
 
     Attributes:
         example: batches of one sample, and of two copies of it.
@@ -234,7 +267,7 @@ class _Check:
         alone: rows of each sample alone.
     """
 
-    def __init__(self, collate: CheckedCollate, samples: list, state: CollateState) -> None:
+    def __init__(self, collate: CheckedCollate, samples: list, state: State) -> None:
         self.collate, self.samples, self.state = collate, samples, state
         self.example: tuple[Any, Any] = (None, None)
         self.parts: list[str] = []
@@ -260,37 +293,41 @@ class _Check:
         if self.collate.in_order and not steady:
             raise ValueError(HIDDEN)
         self.parts = [part for part in steady if not _counts(whole[part])]
-        for place in range(len(self.samples)):
-            self._refuse(self._replaced, place)
-        for place in range(len(self.samples) - 1 if self.collate.in_order else 0):
-            self._refuse(self._exchanged, place)
+        count = len(self.samples)
+        for place in range(count):
+            self._refuse(self._replaced, replaced(count, place))
+        for place in range(count - 1 if self.collate.in_order else 0):
+            self._refuse(self._swapped, swapped(count, place))
         return True
 
-    def _refuse(self, look: Callable[[int], str | None], place: int) -> None:
+    def _refuse(self, look: Callable[[Perturbed], str | None], other: Perturbed) -> None:
         """Raises ValueError if a look finds something, with other random numbers too.
 
         Rows may differ by chance: with a generator that is not set back, or where numbers are drawn
         until they fit, so that others are left for the next row.
         """
-        found = look(place)
-        for seed in range(CONFIRMATIONS):
-            if found is None:
-                return
-            with self.state.seeded(seed):
-                found = look(place)
+        found, own = look(other), self.state
+        try:
+            for seed in range(CONFIRMATIONS):
+                if found is None:
+                    return
+                own.restore()
+                seed_all(seed)
+                self.state = State(self.collate.collate_fn)
+                found = look(other)
+        finally:
+            self.state = own
         if found is not None:
             raise ValueError(found)
 
-    def _replaced(self, place: int) -> str | None:
-        """Looks at rows where another sample is in the place of one."""
-        samples = list(self.samples)
-        samples[place] = samples[(place + 1) % len(samples)]
-        compared = self._compared(samples)
+    def _replaced(self, other: Perturbed) -> str | None:
+        """Returns what to say of rows where another sample is in the place of one."""
+        compared = self._compared(other)
         if compared is None:
             return None
         before, after, changed = compared
-        is_whole = len(before) == len(samples)
-        if is_whole and changed <= {place}:
+        is_whole = len(before) == len(self.samples)
+        if is_whole and not any(other.stays[place] for place in changed):
             return None
         if self.collate.in_order and is_whole:
             return MOVED
@@ -298,15 +335,15 @@ class _Check:
             return None
         return MIXED
 
-    def _exchanged(self, place: int) -> str | None:
-        """Looks at rows where a sample and its neighbour have changed places."""
-        compared = self._compared(self._with_exchanged(place))
+    def _swapped(self, other: Perturbed) -> str | None:
+        """Returns what to say of rows where a sample and its neighbour have changed places."""
+        compared = self._compared(other)
         if compared is None or len(compared[0]) != len(self.samples):
             return None  # what leaves out samples of a unit is refused in the forward
         before, _, changed = compared
-        pair = {place, place + 1}
-        differ = self.alone[place] != self.alone[place + 1] and before[place] != before[place + 1]
-        return MOVED if changed - pair or (differ and not pair <= changed) else None
+        i, j = pair = [place for place, stays in enumerate(other.stays) if not stays]
+        differ = self.alone[i] != self.alone[j] and before[i] != before[j]
+        return MOVED if changed - set(pair) or (differ and not changed >= set(pair)) else None
 
     def _sorts(self) -> bool:
         """Returns whether rows have an order of their own, and random numbers by their place.
@@ -318,26 +355,21 @@ class _Check:
             return False
         for place in range(len(self.samples) - 1):
             if self.alone[place] != self.alone[place + 1]:
-                compared = self._compared(self._with_exchanged(place))
+                compared = self._compared(swapped(len(self.samples), place))
                 if compared is not None and not compared[2]:
                     return True
         return False
 
-    def _with_exchanged(self, place: int) -> list:
-        samples = list(self.samples)
-        samples[place], samples[place + 1] = samples[place + 1], samples[place]
-        return samples
-
-    def _compared(self, samples: list) -> tuple[list[tuple], list[tuple], set[int]] | None:
+    def _compared(self, other: Perturbed) -> tuple[list[tuple], list[tuple], set[int]] | None:
         """Returns rows of the samples before, rows of these, and which differ.
 
         All parts of a batch are taken together. None: rows cannot be compared, as some are left
         out, are padded to another length, or got other random numbers.
         """
         again, whole = self._rows(self.samples), self._rows(self.samples)
-        drawn = self.state.drawn()
-        found = self._rows(samples)
-        if drawn != self.state.drawn() or not self.parts:
+        drawn = RandomStates()
+        found = self._rows(other.of(self.samples))
+        if drawn.have_moved or not self.parts:  # other numbers were left for the next row
             return None
         if any(_sizes(rows) != _sizes(found.get(part, ())) for part, rows in whole.items()):
             return None

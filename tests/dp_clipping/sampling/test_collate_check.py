@@ -390,25 +390,21 @@ def test_random_numbers_and_samples_stay_as_they_are():
     assert after == (torch.rand(1), random.random(), np.random.rand())
 
 
-@pytest.mark.parametrize("how", ["object", "method", "closure", "partial"])
+def jitter(own, samples):
+    return stack(samples)[0] + own.random()
+
+
+HOLDERS = {
+    "object": Turned,
+    "method": lambda: Turned().collate,
+    "partial": lambda: functools.partial(jitter, np.random.default_rng(0)),
+    "partial of a partial": lambda: functools.partial(functools.partial(jitter), random.Random(0)),
+}
+
+
+@pytest.mark.parametrize("how", HOLDERS)
 def test_counters_and_generators_of_the_function_stay_as_they_are(how):
-    def made():
-        count, generator = 0, random.Random(0)
-
-        def collate_fn(samples):
-            nonlocal count
-            count += 1
-            return stack(samples)[0] + count + generator.random()
-
-        def jitter(own, samples):
-            return stack(samples)[0] + own.random()
-
-        turned = Turned()
-        partial = functools.partial(jitter, np.random.default_rng(0))
-        kinds = {"object": turned, "method": turned.collate, "closure": collate_fn}
-        return (kinds | {"partial": partial})[how]
-
-    one, other = made(), CheckedCollate(made(), batch_dim=0, in_order=False)
+    one, other = HOLDERS[how](), CheckedCollate(HOLDERS[how](), batch_dim=0, in_order=False)
     for start in range(0, 12, 3):
         samples = SAME[start : start + 3]
         for a, b in zip(one(samples), other(samples), strict=True):
