@@ -13,7 +13,8 @@ A private step calls, from the top down:
     files, table  files written whole or not at all; aligned text tables
     torch_compat  interfaces of PyTorch that have no public name
     step/         forward, backward, norms, clipped sums, the gradient buffer
-    capture/      which layers a network has, where the samples are in them, and that none mix
+    guard/        refuses networks, losses and state with which samples depend on each other
+    capture/      which layers a network has, and where the samples are in them
     layers/       per kind of layer: what a use leaves, its norm, its clipped sum
     planning/     which algorithm a linear layer takes, by predicted cost
     clipping/     norms, coefficients and their statistics: the definition of clipping
@@ -28,6 +29,7 @@ A private step calls, from the top down:
     integrations/ training loops of other libraries: `PrivateTrainer` for Hugging Face
     audit/        `PrivacyEngine.audit`: canaries, and the ε that guesses about them refute
     verification/ `PrivacyEngine.check`, and the reference that every mode is compared with
+    trials/       what checks share that run something again and compare
 """
 
 from importlib import import_module
