@@ -30,7 +30,8 @@ OTHERS = {"torch", "dp_clipping", "ddp", "opacus", "builtins", "collections", "l
 """Packages whose objects are not looked into."""
 # Attributes of every module, what private training adds, and what a criterion sets for a call.
 SKIPPED = frozenset(vars(nn.Module())) | {
-    "_private", "forward", "zero_grad", "__reduce_ex__", "_compiled_call_impl", "reduction",
+    "_private", "forward", "zero_grad", "refuse_wrapper", "__reduce_ex__", "_compiled_call_impl",
+    "reduction",
 }  # fmt: skip
 PLAIN = (int, float, complex, str, bytes, type(None))
 MISSING = object()
