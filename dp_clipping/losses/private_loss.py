@@ -1,7 +1,7 @@
 """The loss of a batch as one loss per sample: a tensor of one number, whose `backward` clips."""
 
+import inspect
 import operator
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
@@ -380,7 +380,7 @@ def _linear(name: str, args: tuple) -> Any:
 
 def _refuse_scaling(factor: Any) -> None:
     """Raises an error if a library scales a loss for steps that private training does not take."""
-    frame: Any = sys._getframe(2)
+    frame: Any = inspect.currentframe()
     while frame.f_globals.get("__name__") in (__name__, "torch._tensor"):
         frame = frame.f_back
     by = frame.f_globals.get("__name__", "")
