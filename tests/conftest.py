@@ -31,6 +31,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 LONGEST = (
     "tests/experiments/test_llama_fsdp.py",
+    "tests/dp_clipping/contract/test_contract.py",
+    "tests/dp_clipping/ops/test_ops.py",
     "tests/bench/test_benchmark.py",
     "tests/examples/test_private_text.py",
     "tests/dp_clipping/checkpoint/test_distributed_format.py",

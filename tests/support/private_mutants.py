@@ -8,15 +8,12 @@ COEFFICIENTS = "tests/dp_clipping/clipping/test_coefficients.py"
 NORMS = "tests/dp_clipping/clipping/test_norms.py"
 ACCUMULATION = "tests/dp_clipping/clipping/test_accumulation.py"
 STATISTICS = "tests/dp_clipping/clipping/test_statistics.py"
-LINEAR = "tests/dp_clipping/layers/test_projection.py"
-FACTORS = "tests/dp_clipping/layers/test_linear_factors.py"
-EMBEDDING = "tests/dp_clipping/layers/embedding/test_factors.py"
-NORM = "tests/dp_clipping/layers/test_norm.py"
+OPS = "tests/dp_clipping/ops/test_ops.py"
+CONTRACT = "tests/dp_clipping/contract/test_contract.py"
+SAMPLES = "tests/dp_clipping/contract/test_samples.py"
 SCALED = "tests/dp_clipping/layers/test_low_precision_sums.py"
 UNITS = "tests/dp_clipping/test_units_of_privacy.py"
-STEP = "tests/dp_clipping/step/test_private_step.py"
 BUFFER = "tests/dp_clipping/step/test_gradient_buffer.py"
-REPLAY = "tests/dp_clipping/step/test_rng_replay.py"
 GAUSSIAN = "tests/dp_clipping/noise/test_gaussian.py"
 KEYS = "tests/dp_clipping/noise/test_keys.py"
 ADAPTIVE = "tests/dp_clipping/noise/test_adaptive_threshold.py"
@@ -159,23 +156,30 @@ ROWS = [
      "squares.sqrt() > bounds[:, None]", "squares.sqrt() >= bounds[:, None]", STATISTICS),
     # ---- layers
     ("a weight's gradient is a mean over tokens", "layers/projection.py",
-     "return multiply(left.mT, right)", "return multiply(left.mT, right) / left.shape[1]", LINEAR),
+     "return multiply(left.mT, right)", "return multiply(left.mT, right) / left.shape[1]", OPS,
+     "test_reference and linear"),
     ("cross terms of tokens are dropped", "layers/linear_factors.py",
      "squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)",
-     "squared = (gram_a * gram_y).diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)", FACTORS),
+     "squared = (gram_a * gram_y).diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)", OPS,
+     "at_most_c and linear_large"),
     ("a Gram matrix of other activations", "layers/linear_factors.py",
-     "if not same:", "if self._of is None:", FACTORS),
+     "if not same:", "if self._of is None:", OPS, "at_most_c and gru_packed"),
     ("accumulated sums are not weighted", "layers/linear_factors.py",
-     "weighted_sum(weights.only(part), gradients)", "gradients.sum(0)", FACTORS),
+     "weighted_sum(weights.only(part), gradients)", "gradients.sum(0)", OPS,
+     "test_reference and linear"),
     ("equal tokens are normed apart", "layers/embedding/factors.py",
      "rows = (number + first).flatten()",
-     "rows = (torch.arange(tokens, device=first.device) + first).flatten()", EMBEDDING),
+     "rows = (torch.arange(tokens, device=first.device) + first).flatten()", OPS,
+     "test_reference and embedding"),
     ("padding trains its row", "layers/embedding/factors.py",
-     "gy.masked_fill((ids == padding_idx).unsqueeze(-1), 0)", "gy", EMBEDDING),
+     "gy.masked_fill((ids == padding_idx).unsqueeze(-1), 0)", "gy", OPS,
+     "test_reference and embedding_padding"),
     ("a norm layer's bias is weighted by its input", "kernels/norm_layer_gradients.py",
-     "normalized = normalized - use.mean.to(dtype)[..., None]", "pass", NORM),
+     "normalized = normalized - use.mean.to(dtype)[..., None]", "pass", OPS,
+     "test_reference and layer_norm"),
     ("an input gradient without its mean", "layers/norm.py",
-     "(rstd * (scaled - normalized * mean)).to(x.dtype)", "(rstd * scaled).to(x.dtype)", NORM),
+     "(rstd * (scaled - normalized * mean)).to(x.dtype)", "(rstd * scaled).to(x.dtype)", OPS,
+     "test_reference and rms_norm"),
     ("rescaled sums exceed by rounding", "layers/low_precision_sums.py",
      "coefficients * (1 - ROUNDING_SLACK), coefficients)", "coefficients * 1.01, coefficients)",
      SCALED),
@@ -188,10 +192,10 @@ ROWS = [
     ("coefficients of other groups", "step/sums/plain.py",
      "self._weights[record.group]",
      "self._weights[0]",
-     STEP),
+     CONTRACT, "test_networks and per_layer"),
     ("bad samples stay in the sum", "step/sums/plain.py",
      "self._replace(work, record, self._only_good(value))", "pass",
-     "tests/dp_clipping/clipping/test_exactness.py", "only_poisoned or counted_until"),
+     SAMPLES, "not_finite and mlp"),
     ("rows that are no samples have coefficients", "step/sums/plain.py",
      "scale = scale.masked_fill(self.padding, 0.0)", "pass", MEMORY, "training_is_that_without"),
     ("rows that are no samples have norms", "step/private_step.py",
@@ -212,13 +216,15 @@ ROWS = [
      "device=self.capture.trigger.device) >= real",
      "device=self.capture.trigger.device) > real", MEMORY, "training_is_that_without"),
     ("norms that are returned are squared", "step/sums/plain.py",
-     "BatchNorms(squared.sum(0).sqrt()", "BatchNorms(squared.sum(0)", STEP),
+     "BatchNorms(squared.sum(0).sqrt()", "BatchNorms(squared.sum(0)", CONTRACT,
+     "test_networks and half_frozen"),
     ("unclipped sums", "step/sums/plain.py",
-     "total = weighted_sum(weights, value)", "total = value.sum(0)", STEP),
+     "total = weighted_sum(weights, value)", "total = value.sum(0)", CONTRACT,
+     "test_networks and half_frozen"),
     ("a second microbatch replaces the first", "step/gradient_buffer.py",
      "grad.add_(", "grad.copy_(", BUFFER),
     ("the second backward draws anew", "step/rng_replay.py",
-     "torch.set_rng_state(self._cpu)", "pass", REPLAY),
+     "torch.set_rng_state(self._cpu)", "pass", SAMPLES, "other_numbers"),
     ("noisy sums may be noisy again", "step/state.py",
      "WITH_SUMS = (Phase.OPEN, Phase.REDUCED)",
      "WITH_SUMS = (Phase.OPEN, Phase.REDUCED, Phase.NOISY)", STATE),

@@ -258,3 +258,25 @@ def check_step(
     torch.testing.assert_close(norms, oracle.norms(gradients), rtol=way.tolerance, atol=1e-12)
     expected = oracle.clipped_sum(gradients, limits, way.clipping, way.function)
     assert_close(sums, expected, way.tolerance)
+
+
+def check_bounds(case: zoo.Case, way: Way, *, has_cancelling: bool = False) -> None:
+    """Each sample is a batch: its part of `.grad` before noise, normed in float64, is at most C.
+
+    Nor is it much less, of the samples whose tokens do not cancel: all, or the first and the last.
+    """
+    norms = oracle.norms(gradients_of.__wrapped__(case, way.dtype))
+    run = make_private(case, way, 1.0)
+    skip_all_checks(run.model)
+    for i, norm in enumerate(norms.tolist()):
+        run.optimizer.max_grad_norm = limit = max(0.3 * norm, 1e-6)
+        inputs, targets = oracle.move(oracle.pick(run.batch, [i]), device=way.device)
+        with full_precision():
+            run.criterion(oracle.forward(run.model, inputs), targets).backward()
+        squares = [p.grad.double().square().sum() for p in run.network.parameters()]
+        found = float(torch.stack(squares).sum().sqrt())
+        assert found <= limit * (1 + 1e-6), f"sample {i}: {found / limit} C"
+        if norm and not (has_cancelling and 0 < i < len(norms) - 1):
+            assert found >= limit * (1 - (1e-4 if way.dtype == torch.float32 else 1e-2))
+        run.optimizer.step()
+        run.optimizer.zero_grad()

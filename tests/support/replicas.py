@@ -20,9 +20,9 @@ from dp_clipping.verification import reference as oracle
 from lm.rank_pool import Context
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE, HAND_BUILT
 from tests.dp_clipping.conftest import assert_close, gradients_of, private_loss, unchecked
-from tests.dp_clipping.step.test_private_step import limits_of, reference
 from tests.support import zoo
 from tests.support.beside import small_buckets
+from tests.support.private_steps import limits_of
 
 SYNCHRONISING = [*HAND_BUILT, CPU_COPY_ENGINE, "torch_ddp", "torch_ddp_tuned"]
 VARIANTS = ["none", *SYNCHRONISING]
@@ -36,6 +36,14 @@ SPLITS: dict[int, list[tuple[int, ...]]] = {
     4: [(2, 0, 1, 1), (0, 0, 4, 0), (1, 1, 1, 1)],
 }
 """By number of ranks: how many of the `zoo.SIZE` samples of a global batch each rank has."""
+
+
+@cache
+def reference(name: str, batch_size: int, dtype: torch.dtype) -> oracle.Gradients:
+    """Returns float64 gradients of a network of the zoo, rounded to `dtype` as its batch is."""
+    case = zoo.BY_NAME[name]
+    batch = oracle.move(case.batch(batch_size), dtype=dtype)
+    return oracle.per_sample_gradients(case.build().to(dtype), batch, case.per_sample_loss)
 
 
 def part(sizes: Sequence[int], rank: int) -> slice:

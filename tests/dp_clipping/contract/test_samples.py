@@ -20,6 +20,7 @@ from tests.support.private_steps import (
     REFERENCE,
     SAMPLES,
     Way,
+    check_bounds,
     check_step,
     gradients_of,
     limits_of,
@@ -114,7 +115,17 @@ def test_the_sum_of_the_others_is_bit_identical(mode):
     assert all(torch.equal(sums[name], others[name]) for name in others)
 
 
-# One sample more or less
+# One sample more or less, and in which arithmetic
+
+
+@pytest.mark.parametrize(
+    "name", ["transformer_tied", "same_weight", "reused_on_fewer_tokens", "padding_idx_tied",
+             "frames", "wide", "encoder_layer", "time_major_flattened"]
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@every_mode
+def test_a_sample_adds_at_most_c(name, dtype, mode):
+    check_bounds(zoo.BY_NAME[name], Way(mode=mode, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -340,6 +351,25 @@ def test_a_refused_backward_leaves_nothing(clipping, mode):
 
 
 # What the optimizer applies
+
+
+@every_mode
+def test_sums_of_several_backwards_add_up_in_float32(mode):
+    """One that is 2⁻¹² of the other is lost beside it in bfloat16."""
+    case, way = zoo.BY_NAME["tokens"], Way(mode=mode, dtype=torch.bfloat16)
+    small = oracle.pick(case.batch(SAMPLES), [4])
+    small = small[0], small[1] * 2.0**-12
+    found = []
+    for batches in ([[0, 1]], [None], [[0, 1], None]):
+        run = unchecked(case, way, 1e3)
+        for which in batches:
+            inputs, targets = small if which is None else oracle.pick(run.batch, which)
+            run.criterion(run.model(inputs.bfloat16()), targets).backward()
+        found.append([p.grad.clone() for p in run.network.parameters()])
+    for large, little, both in zip(*found, strict=True):
+        assert both.dtype == torch.float32
+        assert torch.equal(both, large + little)
+        assert (both != large).any()
 
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling=False")

@@ -282,6 +282,13 @@ class Standardised(nn.Conv1d):
         return nn.functional.conv1d(x, weight, self.bias, padding=self.padding)
 
 
+class OwnArithmetic(nn.Conv2d):
+    """Another convolution behind PyTorch's `forward`."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
 class Padding(nn.Embedding):
     """Trains the row that the layer's own call would leave out."""
 
@@ -349,6 +356,8 @@ LINEAR = [
     R("linear_one_token", lambda: nn.Linear(5, 3), (1, 5)),
     R("linear_many_tokens", lambda: nn.Linear(3, 2), (33, 3), tokens=1, options=TWICE),
     R("linear_wide", lambda: nn.Linear(40, 70, bias=False), (4, 40), tokens=1),
+    R("linear_large", lambda: nn.Linear(96, 80, bias=False), (64, 96), tokens=1),
+    R("linear_long", lambda: nn.Linear(7, 130, bias=False), (257, 7), tokens=1),
     R("linear_to_one", lambda: nn.Linear(1, 1), (6, 1), tokens=1),
     R("linear_more_axes", lambda: nn.Linear(5, 3), (2, 3, 5), tokens=1),
     R("linear_batch_second", lambda: nn.Linear(5, 3), (6, 5), batch_second, tokens=1),
@@ -425,6 +434,7 @@ CONVOLUTIONS = [
       (4, 6, 5)),
     R("conv2d_channels_last",
       lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last), (4, 5, 6)),
+    R("conv2d_own_arithmetic", lambda: OwnArithmetic(4, 6, 3), (4, 5, 6)),
     R("conv2d_of_frames", lambda: nn.Conv2d(2, 16, 3, padding=1), (3, 2, 5, 4), flattened),
     R("conv3d", lambda: nn.Conv3d(2, 4, (2, 1, 3), padding="same", padding_mode="circular"),
       (2, 3, 4, 5)),

@@ -17,9 +17,8 @@ from tests.support.private_steps import (
     REFERENCE,
     SAMPLES,
     Way,
+    check_bounds,
     compare,
-    full_precision,
-    gradients_of,
     make_private,
     skip_all_checks,
 )
@@ -90,7 +89,7 @@ def check_on_kernels(name: str, mode: str, is_reused: bool) -> None:
     compare(record.case(is_reused=is_reused), on_kernels(record, mode))
     if record.tokens is not None and not is_reused:
         for dtype in (torch.float32, torch.float16):
-            check_bounds(record, replace(on_kernels(record, mode), dtype=dtype))
+            check_record(record, replace(on_kernels(record, mode), dtype=dtype))
 
 
 @every_record
@@ -118,24 +117,27 @@ def test_kernels_on_gpu(record, mode):
     compare(record.case(), replace(way, dtype=torch.bfloat16))
     compare(record.case(is_reused=True), way)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        check_bounds(record, replace(way, dtype=dtype))
+        check_record(record, replace(way, dtype=dtype))
 
 
 # A contribution is at most C in the arithmetic that is used
 
 
 def cancelling(batch: oracle.Batch, dim: int | None, dtype: torch.dtype) -> oracle.Batch:
-    """Returns samples whose gradients are of other sizes, or nearly cancel.
+    """Returns samples whose gradients nearly cancel, or are large.
 
     The first is as it was, the next three have tokens of which the second half nearly undoes the
-    first, and the last one's output gradients are large.
+    first, and the last one's tokens are all the same, with large numbers.
     """
     x, y = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch)
-    y = y.clone()
+    x, y = x.clone(), y.clone()
     y[4] *= 1024
     if dim is None or x.shape[dim] < 2:
         return x, y
-    x, half = x.clone(), x.shape[dim] // 2
+    for tensor in (x, y):
+        tensor[4] = tensor[4].narrow(dim - 1, 0, 1)
+    x[4] *= 1024 if x.is_floating_point() else 1
+    half = x.shape[dim] // 2
     for i, epsilon in ((1, 1e-1), (2, 1e-3), (3, 1e-5)):
         x[i].narrow(dim - 1, half, half).copy_(x[i].narrow(dim - 1, 0, half))
         first = y[i].narrow(dim - 1, 0, half).double()
@@ -144,42 +146,31 @@ def cancelling(batch: oracle.Batch, dim: int | None, dtype: torch.dtype) -> orac
     return x, y
 
 
-def check_bounds(record: Record, way: Way) -> None:
-    """Each sample is a batch, and its part of `.grad` before noise is normed in float64."""
+def check_record(record: Record, way: Way) -> None:
     case = record.case(is_first=True)
     batch = cancelling(case.batch(SAMPLES), record.tokens, way.dtype)
     case = zoo.Case(case.name, case.build, lambda _: batch, case.per_sample_loss)
-    norms = oracle.norms(gradients_of.__wrapped__(case, way.dtype))
-    run = make_private(case, way, 1.0)
-    skip_all_checks(run.model)
-    for i, norm in enumerate(norms.tolist()):
-        run.optimizer.max_grad_norm = limit = max(0.3 * norm, 1e-6)
-        x, y = oracle.move(oracle.pick(batch, [i]), device=way.device)
-        with full_precision():
-            run.criterion(run.model(x), y).backward()
-        squares = [p.grad.double().square().sum() for p in run.network.parameters()]
-        found = float(torch.stack(squares).sum().sqrt())
-        assert found <= limit * (1 + 1e-6), f"sample {i}: {found / limit} C"
-        if i in (0, 4) and norm:
-            assert found >= limit * (1 - (1e-4 if way.dtype == torch.float32 else 1e-2))
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+    check_bounds(case, way, has_cancelling=True)
 
 
 @every_record
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_sample_adds_at_most_c(record, dtype):
+def test_a_sample_adds_at_most_c(record, dtype, request):
     if dtype != torch.float32 and not record.in_16_bit:
         return
-    mode = in_turn(record, REFERENCE, {"float32": 0, "bfloat16": 1}.get(str(dtype)[6:], 2))
-    check_bounds(record, Way(mode=mode, dtype=dtype))
+    if dtype == torch.float16 and record.tokens and record.name.startswith("rms_norm"):
+        reason = "inputs times output gradients overflow before they are scaled: it adds nothing"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    turn = in_turn(record, REFERENCE, {torch.bfloat16: 1, torch.float16: 2}.get(dtype, 0))
+    for mode in (turn,) if record.tokens is None else REFERENCE:
+        check_record(record, Way(mode=mode, dtype=dtype))
 
 
 # Outputs
 
 IN_ANOTHER_DTYPE = {  # under autocast, with the same values: under vmap, and of two dtypes at once
-    "conv1d_standardised", "prelu", "trained_mask", "lstm_all", "lstm_packed", "opacus_lstm",
-    "opacus_lstm_packed", "opacus_gru", "lstm_cell", "gru_cell",
+    "conv1d_standardised", "conv2d_own_arithmetic", "prelu", "trained_mask", "lstm_all",
+    "lstm_packed", "opacus_lstm", "opacus_lstm_packed", "opacus_gru", "lstm_cell", "gru_cell",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Bags of ids: sums and means over [batch, tokens], and over ids with offsets."""
+"""Bags of ids with offsets; those of [batch, tokens] are in `tests/dp_clipping/ops`."""
 
 import copy
 
@@ -11,86 +11,12 @@ from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,
-    clipped_sums,
     criterion_of,
     gradients_of,
     private,
     unchecked,
 )
 from tests.support import zoo
-
-
-class Bags(nn.Module):
-    """Bags of ids [B, T], or [B, bags, T], with weights that depend on a parameter, or none."""
-
-    def __init__(self, mode: str, padding: bool = False, weights: bool = False, many: bool = False):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(9, 4, mode=mode, padding_idx=2 if padding else None)
-        self.of_weights = nn.Embedding(9, 1) if weights else None
-        self.many, self.is_reused = many, False
-
-    def forward(self, ids):
-        y = self.bags_of(ids)
-        return y * self.bags_of(ids.flip(1)).sin() if self.is_reused else y
-
-    def bags_of(self, ids):
-        rows = ids.view(-1, 3) if self.many else ids
-        given = {}
-        if self.of_weights is not None:
-            given["per_sample_weights"] = torch.tanh(self.of_weights(rows)).squeeze(2)
-        return self.bag(rows, **given).view(len(ids), -1)
-
-
-BAGS = {
-    "sum": lambda: Bags("sum"),
-    "mean": lambda: Bags("mean"),
-    "mean, padded": lambda: Bags("mean", padding=True),
-    "weights": lambda: Bags("sum", padding=True, weights=True),
-    "several": lambda: Bags("mean", padding=True, many=True),
-}
-
-
-@pytest.mark.parametrize("name", BAGS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("reused", [False, True])
-def test_bags(name, mode, reused):
-    torch.manual_seed(0)
-    network = BAGS[name]().double()
-    network.is_reused = reused
-    ids = torch.randint(9, (4, 6))
-    ids[0] = 2  # a bag of padding alone
-    batch = ids, torch.randn_like(network(ids))
-    gradients = oracle.per_sample_gradients(network, batch, zoo.product)
-    norms = oracle.norms(gradients)
-    threshold = norms.median().item()
-    model = private(network, mode, max_grad_norm=threshold)
-    assert "embedding_bag" in {handle.kind for handle in model.capture.handles}
-    sums, expected = clipped_sums(model, batch), oracle.clipped_sum(gradients, threshold)
-    torch.testing.assert_close(model.per_sample_gradient_norms, norms)
-    assert_close(sums, expected, 1e-9)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_sample_of_bags_contributes_at_most_c(dtype):
-    network, ids = Bags("mean", padding=True).to(dtype), torch.randint(9, (1, 6))
-    model = unchecked(network, "bookkeeping", max_grad_norm=0.1)
-    sums = clipped_sums(model, (ids, torch.randn(1, 4).to(dtype)))
-    assert 0.99 < sums["bag.weight"].double().norm() / 0.1 <= 1 + 1e-6
-
-
-def check_bags_on_kernels() -> None:
-    for mode in ("flash", "flash_bookkeeping"):
-        torch.manual_seed(0)
-        network, ids = Bags("sum", padding=True), torch.randint(9, (4, 6))
-        batch = ids, torch.randn(4, 4)
-        gradients = oracle.per_sample_gradients(network, batch, zoo.product)
-        threshold = oracle.norms(gradients).median().item()
-        sums = clipped_sums(unchecked(network, mode, max_grad_norm=threshold), batch)
-        assert_close(sums, oracle.clipped_sum(gradients, threshold), 2e-4)
-
-
-def test_bags_on_kernels_in_the_interpreter(interpreter):
-    interpreter.run(check_bags_on_kernels)
 
 
 class Ragged(nn.Module):

@@ -19,7 +19,6 @@ from tests.dp_clipping.conftest import (
     private,
     private_loss,
 )
-from tests.dp_clipping.step.test_on_gpu import compare_with_oracle, gpu, needs_gpu
 from tests.support import zoo
 from tests.support.registered_layers import Dense, Gate, gate_gradients
 
@@ -204,21 +203,3 @@ def test_a_layer_that_returns_two_tensors_is_refused():
     network = zoo.Net(lambda net, x: net.two(x)[0], two=kind(3, 3))
     with pytest.raises(ValueError, match=r"two \(Two\) returns 2 tensors"):
         sums(network, zoo.numbers(4, 3, out=(3,)))
-
-
-def check_networks() -> None:
-    for name in NAMES:
-        compare_with_oracle(zoo.BY_NAME[name], "cpu", torch.float32, "flash_bookkeeping")
-
-
-def test_on_kernels_in_the_interpreter(interpreter):
-    interpreter.run(check_networks)
-
-
-@gpu
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_on_gpu(name, dtype):
-    for mode in MODES:
-        compare_with_oracle(zoo.BY_NAME[name], "cuda", dtype, mode)

@@ -1,1 +1,0 @@
-"""Norms and clipped sums of a step."""
