@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.carried import Carried
-from dp_clipping.capture.checks.losses import Exchange, Shapes
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in
+from dp_clipping.guard.carried import Carried
+from dp_clipping.guard.exchange import Exchange, Shapes
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.step.steppable import Steppable

@@ -11,8 +11,7 @@ Files:
     fixed_parameters      refuses parameters that were frozen or replaced meanwhile
     samples/              the samples in a forward's arguments
     layout_search         where the samples are in each layer's tensors
-    checks/               refuses networks and losses that mix samples or carry data
-    discovery             when these are looked for, and with whose samples
+    checks/               what steps and checks compare
     calls                 whose calls are private steps, and whose copies are plain
     compile_forecast      what a compiled region must be told beforehand
 """

@@ -77,7 +77,7 @@ class Capture:
         members: the records of each clipping group.
         trigger: one parameter's trigger; see `Trainable`.
         sharding: how the network is spread over ranks; None: it is not.
-        state: a `checks.state.State` of the network, which `discovery` sets, or None.
+        state: a `checks.state.State` of the network, which `guard.guard` sets, or None.
         arithmetic: what captured layers compute with; a step raises if it was changed.
     """
 

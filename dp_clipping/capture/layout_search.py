@@ -44,7 +44,7 @@ from dp_clipping.torch_compat import (
     is_in_backward,
     tree_leaves,
 )
-from dp_clipping.trials.randomness import without_dropout
+from dp_clipping.trials.draws import without_dropout
 
 UNSURE = "unsure"
 NETWORK = "\0"  # no module has this name: the network's outputs

@@ -28,7 +28,8 @@ from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.layers.vmap.whole_batch import Call, Operation, UnknownOperation, learned
 from dp_clipping.torch_compat import current_vmap, every_module, is_passed_on, tensors_in
-from dp_clipping.trials.randomness import RandomStates, without_dropout
+from dp_clipping.trials.draws import without_dropout
+from dp_clipping.trials.randomness import RandomStates
 
 
 def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -> list[LayerState]:

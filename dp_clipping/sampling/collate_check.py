@@ -111,7 +111,7 @@ class CheckedCollate:
     checked.
 
     In the same calls, and where the lengths of a batch are others than before until some were
-    found to follow from its samples, it collates single samples, for `capture.checks.lengths`.
+    found to follow from its samples, it collates single samples, for `guard.lengths`.
 
     Args:
         batch_dim: the dimension of tensors that counts the samples; of those with one, 0.

@@ -105,8 +105,8 @@ class PrivateStep:
         self.policy: Policy = context.policy
         self.is_empty = self.is_through = False
         self.leaves: dict[Parameter, Tensor] = {}
-        self.watched: Any = None  # a `capture.checks.losses.Watched`
-        self.lengths: list[Any] = []  # of `capture.checks.lengths.Lengths`
+        self.watched: Any = None  # a `guard.exchange.Watched`
+        self.lengths: list[Any] = []  # of `guard.lengths.Lengths`
         self.checks: list[Callable[[], None]] = []
         self.padding: Tensor | None = None
         self.slices: Sequence[Slice | None] = ()

@@ -4,6 +4,7 @@ Files:
 
     schedule              which calls are checked: 1, 2, 4, 8, ...
     perturb               which samples another run has in place of those of the first
-    randomness            states of random generators, saved and restored; runs without dropout
+    randomness            states of random generators, saved and restored
+    draws                 runs without dropout, or with constant random numbers
     tolerances            the differences that may be rounding
 """

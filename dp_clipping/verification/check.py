@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.data import default_collate
 
-from dp_clipping.capture.checks.lengths import DependsOnLength
 from dp_clipping.capture.samples.bags import Bags, place_of
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.clipping.statistics import norm_statistics
+from dp_clipping.guard.lengths import DependsOnLength
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.planning.cost_model import GRAM
 from dp_clipping.trials.randomness import same_randomness
@@ -183,7 +183,7 @@ def _check_lengths(run: Run, batch: Any, loss: Loss | None) -> None:
     """Raises DependsOnLength if samples of the data set depend on the length of their batch.
 
     The loader's collate function makes a batch of some of the first samples, which
-    `capture.checks.lengths` compares. Nothing is found if the user's batch is of another kind.
+    `guard.lengths` compares. Nothing is found if the user's batch is of another kind.
     """
     collate = None if run.poisson is None else run.poisson.collate_fn.collate_fn
     if collate is None or collate.collate_fn is default_collate:

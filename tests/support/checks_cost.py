@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.capture.checks.losses import Exchange, Watched
-from dp_clipping.capture.discovery import LayoutDiscovery
+from dp_clipping.guard.exchange import Exchange, Watched
+from dp_clipping.guard.guard import LayoutDiscovery
 from lm.model import ModelConfig, Transformer
 
 CHECKS = {"network": (LayoutDiscovery, "ensure"), "losses' graph": (Watched, "check_graph"),

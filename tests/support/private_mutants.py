@@ -24,7 +24,7 @@ USAGE = "tests/dp_clipping/sampling/test_usage.py"
 PARTS = "tests/dp_clipping/sampling/test_parts.py"
 COLLATE_CHECK = "tests/dp_clipping/sampling/test_collate_check.py"
 MEMORY = "tests/dp_clipping/sampling/test_memory_manager.py"
-LENGTHS = "tests/dp_clipping/capture/checks/test_lengths.py"
+LENGTHS = "tests/dp_clipping/guard/test_lengths.py"
 COLLATE = "tests/dp_clipping/sampling/test_collate.py"
 SPLIT = "tests/dp_clipping/distributed/test_split_norms.py"
 REDUCE = "tests/dp_clipping/distributed/test_gradient_reduce.py"
@@ -95,9 +95,9 @@ ROWS = [
      "if samples and not finite:", "if False:", OPTIMIZER),
     ("a step of noise alone is looked for in each step", "optimizer.py",
      "state.had_finite = finite > 0", "pass", OPTIMIZER),
-    ("errors of rounding leave arguments as they are", "capture/checks/observation.py",
+    ("errors of rounding leave arguments as they are", "guard/probe.py",
      "lambda x: _rounded(x, rounding) if isinstance(x, Tensor)", "lambda x: x if True",
-     "tests/dp_clipping/capture/checks/test_sample_independence.py", "another_order"),
+     "tests/dp_clipping/guard/test_company.py", "another_order"),
     ("a refusal of all ranks is none", "distributed/agreement.py",
      "if highest == -negated_lowest and settings.get(REFUSAL) is not None:", "if False:",
      LENGTHS, "all_ranks and True"),
@@ -303,14 +303,14 @@ ROWS = [
      "dict.fromkeys([*long, most, near, full])", "dict.fromkeys([*long, most, near])", LENGTHS),
     ("the sample that differs least is not looked at", "sampling/collate_check.py",
      "dict.fromkeys([*long, most, near, full])", "dict.fromkeys([*long, most, full])", LENGTHS),
-    ("a loss may use outputs at padding", "capture/checks/lengths.py",
+    ("a loss may use outputs at padding", "guard/lengths.py",
      "if _part_outside(base.starts, alone.starts) > tolerance:", "if False:", LENGTHS),
-    ("gradients of a padded sample are not compared", "capture/checks/lengths.py",
+    ("gradients of a padded sample are not compared", "guard/lengths.py",
      "found = [_relative(self.gradients - other.gradients, other.gradients[:, -1])]",
      "found = [0.0]", LENGTHS),
-    ("a loss may be divided by the padded length", "capture/checks/lengths.py",
+    ("a loss may be divided by the padded length", "guard/lengths.py",
      "if refusal is None and one is not None and loss_of is not None:", "if False:", LENGTHS),
-    ("a part of a sample is a sample", "capture/checks/lengths.py",
+    ("a part of a sample is a sample", "guard/lengths.py",
      "if part is not None:", "if False:", LENGTHS),
     ("positions from the end are those of the batch", "capture/samples/padded.py",
      "None if fits else one.alone.to(x)", "None", LENGTHS),
@@ -434,10 +434,10 @@ ROWS = [
      "            private_step.checks.append(\n                partial(exchange.check, private_step"
      ".watched.number, is_whole)\n            )\n",
      "            exchange.check(private_step.watched.number, is_whole)\n",
-     "tests/dp_clipping/capture/checks/test_cost.py"),
-    ("new values under old version counters are the old ones", "capture/checks/writes.py",
+     "tests/dp_clipping/guard/test_cost.py"),
+    ("new values under old version counters are the old ones", "guard/values.py",
      "            if flags[n]\n", "            if False\n",
-     "tests/dp_clipping/capture/checks/test_writes.py"),
+     "tests/dp_clipping/guard/test_values.py"),
     ("one sample is compared with another", "layers/registered/one_alone.py",
      "got = use.row(found[name], i)", "got = use.row(found[name], (i + 1) % rows)", ALONE),
     ("what cancels is taken for a mistake", "layers/registered/one_alone.py",
@@ -530,7 +530,7 @@ ROWS = [
     ("backwards of a step are one", "runs/accounts.py", ", len(state.norms))", ")", CERTIFICATE),
     ("parts that were joined are believed", "runs/accounts.py",
      "        largest = None  # parts were put together again\n", "        pass\n", CERTIFICATE),
-    ("a trial leaves what it wrote", "capture/checks/state.py",
+    ("a trial leaves what it wrote", "guard/state.py",
      "            objects.put_back()\n", "            pass\n", OBJECTS, "real_forward"),
     ("a plain call finds what a failed one has left", "capture/vmap_trial.py",
      "        start.put_back()\n        return plain_forward(module, *args, **kwargs)\n    end",
@@ -546,6 +546,6 @@ ROWS = [
     ("samples in turn may compute otherwise than together", "capture/vmap_trial.py",
      "is_right = is_random or _are_close(tensors_in(found), wanted)", "is_right = True",
      VMAP, "see_each_other and capacity"),
-    ("arguments may carry from step to step", "capture/discovery.py",
+    ("arguments may carry from step to step", "guard/guard.py",
      "        self._refuse_read(objects, left, args, kwargs)\n", "", OBJECTS, "carries_from"),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.capture.discovery import LayoutDiscovery
+from dp_clipping.guard.guard import LayoutDiscovery
 from examples.audit_faults import FAULTS, RECORD
 
 QUICK = ("noise-from-data", "divided-by-batch", "norm-without-weights")

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp import wrap
 from dp_clipping import PrivacyEngine
 from dp_clipping.capture.calls import ADDED
-from dp_clipping.capture.checks.places import SKIPPED
+from dp_clipping.guard.places import SKIPPED
 from dp_clipping.model import PrivateModel
 
 BOTH = pytest.mark.parametrize("wrap_model", [True, False], ids=["wrapped", "own"])

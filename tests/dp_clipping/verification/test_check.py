@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import MODES, PrivacyEngine
-from dp_clipping.capture.discovery import LayoutDiscovery
+from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.step.sums import plain
 from dp_clipping.step.sums.plain import Plain
 from dp_clipping.verification import check

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.carried import equal
-from dp_clipping.capture.checks.places import Named, Place
-from dp_clipping.capture.checks.writes import Values
+from dp_clipping.guard.carried import equal
+from dp_clipping.guard.places import Named, Place
+from dp_clipping.guard.values import Values
 
 
 def named(tensor: Tensor) -> Named:

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.places import (
+from dp_clipping.capture.samples.batch import Batch
+from dp_clipping.capture.samples.known_bags import KnownBags
+from dp_clipping.guard.places import (
     DEPTH,
     PLAIN,
     Change,
     has_attributes,
     is_freed,
 )
-from dp_clipping.capture.checks.state import Mark, State
-from dp_clipping.capture.checks.writes import Values
-from dp_clipping.capture.samples.batch import Batch
-from dp_clipping.capture.samples.known_bags import KnownBags
+from dp_clipping.guard.state import Mark, State
+from dp_clipping.guard.values import Values
 from dp_clipping.layers.batch_layout import FEW
 from dp_clipping.torch_compat import tensors_in
 from dp_clipping.trials.tolerances import REPEATED

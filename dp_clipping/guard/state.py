@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.places import MISSING, PLAIN, Change, Named, Place, Places
+from dp_clipping.guard.places import MISSING, PLAIN, Change, Named, Place, Places
 from dp_clipping.layers.vmap.objects import Objects
 from dp_clipping.torch_compat import hooks_so_far, take_hooks_since, versions_of
 

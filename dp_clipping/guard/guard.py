@@ -1,6 +1,6 @@
 """Finds where the samples are before a step, on one rank or on all ranks of a sharded model.
 
-`layout_search` finds them with three forwards, and `checks.sample_independence` checks that no
+`layout_search` finds them with three forwards, and `guard.company` checks that no
 sample depends on another. This file decides when to run them, and on whose samples. All ranks of a
 sharded model run the same forwards, whatever their own batches, because they gather parameters
 together.
@@ -16,11 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.carried import Carried, restored
-from dp_clipping.capture.checks.lengths import DependsOnLength, Lengths
-from dp_clipping.capture.checks.observation import Observer
-from dp_clipping.capture.checks.sample_independence import PLACES, Company
-from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork
@@ -35,12 +30,18 @@ from dp_clipping.capture.vmap_trial import (
 )
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.guard.carried import Carried, restored
+from dp_clipping.guard.company import PLACES, Company
+from dp_clipping.guard.lengths import DependsOnLength, Lengths
+from dp_clipping.guard.probe import Observer
+from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.vmap.objects import Objects, exchanged, refuse_iterators
 from dp_clipping.sampling.collate_check import Alone
 from dp_clipping.torch_compat import every_module, flush_ready_nodes, tensors_in, tree_map
-from dp_clipping.trials.randomness import RandomStates, same_randomness, seed_all, without_dropout
+from dp_clipping.trials.draws import without_dropout
+from dp_clipping.trials.randomness import RandomStates, same_randomness, seed_all
 from dp_clipping.trials.schedule import Schedule
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from dp_clipping.capture.checks.carried import Carried, restored
-from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.samples.batch import Batch
+from dp_clipping.guard.carried import Carried, restored
+from dp_clipping.guard.state import State
 
 
 class Network(nn.Module):

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.capture.discovery import LayoutDiscovery
+from dp_clipping.guard.guard import LayoutDiscovery
 from tests.support import host_cost
 
 ROWS, CHECKED = 8, (1, 2, 4, 8)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.checks.carried import restored
-from dp_clipping.capture.checks.state import State
 from dp_clipping.capture.checks.summaries import Summary, differ, summary
 from dp_clipping.capture.samples.batch import map_tensors, tensors_of
+from dp_clipping.guard.carried import restored
+from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.trials.perturb import halves, one_more, one_source
 from dp_clipping.trials.randomness import same_randomness

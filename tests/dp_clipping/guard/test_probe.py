@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from dp_clipping.capture.checks.observation import Observer
-from dp_clipping.capture.discovery import LayoutDiscovery
 from dp_clipping.capture.samples.batch import Batch
+from dp_clipping.guard.guard import LayoutDiscovery
+from dp_clipping.guard.probe import Observer
 from tests.dp_clipping.conftest import private
 
 

@@ -21,8 +21,9 @@ from dp_clipping.capture.checks.summaries import Seen, compared, differ
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.layers.batch_layout import TRIMMED, Layout
+from dp_clipping.trials.draws import ConstantDraws, without_dropout
 from dp_clipping.trials.perturb import half, one_more, thirds
-from dp_clipping.trials.randomness import ConstantDraws, same_randomness, without_dropout
+from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.trials.tolerances import TIMES
 
 RANDOM = 100  # tolerances: what changes more in a repeated run is no rounding

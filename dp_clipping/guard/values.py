@@ -5,7 +5,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.places import Named
+from dp_clipping.guard.places import Named
 from dp_clipping.torch_compat import versions_of
 
 
