@@ -36,13 +36,8 @@ def _missing(api: str) -> RuntimeError:
 
 try:
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import (
-        tree_flatten,
-        tree_leaves,
-        tree_map,
-        tree_map_only,
-        tree_unflatten,
-    )
+    from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+    from torch.utils._pytree import tree_leaves as _tree_leaves
 except ImportError as error:
     raise _missing("torch.utils._python_dispatch or torch.utils._pytree") from error
 
@@ -777,6 +772,31 @@ def loss_distribution(accountant: Any, *, epsilon_error: float, delta_error: flo
     return accountant._get_dprv(eps_error=epsilon_error, delta_error=delta_error)
 
 
+def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Returns the leaves of a tree as PyTorch finds them, without a function for each node.
+
+    Args:
+        is_leaf: also leaves, among what is no tuple, list or dict itself.
+    """
+    found: list[Any] = []
+    left = [tree]
+    while left:
+        node = left.pop()
+        kind = type(node)
+        if kind is tuple or kind is list:
+            left += node[::-1]
+        elif kind is dict:
+            left += list(node.values())[::-1]
+        elif kind in PLAIN_LEAVES:
+            found.append(node)
+        else:
+            found += _tree_leaves(node, is_leaf=is_leaf)
+    return found
+
+
+PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """Returns the tensors among the leaves that PyTorch finds in the tree."""
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -18,6 +18,9 @@ PIECE = 1024  # squares that are added in float32
 CHUNK_ELEMENTS = 1 << 24  # of float32 temporaries, where a product must be widened piece by piece
 
 
+ACCUMULATED = {torch.float64: torch.float64}  # others in float32; see `accumulation_dtype`
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype that sums are accumulated in: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -82,8 +85,10 @@ def doubled(x: Tensor) -> Tensor:
 
 def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
     """Returns [B, m, k] @ [B, k, n], accumulated and in `accumulation_dtype(dtype)`."""
-    dtype = accumulation_dtype(left.dtype)
+    dtype = ACCUMULATED.get(left.dtype, torch.float32)
     if left.dtype == dtype:
+        if _is_full:
+            return torch.bmm(left, right)
         with full_float32():
             return torch.bmm(left, right)
     if left.is_cuda:
@@ -117,16 +122,17 @@ def squared_norms(gradients: Tensor) -> Tensor:
     Squares of numbers below 1e-19 are lost, which is nothing beside any C that is taken; where the
     result is multiplied with another one take `norms`.
     """
-    rows = gradients.reshape(len(gradients), gradients.shape[1:].numel())
-    dtype = accumulation_dtype(rows.dtype)
-    whole = rows.shape[1] - rows.shape[1] % PIECE
-    parts = [rows[:, :whole].unflatten(1, (-1, PIECE)), rows[:, whole:].unsqueeze(1)]
-    squares = [
-        torch.linalg.vector_norm(part, dim=2, dtype=dtype).double().square().sum(1)
-        for part in parts
-        if part.numel()
-    ]
-    total = sum(squares) if squares else rows.new_zeros(len(rows), dtype=torch.float64)
+    rows = gradients.reshape(gradients.shape[0], gradients.shape[1:].numel())
+    dtype = ACCUMULATED.get(rows.dtype, torch.float32)
+    count, numel = rows.shape
+    whole = numel - numel % PIECE
+    total = rows.new_zeros(count, dtype=torch.float64)
+    if count and whole:
+        pieces = rows[:, :whole].reshape(count, -1, PIECE)
+        total += torch.linalg.vector_norm(pieces, dim=2, dtype=dtype).double().square().sum(1)
+    if count and numel > whole:
+        rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, dtype=dtype)
+        total += rest.double().square()
     return total.to(dtype)
 
 
@@ -209,12 +215,15 @@ def weighted_sum(weights: Weights, gradients: Tensor) -> Tensor:
     their dtype (by less than 2⁻⁷): a product of two such numbers is exact in float32, so a sample's
     contribution still is at most its coefficient times its norm.
     """
-    rows = gradients.reshape(len(gradients), gradients.shape[1:].numel())
-    if rows.is_cuda and rows.element_size() == 2 and len(rows):
-        total = _sum_by_pieces(weights, rows)
-    else:
-        total = _widened_sum(weights.of_dtype(accumulation_dtype(rows.dtype)), rows)
-    return total.view(gradients.shape[1:])
+    shape = gradients.shape[1:]
+    rows = gradients.reshape(gradients.shape[0], shape.numel())
+    if rows.is_cuda and rows.element_size() == 2 and rows.shape[0]:
+        return _sum_by_pieces(weights, rows).view(shape)
+    dtype = ACCUMULATED.get(rows.dtype, torch.float32)
+    coefficients = weights.values if weights.values.dtype == dtype else weights.of_dtype(dtype)
+    if rows.dtype == dtype and _is_full:
+        return (coefficients @ rows).view(shape)
+    return _widened_sum(coefficients, rows).view(shape)
 
 
 def _sum_by_pieces(weights: Weights, rows: Tensor) -> Tensor:

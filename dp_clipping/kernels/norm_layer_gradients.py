@@ -99,7 +99,10 @@ def norm_layer_gradients(
     for number, use in enumerate(uses):
         alike.setdefault(use.kind, []).append(number)
     for numbers in alike.values():
-        total = _launch([uses[n].readable() for n in numbers])
+        some = [uses[n] for n in numbers]
+        if not all([u.y.stride(2) == u.x.stride(2) == 1 and u.rstd.is_contiguous() for u in some]):
+            some = [use.readable() for use in some]
+        total = _launch(some)
         for number, result in zip(numbers, total.unbind(0), strict=True):
             weight, *bias = result.unbind(0)
             found[number] = weight, bias[0] if bias else None

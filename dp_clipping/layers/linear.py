@@ -26,7 +26,7 @@ from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import FACTOR_SLOTS, GRADIENT_SLOTS, LayerState
-from dp_clipping.layers.projection import operands, product, project, run_site
+from dp_clipping.layers.projection import operands, product, project, run_linear
 
 CHANGED = (
     "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
@@ -48,7 +48,10 @@ def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
         if site.cast is not None:
             x, weight = x.to(site.cast), weight.to(site.cast)
             bias = None if bias is None else bias.to(site.cast)
-        return run_site(private_step, site, x, weight.t() if site.transposed else weight, bias)
+        weight = weight.t() if site.transposed else weight
+        if site.weight is not None:
+            private_step.plans.calls.append((site.weight, x.shape, x.dtype, weight.shape[0]))
+        return run_linear(x, site.records[0].trigger, (site, private_step, weight, bias))
     weight, bias, transposed = self.weight, self.bias, handle.kind == "conv1d"
     if is_sharded(weight):
         call = tensor_parallel.linear(handle, x, weight, bias, transposed)

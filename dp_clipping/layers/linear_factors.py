@@ -81,12 +81,24 @@ def _token_norms(gram: Tensor, x: Tensor) -> Tensor:
 
 
 class LinearFactors:
-    """Factors of one use: a [B, T, p], y [B, T, d]; the parameter is [d, p], transposed [p, d]."""
+    """Factors of one use: a [B, T, p], y [B, T, d]; the parameter is [d, p], transposed [p, d].
+
+    Attributes:
+        is_one_token: G_i = y_i a_iᵀ: nothing cancels, and all samples are summed at once.
+        accumulates: G_i is formed, a few samples at a time, rather than Gram matrices: in float32,
+            where Gram products cost more operations, or where their rounding would be felt.
+    """
 
     held = attrgetter("a", "y")
 
     def __init__(self, a: Tensor, y: Tensor, transposed: bool):
         self.a, self.y, self.transposed = a, y, transposed
+        tokens, inputs, outputs = a.shape[1], a.shape[2], y.shape[2]
+        self.is_16_bit, self.is_one_token = y.element_size() == 2, tokens == 1
+        longest = LONGEST_GRAM if self.is_16_bit else 0
+        is_long = tokens > longest or tokens * (inputs + outputs) >= inputs * outputs
+        self.accumulates = is_long and not self.is_one_token
+        self.is_rescaled = self.is_16_bit and not self.accumulates  # see `low_precision_sums`
         self.is_scaled = False  # y contains the coefficients
         self._gram_a: Tensor | None = None
 
@@ -108,30 +120,11 @@ class LinearFactors:
     def nbytes(self) -> int:
         return self.a.nbytes + self.y.nbytes
 
-    @property
-    def is_16_bit(self) -> bool:
-        return self.y.element_size() == 2
-
-    @property
-    def is_one_token(self) -> bool:
-        """Returns whether G_i = y_i a_iᵀ: nothing cancels, and all samples are summed at once."""
-        return self.a.shape[1] == 1
-
-    @property
-    def accumulates(self) -> bool:
-        """Returns whether G_i is formed, a few samples at a time, rather than Gram matrices.
-
-        In float32, where Gram products cost more operations, or where their rounding would be felt.
-        """
-        tokens, inputs, outputs = self.a.shape[1], self.a.shape[2], self.y.shape[2]
-        if self.is_one_token:
-            return False
-        longest = LONGEST_GRAM if self.is_16_bit else 0
-        return tokens > longest or tokens * (inputs + outputs) >= inputs * outputs
-
     def norm(self, grams: Grams | None = None) -> Norm:
         """Returns ‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
         if self.accumulates:  # what is summed is what is normed, to the last bit
+            if self._each >= self.a.shape[0]:
+                return Norm(squared_norms(self.dense()))
             return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
         if self.is_one_token:
             return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
@@ -147,12 +140,17 @@ class LinearFactors:
         sum_error = self.a.shape[1] * SUM_ROUNDING[dtype]
         return Norm(squared.to(dtype), scale.to(dtype), GRAM_ROUNDING, sum_error)
 
+    @property
+    def _each(self) -> int:
+        """Returns how many samples' G are formed at a time; it depends on the layer alone."""
+        return max(1, PIECE_ELEMENTS // max(1, self.a.shape[2] * self.y.shape[2]))
+
     def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields samples and their G [n, *parameter] in `accumulation_dtype(dtype)`.
 
-        How many at a time depends on the layer alone, so each call forms the same bits.
+        Each call forms the same bits.
         """
-        each = max(1, PIECE_ELEMENTS // (self.a.shape[2] * self.y.shape[2]))
+        each = self._each
         for first in range(0, len(self.a), each):
             part = slice(first, first + each)
             yield part, self.select(part).dense()
@@ -169,6 +167,8 @@ class LinearFactors:
         if self.is_scaled:
             return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
         if self.accumulates:
+            if self._each >= left.shape[0]:
+                return weighted_sum(weights, self.dense())
             total = left.new_zeros(left.shape[-1], right.shape[-1], dtype=dtype)
             for part, gradients in self._pieces():
                 total += weighted_sum(weights.only(part), gradients)

@@ -90,7 +90,7 @@ def _scale_rows(y: Tensor, coefficients: list[float]) -> None:
 
 def is_rescaled(saved: Any) -> bool:
     """Returns whether `saved` is summed after scaling, as a linear layer's 16-bit factors are."""
-    return isinstance(saved, LinearFactors) and saved.is_16_bit and not saved.accumulates
+    return isinstance(saved, LinearFactors) and saved.is_rescaled
 
 
 def _own_storage(

@@ -123,11 +123,12 @@ def _leave(ctx, operands: Sequence[Tensor], with_bias: bool) -> tuple[Tensor | N
     if y.ndim != 3 or len(shape) != 1 or layout is not FIRST:
         place = (layout, batch_size, len(shape))
         y, x, *rows = [by_token(t, *place) for t in operands]
-    rows = [t.flatten(1) for t in rows]
-    use = Normalized(y, x, *rows, with_bias=with_bias)
+    rstd = rows[0].flatten(1)
+    mean = rows[1].flatten(1) if len(rows) > 1 else None
+    use = Normalized(y, x, rstd, mean, with_bias)
     if leave is not None:
         value = use, (site.weight, site.bias)
-        private_step.take(NORMALIZED, site.records, value, (y, x, rows[0]))
+        private_step.take(NORMALIZED, site.records, value, (y, x, rstd))
         return None, None
     weight, bias = norm_layer_gradients_plain(use, accumulation_dtype(x.dtype))
     wants_weight, wants_bias = ctx.wants

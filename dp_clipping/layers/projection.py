@@ -16,7 +16,7 @@ from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, Site, autocast_operands, deliver, run
 from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.layers.recorder import LINEAR, Recorder
+from dp_clipping.layers.recorder import LINEAR
 from dp_clipping.torch_compat import apply_directly, transforms_run
 
 
@@ -45,20 +45,11 @@ def project(
         site = Site(
             own.get(weight_name), own.get(bias_name), None if is_first else layout, transposed
         )
-    return run_site(private_step, site, x, weight, bias)
-
-
-def run_site(
-    private_step: Recorder, site: Site, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Returns y = x Wᵀ + b of operands as a matrix product takes them; they are detached."""
     if site.weight is not None:
         private_step.plans.calls.append((site.weight, x.shape, x.dtype, weight.shape[0]))
     trigger = site.records[0].trigger if site.records else None
     rest = (site, private_step, weight, bias)
-    if transforms_run():
-        return Linear.apply(x, trigger, rest)
-    return _run_linear(x, trigger, rest)
+    return Linear.apply(x, trigger, rest) if transforms_run() else run_linear(x, trigger, rest)
 
 
 def _project_by_slots(
@@ -202,7 +193,7 @@ class Linear(torch.autograd.Function):
     def forward(ctx, x, trigger, rest):
         site, private_step, weight, bias = rest
         ctx.rest = site, private_step
-        ctx.save_for_backward(x, weight)
+        ctx.to_save = x, weight  # what `save_for_backward` sets, which is a function in Python
         return F.linear(x, weight, bias).data  # see `product`
 
     @staticmethod
@@ -217,4 +208,4 @@ class Linear(torch.autograd.Function):
         return gx, None, None
 
 
-_run_linear = apply_directly(Linear)
+run_linear = apply_directly(Linear)

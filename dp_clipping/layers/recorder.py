@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ class Trainable:
     trigger: Tensor
 
 
-@dataclass(slots=True, eq=False)
-class Left:
+class Left(NamedTuple):
     """What one use of a layer has left in backward.
 
     Attributes:

@@ -12,12 +12,16 @@ from torch import Tensor
 from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.noise import kernel as kernels
 from dp_clipping.noise.gaussian import (
+    CHUNK,
     GAUSSIAN,
     NoiseStream,
     Values,
     add_noise_plain,
+    add_noise_to_short,
     check_offset,
 )
+
+SHORT = TOGETHER = 4 * CHUNK  # elements of a tensor, and of several, that get noise at once
 
 
 @torch.no_grad()
@@ -103,8 +107,12 @@ def add_noise_to_all(
             none of earlier steps.
         earlier: each w, and a stream of z' per total.
     """
+    is_whole = places is None
     places = [None] * len(totals) if places is None else places
-    if std == 0 or values is not GAUSSIAN or not all(map(kernels.serves, totals)):
+    served = values is GAUSSIAN and {(x.is_cuda, x.dtype): x for x in totals}
+    if std == 0 or not served or not all(map(kernels.serves, served.values())):
+        if is_whole and not earlier and std > 0:
+            return _add_noise_plain_to_all(totals, streams, std, divisor, dtypes, values)
         return [
             add_noise(
                 total,
@@ -152,12 +160,45 @@ def add_noise_to_all(
     return results
 
 
+def _add_noise_plain_to_all(
+    totals: list[Tensor], streams: list[NoiseStream], std: float, divisor: float,
+    dtypes: list[torch.dtype], values: Values,
+) -> list[Tensor]:  # fmt: skip
+    """Returns `add_noise_to_all` of whole parameters in PyTorch, of many short ones at a time."""
+    check_scales(std, divisor)
+    for dtype in set(dtypes):
+        _check_dtype(dtype)
+    for dtype in {total.dtype for total in totals}:
+        _check_sum(dtype)
+    totals = [total.contiguous() for total in totals]
+    results = [
+        total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+        for total, dtype in zip(totals, dtypes, strict=True)
+    ]
+    alike: dict[tuple, list[int]] = {}
+    for i, total in enumerate(totals):
+        if total.numel() > SHORT:
+            flat, out = total.view(-1), results[i].view(-1)
+            add_noise_plain(flat, out, streams[i], std, divisor, 0, values=values)
+        else:
+            alike.setdefault((total.dtype, total.device), []).append(i)
+    for numbers in alike.values():
+        while numbers:
+            size, some = 0, []
+            while numbers and (size := size + totals[numbers[-1]].numel()) <= TOGETHER:
+                some.append(numbers.pop())
+            add_noise_to_short(
+                [totals[i] for i in some], [results[i] for i in some], [streams[i] for i in some],
+                std, divisor, values,
+            )  # fmt: skip
+    return results
+
+
 def _check(
     total: Tensor, std: float, divisor: float, dtype: torch.dtype | None, offset: int,
     out: Tensor | None,
 ) -> None:  # fmt: skip
-    if total.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"noise joins a float32 sum, before the cast; got {total.dtype}")
+    _check_sum(total.dtype)
     check_scales(std, divisor)
     check_offset(offset)
     if out is not None and (out.shape, out.device) != (total.shape, total.device):
@@ -168,6 +209,11 @@ def _check(
     if out is not None and dtype not in (None, out.dtype):
         raise ValueError(f"dtype is {dtype}, but that of out is {out.dtype}")
     _check_dtype(out.dtype if out is not None else dtype)
+
+
+def _check_sum(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"noise joins a float32 sum, before the cast; got {dtype}")
 
 
 def check_scales(std: float, divisor: float) -> None:

@@ -140,6 +140,28 @@ def add_noise_plain(
         torch.div(noisy, divisor, out=out[part])
 
 
+def add_noise_to_short(
+    totals: Sequence[Tensor], outs: Sequence[Tensor], streams: Sequence[NoiseStream], std: float,
+    divisor: float, values: Values | None = None,
+) -> None:  # fmt: skip
+    """Calls `add_noise_plain` for many whole tensors of one dtype, with one set of operations.
+
+    Each counter takes the words of its own tensor's stream, so the values are the same.
+    """
+    values = values or GAUSSIAN
+    each, device = values.per_counter, totals[0].device
+    counts = torch.tensor([-(-total.numel() // each) for total in totals], device=device)
+    ends = counts.cumsum(0)
+    which = torch.repeat_interleave(torch.arange(len(totals), device=device), counts)
+    counters = torch.arange(len(which), device=device) - (ends - counts)[which]
+    words = torch.tensor(streams, device=device)[which].unbind(1)
+    z = _values(counters, NoiseStream(*words), values).to(totals[0].dtype).mul_(std)  # type: ignore
+    starts = (each * (ends - counts)).tolist()
+    for total, out, start in zip(totals, outs, starts, strict=True):
+        noisy = z[start : start + total.numel()].add_(total.view(-1))
+        torch.div(noisy, divisor, out=out.view(-1))
+
+
 def _joined(streams: Sequence[NoiseStream], device: torch.device) -> NoiseStream:
     """Returns streams as one, whose words are tensors [streams, 1]: `philox` makes all at once."""
     return NoiseStream(*torch.tensor(streams, device=device)[..., None].unbind(1))  # type: ignore

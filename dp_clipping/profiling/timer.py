@@ -35,6 +35,10 @@ class Timer:
         """Returns a function that takes several things, timed as `part` times; here itself."""
         return function
 
+    def labels_layers(self) -> bool:
+        """Returns whether `layers` does anything now."""
+        return is_profiling()
+
     def layers(self, what: str, *parameters: Any) -> AbstractContextManager:
         """Labels work `{what}/{layer}` (`+` between layers) while a profiler records."""
         return record_function(self._label(what, parameters)) if is_profiling() else NOTHING
@@ -67,6 +71,9 @@ class ProfileTimer(Timer):
                     function([one])
 
         return timed
+
+    def labels_layers(self) -> bool:
+        return True
 
     def layers(self, what: str, *parameters: Any) -> Any:
         return self._profile.range(self._label(what, parameters))

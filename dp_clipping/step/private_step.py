@@ -114,7 +114,6 @@ class PrivateStep:
         is_whole = not is_compiled and context.sharding is None
         self.is_plain = is_whole and not self.policy.dense_always
         self._stage = Stage.FORWARD
-        self._seen: set[Trainable] = set()  # in the backward under way
         self._slots: dict[Trainable, Tensor] = {}
         self._joins: dict[Trainable, Tensor] = {}
         self._parts: dict[Trainable, list[tuple]] = {}  # uses and versions, until they are joined
@@ -177,25 +176,8 @@ class PrivateStep:
     def take(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Takes what the only use of parameters has left; see `layers.recorder`.
-
-        Raises:
-            RuntimeError: the norm would miss something.
-        """
-        stage, seen = self._stage, self._seen
-        if stage is not Stage.NORMS:
-            if stage is not Stage.SUMS:
-                self._refuse_outside(records[0])
-            elif self.work.taken.issuperset(records):
-                return
-        if not seen.isdisjoint(records):
-            raise RuntimeError(
-                f"{records[0].name} was used more often in this step than in the "
-                "first one, so its norm would miss the cross terms: call "
-                "model.reset_batch_layouts() before a forward that differs"
-            )
-        seen.update(records)
-        self.work.take(kind, records, value, tensors)
+        """Refuses what is left outside of the step's own backward, in which `Work.take` has it."""
+        self._refuse_outside(records[0])
 
     def dense(self, parameter: Trainable, gradients: Tensor, own: Tensor | None = None) -> None:
         """Takes G [B, *parameter], summed over the parameter's uses; `own`: its squared norms."""
@@ -265,6 +247,7 @@ class PrivateStep:
             losses = losses.masked_fill(self.fill, 0)
         try:
             self._stage = Stage.NORMS
+            self.take = work.take  # type: ignore[method-assign]
             work.begin(losses, clip_norms, hand_over)
             randomness = Randomness(capture.trigger) if work.runs_twice else None
             with capture.attached(self), guard:
@@ -277,8 +260,8 @@ class PrivateStep:
                     found = found.first(samples) if self.padding is None else found
                 with timer.phase("weighted_sum"):
                     self._sum(losses, randomness)
-            if len(self._seen) < len(capture.trained):
-                hand_over([(one, None) for one in capture.trained if one not in self._seen])
+            if len(work.seen) < len(capture.trained):
+                hand_over([(one, None) for one in capture.trained if one not in work.seen])
             timer.note_norms(work.norms.own_squares, found.squared)
             return found
         except BaseException:
@@ -286,7 +269,7 @@ class PrivateStep:
             raise
         finally:
             self._stage = Stage.IDLE
-            self._seen = set()
+            vars(self).pop("take", None)
             self._parts.clear()
             work.forget()
 
@@ -295,11 +278,11 @@ class PrivateStep:
         self._stage, work = Stage.SUMS, self.work
         work.begin_sums()
         if randomness is not None:
-            first, self._seen = self._seen, set()
+            first, work.seen = work.seen, set()
             triggers = work.second_triggers(randomness)
             with randomness.again(), self.context.timer.part("second_backward"):
                 self._run_backward(losses, triggers, retain_graph=False)
-            self._seen |= first  # the second one may go less deep
+            work.seen |= first  # the second one may go less deep
         work.end_sums()
 
     def _run_backward(self, losses: Tensor, triggers: list[Tensor], retain_graph: bool) -> None:

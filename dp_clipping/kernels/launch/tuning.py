@@ -115,7 +115,9 @@ def best_for_pairs(
         tiles: candidates by the bytes of an element.
     """
     left, _ = pairs[0]
-    outputs, inputs = (max([pair[side].shape[2] for pair in pairs]) for side in (0, 1))
+    outputs = inputs = 0
+    for one, other in pairs:
+        outputs, inputs = max(outputs, one.shape[2]), max(inputs, other.shape[2])
     shape = (len(pairs), left.shape[0], left.shape[1], outputs, inputs)
     kernel = name_of(kernel, described)
     return best(kernel, left.dtype, shape, tiles[left.element_size()], run, left.device)

@@ -211,7 +211,7 @@ class Fused:
         records = [record for left in normalized for record in left.records]
         with self._label("norm/normalization", *records):
             uses = [left.value[0] for left in normalized]
-            if all([available(use.x.device, use.x.dtype) for use in uses]):
+            if all([available(*kind) for kind in {(use.x.device, use.x.dtype) for use in uses}]):
                 results = norm_layer_gradients(uses)
             else:  # in the interpreter
                 results = [norm_layer_gradients_plain(use, torch.float32) for use in uses]

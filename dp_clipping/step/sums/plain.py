@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import (
+    ACCUMULATED,
     Weights,
-    accumulation_dtype,
     full_float32,
     only,
     squared_norms,
@@ -22,6 +22,7 @@ from dp_clipping.layers.linear_factors import Grams, LinearFactors
 from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
 from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.recorder import DENSE, LINEAR, NORMALIZED, Left, Summand, Trainable
+from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
 
@@ -39,7 +40,7 @@ class Plain:
 
     def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
         self.context, self.batch_size, self.padding = context, batch_size, padding
-        self._label = context.timer.layers
+        self._timer = context.timer
 
     def begin(self, losses: Tensor, clip_norms: Tensor, streams: bool) -> None:
         self._clip_norms = clip_norms
@@ -51,53 +52,80 @@ class Plain:
 
     def norms(self, lefts: list[Left], work: Any) -> None:
         vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
+        alone: dict[torch.dtype, list[tuple[Trainable, Tensor]]] = {}  # squared norms [B]
+        dense: list[tuple[Trainable, Tensor | None]] = []
+        two_passes, label = self.context.policy.two_passes, self._label_if_needed()
         with full_float32():
-            for record, value, left in self._each(lefts, work.plans.prefers_dense):
-                if isinstance(value, Tensor) and value.dim() == 2:
-                    vectors.setdefault((value.shape, value.dtype), []).append((record, value))
-                elif isinstance(value, Tensor):
-                    with self._label("norm/dense", record):
-                        work.found([record], squared_norms(value)[None])
+            for record, value, left in self._each(lefts, work.plans):
+                if isinstance(value, Tensor):
+                    if value.ndim == 2:
+                        vectors.setdefault((value.shape, value.dtype), []).append((record, value))
+                    else:
+                        with NOTHING if label is None else label("norm/dense", record):
+                            own = squared_norms(value)
+                        alone.setdefault(own.dtype, []).append((record, own))
+                    dense.append((record, value))
+                    continue
+                if label is None:
+                    norm = value.norm(self._grams)
                 else:
-                    with self._label("norm/factors", record):
-                        work.norms.table.add(record, value.norm(self._grams))
+                    with label("norm/factors", record):
+                        norm = value.norm(self._grams)
+                if norm.scale is None:
+                    alone.setdefault(norm.squared.dtype, []).append((record, norm.squared))
+                else:
+                    work.norms.table.add(record, norm)
                     work.norms.known.add(record)
-                    if is_rescaled(value):
-                        work.norms.rescaled.add(record)
-                if self.context.policy.two_passes:
-                    work.recomputed.append(record)
-                elif isinstance(value, Tensor) and value is not left.value[0]:
-                    work.keep(record, value, (value,))
-                else:
+                if getattr(value, "is_rescaled", False):
+                    work.norms.rescaled.add(record)
+                if not two_passes:
                     work.kept[record] = (value, left.tensors, left.versions)
             for mine in vectors.values():
                 records = [record for record, _ in mine]
-                with self._label("norm/dense", *records):
+                with NOTHING if label is None else label("norm/dense", *records):
                     rows = torch.stack([gradients for _, gradients in mine])
                     squares = squared_norms(rows.flatten(0, 1)).view(len(mine), -1)
                 work.found(records, squares)
+        for several in alone.values():
+            squares = torch.stack([own for _, own in several])
+            work.found([record for record, _ in several], squares)
+        if two_passes:
+            work.recomputed += [one for left in lefts for one in left.records]
+        else:
+            work.keep_gradients(dense)
 
-    def _each(self, lefts: list[Left], prefers_dense: Any) -> list[tuple[Trainable, Any, Left]]:
-        """Returns G or factors of each parameter, with what they are of."""
+    def _label_if_needed(self) -> Any:
+        """Returns what labels work by layers, if that is recorded or timed."""
+        return self._timer.layers if self._timer.labels_layers() else None
+
+    def _each(self, lefts: list[Left], plans: Any) -> list[tuple[Trainable, Any, Left]]:
+        """Returns G or factors of each parameter, with what they are of.
+
+        Args:
+            plans: say which weights keep G rather than its factors; None: none does.
+        """
         found: list[tuple[Trainable, Any, Left]] = []
+        kept = () if plans is None else plans.kept_as_they_are
         for left in lefts:
             if left.kind is LINEAR:
                 y, a, how = left.value
                 if y.ndim != 3 or how.layout is not None:
                     y, a = how.tokens(y, a, self.batch_size)
-                if how.weight is not None:
+                if (weight := how.weight) is not None:
                     value: Any
-                    if prefers_dense(y.shape[1], y.shape[2], a.shape[2]):
-                        value = gradients_of(a, y) if how.transposed else gradients_of(y, a)
-                    else:
+                    is_kept = plans is None or weight in kept
+                    if is_kept or not plans.prefers_dense(y.shape[1], y.shape[2], a.shape[2]):
                         value = LinearFactors(a, y, how.transposed)
-                    found.append((how.weight, value, left))
+                    else:
+                        value = gradients_of(a, y) if how.transposed else gradients_of(y, a)
+                    found.append((weight, value, left))
                 if how.bias is not None:
-                    total = y.sum(1, dtype=accumulation_dtype(y.dtype))
+                    total = y.sum(1, dtype=ACCUMULATED.get(y.dtype, torch.float32))
                     found.append((how.bias, total, left))
             elif left.kind is NORMALIZED:
                 use, records = left.value
-                formed = norm_layer_gradients_plain(use, accumulation_dtype(use.x.dtype))
+                dtype = ACCUMULATED.get(use.x.dtype, torch.float32)
+                formed = norm_layer_gradients_plain(use, dtype)
                 found += [
                     (record, gradients, left)
                     for record, gradients in zip(records, formed, strict=True)
@@ -134,7 +162,7 @@ class Plain:
     def _rescaled(self, scale: Tensor, work: Any) -> Tensor:
         """Returns coefficients for 16-bit factors, corrected for the rounding of scaled factors."""
         norms, kept = work.norms, work.kept
-        here = any([is_rescaled(value) for value, *_ in kept.values()])
+        here = not norms.rescaled.isdisjoint(kept)
         if not norms.split.some_are_rescaled(here):
             return scale
         counted = norms.split.counted(norms.known)
@@ -155,7 +183,7 @@ class Plain:
         """Returns what a second backward has left for the sums of parameters not `taken` yet."""
         found = [
             (record, (self._only_good(value), left.tensors, left.versions))
-            for record, value, left in self._each(lefts, lambda *_: False)
+            for record, value, left in self._each(lefts, None)
             if record not in taken
         ]
         return [record for record, _ in found], [summand for _, summand in found]
@@ -167,14 +195,15 @@ class Plain:
             values: G [B, *parameter], or factors.
         """
         values.reverse()
+        label = self._label_if_needed()
         with full_float32():
             for record in records:
                 weights, value = self._weights[record.group], values.pop()
-                with self._label("sum", record):
-                    if isinstance(value, Tensor):
-                        total = weighted_sum(weights, value)
-                    else:
-                        total = value.weighted_sum(weights)
+                if label is None:
+                    total = _sum(weights, value)
+                else:
+                    with label("sum", record):
+                        total = _sum(weights, value)
                 del value
                 yield total
 
@@ -183,3 +212,9 @@ class Plain:
         if self._good is None:
             return value
         return only(value, self._good) if isinstance(value, Tensor) else value.only(self._good)
+
+
+def _sum(weights: Weights, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return weighted_sum(weights, value)
+    return value.weighted_sum(weights)

@@ -92,6 +92,7 @@ class Work:
             looks for a sync point whenever something is left.
         kept: parameter -> what its sum will be formed of.
         recomputed: parameters whose G a second backward computes again.
+        seen: parameters whose uses have left something in the backward under way.
         norms: the norms that have been taken.
         versions: what is kept, compared by value in steps that are looked at.
         streams: groups are summed as soon as their norms are there.
@@ -118,6 +119,7 @@ class Work:
         self._order: dict[Trainable, None] = {}  # in which parameters have arrived
         self.kept: dict[Trainable, Summand] = {}
         self.recomputed: list[Trainable] = []
+        self.seen: set[Trainable] = set()
         self.taken: set[Trainable] = set()  # before and while a second backward runs
         self.streams = self.is_summing = self._is_in_backward = False
         self._staying: Collection[Trainable] = ()  # weights whose factors are kept in any case
@@ -170,8 +172,23 @@ class Work:
     def take(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Takes what a use of a layer has left."""
-        left = Left(kind, records, value, tensors, tuple(map(VERSION, tensors)))
+        """Takes what the only use of parameters has left; see `layers.recorder`.
+
+        Raises:
+            RuntimeError: the norm would miss something.
+        """
+        if not self.seen.isdisjoint(records):
+            raise RuntimeError(
+                f"{records[0].name} was used more often in this step than in the "
+                "first one, so its norm would miss the cross terms: call "
+                "model.reset_batch_layouts() before a forward that differs"
+            )
+        if self.is_summing and self.taken.issuperset(records):
+            return
+        self.seen.update(records)
+        # `Left(..)` would call a function in Python for each.
+        values = (kind, records, value, tensors, tuple(map(VERSION, tensors)))
+        left = tuple.__new__(Left, values)
         for record in records:
             self._order[record] = None
         if self._is_on_gpu:
@@ -187,7 +204,7 @@ class Work:
                 self.pending += kept[0].nbytes
         else:
             self.waiting.append(left)
-            if records[0] not in self._staying and not self._stays(left):
+            if records[0] not in self._staying and (kind is not DENSE or not self._stays(left)):
                 size = 0
                 for tensor in tensors:
                     size += tensor.nbytes
