@@ -34,7 +34,7 @@ from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import agree_on_settings
-from dp_clipping.kinds import by_name, check_type
+from dp_clipping.kinds import by_name
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
@@ -77,8 +77,8 @@ class PrivacyEngine(Checkpoints, Audits):
     def __init__(
         self, *, accountant: str = "pld", secure_mode: bool = False, hide_unprotected: bool = False
     ):
-        check_type("secure_mode", secure_mode, bool, "True or False")
-        check_type("hide_unprotected", hide_unprotected, bool, "True or False")
+        check("secure_mode", secure_mode)
+        check("hide_unprotected", hide_unprotected)
         super().__init__(accountant, secure=secure_mode)
         self._secure_mode, self._hide_unprotected = secure_mode, hide_unprotected
         self._dataset: Any = None

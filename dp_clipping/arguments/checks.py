@@ -81,6 +81,7 @@ def _positive(wanted: str) -> Argument:
 
 
 FLAG = _an(bool, "True or False")
+DELTA = Argument("a number above 0, far below 1 / samples", is_number, lambda value: 0 < value < 1)
 ARGUMENTS: dict[str, Argument | Choice] = {
     # objects
     "module": Argument(
@@ -142,11 +143,14 @@ ARGUMENTS: dict[str, Argument | Choice] = {
     ),
     # the target of make_private_with_epsilon
     "target_epsilon": _positive("a finite number above 0"),
-    "target_delta": Argument(
-        "a number above 0, far below 1 / samples", is_number, lambda value: 0 < value < 1
-    ),
+    "target_delta": DELTA,
     "epochs": _whole("a whole number of 1 or more"),
+    # of the engine's other methods
+    "delta": DELTA,
+    "every": _whole("a whole number of steps, 1 or more"),
     # flags
+    "secure_mode": FLAG,
+    "hide_unprotected": FLAG,
     "batch_first": FLAG,
     "poisson_sampling": FLAG,
     "wrap_model": FLAG,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dp_clipping.arguments.checks import check
 from dp_clipping.arguments.given import refuse_used
 from dp_clipping.audit.attacks import guesses
 from dp_clipping.audit.bound import check_confidence
@@ -88,13 +89,11 @@ class Audits(Accounts):
         """
         self._refuse_engine("engine.audit")
         check_count("canaries", canaries, f"a whole number of at least {FEWEST}")
-        check_number("delta", delta, "a number above 0, below 1")
+        check("delta", delta)
         check_number("confidence", confidence, "a number between 0 and 1, as 0.95")
         check_confidence(confidence)
         if canaries < FEWEST:
             raise ValueError(f"canaries is {canaries}: give {FEWEST} or more, as canaries=5000")
-        if not 0 < delta < 1:
-            raise ValueError(f"delta is {delta}: give a number above 0, below 1, as delta=1e-5")
         check_number("noise_multiplier", noise_multiplier, "a number above 0, as 1.0")
         if noise_multiplier == 0:
             raise ValueError(

@@ -16,7 +16,7 @@ from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.target_epsilon import Plan, epsilon_at_end
 from dp_clipping.arguments.checks import check
 from dp_clipping.checkpoint.run import PrivateRun
-from dp_clipping.kinds import WrongType, by_name, check_count, check_type, shown
+from dp_clipping.kinds import WrongType, by_name, check_type, shown
 from dp_clipping.profiling.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -82,11 +82,7 @@ class Accounts:
         Raises ValueError unless 0 < δ < 1; it should be far below one over the number of samples.
         Warns with accountant `"gdp"`, whose ε is an approximation that may be below the true one.
         """
-        if not 0 < delta < 1:
-            raise ValueError(
-                f"delta is {delta}: give a number above 0, far below 1 / samples, as "
-                "engine.get_epsilon(delta=1e-5)"
-            )
+        check("delta", delta)
         if self._runs:
             self._warn_of_delta(delta, self._runs[-1].units, 3)
         if any(run.keys.fixed for run in self._runs):
@@ -143,10 +139,7 @@ class Accounts:
             RuntimeError: before `make_private`.
             ValueError: unless 0 < δ < 1.
         """
-        if not self._runs:
-            raise RuntimeError(
-                "nothing is private yet: call engine.make_private(..) before privacy_statement"
-            )
+        self._refuse_before_a_run("privacy_statement")
         return statement_of(
             self._runs,
             self._account.history,
@@ -187,15 +180,10 @@ class Accounts:
         """
         if not callable(call):
             raise WrongType(f"call is {shown(call)}: give a function of a dict of metrics")
-        check_count("every", every, "a whole number of steps, 1 or more")
-        if every < 1:
-            raise ValueError(f"every is {every}: give 1 or more")
+        check("every", every)
         if delta is not None:
-            check("target_delta", delta)
-        if not self._runs:
-            raise RuntimeError(
-                "nothing is private yet: call engine.make_private(..) before on_step"
-            )
+            check("delta", delta)
+        self._refuse_before_a_run("on_step")
         epsilon = None if delta is None else partial(self.get_epsilon, delta)
         metrics = StepMetrics(call, epsilon, unprotected, every)
         for run in self._runs:
@@ -318,6 +306,12 @@ class Accounts:
                 f"{what}: ε of both together is that of neither, use a PrivacyEngine for each"
             )
         self._unit = unit
+
+    def _refuse_before_a_run(self, method: str) -> None:
+        if not self._runs:
+            raise RuntimeError(
+                f"nothing is private yet: call engine.make_private(..) before {method}"
+            )
 
     def _run_with(self, optimizer: Any) -> PrivateRun:
         (run,) = (run for run in self._runs if run.optimizer is optimizer)
