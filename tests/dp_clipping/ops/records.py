@@ -356,7 +356,7 @@ LINEAR = [
     R("linear_one_token", lambda: nn.Linear(5, 3), (1, 5)),
     R("linear_many_tokens", lambda: nn.Linear(3, 2), (33, 3), tokens=1, options=TWICE),
     R("linear_wide", lambda: nn.Linear(40, 70, bias=False), (4, 40), tokens=1),
-    R("linear_large", lambda: nn.Linear(96, 80, bias=False), (64, 96), tokens=1),
+    R("linear_large", lambda: nn.Linear(96, 80, bias=False), (16, 96), tokens=1),
     R("linear_long", lambda: nn.Linear(7, 130, bias=False), (257, 7), tokens=1),
     R("linear_to_one", lambda: nn.Linear(1, 1), (6, 1), tokens=1),
     R("linear_more_axes", lambda: nn.Linear(5, 3), (2, 3, 5), tokens=1),

@@ -99,34 +99,6 @@ def test_a_batch_without_samples():
     assert all(not g.any() for g in gradients_of(model).values())
 
 
-class Tagger(Pooled):
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        packed = rnn.pack_padded_sequence(
-            self.embedding(ids), lengths.cpu(), True, enforce_sorted=False
-        )
-        return self.head(rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
-
-
-class Sorted(Pooled):
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        ordered = lengths.sort(descending=True).values if len(lengths) == 4 else lengths
-        packed = rnn.pack_padded_sequence(self.embedding(ids), ordered.cpu(), True)
-        return self.head(self.lstm(packed)[1][0][0])
-
-
-REFUSED = {
-    "longest": (Tagger, "total_length=x.shape"),
-    "sorted": (Sorted, "enforce_sorted=False"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_calls_that_are_refused(name):
-    build, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        private(build())(**pooled_inputs())
-
-
 def test_samples_along_time_are_refused():
     model = unchecked(zoo.Net(lambda net, x: net.a(x)[0], a=nn.LSTM(P, H)))
     with pytest.raises(ValueError, match=r"a \(LSTM\).*\[time, batch, features\]"):
