@@ -407,7 +407,8 @@ def test_a_loss_across_the_batch_is_refused(name, size):
         assert len(criterion.queue) in (0, 2)
         return
     with pytest.raises(ValueError, match=message):
-        loss(model(x), y)
+        loss(model(x), y).backward()
+    assert all(p.grad is None for p in model.network.parameters())
 
 
 LATER = [name for name, (_, message) in ACROSS.items() if message and "carried" not in message]
@@ -426,7 +427,8 @@ def test_a_loss_that_begins_to_look_across_the_batch_is_refused_at_the_next_chec
         model.zero_grad()
     criterion.function = function
     with pytest.raises(ValueError, match=message):
-        loss(model(x), y)
+        loss(model(x), y).backward()
+    assert all(p.grad is None for p in model.network.parameters())
 
 
 class Several(nn.Module):
