@@ -7,6 +7,7 @@ of all its arguments: the losses of the samples that stay, and their gradients, 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -185,6 +186,9 @@ class Exchange:
         self._size = size
         keyed = _keyed(self._arguments)
         self._keys, self._tensors = [key for key, _ in keyed], [x for _, x in keyed]
+        kind = self._tensors[0].device.type if self._tensors else "cpu"
+        now = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._autocast = partial(torch.autocast, kind, *now)  # as in the user's call
         self._shapes = shapes
         self._names = [
             name
@@ -249,7 +253,10 @@ class Exchange:
             return layout.restore(change(x, own)).clone()
 
         shape = self._shape and (1, *(sizes.get(n, n) for n in self._shape[1:]))
-        with restored(self._state), same_randomness(device=self._device) as states, torch.no_grad():
+        with (
+            restored(self._state), same_randomness(device=self._device) as states,
+            torch.no_grad(), self._autocast(),
+        ):  # fmt: skip
             try:
                 args, kwargs = map_tensors(changed, self._arguments)
                 losses = self._call(*args, shape=shape, **kwargs)
@@ -387,7 +394,11 @@ class Exchange:
             return leaves[n].clone()  # which the criterion may change in place
 
         shape = self._shape and (size, *self._shape[1:])
-        with same_randomness(device=self._device) as states, torch.enable_grad():
+        with (
+            same_randomness(device=self._device) as states,
+            torch.enable_grad(),
+            self._autocast(),
+        ):
             args, kwargs = map_tensors(changed, self._arguments)
             losses = self._call(*args, shape=shape, **kwargs)
             self._is_random = states.have_moved

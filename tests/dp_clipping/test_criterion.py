@@ -1,5 +1,6 @@
 """Losses of a batch, one per sample: arithmetic, reductions, and what is refused."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -203,3 +204,18 @@ def test_it_takes_the_place_of_a_module():
     assert list(holder.state_dict()) == ["criterion.criterion.weight"]
     holder.double()
     assert weighted.weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_it_is_run_again_under_the_autocast_of_its_call(model, across):
+    """The backward, after which it is, is outside."""
+    matrix = torch.ones(2, 2)
+
+    def loss(outputs, targets):
+        return (outputs @ matrix - targets - across * targets.mean(0)).square().sum(1)
+
+    criterion = PrivateCriterion(model, loss, "mean")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = criterion(model(torch.randn(4, 3)), torch.randn(4, 2))
+    with pytest.raises(ValueError, match="argument 2") if across else nullcontext():
+        found.backward()
