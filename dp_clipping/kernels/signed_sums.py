@@ -45,12 +45,12 @@ def signed_sums_plain(rows: Tensor) -> Tensor:
 
     A product of matrices with many short rows is fast on a GPU; one with few long rows is not.
     """
-    signs = _signs(rows.dtype, rows.device)
     size, length = rows.shape
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     if length < PIECE:
         sums = rows @ _short_signs(rows.dtype, rows.device)[:length]
         return torch.cat((sums, norms), 1)
+    signs = _signs(rows.dtype, rows.device)
     whole = length // PIECE * PIECE
     pieces = rows[:, :whole].view(size, -1, PIECE) @ signs[:, :PIECE].t()
     weights = signs[:, PIECE:][:, : pieces.shape[1] + 1].t()
@@ -77,8 +77,9 @@ def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
 @lru_cache(maxsize=8)
 def _short_signs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the signs [PIECE, SIGNS] of the first piece's numbers."""
-    signs = _signs(dtype, device)
-    return (signs[:, :PIECE] * signs[:, PIECE : PIECE + 1]).t().contiguous()
+    bits = _bits(device)[: PIECE + 1]  # the last one is the piece's
+    signs = torch.stack([1 - 2 * (bits >> k & 1).to(dtype) for k in range(SIGNS)], 1)
+    return signs[:PIECE] * signs[PIECE]
 
 
 if triton is not None:
