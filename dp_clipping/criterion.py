@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dp_clipping.arguments.checks import LOSS_REDUCTIONS
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in
 from dp_clipping.guard.carried import Carried
@@ -15,8 +16,6 @@ from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.step.steppable import Steppable
 from dp_clipping.trials.randomness import same_randomness
-
-REDUCTIONS = ("mean", "sum")
 
 
 class PrivateCriterion(nn.Module):
@@ -39,7 +38,7 @@ class PrivateCriterion(nn.Module):
 
     def __init__(self, model: Steppable, criterion: Callable[..., Tensor], reduction: str):
         own = getattr(criterion, "reduction", reduction)
-        if own != reduction or reduction not in REDUCTIONS:
+        if own != reduction or reduction not in LOSS_REDUCTIONS:
             raise ValueError(
                 f"loss_reduction is {reduction!r} and criterion.reduction {own!r}: both must be "
                 "'mean' or both 'sum', as in make_private(criterion=nn.CrossEntropyLoss("
