@@ -7,7 +7,6 @@ from typing import Any, overload
 
 import torch
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from dp_clipping.arguments.checks import check
 from dp_clipping.cuda_graph import GraphedStep
@@ -294,10 +293,8 @@ class PrivateOptimizer(Optimizer):
         self.refuse()
         if self.step_state.is_noisy:
             return
-        with record_function("gradient_sync"):
-            self.model.finish_synchronization()
-        with record_function("noise"):
-            self._add_noise()
+        self.model.finish_synchronization()
+        self._add_noise()
 
     def refuse(self) -> None:
         """Raises RuntimeError if `.grad` must not be applied, before anything is counted."""

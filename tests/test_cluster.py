@@ -259,7 +259,7 @@ def mistakes(rank: int, folder: Path) -> dict[str, object]:
     return {
         "each rank trains a network": lambda: private(network()),
         "would not exchange clipped": lambda: private(ddp(network())),
-        "DistributedDataParallel would": lambda: ddp(private(wrapped())[1]),
+        "DistributedDataParallel would": lambda: ddp(private(wrapped())[1])(torch.randn(8, 4)),
         "the ranks hold different": lambda: wrap("ddp_bucketed", network(9 if rank == 1 else 8)),
         "ranks differ in": lambda: private(wrapped(), 2.0 if rank == 1 else 1.0),
         "run.pt.key is missing": resumed_without_its_key,

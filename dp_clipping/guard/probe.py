@@ -169,8 +169,8 @@ class Observer:
                 if layout is None or not y.is_floating_point() or is_sharded(y):
                     return y
                 if layout.kind == "shared":
-                    if handle.is_inside:  # no sample has a gradient of its own there
-                        return y
+                    if handle.is_inside or y.shape[:1] != (batch_size,):
+                        return y  # no sample has a gradient of its own there
                     layout = Layout("dimension", 0)
                 trigger = self._anchor(y.dtype, y.device)
                 triggers.append(trigger)

@@ -99,7 +99,7 @@ def add_noise_to_all(
     """Returns `add_noise` of each total with its stream, in few launches and in order.
 
     Args:
-        totals: float32, any shapes; those whose dtype stays are overwritten.
+        totals: float32, any shapes; kernels overwrite those whose dtype stays.
         dtypes: the dtypes of the results.
         places: where each total lies in its parameter; None: it is the whole.
         values: how words become z.
@@ -172,8 +172,7 @@ def _add_noise_plain_to_all(
         _check_sum(dtype)
     totals = [total.contiguous() for total in totals]
     results = [
-        total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
-        for total, dtype in zip(totals, dtypes, strict=True)
+        torch.empty_like(total, dtype=dtype) for total, dtype in zip(totals, dtypes, strict=True)
     ]
     alike: dict[tuple, list[int]] = {}
     for i, total in enumerate(totals):

@@ -7,6 +7,7 @@ samples. After a pass that failed half-way, a sharded network is reset, so that 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from opcode import opmap
 from typing import Any
 
 import torch
@@ -545,12 +546,15 @@ class ForwardBackward:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Returns whether an error was raised here, and not in a network's code."""
+    """Returns whether a `raise` of this package raised the error, and not what it calls."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    where = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
-    return isinstance(error, ValueError | RuntimeError) and where.startswith("dp_clipping.")
+    if trace is None or not isinstance(error, ValueError | RuntimeError):
+        return False
+    frame = trace.tb_frame
+    is_raised = frame.f_code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
+    return is_raised and frame.f_globals.get("__name__", "").startswith("dp_clipping.")
 
 
 def _shown(error: Exception) -> str:

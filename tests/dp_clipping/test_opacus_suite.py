@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("opacus")
 pytest.importorskip("hypothesis")
 
-from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step.sums.plain import Plain
 from tests.support import opacus_suite
 from tests.support.opacus_suite import MODES, Case, Expected, Run
 
@@ -60,7 +60,7 @@ def test_nothing_that_compares_is_left_out():
 @pytest.mark.parametrize("mode", MODES)
 def test_a_wrong_gradient_is_seen(mode, monkeypatch):
     """A bias whose gradient is twice what it should be."""
-    dense = PrivateStep.dense
+    each = Plain._each
     case = Case(torch.randn(3, 4), nn.Linear(4, 2), True, "mean", iter)
     checks = opacus_suite.GradSampleHooks_test()
 
@@ -69,8 +69,13 @@ def test_a_wrong_gradient_is_seen(mode, monkeypatch):
         checks.check_values(expected, found, "mean", 1e-5, 1e-4)
 
     Expected.of(case).compare(mode, check)
-    monkeypatch.setattr(
-        PrivateStep, "dense", lambda self, p, g: dense(self, p, 2 * g if len(p.shape) == 1 else g)
-    )
+
+    def doubled(self, lefts, plans):
+        return [
+            (record, 2 * value if len(record.shape) == 1 else value, left)
+            for record, value, left in each(self, lefts, plans)
+        ]
+
+    monkeypatch.setattr(Plain, "_each", doubled)
     with pytest.raises(AssertionError, match="norms"):
         Expected.of(case).compare(mode, check)

@@ -144,7 +144,7 @@ def with_states(net: Network, x: Tensor) -> Tensor:
     layer = net.layer
     count = layer.num_layers * (2 if layer.bidirectional else 1)
     widths = (layer.proj_size or layer.hidden_size, layer.hidden_size)
-    states = [x[:, 0, :1].sin().expand(count, len(x), width) for width in widths]
+    states = [x[:, 0, :1].sin().repeat(count, 1, width) for width in widths]
     is_lstm = isinstance(layer, nn.LSTM | DPLSTM)
     y, last = layer(x, tuple(states) if is_lstm else states[1])
     last = last if is_lstm else (last,)

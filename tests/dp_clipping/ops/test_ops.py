@@ -113,11 +113,14 @@ def test_more_of_kernels_in_the_interpreter(interpreter, record, mode, is_reused
 @pytest.mark.parametrize("mode", FUSED)
 def test_kernels_on_gpu(record, mode):
     way = replace(on_kernels(record, mode), device="cuda")
-    compare(record.case(), way)
-    compare(record.case(), replace(way, dtype=torch.bfloat16))
-    compare(record.case(is_reused=True), way)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        check_record(record, replace(way, dtype=dtype))
+    with torch.backends.cudnn.flags(allow_tf32=False):  # PyTorch lets recurrent layers have it
+        compare(record.case(), way)
+        compare(record.case(is_reused=True), way)
+        check_record(record, way)
+        if record.in_16_bit:
+            compare(record.case(), replace(way, dtype=torch.bfloat16))
+            for dtype in (torch.bfloat16, torch.float16):
+                check_record(record, replace(way, dtype=dtype))
 
 
 # A contribution is at most C in the arithmetic that is used
