@@ -412,7 +412,7 @@ EMBEDDINGS = [
     R("bag_mean_padding", lambda: nn.EmbeddingBag(IDS, 4, padding_idx=2), (7,), ids=LONG),
     R("bag_weights", WeightedBags, (7,), ids=LONG),
     R("bag_several", lambda: nn.EmbeddingBag(IDS, 4, padding_idx=2), (2, 3), flattened, LONG),
-    R("bag_max", lambda: nn.EmbeddingBag(IDS, 4, mode="max"), (7,), ids=LONG),
+    R("bag_max", lambda: nn.EmbeddingBag(IDS, 4, mode="max"), (7,), ids=LONG, in_16_bit=False),
 ]
 CONVOLUTIONS = [
     R("conv1d", lambda: nn.Conv1d(4, 6, 3), (4, 9)),
