@@ -36,6 +36,7 @@ from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, autocast_operands, deliver, run, sum_of_pictures
+from dp_clipping.torch_compat import apply_directly
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
 KINDS = (
@@ -61,7 +62,33 @@ def forward(self: nn.Module, x: Tensor, output_size: list[int] | None = None) ->
     if handle.private_step is None:
         given = () if output_size is None else (output_size,)
         return type(self).forward(self, x, *given)
-    weight, bias = self.weight, self.bias
+    weight, bias, private_step = self.weight, self.bias, handle.private_step
+    how = (
+        weight.shape, self.stride, self.padding, self.padding_mode, self.dilation,
+        self.output_padding, self.groups,
+    )  # fmt: skip
+    site = handle.site_of(x) if output_size is None else None
+    if site is None or site.options[0] != how:
+        return _first_call(self, x, output_size, how)
+    layout, batch_size = site.layout, private_step.batch_size
+    rows, weight = x if layout is None else layout.batch_first(x, batch_size), weight.detach()
+    bias = None if bias is None else bias.detach()
+    if site.cast is not None:
+        rows, weight, bias = autocast_operands(rows, weight, bias)
+    weight_slot = weight_target = bias_slot = bias_target = None
+    if (record := site.weight) is not None:
+        weight_slot, weight_target = record.trigger, partial(_hand_over, private_step, record)
+    if (record := site.bias) is not None:
+        bias_slot, bias_target = record.trigger, partial(private_step.dense, record)
+    rest = (weight_target, bias_target, batch_size, *site.options[1:])
+    y = _run_convolution(rows, weight, bias, weight_slot, bias_slot, rest)
+    return y if layout is None else layout.restore(y)
+
+
+def _first_call(self: nn.Module, x: Tensor, output_size: list[int] | None, how: tuple) -> Tensor:
+    """Runs a call that is unlike those before, and keeps what the next one like it needs."""
+    handle: LayerState = self._private
+    given, weight, bias = x, self.weight, self.bias
     tensor_parallel.refuse_distributed(handle, x, weight, bias)
     layout, x = handle.batched(tensor_parallel.settled(x))
     batch_size = handle.private_step.batch_size
@@ -73,17 +100,19 @@ def forward(self: nn.Module, x: Tensor, output_size: list[int] | None = None) ->
             f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)}: give it "
             f"[batch, channels, ...] of {weight.ndim} dimensions"
         )
-    rows, padding = _padded(self, rows)
-    output_padding = _output_padding(self, rows, output_size)
-    bias = None if bias is None else bias.detach()
-    rows, weight, bias = autocast_operands(rows, weight.detach(), bias)
+    padded, padding = _padded(self, rows)
     options = (
-        list(self.stride), padding, list(self.dilation), self.transposed, output_padding,
-        self.groups,
+        list(self.stride), padding, list(self.dilation), self.transposed,
+        _output_padding(self, rows, output_size), self.groups,
     )  # fmt: skip
+    geometry = _geometry(weight.shape, options)
+    if padded is rows and output_size is None and pictures is None and not handle.joined:
+        handle.keep_site(given, layout, (how, options, geometry))
+    bias = None if bias is None else bias.detach()
+    rows, weight, bias = autocast_operands(padded, weight.detach(), bias)
     weight_slot, weight_target = _weight_target(handle)
     bias_slot, bias_target = handle.gradient_target("bias")
-    rest = (weight_target, bias_target, batch_size, options)
+    rest = (weight_target, bias_target, batch_size, options, geometry)
     y = run(handle, Convolution, rows, weight, bias, weight_slot, bias_slot, rest)
     return layout.restore(y if pictures is None else y.unflatten(0, (batch_size, pictures)))
 
@@ -118,6 +147,16 @@ def _output_padding(module: nn.Module, x: Tensor, output_size: list[int] | None)
     ]
 
 
+def _geometry(shape: torch.Size, options: tuple) -> Geometry:
+    """Returns a convolution's geometry in three dimensions."""
+    stride, padding, dilation, *_, groups = options
+    missing = 5 - len(shape)
+    ones, zeros = [1] * missing, [0] * missing
+    return Geometry(
+        (*ones, *shape[2:]), (*ones, *stride), (*zeros, *padding), (*ones, *dilation), groups
+    )
+
+
 def _weight_target(handle: LayerState) -> tuple[Any, Any]:
     """Returns where the weight's factors go, or its G: see `LayerState.gradient_target`."""
     if "weight" not in handle.trainable or handle.always_dense or torch.compiler.is_compiling():
@@ -144,20 +183,20 @@ class Convolution(torch.autograd.Function):
         ctx.rest = rest
         ctx.wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         ctx.slot_dtype = None if weight_slot is None else weight_slot.dtype
-        return torch.ops.aten.convolution(x, weight, bias, *rest[-1])
+        return torch.ops.aten.convolution(x, weight, bias, *rest[3])
 
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
         gy = tensor_parallel.arrived(gy)
-        weight_target, bias_target, batch_size, options = ctx.rest
+        weight_target, bias_target, batch_size, options, geometry = ctx.rest
         wants_x, wants_weight, wants_bias = ctx.wants
         gx = gradients = biases = None
         if wants_x:
             backward = torch.ops.aten.convolution_backward
             gx = backward(gy, x, weight, None, *options, [True, False, False])[0]
         if wants_weight:
-            use = Factors(x, gy, weight.shape, batch_size, options)
+            use = Factors(x, gy, weight.shape, batch_size, geometry, transposed=options[3])
             if weight_target is None:
                 gradients = use.dense().to(ctx.slot_dtype)
             else:
@@ -168,23 +207,23 @@ class Convolution(torch.autograd.Function):
         return gx, None, None, gradients, biases, None
 
 
+_run_convolution = apply_directly(Convolution)
+
+
 class Factors:
     """Factors of one use: x [N, C, ..] and y [N, O, ..], N a multiple of B; G is [B, *weight]."""
 
     held = attrgetter("x", "y")
 
-    def __init__(self, x: Tensor, y: Tensor, shape: torch.Size, batch_size: int, options: tuple):
-        stride, padding, dilation, transposed, _, groups = options
-        self.shape, self.batch_size = shape, batch_size
-        missing = 5 - x.dim()
-        three = lambda values, fill: (*[fill] * missing, *values)  # noqa: E731
-        taps = three(shape[2:], 1)
-        self.geometry = Geometry(
-            taps, three(stride, 1), three(padding, 0), three(dilation, 1), groups
-        )
+    def __init__(
+        self, x: Tensor, y: Tensor, shape: torch.Size, batch_size: int, geometry: Geometry,
+        transposed: bool,
+    ):  # fmt: skip
+        self.shape, self.batch_size, self.geometry = shape, batch_size, geometry
+        while x.dim() < 5:
+            x, y = x.unsqueeze(2), y.unsqueeze(2)
         # Of a transposed convolution the outputs are what is shifted.
-        right, left = (y, x) if transposed else (x, y)
-        self.x, self.y = (_in_three_dimensions(z) for z in (right, left))
+        self.x, self.y = (y, x) if transposed else (x, y)
 
     @property
     def is_wide(self) -> bool:
@@ -251,8 +290,10 @@ class KernelFactors:
     @property
     def nbytes(self) -> int:
         """Bytes of the operands, or of the gradients that have replaced them."""
-        held = self._operands if self.gradients is None else [self.gradients]
-        return sum(z.nbytes for z in held)
+        if self.gradients is not None:
+            return self.gradients.nbytes
+        x, y = self._operands
+        return x.values.nbytes + y.values.nbytes
 
     def take_norm(self, keep: bool) -> Norm:
         """Returns ‖G_i‖² and its rounding; with `keep`, G is stored where it is smaller."""
@@ -278,9 +319,3 @@ class KernelFactors:
         """Returns a sum [O, taps, C / groups] as the parameter has it."""
         total = total.view(self._shape[0], -1, self._shape[1])
         return total.movedim(2, 1).reshape(self._shape)
-
-
-def _in_three_dimensions(x: Tensor) -> Tensor:
-    """Returns [N, C, ..] as [N, C, D, H, W]."""
-    missing = 5 - x.dim()
-    return x.reshape(*x.shape[:2], *[1] * missing, *x.shape[2:])

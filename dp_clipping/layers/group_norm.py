@@ -5,6 +5,8 @@ al. 2016), l runs over pixels. PyTorch's own backward computes the input's gradi
 only that.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ from dp_clipping.kernels.channel_sums import channel_sums, channel_sums_plain
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, deliver, run, sum_of_pictures
+from dp_clipping.torch_compat import apply_directly
 
 KINDS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -26,7 +29,20 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
     handle: LayerState = self._private
     if handle.private_step is None:
         return type(self).forward(self, x)
-    weight, bias = self.weight, self.bias
+    weight, bias, private_step = self.weight, self.bias, handle.private_step
+    if (site := handle.site_of(x)) is not None and site.layout is None:
+        weight_slot = weight_target = bias_slot = bias_target = None
+        if (record := site.weight) is not None:
+            weight_slot, weight_target = record.trigger, partial(private_step.dense, record)
+        if (record := site.bias) is not None:
+            bias_slot, bias_target = record.trigger, partial(private_step.dense, record)
+        is_group_norm = isinstance(self, nn.GroupNorm)
+        groups = self.num_groups if is_group_norm else self.num_features
+        targets, batch_size = (weight_target, bias_target), private_step.batch_size
+        rest = (targets, batch_size, groups, self.eps, private_step.fused)
+        bias = None if bias is None else bias.detach()
+        return _run_group_norm(x, weight.detach(), bias, weight_slot, bias_slot, rest)
+    given = x
     tensor_parallel.refuse_distributed(handle, x, weight, bias)
     layout, x = handle.batched(tensor_parallel.settled(x))
     batch_size, is_group_norm = handle.private_step.batch_size, isinstance(self, nn.GroupNorm)
@@ -35,6 +51,8 @@ def forward(self: nn.Module, x: Tensor) -> Tensor:
     pictures = None
     if rows.ndim > x.ndim:
         pictures, rows = rows.shape[1], rows.flatten(0, 1)
+    elif not handle.joined:
+        handle.keep_site(given, layout)
     groups = self.num_groups if is_group_norm else channels
     weight_slot, weight_target = handle.gradient_target("weight")
     bias_slot, bias_target = handle.gradient_target("bias")
@@ -76,7 +94,13 @@ class GroupNorm(torch.autograd.Function):
         if wants_weight or wants_bias:
             serves = fused and available(x.device, x.dtype)
             sums = (channel_sums if serves else channel_sums_plain)(x, gy, mean, rstd)
-            weights, biases = (sum_of_pictures(z, batch_size) for z in sums)
+            weights, biases = sums
+            if len(weights) != batch_size:
+                weights = sum_of_pictures(weights, batch_size)
+                biases = sum_of_pictures(biases, batch_size)
         weights = deliver(ctx.targets[0], weights) if wants_weight else None
         biases = deliver(ctx.targets[1], biases) if wants_bias else None
         return gx, None, None, weights, biases, None
+
+
+_run_group_norm = apply_directly(GroupNorm)

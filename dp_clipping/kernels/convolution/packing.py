@@ -46,11 +46,6 @@ class Operand:
     values: Tensor
     largest: Tensor | None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed values."""
-        return self.values.nbytes
-
 
 def pack(
     x: Tensor, batch_size: int, tf32: bool, padding: tuple[int, int, int] = NO_PADDING
@@ -70,7 +65,9 @@ def pack(
     if not last.is_contiguous():
         x = x.contiguous()
     pictures, channels, *pixels = x.shape
-    padded = [size + 2 * each for size, each in zip(pixels, padding, strict=True)]
+    padded = pixels
+    if padding != NO_PADDING:
+        padded = [size + 2 * each for size, each in zip(pixels, padding, strict=True)]
     dtype = x.dtype if largest is None else torch.float16
     new = x.new_empty if padding == NO_PADDING else x.new_zeros
     values = new(pictures, *padded, channels, dtype=dtype)
@@ -80,7 +77,7 @@ def pack(
         grid = (ceil_div(count, BLOCK), ceil_div(channels, block), pictures)
         _pack_kernel[grid](
             x, values, x if largest is None else largest, pictures // batch_size, channels, count,
-            *pixels[1:], *padded, *padding, *(x.stride(n) for n in (0, 1, 4)),
+            *pixels[1:], *padded, *padding, x.stride(0), x.stride(1), x.stride(4),
             PADDED=padding != NO_PADDING, SCALED=largest is not None, BLOCK_L=BLOCK, BLOCK_C=block,
             SMALLEST=SMALLEST, EXPONENT=EXPONENT, num_warps=4,
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """Each record beside one backward per sample: norms, clipped sums, bounds, frozen, two uses."""
 
+import copy
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from dp_clipping.verification import reference as oracle
+from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.dp_clipping.ops.records import RECORDS, Record
 from tests.support import zoo
 from tests.support.kernel_cases import on_gpu
@@ -196,3 +198,41 @@ def test_outputs_are_pytorchs(record, autocast):
         )  # fmt: skip
         run.criterion(outputs, y).backward()
     assert run.model.per_sample_gradient_norms.isfinite().all()
+
+
+# Settings that change between steps
+
+
+def change_convolution(layer: nn.Module) -> None:
+    layer.stride, layer.padding = (2,), (3,)
+
+
+def change_groups(layer: nn.Module) -> None:
+    layer.num_groups, layer.eps = 2, 0.5
+
+
+@pytest.mark.parametrize(
+    ("build", "change"),
+    [
+        (lambda: nn.Conv1d(4, 4, 3, padding=1), change_convolution),
+        (lambda: nn.ConvTranspose1d(4, 4, 3), change_convolution),
+        (lambda: nn.Conv1d(4, 4, 3), lambda layer: setattr(layer, "padding_mode", "circular")),
+        (lambda: nn.GroupNorm(4, 4), change_groups),
+    ],
+    ids=["convolution", "transposed", "padding", "groups"],
+)
+def test_a_setting_that_changes_between_steps(build, change):
+    torch.manual_seed(0)
+    network = zoo.Net(lambda net, x: net.layer(x), layer=build()).double()
+    model = private(network, "bookkeeping")
+    for size, changes in ((3, False), (5, False), (4, True), (6, False)):
+        if changes:
+            change(network.layer)
+        x = torch.randn(size, 4, 8, dtype=torch.float64)
+        batch = x, torch.randn_like(copy.deepcopy(network)(x))
+        samples = oracle.per_sample_gradients(copy.deepcopy(network), batch, zoo.product)
+        model.clear_gradients()
+        private_loss(model, batch, zoo.product).backward()
+        norms = oracle.norms(samples).double()
+        torch.testing.assert_close(model.per_sample_gradient_norms.double(), norms)
+        assert_close(gradients_of(model), oracle.clipped_sum(samples, 1.0), 1e-9)

@@ -14,7 +14,7 @@ from tests.support.host_cost import NETWORKS
 LAYERS = 4
 LIMITS = {
     "transformer": (910, 50),
-    "convolutional": (1050, 265),
+    "convolutional": (1000, 200),
 }  # of one layer; of a further one
 COUNT = f"""
 import json
