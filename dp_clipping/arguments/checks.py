@@ -30,7 +30,7 @@ TILE_SIZES = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Argument:
-    """What values an argument takes.
+    """Says which values an argument takes.
 
     Attributes:
         wanted: what to give, as messages say it.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dp_clipping.capture.calls import ADDED
 from dp_clipping.distributed.dtensor import is_fsdp1
 from dp_clipping.torch_compat import (
     non_persistent_buffers,
@@ -29,10 +30,7 @@ DEPTH, LENGTH = 5, 4096  # of nested containers; longer ones are data of other k
 OTHERS = {"torch", "dp_clipping", "ddp", "opacus", "builtins", "collections", "logging", "enum"}
 """Packages whose objects are not looked into."""
 # Attributes of every module, what private training adds, and what a criterion sets for a call.
-SKIPPED = frozenset(vars(nn.Module())) | {
-    "_private", "forward", "zero_grad", "refuse_wrapper", "__reduce_ex__", "_compiled_call_impl",
-    "reduction",
-}  # fmt: skip
+SKIPPED = frozenset(vars(nn.Module())) | ADDED | {"reduction"}
 PLAIN = (int, float, complex, str, bytes, type(None))
 MISSING = object()
 

@@ -1,4 +1,4 @@
-"""What layers and private steps know of each other: records of parameters, what a use leaves."""
+"""Declares what passes between layers and private steps: parameters, and what a use leaves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Trainable:
 
 
 class Left(NamedTuple):
-    """What one use of a layer has left in backward.
+    """Holds what one use of a layer has left in backward.
 
     Attributes:
         kind: `LINEAR`, `NORMALIZED`, `DENSE` or `FACTORS`: what `value` is.

@@ -1,4 +1,4 @@
-"""What all checks share that run something again and compare.
+"""Runs something again and compares: what all such checks share.
 
 Files:
 

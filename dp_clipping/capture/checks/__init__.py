@@ -1,4 +1,4 @@
-"""What steps and checks compare.
+"""Compares tensors, for steps and for checks.
 
 Files:
 

@@ -1,4 +1,4 @@
-"""What a private step does with what its layers leave in backward: when norms and sums are formed.
+"""Decides when norms and sums are formed from what layers leave in backward.
 
     take        a use of a layer leaves G, or the operands that G follows from
     clip        its norms have been taken -> coefficients

@@ -1,1 +1,1 @@
-"""What a private step is, whatever computes it: networks × ways, one oracle, the public API."""
+"""Tests the private step, whatever computes it: networks × ways, one oracle, the public API."""

@@ -1,4 +1,4 @@
-"""What one sample can do: not finite, more or less, in another arithmetic; and steps that differ.
+"""Tests what one sample can do: not finite, more or less, in another arithmetic; unlike steps.
 
 The steps of a run need not be alike: the network may use its layers otherwise, sequences have other
 lengths, and random numbers of a forward need not come again in its backward.

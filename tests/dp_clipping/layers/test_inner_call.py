@@ -10,6 +10,14 @@ from torch import Tensor, nn
 from dp_clipping.layers.inner_call import inner_of
 from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_exact, private, private_loss
+from tests.dp_clipping.ops.records import (
+    Adapted,
+    ByFunction,
+    ChannelsFirst,
+    Padding,
+    Twice,
+    WithItsTransposed,
+)
 from tests.support import zoo
 
 
@@ -39,34 +47,6 @@ class SharedPositions(nn.Embedding):
         return super().forward(torch.arange(input_ids.shape[1])) * input_ids[..., None]
 
 
-class Adapted(nn.Linear):
-    """Has layers of its own beside its weight."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs)
-        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.tanh()) + self.up(self.down(x))
-
-
-class Twice(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(super().forward(x).sin())
-
-
-class ByFunction(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(input=x * 2, weight=self.weight, bias=self.bias).relu()
-
-
-class ChannelsFirst(nn.LayerNorm):
-    """As ConvNeXt's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
-
-
 class Gated(nn.Conv1d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).sigmoid() * x
@@ -94,25 +74,11 @@ class WithoutBias(nn.Linear):
         return F.linear(x, self.weight) + self.bias.exp()
 
 
-class WithItsTransposed(nn.Linear):
-    """Computes with its weight once as the layer does and once otherwise."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) @ self.weight
-
-
 class Circular(nn.Conv1d):
     """Pads before the call that convolves."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
-
-
-class Padding(nn.Embedding):
-    """Trains the row that the layer's own call would leave out."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
 
 
 def gemma_words() -> nn.Module:
