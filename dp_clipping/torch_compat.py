@@ -511,6 +511,12 @@ def outside_of_vmap() -> Iterator[None]:
 # ---- compilation and profiling -------------------------------------------------------------------
 
 
+ADDED = frozenset({
+    "_private", "forward", "zero_grad", "refuse_wrapper", "__reduce_ex__", "_compiled_call_impl",
+})  # fmt: skip
+"""Attributes that private training adds to a network, and to that object only."""
+
+
 class Intercepted:
     """Stands where `nn.Module.compile` puts compiled code, which a module calls in its place."""
 

@@ -14,15 +14,12 @@ from typing import Any
 from torch import nn
 
 from dp_clipping.torch_compat import (
+    ADDED,
     call_intercepted,
     intercept_calls,
     is_intercepted,
     stop_intercepting,
 )
-
-ADDED = frozenset({
-    "_private", "forward", "zero_grad", "refuse_wrapper", "__reduce_ex__", "_compiled_call_impl",
-})  # fmt: skip
 
 
 def let_copies_be_plain(module: nn.Module) -> None:

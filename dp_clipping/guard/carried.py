@@ -61,7 +61,8 @@ class Restored:
         state.walk()
         state.changes = self.changes = []
         self.mark = state.mark()
-        self.values = Values(self.mark.tensors, with_parameters=not is_of_runs)
+        tensors = [named.tensor for named in self.mark.tensors]
+        self.values = Values(tensors, with_parameters=not is_of_runs)
         self._may_keep_logs = not isinstance(state.root, nn.Module)  # a criterion, for its user
 
     def left(self) -> Left:
@@ -71,14 +72,15 @@ class Restored:
             value = change.place.value(change.key)
             if not (self._may_keep_logs and isinstance(value, list | deque)):
                 _collect(found, change.name, value, 0)
-        for named in self.values.changed():
+        for named in map(self.mark.tensors.__getitem__, self.values.changed()):
             _collect(found, named.place.change(named.key).name, named.tensor, 0)
         return found
 
     def put_back(self) -> None:
         self.changes += self.mark.replaced()
         self.mark.put_back()
-        self.changes += [named.place.change(named.key) for named in self.values.put_back()]
+        written = map(self.mark.tensors.__getitem__, self.values.put_back())
+        self.changes += [named.place.change(named.key) for named in written]
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.calls import ADDED
 from dp_clipping.distributed.dtensor import is_fsdp1
 from dp_clipping.torch_compat import (
+    ADDED,
     non_persistent_buffers,
     own_buffers,
     own_modules,

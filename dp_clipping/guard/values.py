@@ -1,11 +1,11 @@
 """Keeps values of tensors, to find writes and to undo them."""
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.guard.places import Named
 from dp_clipping.torch_compat import versions_of
 
 
@@ -21,53 +21,51 @@ class Values:
             whether they were written to, and they keep what was written.
     """
 
-    def __init__(self, tensors: list[Named], with_parameters: bool = True):
-        held = [(named, named.tensor.detach()) for named in tensors]
-        self._held = sorted(held, key=lambda pair: str(pair[1].device))
-        self._versions = versions_of(named.tensor for named, _ in self._held)
-        self._is_copied = [
-            with_parameters or not isinstance(named.tensor, nn.Parameter) for named, _ in self._held
-        ]
+    def __init__(self, tensors: Sequence[Tensor], with_parameters: bool = True):
+        self._tensors = tensors
+        self._aliases = [x.detach() for x in tensors]
+        self._versions = versions_of(tensors)
+        self._is_copied = [with_parameters or not isinstance(x, nn.Parameter) for x in tensors]
         self._kept = [
             alias.clone() if is_copied else _sum_of_bits(alias)
-            for (_, alias), is_copied in zip(self._held, self._is_copied, strict=True)
+            for alias, is_copied in zip(self._aliases, self._is_copied, strict=True)
         ]
 
     @torch.no_grad()
-    def changed(self) -> list[Named]:
-        """Returns the tensors that have other values now, or other memory."""
-        return [self._held[n][0] for n in self._changed()]
-
-    @torch.no_grad()
-    def put_back(self) -> list[Named]:
-        """Gives tensors their memory and values; returns those that had others."""
-        changed = self._changed()
-        for n in changed:
-            named, alias = self._held[n]
-            if _is_elsewhere(named.tensor, alias):
-                named.tensor.data = alias
-            if self._is_copied[n]:
-                alias.copy_(self._kept[n])
-        return [self._held[n][0] for n in changed]
-
-    def _changed(self) -> list[int]:
-        flags: list[bool] = []
-        items = list(zip(self._held, self._kept, self._is_copied, strict=True))
-        for _, group in groupby(items, lambda item: item[0][1].device):
-            differ = [
-                (_bits(kept) != _bits(alias)).any() if is_copied else kept != _sum_of_bits(alias)
-                for (_, alias), kept, is_copied in group
-            ]
-            flags += torch.stack(differ).tolist()
-        versions = versions_of(named.tensor for named, _ in self._held)
+    def changed(self) -> list[int]:
+        """Returns which tensors have other values now, or other memory."""
+        differs = [
+            (_bits(kept) != _bits(alias)).any() if is_copied else kept != _sum_of_bits(alias)
+            for alias, kept, is_copied in zip(
+                self._aliases, self._kept, self._is_copied, strict=True
+            )
+        ]
+        flags = [False] * len(differs)
+        on = [str(x.device) for x in differs]
+        for _, group in groupby(sorted(range(len(on)), key=on.__getitem__), on.__getitem__):
+            there = list(group)
+            told = torch.stack([differs[n] for n in there]).tolist()
+            for n, differ in zip(there, told, strict=True):
+                flags[n] = differ
+        versions = versions_of(self._tensors)
         moved = [a != b for a, b in zip(versions, self._versions, strict=True)]
         return [
             n
-            for n, (named, alias) in enumerate(self._held)
-            if flags[n]
-            or (moved[n] and not self._is_copied[n])
-            or _is_elsewhere(named.tensor, alias)
+            for n, (tensor, alias) in enumerate(zip(self._tensors, self._aliases, strict=True))
+            if flags[n] or (moved[n] and not self._is_copied[n]) or _is_elsewhere(tensor, alias)
         ]
+
+    @torch.no_grad()
+    def put_back(self) -> list[int]:
+        """Gives tensors their memory and values; returns which had others."""
+        changed = self.changed()
+        for n in changed:
+            tensor, alias = self._tensors[n], self._aliases[n]
+            if _is_elsewhere(tensor, alias):
+                tensor.data = alias
+            if self._is_copied[n]:
+                alias.copy_(self._kept[n])
+        return changed
 
 
 def _is_elsewhere(now: Tensor, alias: Tensor) -> bool:
