@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine, register_layer
+from dp_clipping.step.sums import work
 from tests.dp_clipping.conftest import MODES, assert_close
 from tests.support import registered_layers
 
@@ -152,8 +153,8 @@ def seeded(kind, write, **options):
     return Branches(kind, write, **options).train()
 
 
-def sums_of(network, mode, batch=None, steps=1, **options):
-    """The clipped sums of a step: name -> sum."""
+def sums_of(network, mode, batch=None, steps=1, before=lambda step: None, **options):
+    """The clipped sums of the last of some steps: name -> sum."""
     x, y = batch or data()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -167,6 +168,7 @@ def sums_of(network, mode, batch=None, steps=1, **options):
         if step:
             optimizer.step()
             optimizer.zero_grad()
+        before(step)
         criterion(model(x), y).backward()
     optimizer.pre_step()
     return {name: p.grad.clone() for name, p in network.named_parameters()}
@@ -233,17 +235,21 @@ def test_the_cure_works(mode):
 
 def test_a_change_in_a_later_step():
     """Where no batch is checked: versions are compared in every step."""
-    changes = [False]
-    network = seeded("linear", lambda g: g.mul_(100) if changes[0] else None)
-    network.first.register_forward_hook(lambda *_: changes.append(True))
+    network = seeded("linear", lambda g: None)
 
-    def write(g):
-        if len(changes) > 20:
-            g.mul_(100)
+    def write_from_now_on(step):
+        if step == 20:  # batches 16 and 32 are checked
+            network.write = WRITES["mul_"]
 
-    network.write = write
     with pytest.raises(RuntimeError, match=CHANGED):
-        sums_of(network, "bookkeeping", steps=25)
+        sums_of(network, "bookkeeping", steps=21, before=write_from_now_on)
+
+
+@pytest.mark.parametrize("kind", ["linear", "embedding", "table"])
+def test_a_change_after_its_norm(kind, monkeypatch):
+    """What waits for its sum is compared again, here where no norm waits for others."""
+    monkeypatch.setattr(work, "PENDING_BYTES", -1)
+    assert right_or_refused(kind, "bookkeeping", "mul_")
 
 
 def write_output_gradient(*arguments):
