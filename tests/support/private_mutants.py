@@ -165,7 +165,7 @@ ROWS = [
      "if not same:", "if self._of is None:", OPS, "at_most_c and gru_packed"),
     ("accumulated sums are not weighted", "layers/linear_factors.py",
      "weighted_sum(weights.only(part), gradients)", "gradients.sum(0)", OPS,
-     "test_reference and linear"),
+     "few_samples_at_a_time"),
     ("equal tokens are normed apart", "layers/embedding/factors.py",
      "rows = (number + first).flatten()",
      "rows = (torch.arange(tokens, device=first.device) + first).flatten()", OPS,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from dp_clipping.layers import linear_factors
 from dp_clipping.verification import reference as oracle
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.dp_clipping.ops.records import RECORDS, Record
@@ -58,6 +59,12 @@ def in_turn(record: Record, choices: tuple[str, ...], start: int = 0) -> str:
 @pytest.mark.parametrize("mode", REFERENCE)
 def test_reference(record, mode):
     compare(record.case(), Way(mode=mode))
+
+
+@pytest.mark.parametrize("name", ["linear", "linear_large", "lstm"])
+def test_reference_with_few_samples_at_a_time(name, monkeypatch):
+    monkeypatch.setattr(linear_factors, "PIECE_ELEMENTS", 1)
+    compare(RECORDS[NUMBER[name]].case(), Way(mode="bookkeeping"))
 
 
 @every_record
