@@ -213,6 +213,17 @@ def test_parts_that_are_declared():
         torch.testing.assert_close(a, b)
 
 
+def test_declared_parts_have_no_more_samples_than_the_batch():
+    run = make()
+    _, (x, y) = first_draw(run)
+    run.optimizer.signal_skip_step(True)
+    backward(run, (x, y))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=f"an earlier one of this step had samples.*{TWICE}"):
+        backward(run, (x[:1].clone(), y[:1]))
+
+
 def test_what_the_memory_manager_announces_are_no_parts_of_a_microbatch():
     run = make(data_loader=DataLoader(data(20), batch_size=20))
     with BatchMemoryManager(
