@@ -18,9 +18,9 @@ from dp_clipping.capture.network import CapturedNetwork, LayerCall
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.batch_layout import FEW, MORE
-from dp_clipping.layers.handle import FACTOR_SLOTS, GRADIENT_SLOTS, LayerState
-from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.layers.recorder import Trainable
+from dp_clipping.layers.handle import FACTOR_SLOTS, GRADIENT_SLOTS, LayerState, Site
+from dp_clipping.layers.projection import Linear
+from dp_clipping.layers.recorder import DENSE, LINEAR, Trainable
 from dp_clipping.planning.cost_model import INSTANTIATE, LinearShape
 from dp_clipping.torch_compat import tree_flatten
 
@@ -92,12 +92,12 @@ class LinearTap(torch.autograd.Function):
     @staticmethod
     def backward(ctx, first, second, count):
         private_step, parameter, is_gradient, transposed = ctx.rest
+        private_step.counted(parameter, count)
         if is_gradient:
-            private_step.counted(parameter, count)
-            private_step.dense(parameter, first, second)
+            private_step.take(DENSE, (parameter,), (first, second), (first,))
         else:
-            private_step.counted(parameter, count)
-            private_step.factors(parameter, LinearFactors(second, first, transposed))
+            site = Site(Linear, parameter, transposed=transposed)
+            private_step.take(LINEAR, (parameter,), (first, second, site), (first, second))
         return None, None, None, None, None, None
 
 
@@ -166,10 +166,12 @@ class Forecaster:
         for name, handle in handles.items():
             of_layer = calls[name]
             is_linear = handle.kind in ("linear", "conv1d") and "weight" in handle.trainable
-            if not is_linear or handle.always_dense or len(of_layer) != 1:
+            if not is_linear or len(of_layer) != 1:
+                continue
+            parameter = handle.parameter("weight")
+            if parameter.joint is not None:
                 continue
             x, dtype = of_layer[0].inputs[0], of_layer[0].product_dtype
-            parameter = handle.parameter("weight")
             inputs, shape = x.shape[-1], parameter.shape
             use = LinearShape(
                 parameter.name, 1, x.shape[:-1].numel() // FEW, inputs,

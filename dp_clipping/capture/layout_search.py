@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from dp_clipping.layers.handle import (
     product_dtype,
     rows_unknown,
 )
-from dp_clipping.layers.recorder import Trainable
+from dp_clipping.layers.recorder import Joint, Trainable
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.objects import Effects, Objects, Path
 from dp_clipping.layers.vmap.refusals import refuse_transforms
@@ -121,14 +122,30 @@ class Search:
         self.learn_outputs(*(run[NETWORK][0].outputs for run in runs))
         for parameter, count in uses.items():
             self._uses[parameter] = max(count, self._uses.get(parameter, 0))
-        handles = self.capture.handles
-        others = {p for h in handles if h.kind not in LINEAR for p in h.parameters().values()}
-        for handle in handles:
-            several = {n: p for n, p in handle.parameters().items() if self._uses[p] > 1}
-            handle.always_dense = bool(several)
-            handle.joined = frozenset(
-                n for n, p in several.items() if len(p.shape) == 2 and p not in others
-            )
+        self._join()
+
+    def _join(self) -> None:
+        """Joins the parameters of layers that share one, or are used several times."""
+        several = {record for record, count in self._uses.items() if count > 1}
+        others: set[Trainable] = set()
+        joints: list[set[Trainable]] = []
+        for handle in self.capture.handles:
+            own = set(handle.parameters().values())
+            if handle.kind not in LINEAR:
+                others |= own
+            if not own.isdisjoint(several):
+                linked = [joint for joint in joints if not joint.isdisjoint(own)]
+                joints = [joint for joint in joints if joint.isdisjoint(own)]
+                joints.append(own.union(*linked))
+        for handle in self.capture.handles:
+            handle.sites.clear()
+        for record in self.capture.trained:
+            record.joint = None
+        for records in joints:
+            linear = frozenset(r for r in records - others if len(r.shape) == 2)
+            joint = Joint(tuple(sorted(records, key=attrgetter("number"))), linear)
+            for record in joint.records:
+                record.joint = joint
 
     def _count_shared(self) -> int:
         known = chain.from_iterable(

@@ -14,8 +14,7 @@ Traffic: y and x are read once, pieces·B·d float32 values are written (twice t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +39,7 @@ PROGRAMS = 1024  # fewer leave processors idle: pieces are made until there are 
 LEAST_STEPS = 4  # loads of a piece: shorter ones cost more in sums than they gain
 
 
-@dataclass(frozen=True)
-class Normalized:
+class Normalized(NamedTuple):
     """The operands from which one normalisation's weight gradients are computed.
 
     Attributes:
@@ -57,12 +55,6 @@ class Normalized:
     rstd: Tensor
     mean: Tensor | None = None
     with_bias: bool = False
-
-    held = attrgetter("y", "x", "rstd")
-
-    @property
-    def nbytes(self) -> int:
-        return self.y.nbytes + self.x.nbytes
 
     def readable(self) -> Normalized:
         """Returns the operands in a layout that the kernel can read."""

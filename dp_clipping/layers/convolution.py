@@ -12,10 +12,8 @@ are many, G_i is computed for the norm and, by the same operations, again for th
 summed values are those of the norm.
 """
 
-from functools import partial
 from math import prod
 from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +33,13 @@ from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import LayerState, autocast_operands, deliver, run, sum_of_pictures
-from dp_clipping.torch_compat import apply_directly
+from dp_clipping.layers.handle import (
+    LayerState,
+    autocast_operands,
+    forward_of,
+    sum_of_pictures,
+)
+from dp_clipping.layers.recorder import DENSE, FACTORS
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
 KINDS = (
@@ -57,41 +60,14 @@ def is_plain(kind: type) -> bool:
     return own <= {"__init__"}
 
 
-def forward(self: nn.Module, x: Tensor, output_size: list[int] | None = None) -> Tensor:
-    handle: LayerState = self._private
-    if handle.private_step is None:
-        given = () if output_size is None else (output_size,)
-        return type(self).forward(self, x, *given)
-    weight, bias, private_step = self.weight, self.bias, handle.private_step
-    how = (
-        weight.shape, self.stride, self.padding, self.padding_mode, self.dilation,
-        self.output_padding, self.groups,
-    )  # fmt: skip
-    site = handle.site_of(x) if output_size is None else None
-    if site is None or site.options[0] != how:
-        return _first_call(self, x, output_size, how)
-    layout, batch_size = site.layout, private_step.batch_size
-    rows, weight = x if layout is None else layout.batch_first(x, batch_size), weight.detach()
-    bias = None if bias is None else bias.detach()
-    if site.cast is not None:
-        rows, weight, bias = autocast_operands(rows, weight, bias)
-    weight_slot = weight_target = bias_slot = bias_target = None
-    if (record := site.weight) is not None:
-        weight_slot, weight_target = record.trigger, partial(_hand_over, private_step, record)
-    if (record := site.bias) is not None:
-        bias_slot, bias_target = record.trigger, partial(private_step.dense, record)
-    rest = (weight_target, bias_target, batch_size, *site.options[1:])
-    y = _run_convolution(rows, weight, bias, weight_slot, bias_slot, rest)
-    return y if layout is None else layout.restore(y)
-
-
-def _first_call(self: nn.Module, x: Tensor, output_size: list[int] | None, how: tuple) -> Tensor:
-    """Runs a call that is unlike those before, and keeps what the next one like it needs."""
-    handle: LayerState = self._private
-    given, weight, bias = x, self.weight, self.bias
+def _first_call(
+    self: nn.Module, handle: LayerState, x: Tensor, output_size: list[int] | None = None
+) -> Tensor:
+    weight, bias = self.weight, self.bias
     tensor_parallel.refuse_distributed(handle, x, weight, bias)
-    layout, x = handle.batched(tensor_parallel.settled(x))
-    batch_size = handle.private_step.batch_size
+    given = tensor_parallel.settled(x)
+    layout, x = handle.batched(given)
+    private_step, batch_size = handle.private_step, handle.private_step.batch_size
     rows = layout.batch_first(x, batch_size)
     pictures = rows.shape[1] if rows.ndim > weight.ndim else None
     rows = rows if pictures is None else rows.flatten(0, 1)
@@ -100,21 +76,31 @@ def _first_call(self: nn.Module, x: Tensor, output_size: list[int] | None, how: 
             f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)}: give it "
             f"[batch, channels, ...] of {weight.ndim} dimensions"
         )
-    padded, padding = _padded(self, rows)
+    rows, padding = _padded(self, rows)
     options = (
         list(self.stride), padding, list(self.dilation), self.transposed,
         _output_padding(self, rows, output_size), self.groups,
     )  # fmt: skip
-    geometry = _geometry(weight.shape, options)
-    if padded is rows and output_size is None and pictures is None and not handle.joined:
-        handle.keep_site(given, layout, (how, options, geometry))
-    bias = None if bias is None else bias.detach()
-    rows, weight, bias = autocast_operands(padded, weight.detach(), bias)
-    weight_slot, weight_target = _weight_target(handle)
-    bias_slot, bias_target = handle.gradient_target("bias")
-    rest = (weight_target, bias_target, batch_size, options, geometry)
-    y = run(handle, Convolution, rows, weight, bias, weight_slot, bias_slot, rest)
+    how = (options, _geometry(weight.shape, options))
+    if torch.compiler.is_compiling():
+        bias = None if bias is None else bias.detach()
+        rows, weight, bias = autocast_operands(rows, weight.detach(), bias)
+        slots = handle.slot("weight"), handle.slot("bias")
+        y = Convolution.apply(rows, weight, bias, *slots, (None, batch_size, how))
+    else:
+        site = handle.site(
+            Convolution, x, layout, options=how, settings=SETTINGS(self), reads=SETTINGS
+        )
+        if rows is given and output_size is None:
+            handle.keep(given, site)
+        y = site.use(private_step, rows, weight, bias)
     return layout.restore(y if pictures is None else y.unflatten(0, (batch_size, pictures)))
+
+
+forward = forward_of(_first_call)
+SETTINGS = attrgetter(
+    "stride", "padding", "padding_mode", "dilation", "output_padding", "groups"
+)  # of a convolution, which may change between steps
 
 
 def _padded(module: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
@@ -157,57 +143,55 @@ def _geometry(shape: torch.Size, options: tuple) -> Geometry:
     )
 
 
-def _weight_target(handle: LayerState) -> tuple[Any, Any]:
-    """Returns where the weight's factors go, or its G: see `LayerState.gradient_target`."""
-    if "weight" not in handle.trainable or handle.always_dense or torch.compiler.is_compiling():
-        return handle.gradient_target("weight")
-    private_step, parameter = handle.private_step, handle.parameter("weight")
-    if private_step.policy.dense_always:
-        return handle.gradient_target("weight")
-    return parameter.trigger, partial(_hand_over, private_step, parameter)
-
-
-def _hand_over(private_step: Any, parameter: Any, use: "Factors") -> None:
-    if private_step.fused and use.is_wide:
-        private_step.factors(parameter, use)
-    else:
-        private_step.dense(parameter, use.dense(private_step.fused))
-
-
 class Convolution(torch.autograd.Function):
-    """Runs `F.conv{1,2,3}d` or its transpose; its backward delivers per-sample gradients."""
+    """Runs `F.conv{1,2,3}d` or its transpose; its backward delivers per-sample gradients.
+
+    `rest` has the site and the private step. In a compiled region it has None, the batch size and
+    the options: there the G are the gradients of the slots.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
+        site = rest[0]
+        options, _ = rest[2] if site is None else site.options
+        if site is not None and site.cast is not None:
+            x, weight = x.to(site.cast), weight.to(site.cast)
+            bias = None if bias is None else bias.to(site.cast)
         ctx.save_for_backward(x, weight)
         ctx.rest = rest
         ctx.wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         ctx.slot_dtype = None if weight_slot is None else weight_slot.dtype
-        return torch.ops.aten.convolution(x, weight, bias, *rest[3])
+        return torch.ops.aten.convolution(x, weight, bias, *options)
 
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
         gy = tensor_parallel.arrived(gy)
-        weight_target, bias_target, batch_size, options, geometry = ctx.rest
+        site, private_step = ctx.rest[:2]
+        options, geometry = ctx.rest[2] if site is None else site.options
+        batch_size = private_step if site is None else private_step.batch_size
         wants_x, wants_weight, wants_bias = ctx.wants
         gx = gradients = biases = None
         if wants_x:
             backward = torch.ops.aten.convolution_backward
             gx = backward(gy, x, weight, None, *options, [True, False, False])[0]
-        if wants_weight:
-            use = Factors(x, gy, weight.shape, batch_size, geometry, transposed=options[3])
-            if weight_target is None:
-                gradients = use.dense().to(ctx.slot_dtype)
-            else:
-                weight_target(use)
-        if wants_bias:
+        if wants_bias if site is None else site.bias is not None:
             sums = gy.flatten(2).sum(2, dtype=accumulation_dtype(gy.dtype))
-            biases = deliver(bias_target, sum_of_pictures(sums, batch_size))
-        return gx, None, None, gradients, biases, None
-
-
-_run_convolution = apply_directly(Convolution)
+            biases = sum_of_pictures(sums, batch_size)
+        if wants_weight if site is None else site.weight is not None:
+            use = Factors(x, gy, weight.shape, batch_size, geometry, transposed=options[3])
+            if site is None:
+                gradients = use.dense().to(ctx.slot_dtype)
+            elif private_step.fused and use.is_wide:
+                private_step.take(FACTORS, (site.weight,), use, use.held(use))
+            else:
+                gradients = use.dense(private_step.fused)
+        if site is None:
+            return gx, None, None, gradients, biases, None
+        for record, own in ((site.weight, gradients), (site.bias, biases)):
+            if record is not None and own is not None:
+                private_step.take(DENSE, (record,), (own, None), (own,))
+        return gx, None, None, None, None, None
 
 
 class Factors:

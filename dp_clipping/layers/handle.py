@@ -1,8 +1,7 @@
 """State of a captured layer: its private step, and where its samples are."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.layers.batch_layout import Layout, all_tokens, bag_tensors, first_tokens
 from dp_clipping.layers.recorder import Recorder, Trainable
-from dp_clipping.torch_compat import transforms_run, tree_leaves
+from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves
 from dp_clipping.trials.schedule import Schedule
 
 # What arrives at the slots of a linear layer in a compiled region: see linear.py.
@@ -23,29 +22,12 @@ GRADIENT_SLOTS = (
 FACTOR_SLOTS = ("y", "a", "count")
 
 FIRST = Layout()  # samples are counted by the first dimension
+OWN = ("weight", "bias")
 
 # Kinds whose outputs may have samples elsewhere than their inputs.
 OUTPUTS_LEARNED = ("vectorized", "child", "recurrent", "cell", "attention", "registered")
 
-GradientTarget = Callable[[Tensor], None]
-
-
-def deliver(target: GradientTarget | None, gradients: Tensor | None) -> Tensor | None:
-    """Passes G to the target, or returns it as the gradient of its slot."""
-    if target is None:
-        return gradients
-    target(gradients)
-    return None
-
-
-def run(handle: "LayerState", function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Returns `function.apply(*args)`, by one call if no transform of `torch.func` runs.
-
-    `apply` itself looks at every argument, and at each number in it, in Python for their sake.
-    """
-    if handle.private_step.is_compiled or transforms_run():
-        return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)
+Forward = Callable[..., Any]
 
 
 def sum_of_pictures(sums: Tensor, batch_size: int) -> Tensor:
@@ -97,31 +79,87 @@ class Site:
     """One way in which a layer is used in private steps: what is asked once.
 
     Attributes:
+        function: runs the layer, `apply(x, weight, bias, trigger, None, (site, private step))`.
         weight, bias: the trainable parameters; None for one that is frozen or not there.
         layout: where samples are in its input and output; None: in the first dimension.
-        transposed: the weight is [p, d].
-        found: the layouts that its layer had then: with others it holds no more.
         cast: the dtype that autocast gives its operands; None: it leaves them.
-        options: what else the layer's function needs.
+        transposed: the weight is [p, d].
+        options: what else the function needs.
+        settings: what they follow from, as `reads` reads it of the module.
         records: the trainable ones of weight and bias.
+        planned: the weight, if the step plans what becomes of its factors.
+        run: the function, without PyTorch's look at each argument.
     """
 
+    function: type[torch.autograd.Function]
     weight: Trainable | None
-    bias: Trainable | None
+    bias: Trainable | None = None
     layout: Layout | None = None
-    transposed: bool = False
-    found: Any = None
     cast: torch.dtype | None = None
+    transposed: bool = False
     options: Any = None
+    settings: Any = None
+    reads: Callable[[Any], Any] | None = None
     records: tuple[Trainable, ...] = ()
+    planned: Trainable | None = None
+    run: Callable[..., Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.records = tuple([one for one in (self.weight, self.bias) if one is not None])
+        weight = self.weight
+        self.records = tuple([one for one in (weight, self.bias) if one is not None])
+        is_planned = weight is not None and (weight.joint is None or weight in weight.joint.linear)
+        self.planned = weight if is_planned else None
+        self.run = apply_directly(self.function)
 
     def tokens(self, y: Tensor, a: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
         """Returns output gradients and inputs [.., features] as [B, T, features]."""
         layout = self.layout or FIRST
         return layout.batch_tokens(y, batch_size), layout.batch_tokens(a, batch_size)
+
+    def use(
+        self, private_step: Recorder, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Runs the layer's function with these parameters."""
+        trigger = private_step.trigger(self.records[0]) if self.records else None
+        bias = None if bias is None else bias.detach()
+        run = self.function.apply if transforms_run() else self.run
+        return run(x, weight.detach(), bias, trigger, None, (self, private_step))
+
+
+def forward_of(first_call: Forward) -> Forward:
+    """Returns the forward of a captured layer, which reads its site where it has one.
+
+    Args:
+        first_call: (module, its state, input, ..) -> output, of any other call in a private step.
+    """
+
+    def forward(self: nn.Module, x: Tensor, *others: Any, **named: Any) -> Any:
+        handle: LayerState = self._private
+        private_step = handle.private_step
+        if private_step is None:
+            return type(self).forward(self, x, *others, **named)
+        if private_step.is_compiled or others or named or type(x) is not Tensor:
+            return first_call(self, handle, x, *others, **named)
+        device, dtype = x.device.type, x.dtype
+        is_cast = torch.is_autocast_enabled(device) and dtype != torch.float64
+        cast = torch.get_autocast_dtype(device) if is_cast else None
+        site = handle.sites.get((x.ndim, dtype, cast))
+        if (
+            site is None
+            or x.shape[0 if site.layout is None else site.layout.dim] != private_step.batch_size
+            or (site.reads is not None and site.reads(self) != site.settings)
+            or transforms_run()
+        ):
+            return first_call(self, handle, x)
+        own, parameters = self.__dict__, self._parameters
+        weight = own["weight"] if "weight" in own else parameters["weight"]  # FSDP1 lays it over
+        bias = own["bias"] if "bias" in own else parameters.get("bias")
+        record = site.records[0]
+        trigger = record.trigger if record.joint is None else private_step.trigger(record)
+        bias = None if bias is None else bias.detach()
+        return site.run(x, weight.detach(), bias, trigger, None, (site, private_step))
+
+    return forward
 
 
 class LayerState:
@@ -151,12 +189,10 @@ class LayerState:
         one_by_one: why its samples run one after another; "": they run under vmap.
         own_forward: a forward that the module had in place of its class's; None: it had none.
         private_step: the private step that its calls belong to; None: it runs without privacy.
-        sites: dimensions, dtype and autocast dtype of an input -> how the layer is used so.
+        sites: dimensions, dtype and autocast dtype of an input -> how the layer is used so. They
+            are dropped when samples are looked for again.
         slots: name -> the dense slot of this private step.
         layouts: number of dimensions of each input -> their layouts.
-        always_dense: some parameter has several uses, whose G are added up.
-        joined: names of those weights all of whose uses are linear layers: their tokens are those
-            of one use, so factors are joined instead.
     """
 
     def __init__(
@@ -179,8 +215,6 @@ class LayerState:
         self.slots: dict[str, Tensor] = {}
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
-        self.always_dense = False
-        self.joined: frozenset[str] = frozenset()
         self.children_apart = self.is_inside = self.is_own = False
         self.trial: Callable[..., Any] | None = None
         self.inner: Any = None
@@ -230,69 +264,30 @@ class LayerState:
             self.slots[name] = self.private_step.slot(self._parameters[name])
         return self.slots[name]
 
-    def gradient_target(self, name: str) -> tuple[Tensor | None, GradientTarget | None]:
-        """Returns where the backward puts G of a parameter: (function input, callback).
-
-        The input is a tensor for the layer's function. The callback receives G; None: G is the
-        input's gradient. A frozen parameter has (None, None).
-
-        A slot's gradient is the way that `torch.compile` can trace, and that adds up the uses of a
-        parameter; where there is one use and no compiler the private step is called at once.
-        """
-        if name not in self._parameters:
-            return None, None
-        private_step = self.private_step
-        shared = self.always_dense or private_step.policy.dense_always
-        if shared or (private_step.is_compiled and torch.compiler.is_compiling()):
-            return self.slot(name), None
-        parameter = self._parameters[name]
-        return parameter.trigger, partial(private_step.dense, parameter)
-
-    def site_of(self, x: Tensor) -> Site | None:
-        """Returns how the layer is used with such an input; None: that has to be found out.
-
-        It has the samples where the first such input had them, a row for each.
-        """
-        private_step, device = self.private_step, x.device.type
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        site = self.sites.get((x.ndim, x.dtype, cast))
-        if (
-            site is None
-            or not private_step.is_plain
-            or type(x) is not Tensor
-            or self.layouts.get((x.ndim,)) is not site.found
-            or x.shape[0 if site.layout is None else site.layout.dim] != private_step.batch_size
-            or transforms_run()
-        ):
-            return None
-        return site
-
-    def keep_site(self, x: Tensor, layout: Layout, options: Any = None) -> Site:
-        """Returns a site of both parameters, which later calls find by `site_of` if they may."""
-        own, device = self._parameters, x.device.type
-        is_cast = torch.is_autocast_enabled(device)
-        cast = torch.get_autocast_dtype(device) if is_cast else None
-        found = self.layouts.get((x.ndim,))
+    def site(
+        self,
+        function: type[torch.autograd.Function],
+        x: Tensor,
+        layout: Layout,
+        names: tuple[str, str] = OWN,
+        **more: Any,
+    ) -> Site:
+        """Returns a new site, of a use of the parameters with these names."""
         is_first = layout.kind == "dimension" and not layout.dim
-        site = Site(
-            own.get("weight"), own.get("bias"), None if is_first else layout,
-            self.kind == "conv1d", found, None if x.dtype == torch.float64 else cast, options,
+        own = self._parameters
+        return Site(
+            function, own.get(names[0]), own.get(names[1]), None if is_first else layout,
+            autocast_of(x), **more,
         )  # fmt: skip
-        is_own = self.trainable and set(self.trainable) <= {"weight", "bias"}
-        if is_own and found == (layout,) and layout.kind == "dimension" and not self.always_dense:
-            self.sites[x.ndim, x.dtype, cast] = site
-        return site
 
-    def factor_target(self, name: str) -> tuple[Tensor, Callable[[Any], None]]:
-        """Returns where the backward puts factors of a weight's G: (function input, callback).
+    def keep(self, x: Tensor, site: Site) -> None:
+        """Keeps a site for later calls with such an input, if it is as in the network's batch.
 
-        The input is a tensor for the layer's function and gets no gradient; the callback receives
-        the factors.
+        Those have the samples where this one has them, a row for each.
         """
-        private_step, parameter = self.private_step, self._parameters[name]
-        if name in self.joined:
-            return private_step.join(parameter), partial(private_step.join_factors, parameter)
-        return parameter.trigger, partial(private_step.factors, parameter)
+        layout = site.layout or FIRST
+        if layout.kind == "dimension" and self.layouts.get((x.ndim,)) == (layout,):
+            self.sites[x.ndim, x.dtype, autocast_of(x)] = site
 
     def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
         found = self.layouts.get(tuple([x.ndim for x in inputs]))
@@ -360,22 +355,6 @@ class LayerState:
             return self.layout_of_rows, expand_shared(x, self.rows)
         return layout, x
 
-    def keeps_dense(
-        self, x: Tensor | None = None, weight: Tensor | None = None, name: str = ""
-    ) -> bool:
-        """Returns whether this use gives G to a slot rather than its factors to the step.
-
-        Args:
-            x, weight: [.., p] and [d, p] of a linear layer.
-            name: the name of that weight.
-        """
-        private_step = self.private_step
-        if name in self.joined and not private_step.is_compiled:
-            return private_step.policy.dense_always
-        if self.always_dense or (private_step.is_compiled and torch.compiler.is_compiling()):
-            return True
-        return private_step.policy.dense_always
-
 
 def plain_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Calls the forward that a captured module has of its own, or its class's."""
@@ -413,17 +392,22 @@ def check_size(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -
         )
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of a matrix product of x, as autocast has it."""
+def autocast_of(x: Tensor) -> torch.dtype | None:
+    """Returns the dtype that autocast gives operands of a matrix product of x; None: their own."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return x.dtype
+        return None
     return torch.get_autocast_dtype(device)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of a matrix product of x, as autocast has it."""
+    return autocast_of(x) or x.dtype
 
 
 def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
     """Returns the operands as autocast would make them for a matrix product."""
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+    dtype = autocast_of(x)
+    if dtype is None:
         return (x, *parameters)
-    dtype = product_dtype(x)
     return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))

@@ -9,6 +9,8 @@ backward returns as their gradients, depending on the plan,
     gradient, squares, count    G [B, *parameter] with ‖G_i‖² [B] from the kernel that writes it
     y, a, count                 the factors [B, T, d] and [B, T, p] themselves
 
+or G alone, where a weight has several uses, or the arithmetic is plain.
+
 The kernel is one operator that is opaque to the compiler. Autograd adds the gradients of two uses
 of a slot, which is right for G only. So each use returns a count of 1, and a sum above 1 reveals
 it. Autograd also sums a gradient down to the slot's shape where it can be broadcast from it (T =
@@ -17,6 +19,7 @@ traced, and they are guards of the compiled function.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import accumulation_dtype, stored_dtype
@@ -25,8 +28,14 @@ from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import FACTOR_SLOTS, GRADIENT_SLOTS, LayerState
-from dp_clipping.layers.projection import operands, product, project, run_linear
+from dp_clipping.layers.handle import (
+    FACTOR_SLOTS,
+    GRADIENT_SLOTS,
+    LayerState,
+    autocast_operands,
+    forward_of,
+)
+from dp_clipping.layers.projection import Linear, gradients_of
 
 CHANGED = (
     "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
@@ -35,44 +44,26 @@ CHANGED = (
 )
 
 
-def forward(self: torch.nn.Module, x: Tensor) -> Tensor:
+def _first_call(self: torch.nn.Module, handle: LayerState, x: Tensor) -> Tensor:
     """Computes `nn.Linear`, or Hugging Face's `Conv1D`, whose weight is [p, d]."""
-    handle: LayerState = self._private
-    private_step = handle.private_step
-    if private_step is None:
-        return type(self).forward(self, x)
-    if (site := handle.site_of(x)) is not None:
-        own = self._parameters
-        weight, bias = own["weight"].detach(), own.get("bias")
-        bias = None if bias is None else bias.detach()
-        if site.cast is not None:
-            x, weight = x.to(site.cast), weight.to(site.cast)
-            bias = None if bias is None else bias.to(site.cast)
-        weight = weight.t() if site.transposed else weight
-        if site.weight is not None:
-            private_step.plans.calls.append((site.weight, x.shape, x.dtype, weight.shape[0]))
-        return run_linear(x, site.records[0].trigger, (site, private_step, weight, bias))
     weight, bias, transposed = self.weight, self.bias, handle.kind == "conv1d"
     if is_sharded(weight):
         call = tensor_parallel.linear(handle, x, weight, bias, transposed)
-        layout, x = handle.batched(call.x)
-        return call.leave(_run(handle, x, layout, call.weight, call.bias, transposed))
-    layout, x = handle.batched(tensor_parallel.plain(handle, x))
-    return _run(handle, x, layout, weight, bias, transposed)
+        given, weight, bias = call.x, call.weight, call.bias
+    else:
+        call, given = None, tensor_parallel.plain(handle, x)
+    layout, x = handle.batched(given)
+    if torch.compiler.is_compiling():
+        y = _run_compiled(handle, x, weight, bias, layout, transposed)
+    else:
+        site = handle.site(Linear, x, layout, transposed=transposed)
+        if call is None:
+            handle.keep(given, site)
+        y = site.use(handle.private_step, x, weight, bias)
+    return y if call is None else call.leave(y)
 
 
-def _run(
-    handle: LayerState,
-    x: Tensor,
-    layout: Layout,
-    weight: Tensor,
-    bias: Tensor | None,
-    transposed: bool,
-) -> Tensor:
-    if _serves_compiled(handle):
-        given = operands(x, weight, bias, transposed)
-        return _run_compiled(handle, *given, layout, transposed)
-    return project(handle, x, layout, weight, bias, transposed)
+forward = forward_of(_first_call)
 
 
 # ---- in compiled regions ------------------------------------------------------------------------
@@ -97,11 +88,6 @@ def _(left: Tensor, right: Tensor, tile_size: int | None) -> tuple[Tensor, Tenso
     return gradients, left.new_empty(shape[0], dtype=torch.float32)
 
 
-def _serves_compiled(handle: LayerState) -> bool:
-    """Returns whether the private step has made the slots for a layer whose weight is used once."""
-    return "count" in handle.slots and not handle.always_dense and torch.compiler.is_compiling()
-
-
 def _run_compiled(
     handle: LayerState,
     x: Tensor,
@@ -110,7 +96,15 @@ def _run_compiled(
     layout: Layout,
     transposed: bool,
 ) -> Tensor:
-    """Returns `F.linear` of operands that autocast has cast already."""
+    bias = None if bias is None else bias.detach()
+    x, weight, bias = autocast_operands(x, weight.detach(), bias)
+    weight = weight.t() if transposed else weight
+    private_step = handle.private_step
+    how = (layout.kind, layout.dim, private_step.batch_size, transposed)
+    bias_slot = handle.slot("bias")
+    if "count" not in handle.slots:  # weights that are used several times, or plain arithmetic
+        slots = (handle.slot("weight"), None, None)
+        return CompiledLinear.apply(x, weight, bias, bias_slot, *slots, *how, False, None)
     names = FACTOR_SLOTS if "y" in handle.slots else GRADIENT_SLOTS
     first, second, count = (handle.slots[name] for name in names)
     keeps_factors = names is FACTOR_SLOTS
@@ -118,16 +112,17 @@ def _run_compiled(
         raise ValueError(f"{handle.name} is given another dtype {CHANGED}")
     if keeps_factors and second.numel() != x.numel():
         raise ValueError(f"{handle.name} is given another number of tokens {CHANGED}")
-    private_step = handle.private_step
-    how = (layout.kind, layout.dim, private_step.batch_size, transposed, keeps_factors)
-    bias_slot, _ = handle.gradient_target("bias")
+    tile_size = private_step.policy.tile_size
     return CompiledLinear.apply(
-        x, weight, bias, bias_slot, first, second, count, *how, private_step.policy.tile_size
+        x, weight, bias, bias_slot, first, second, count, *how, keeps_factors, tile_size
     )
 
 
 class CompiledLinear(torch.autograd.Function):
-    """Runs `F.linear`; its backward returns the gradients of the slots."""
+    """Runs `F.linear`; its backward returns the gradients of the slots.
+
+    The weight's is `first` alone where `count` is None, and none if it is frozen.
+    """
 
     @staticmethod
     def forward(
@@ -136,24 +131,28 @@ class CompiledLinear(torch.autograd.Function):
     ):  # fmt: skip
         ctx.save_for_backward(x, weight)
         ctx.layout = (kind, dim, batch_size)
-        ctx.wants = (x.requires_grad, bias_slot is not None)
+        ctx.wants = (x.requires_grad, bias_slot is not None, first is not None, count is not None)
         ctx.rest = (transposed, keeps_factors, tile_size)
-        return product(x, weight, bias)
+        return F.linear(x, weight, bias).data  # no view: see `Linear`
 
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
         kind, dim, batch_size = ctx.layout
-        wants_x, wants_bias = ctx.wants
+        wants_x, wants_bias, wants_weight, is_counted = ctx.wants
         transposed, keeps_factors, tile_size = ctx.rest
         layout = Layout(kind, dim)
         y, a = layout.batch_tokens(gy, batch_size), layout.batch_tokens(x, batch_size)
         gx = gy @ weight if wants_x else None
         biases = y.sum(1, dtype=accumulation_dtype(y.dtype)) if wants_bias else None
+        left, right = (a, y) if transposed else (y, a)
+        first = second = count = None
         if keeps_factors:
             first, second = y, a
-        else:
-            left, right = (a, y) if transposed else (y, a)
+        elif is_counted:
             first, second = torch.ops.dp_clipping.gradient_and_squares(left, right, tile_size)
-        count = torch.ones(1, dtype=torch.float32, device=gy.device)
+        elif wants_weight:
+            first = gradients_of(left, right)
+        if is_counted:
+            count = torch.ones(1, dtype=torch.float32, device=gy.device)
         return gx, None, None, biases, first, second, count, *[None] * 6

@@ -15,7 +15,7 @@ enough, so there the G of a few samples are formed at a time, normed, and the ve
 summed: both passes form them by the same products of the same samples.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import attrgetter
 
 import torch
@@ -101,15 +101,6 @@ class LinearFactors:
         self.is_rescaled = self.is_16_bit and not self.accumulates  # see `low_precision_sums`
         self.is_scaled = False  # y contains the coefficients
         self._gram_a: Tensor | None = None
-
-    @classmethod
-    def joined(cls, uses: Sequence["LinearFactors"]) -> "LinearFactors":
-        """Returns the factors of a weight that has several uses: their tokens, one after another.
-
-        So cross terms of the uses are in its norm, as those of tokens are.
-        """
-        left, right = (torch.cat(x, 1) for x in zip(*(u.operands for u in uses), strict=True))
-        return cls(right, left, False)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor]:

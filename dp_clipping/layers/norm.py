@@ -5,7 +5,8 @@ only that; the weights' gradients are one elementwise product and one sum over a
 tokens (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for LayerNorm).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,14 +18,9 @@ from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients_plain
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import FIRST, LayerState, Site, deliver, run
-from dp_clipping.layers.recorder import NORMALIZED, Recorder
-from dp_clipping.torch_compat import (
-    apply_directly,
-    fused_rms_norm,
-    fused_rms_norm_backward,
-    transforms_run,
-)
+from dp_clipping.layers.handle import FIRST, LayerState, forward_of
+from dp_clipping.layers.recorder import NORMALIZED
+from dp_clipping.torch_compat import fused_rms_norm, fused_rms_norm_backward
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 # RMS norms that other libraries define (`capture.rms_norms`). Input and weight -> what scales x̂,
@@ -37,120 +33,105 @@ COPIES: dict[str, Callable[[Tensor, Tensor], tuple]] = {
 }
 
 
-def forward(self: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
-    handle: LayerState = self._private
-    private_step = handle.private_step
-    if private_step is None:
-        return type(self).forward(self, x)
-    if (site := handle.site_of(x)) is not None:
-        own = self._parameters
-        weight, bias = own["weight"].detach(), own.get("bias")
-        return _run_site(self, private_step, site, x, weight, bias)
-    weight, bias = self.weight, getattr(self, "bias", None)
+def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) -> Tensor:
+    weight, bias, kind = self.weight, getattr(self, "bias", None), handle.kind
     if is_sharded(weight):
         call = tensor_parallel.norm(handle, x, weight, bias)
-        return call.leave(_run(self, handle, call.x, call.weight, call.bias))
-    return _run(self, handle, tensor_parallel.plain(handle, x), weight, bias)
-
-
-def _run(
-    self: nn.Module, handle: LayerState, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    layout, x = handle.batched(x)
-    shape, weight = list(weight.shape), weight.detach()
-    copy = handle.kind if handle.kind in COPIES else None
-    if copy and x.shape[-1:] != weight.shape:
+        given, weight, bias = call.x, call.weight, call.bias
+    else:
+        call, given = None, tensor_parallel.plain(handle, x)
+    layout, x = handle.batched(given)
+    shape = list(weight.shape)
+    if kind in COPIES and x.shape[-1:] != weight.shape:
         raise ValueError(
             f"{handle.name or 'the network'} ({type(self).__name__}) has a weight of shape "
             f"{shape} for inputs of {x.shape[-1]} features, and a weight that is broadcast has "
             f"no per-sample gradients here: build it with {x.shape[-1]} features"
         )
-    with_eps = handle.kind in ("rms_norm", "gemma_rms_norm", "layer_norm")
-    options = (handle.kind, shape, "eps" if with_eps else "variance_epsilon", copy)
-    private_step = handle.private_step
-    is_traced = private_step.is_compiled and torch.compiler.is_compiling()
-    if not (handle.always_dense or is_traced or private_step.policy.dense_always):
-        site = handle.keep_site(x, layout, options)
-        return _run_site(self, private_step, site, x, weight, bias)
-    weight_slot, weight_target = handle.gradient_target("weight")
-    bias_slot, bias_target = handle.gradient_target("bias")
-    bias = None if bias is None else bias.detach()
-    place = (layout.kind, layout.dim, private_step.batch_size)
-    rest = (getattr(self, options[2]), options, None, weight_target, bias_target, *place)
-    function = LayerNorm if handle.kind == "layer_norm" else RMSNorm
-    return run(handle, function, x, weight, bias, weight_slot, bias_slot, rest)
+    with_eps = kind in ("rms_norm", "gemma_rms_norm", "layer_norm")
+    setting = "eps" if with_eps else "variance_epsilon"
+    eps = getattr(self, setting)
+    options = (shape, eps, kind if kind in COPIES else None)
+    function = LayerNorm if kind == "layer_norm" else RMSNorm
+    if torch.compiler.is_compiling():
+        bias = None if bias is None else bias.detach()
+        slots = handle.slot("weight"), handle.slot("bias")
+        place = (layout.kind, layout.dim, handle.private_step.batch_size)
+        y = function.apply(x, weight.detach(), bias, *slots, (None, place, options))
+    else:
+        reads = attrgetter(setting)
+        site = handle.site(function, x, layout, options=options, settings=eps, reads=reads)
+        if call is None:
+            handle.keep(given, site)
+        y = site.use(handle.private_step, x, weight, bias)
+    return y if call is None else call.leave(y)
 
 
-def _run_site(
-    self: nn.Module, private_step: Recorder, site: Site, x: Tensor, weight: Tensor,
-    bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    options = site.options
-    bias = None if bias is None else bias.detach()
-    rest = (getattr(self, options[2]), options, (site, private_step))
-    trigger = site.records[0].trigger if site.records else None
-    if transforms_run():
-        function = LayerNorm if options[0] == "layer_norm" else RMSNorm
-        return function.apply(x, weight, bias, trigger, None, rest)
-    function = _run_layer_norm if options[0] == "layer_norm" else _run_rms_norm
-    return function(x, weight, bias, trigger, None, rest)
+forward = forward_of(_first_call)
 
 
 def by_token(x: Tensor, layout: Layout, batch_size: int, dims: int) -> Tensor:
     """Returns x [.., *shape], `dims` dimensions, in any layout as [B, T, features]."""
-    if layout.kind != "dimension" or layout.dim:
-        x = layout.batch_first(x, batch_size)
-    if x.ndim == 3 and dims == 1:
-        return x
+    x = layout.batch_first(x, batch_size)
     return x.reshape(batch_size, -1, x.shape[x.ndim - dims :].numel())
 
 
-def _leave(ctx, operands: Sequence[Tensor], with_bias: bool) -> tuple[Tensor | None, Any]:
-    """Leaves a normalisation's operands to the step, or returns the gradients of its slots.
+class Norm(torch.autograd.Function):
+    """The backward of a normalisation: it leaves what the G of its weight and bias follow from.
 
-    Args:
-        operands: output gradient, input, reciprocal standard deviation and, of LayerNorm, mean, as
-            the layer has them.
-    """
-    leave, shape, rest = ctx.leave
-    if leave is not None:
-        site, private_step = leave
-        layout, batch_size = site.layout or FIRST, private_step.batch_size
-    else:
-        weight_target, bias_target, kind, dim, batch_size = rest
-        layout = Layout(kind, dim)
-    y, x, *rows = operands
-    if y.ndim != 3 or len(shape) != 1 or layout is not FIRST:
-        place = (layout, batch_size, len(shape))
-        y, x, *rows = [by_token(t, *place) for t in operands]
-    rstd = rows[0].flatten(1)
-    mean = rows[1].flatten(1) if len(rows) > 1 else None
-    use = Normalized(y, x, rstd, mean, with_bias)
-    if leave is not None:
-        value = use, (site.weight, site.bias)
-        private_step.take(NORMALIZED, site.records, value, (y, x, rstd))
-        return None, None
-    weight, bias = norm_layer_gradients_plain(use, accumulation_dtype(x.dtype))
-    wants_weight, wants_bias = ctx.wants
-    weight = deliver(weight_target, weight.view(batch_size, *shape)) if wants_weight else None
-    bias = deliver(bias_target, bias.view(batch_size, *shape)) if wants_bias else None
-    return weight, bias
-
-
-class RMSNorm(torch.autograd.Function):
-    """Runs `F.rms_norm`, or a copy of it; its backward leaves what its weight's G follows from.
-
-    With slots it returns their gradients, G [B, *shape].
-
-    `rest` has eps, options, and either the site and the private step, or None, the targets of the
-    slots and where samples are.
+    `rest` has the site and the private step. In a compiled region it has None, where samples are,
+    and options: there backward returns G [B, *shape] as the gradients of the slots.
     """
 
     @staticmethod
+    def backward(ctx, gy):
+        x, weight, bias, rstd, mean = ctx.saved_tensors
+        if type(gy) is not Tensor or torch.is_grad_enabled():
+            gy = tensor_parallel.arrived(gy)
+        shape, gx = ctx.shape, None
+        if ctx.needs_input_grad[0]:
+            if mean is None:
+                gx = _rms_norm_input_gradient(gy, x, weight, rstd, shape)
+            else:
+                only_x = [True, False, False]
+                gx = _layer_norm_backward(gy, x, shape, mean, rstd, weight, bias, only_x)[0]
+        site, private_step = ctx.rest[:2]
+        if site is None:
+            return gx, None, None, *_gradients_of_slots(ctx, gy, x, rstd, mean), None
+        y, layout = gy, site.layout
+        if y.ndim != 3 or len(shape) != 1 or layout is not None:
+            where = (layout or FIRST, private_step.batch_size, len(shape))
+            y, x, rstd = (by_token(t, *where) for t in (y, x, rstd))
+            mean = None if mean is None else by_token(mean, *where)
+        rstd, mean = rstd.flatten(1), None if mean is None else mean.flatten(1)
+        # `Normalized(..)` would call a function in Python.
+        use = tuple.__new__(Normalized, (y, x, rstd, mean, site.bias is not None))
+        value = use, (site.weight, site.bias)
+        private_step.take(NORMALIZED, site.records, value, (y, x, rstd))
+        return gx, None, None, None, None, None
+
+
+def _gradients_of_slots(
+    ctx: Any, gy: Tensor, x: Tensor, rstd: Tensor, mean: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of a normalisation's slots in a compiled region."""
+    kind, dim, batch_size = ctx.rest[1]
+    where = (Layout(kind, dim), batch_size, len(ctx.shape))
+    y, x, rstd = (by_token(t, *where) for t in (gy, x, rstd))
+    mean = None if mean is None else by_token(mean, *where).flatten(1)
+    wants_weight, wants_bias = ctx.wants
+    use = Normalized(y, x, rstd.flatten(1), mean, wants_bias)
+    weights, biases = norm_layer_gradients_plain(use, accumulation_dtype(x.dtype))
+    shape = (batch_size, *ctx.shape)
+    return weights.view(shape) if wants_weight else None, biases.view(shape) if wants_bias else None
+
+
+class RMSNorm(Norm):
+    """Runs `F.rms_norm`, or a copy of it."""
+
+    @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
-        eps, options, leave = rest[:3]
-        shape, copy = options[1], options[3]
-        dims = list(range(-len(shape), 0))
+        shape, eps, copy = rest[2] if rest[0] is None else rest[0].options
         fused = fused_rms_norm() if x.is_cuda else None
         if copy:
             weight, inner, outer = COPIES[copy](x, weight)
@@ -166,73 +147,45 @@ class RMSNorm(torch.autograd.Function):
             y, rstd = fused(x, shape, weight, eps)
         else:
             y = F.rms_norm(x, shape, weight, eps)
-            eps = (
-                torch.finfo(accumulation_dtype(x.dtype)).eps if eps is None else eps
-            )  # PyTorch's own default
-            rstd = (
-                x.to(accumulation_dtype(x.dtype)).square().mean(dims, keepdim=True) + eps
-            ).rsqrt()
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.dims, ctx.leave = dims, (leave, shape, rest[3:])
-        ctx.wants = weight_slot is not None, False
+            dtype = accumulation_dtype(x.dtype)
+            eps = torch.finfo(dtype).eps if eps is None else eps  # PyTorch's own default
+            dims = list(range(-len(shape), 0))
+            rstd = (x.to(dtype).square().mean(dims, keepdim=True) + eps).rsqrt()
+        ctx.rest, ctx.shape, ctx.wants = rest, shape, (weight_slot is not None, False)
+        if rest[0] is None:
+            ctx.save_for_backward(x, weight, None, rstd, None)
+        else:
+            ctx.to_save = x, weight, None, rstd, None  # by no function in Python
         return y
 
+
+class LayerNorm(Norm):
+    """Runs `F.layer_norm`."""
+
     @staticmethod
-    def backward(ctx, gy):
-        x, weight, rstd = ctx.saved_tensors
-        if type(gy) is not Tensor or torch.is_grad_enabled():
-            gy = tensor_parallel.arrived(gy)
-        wants_weight, _ = ctx.wants
-        gx = gradients = None
-        if ctx.needs_input_grad[0]:
-            gx = _rms_norm_input_gradient(gy, x, weight, rstd, ctx.leave[1], ctx.dims)
-        if wants_weight:
-            gradients, _ = _leave(ctx, (gy, x, rstd), False)
-        return gx, None, None, gradients, None, None
+    def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
+        shape, eps, _ = rest[2] if rest[0] is None else rest[0].options
+        if x.dtype != weight.dtype:  # under autocast
+            x = x.to(torch.promote_types(x.dtype, weight.dtype))
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.rest, ctx.shape = rest, shape
+        ctx.wants = weight_slot is not None, bias_slot is not None
+        if rest[0] is None:
+            ctx.save_for_backward(x, weight, bias, rstd, mean)
+        else:
+            ctx.to_save = x, weight, bias, rstd, mean
+        return y
 
 
-def _rms_norm_input_gradient(gy, x, weight, rstd, shape, dims) -> Tensor:
+def _rms_norm_input_gradient(gy, x, weight, rstd, shape) -> Tensor:
     backward = fused_rms_norm_backward() if x.is_cuda else None
     if backward and weight.dtype == x.dtype == gy.dtype:
         return backward(gy, x, shape, rstd, weight, [True, False])[0]
     dtype = accumulation_dtype(x.dtype)
+    dims = list(range(-len(shape), 0))
     normalized, scaled = x.to(dtype) * rstd, gy.to(dtype) * weight
     mean = (scaled * normalized).mean(dims, keepdim=True)
     return (rstd * (scaled - normalized * mean)).to(x.dtype)
 
 
-class LayerNorm(torch.autograd.Function):
-    """Runs `F.layer_norm`; its backward leaves what its two G follow from; see `RMSNorm`."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
-        eps, options, leave = rest[:3]
-        if x.dtype != weight.dtype:  # under autocast
-            x = x.to(torch.promote_types(x.dtype, weight.dtype))
-        y, mean, rstd = torch.native_layer_norm(x, options[1], weight, bias, eps)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.leave = leave, options[1], rest[3:]
-        if leave is None:
-            ctx.wants = weight_slot is not None, bias_slot is not None
-        else:
-            ctx.wants = bool(leave[0].records), leave[0].bias is not None
-        return y
-
-    @staticmethod
-    def backward(ctx, gy):
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        if type(gy) is not Tensor or torch.is_grad_enabled():
-            gy = tensor_parallel.arrived(gy)
-        wants_weight, wants_bias = ctx.wants
-        gx = weights = biases = None
-        if ctx.needs_input_grad[0]:
-            gx = _layer_norm_backward(
-                gy, x, ctx.leave[1], mean, rstd, weight, bias, [True, False, False]
-            )[0]
-        if wants_weight or wants_bias:
-            weights, biases = _leave(ctx, (gy, x, rstd, mean), wants_bias)
-        return gx, None, None, weights, biases, None
-
-
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
-_run_layer_norm, _run_rms_norm = apply_directly(LayerNorm), apply_directly(RMSNorm)

@@ -33,6 +33,7 @@ class Trainable:
         norm_key: norms of parameters with the same key may be taken together.
         sum_dtype: of its clipped sum.
         trigger: the leaf that makes autograd visit what uses it.
+        joint: parameters, this one too, whose uses are joined; None: it has one use.
     """
 
     parameter: Parameter
@@ -43,6 +44,22 @@ class Trainable:
     norm_key: Hashable
     sum_dtype: torch.dtype
     trigger: Tensor
+    joint: Joint | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Joint:
+    """Parameters of layers of which some have several uses.
+
+    What these leave is joined when all of it has arrived, so that cross terms are in the norm.
+
+    Attributes:
+        records: the parameters; layers that share one of them have all of theirs in it.
+        linear: those weights all of whose uses are products: their tokens are those of one use.
+    """
+
+    records: tuple[Trainable, ...]
+    linear: frozenset[Trainable]
 
 
 class Left(NamedTuple):
@@ -90,8 +107,6 @@ class Recorder(Protocol):
         examples_per_unit: k, of which each sample consists; the network is given k rows for each.
         fused: the step runs on kernels, which take `NORMALIZED`.
         is_compiled: a part of the network is compiled.
-        is_plain: layers may use their sites: nothing is compiled, no rank has a part of a
-            parameter, and factors may be left.
         policy: how the mode works (`modes.Policy`).
         plans: what becomes of linear layers.
         slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
@@ -103,7 +118,6 @@ class Recorder(Protocol):
     examples_per_unit: int
     fused: bool
     is_compiled: bool
-    is_plain: bool
     policy: Any
     plans: LayerPlanner
     slots: dict[str, dict[str, Tensor]]
@@ -116,6 +130,10 @@ class Recorder(Protocol):
         """Returns the input [B, *parameter] whose gradient is G, summed over all uses."""
         ...
 
+    def trigger(self, record: Trainable) -> Tensor:
+        """Returns the input that makes autograd visit a use of a parameter."""
+        ...
+
     def slots_of(self, handle: Any) -> dict[str, Tensor]:
         """Returns all slots that a layer may ask for in a compiled region."""
         ...
@@ -123,21 +141,5 @@ class Recorder(Protocol):
     def take(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Takes what the only use of parameters has left, and the tensors that it is made of."""
-        ...
-
-    def dense(self, parameter: Trainable, gradients: Tensor) -> None:
-        """Takes G [B, *parameter]."""
-        ...
-
-    def factors(self, parameter: Trainable, factors: Any) -> None:
-        """Takes the factors of G of the parameter's only use."""
-        ...
-
-    def join(self, parameter: Trainable) -> Tensor:
-        """Returns the input, of all uses of a weight, behind which their factors are joined."""
-        ...
-
-    def join_factors(self, parameter: Trainable, factors: Any) -> None:
-        """Takes the factors of one use of a weight that has several."""
+        """Takes what a use of parameters has left, and the tensors that it is made of."""
         ...

@@ -22,19 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.capture.checks.kept import changed_in_place
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
-from dp_clipping.layers.handle import LayerState, Site
-from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.layers.projection import gradients_of
-from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
+from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.recorder import DENSE, Joint, Trainable
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import Slice
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.torch_compat import VERSION, flush_ready_nodes, gradients_at
+from dp_clipping.torch_compat import flush_ready_nodes, gradients_at
 
 IN_FORWARD = (
     "the network's forward calls backward(), or it differentiates what this layer computes and did "
@@ -111,12 +108,9 @@ class PrivateStep:
         self.padding: Tensor | None = None
         self.slices: Sequence[Slice | None] = ()
         self.is_compiled = is_compiled
-        is_whole = not is_compiled and context.sharding is None
-        self.is_plain = is_whole and not self.policy.dense_always
         self._stage = Stage.FORWARD
         self._slots: dict[Trainable, Tensor] = {}
-        self._joins: dict[Trainable, Tensor] = {}
-        self._parts: dict[Trainable, list[tuple]] = {}  # uses and versions, until they are joined
+        self._joins: dict[Joint, Tensor] = {}
         self.slots = self.capture.make_slots(self)
 
     def end_forward(self) -> None:
@@ -153,7 +147,7 @@ class PrivateStep:
             value = self.capture.slot_value(parameter)
             with torch.enable_grad():  # the first use may be one under no_grad
                 self._slots[parameter] = GradientSlot.apply(
-                    parameter.trigger, value, (self, parameter)
+                    self.trigger(parameter), value, (self, parameter)
                 )
         return self._slots[parameter]
 
@@ -164,12 +158,16 @@ class PrivateStep:
             slots = {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
         return slots
 
-    def join(self, parameter: Trainable) -> Tensor:
-        """Returns the input of all uses of a weight behind which their factors are joined: one."""
-        if parameter not in self._joins:
+    def trigger(self, record: Trainable) -> Tensor:
+        """Returns the input that makes autograd visit a use of a parameter: see `Joint`."""
+        joint = record.joint
+        if joint is None:
+            return record.trigger
+        if joint not in self._joins:
             with torch.enable_grad():
-                self._joins[parameter] = Join.apply(parameter.trigger, (self, parameter))
-        return self._joins[parameter]
+                triggers = [one.trigger for one in joint.records]
+                self._joins[joint] = Join.apply((self, joint), *triggers)
+        return self._joins[joint]
 
     # ---- called by layers in backward -----------------------------------------------------------
 
@@ -178,38 +176,6 @@ class PrivateStep:
     ) -> None:
         """Refuses what is left outside of the step's own backward, in which `Work.take` has it."""
         self._refuse_outside(records[0])
-
-    def dense(self, parameter: Trainable, gradients: Tensor, own: Tensor | None = None) -> None:
-        """Takes G [B, *parameter], summed over the parameter's uses; `own`: its squared norms."""
-        self.take(DENSE, (parameter,), (gradients, own), (gradients,))
-
-    def factors(self, parameter: Trainable, factors: Any) -> None:
-        """Takes the factors of G of the parameter's only use."""
-        if isinstance(factors, LinearFactors):
-            y, a = factors.y, factors.a
-            site = Site(parameter, None, transposed=factors.transposed)
-            self.take(LINEAR, (parameter,), (y, a, site), (y, a))
-        else:
-            self.take(FACTORS, (parameter,), factors, factors.held(factors))
-
-    def join_factors(self, parameter: Trainable, factors: LinearFactors) -> None:
-        """Takes the factors of one use of a weight that has several."""
-        self._refuse_outside(parameter)  # of one use
-        self._parts.setdefault(parameter, []).append(
-            (factors, *map(VERSION, factors.held(factors)))
-        )
-
-    def joined(self, parameter: Trainable) -> None:
-        """Delivers all uses of a weight together: as factors, or as G where that is smaller."""
-        uses = self._parts.pop(parameter)
-        if any(tuple(map(VERSION, use.held(use))) != (*versions,) for use, *versions in uses):
-            raise changed_in_place([parameter.name])
-        factors = LinearFactors.joined([use for use, *_ in uses])
-        left, right = factors.operands
-        if self.plans.prefers_dense(left.shape[1], left.shape[2], right.shape[2]):
-            self.dense(parameter, gradients_of(left, right))
-        else:
-            self.factors(parameter, factors)
 
     def counted(self, parameter: Trainable, count: Tensor) -> None:
         """Takes how often compiled code has used a weight [1]; called before its gradient."""
@@ -270,7 +236,6 @@ class PrivateStep:
         finally:
             self._stage = Stage.IDLE
             vars(self).pop("take", None)
-            self._parts.clear()
             work.forget()
 
     def _sum(self, losses: Tensor, randomness: Randomness | None) -> None:
@@ -337,21 +302,21 @@ class GradientSlot(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradients):
         private_step, parameter = ctx.rest
-        private_step.dense(parameter, gradients)
+        private_step.take(DENSE, (parameter,), (gradients, None), (gradients,))
         return None, None, None
 
 
 class Join(torch.autograd.Function):
-    """An input [0] of all uses of a weight: its backward follows all of theirs."""
+    """An input [0] of all uses of parameters: its backward follows all of theirs."""
 
     @staticmethod
-    def forward(ctx, trigger, rest):
-        ctx.rest = rest
+    def forward(ctx, rest, *triggers):
+        ctx.rest, ctx.count = rest, len(triggers)
         ctx.set_materialize_grads(False)
-        return trigger.new_empty(0)
+        return triggers[0].new_empty(0)
 
     @staticmethod
     def backward(ctx, nothing):
-        private_step, parameter = ctx.rest
-        private_step.joined(parameter)
-        return None, None
+        private_step, joint = ctx.rest
+        private_step.work.join(joint)
+        return None, *[None] * ctx.count

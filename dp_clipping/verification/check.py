@@ -322,7 +322,8 @@ def _without_trace(model: Any) -> Iterator[None]:
     """Puts the network into evaluation inside, and everything that a step reads back afterwards."""
     capture, network = model.capture, model.network
     flags = [(module, module.training) for module in network.modules()]
-    layouts = [(h, h.layouts, h.output_layouts, h.always_dense, h.joined) for h in capture.handles]
+    layouts = [(handle, handle.layouts, handle.output_layouts) for handle in capture.handles]
+    joints = [(record, record.joint) for record in capture.trained]
     try:
         for module, _ in flags:
             module.training = False
@@ -335,5 +336,8 @@ def _without_trace(model: Any) -> Iterator[None]:
             module.training = training
         for handle in capture.handles:  # some may be new
             handle.layouts, handle.output_layouts = {}, {}
+            handle.sites.clear()
         for handle, *known in layouts:
-            handle.layouts, handle.output_layouts, handle.always_dense, handle.joined = known
+            handle.layouts, handle.output_layouts = known
+        for record, joint in joints:
+            record.joint = joint

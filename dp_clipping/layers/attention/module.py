@@ -10,7 +10,8 @@ from dp_clipping.layers import projection, tensor_parallel
 from dp_clipping.layers.attention.core import Options, attend, merged_mask
 from dp_clipping.layers.attention.in_projections import AddBiases, InProjections, RepeatToken
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, check_size
+from dp_clipping.layers.handle import FIRST, LayerState, autocast_operands, check_size
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import never_compiled, own_parameters
 
 OWN = ("forward", "merge_masks")
@@ -95,7 +96,6 @@ def _projected(
     (query, of_query), (key, of_key), (value, of_value) = inputs
     weight: Any = self.in_proj_weight
     bias: Any = self.in_proj_bias
-    batch_size = handle.private_step.batch_size
     if weight is None:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         found = [
@@ -105,8 +105,9 @@ def _projected(
         if bias is None:
             return tuple(found)
         of_all = (of_query, of_key, of_value)
-        target = handle.gradient_target("in_proj_bias")
-        return AddBiases.apply(bias.detach(), *target, of_all, batch_size, *found)
+        record, trigger = _record_of(handle, "in_proj_bias")
+        of_bias = (record, handle.private_step, of_all)
+        return AddBiases.apply(bias.detach(), trigger, of_bias, *found)
     if key is value and query is key:
         both = ("in_proj_weight", "in_proj_bias")
         return projection.project(handle, query, of_query, weight, bias, names=both).chunk(3, -1)
@@ -115,18 +116,22 @@ def _projected(
         given, sizes = [inputs[0], inputs[1]], [width, 2 * width]
     else:
         given, sizes = inputs, [width] * 3
-    _, weight, bias = projection.operands(query, weight, bias, False)
+    bias = None if bias is None else bias.detach()
+    _, weight, bias = autocast_operands(query, weight.detach(), bias)
     xs = [x.to(weight.dtype) for x, _ in given]
-    tokens = sum(x[..., 0].numel() for x in xs)
-    seen = torch.empty((tokens, width), dtype=weight.dtype, device="meta")
-    weight_slot, takes_weight = projection.weight_use(handle, "in_proj_weight", seen, weight)
-    bias_slot, takes_bias = projection.bias_use(handle, "in_proj_bias")
-    found = InProjections.apply(
-        weight, bias, weight_slot, bias_slot, (takes_weight, takes_bias), sizes,
-        [layout for _, layout in given], batch_size, *xs,
-    )  # fmt: skip
-    q, *rest = found
-    return (q, *rest[0].chunk(2, -1)) if key is value else tuple(found)
+    private_step = handle.private_step
+    site = handle.site(InProjections, query, FIRST, ("in_proj_weight", "in_proj_bias"))
+    trigger = private_step.trigger(site.records[0]) if site.records else None
+    rest = (site, private_step, sizes, [layout for _, layout in given])
+    found = InProjections.apply(weight, bias, trigger, rest, *xs)
+    q, *others = found
+    return (q, *others[0].chunk(2, -1)) if key is value else tuple(found)
+
+
+def _record_of(handle: LayerState, name: str) -> tuple[Trainable | None, Tensor | None]:
+    """Returns the record of a parameter and its trigger; None if it is frozen."""
+    record = handle.parameters().get(name)
+    return record, None if record is None else handle.private_step.trigger(record)
 
 
 def _with_token(
@@ -134,8 +139,6 @@ def _with_token(
 ) -> Tensor:
     """Returns keys or values [S, N, E] with a learned one behind them."""
     token = getattr(self, name).detach().to(x.dtype)
-    target = handle.gradient_target(name)
-    batch_size = handle.private_step.batch_size
-    layout = Layout(sequences.kind)
-    repeated = RepeatToken.apply(token, *target, layout, batch_size, x.shape[1])
-    return torch.cat([x, repeated])
+    record, trigger = _record_of(handle, name)
+    rest = (record, handle.private_step, Layout(sequences.kind))
+    return torch.cat([x, RepeatToken.apply(token, trigger, rest, x.shape[1])])

@@ -4,6 +4,5 @@ Files:
 
     module                embeddings: an output for each id
     bag                   bags: sums and means over ids, [batch, tokens] or with offsets
-    factors               norms and sums from as many ids of each sample
-    ragged                the same where samples have different numbers of ids
+    factors               norms and sums from each sample's ids
 """

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, batch_tokens, without_padding
-from dp_clipping.layers.embedding.ragged import RaggedFactors
-from dp_clipping.layers.handle import LayerState, check_size, expand_shared
+from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.embedding.factors import EmbeddingFactors, without_padding
+from dp_clipping.layers.handle import FIRST, LayerState, check_size, expand_shared
+from dp_clipping.layers.recorder import FACTORS
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
@@ -47,22 +48,7 @@ def forward(
         layout = handle.layout_of_rows
         input, *rest = (expand_shared(x, handle.rows) for x in given)
         per_sample_weights = rest[0] if rest else None
-    slot, receiver = _slot_of(handle)
-    how = (self.mode, self.padding_idx, receiver)
-    place = (layout, private_step.batch_size)
-    return Bag.apply(input, self.weight.detach(), per_sample_weights, slot, *how, *place)
-
-
-def _slot_of(handle: LayerState) -> tuple[Tensor | None, LayerState | None]:
-    """Returns an input that makes autograd call the backward, and the receiver of factors.
-
-    If the receiver is None, G is the gradient of the input. Both are None if the weight is frozen.
-    """
-    if "weight" not in handle.trainable:
-        return None, None
-    if handle.keeps_dense():
-        return handle.slot("weight"), None
-    return handle.parameter("weight").trigger, handle
+    return _run(self, handle, layout, input, None, per_sample_weights)
 
 
 def _with_offsets(
@@ -84,93 +70,86 @@ def _with_offsets(
             f"{handle.name or 'the network'} (EmbeddingBag) is given offsets whose samples are "
             f"{', '.join(map(str, layouts))}: give it one bag for each sample of the batch"
         )
-    slot, receiver = _slot_of(handle)
-    how = (self.mode, self.padding_idx, self.include_last_offset, receiver)
-    sizes = private_step.batch_size, handle.examples_per_unit
-    return RaggedBag.apply(ids, offsets, self.weight.detach(), scales, slot, *how, *sizes)
+    return _run(self, handle, FIRST, ids, offsets, scales)
+
+
+def _run(
+    self: nn.EmbeddingBag, handle: LayerState, layout: Layout, ids: Tensor, offsets: Tensor | None,
+    scales: Tensor | None,
+) -> Tensor:  # fmt: skip
+    private_step, weight = handle.private_step, self.weight.detach()
+    options = (self.mode, self.padding_idx, self.include_last_offset, handle.examples_per_unit)
+    if torch.compiler.is_compiling():
+        slot = handle.slot("weight")
+        rest = (None, (layout.kind, layout.dim, private_step.batch_size), options)
+    else:
+        site = handle.site(Bag, ids, layout, options=options)
+        slot = private_step.trigger(site.records[0]) if site.records else None
+        rest = (site, private_step)
+    return Bag.apply(ids, weight, offsets, scales, slot, rest)
 
 
 class Bag(torch.autograd.Function):
-    """Runs `F.embedding_bag` on ids [N, T]; its backward delivers G, or ids and output gradients.
+    """Runs `F.embedding_bag`; its backward leaves ids and their output gradients.
 
     An id's output gradient is that of its bag, times its weight; of a mean, over their number.
+    `rest` has the site and the private step. In a compiled region it has None, where samples are,
+    and options: there backward returns G [B, V, d] as the gradient of the slot.
     """
 
     @staticmethod
-    def forward(ctx, ids, weight, scales, slot, mode, padding_idx, handle, layout, batch_size):
-        ctx.save_for_backward(ids, weight, scales)
-        step = None if handle is None else handle.private_step
-        ctx.rest = (mode, padding_idx, handle, step, layout, batch_size)
-        ctx.slot_dtype = None if slot is None else slot.dtype
-        return F.embedding_bag(
-            ids, weight, mode=mode, per_sample_weights=scales, padding_idx=padding_idx
-        )
-
-    @staticmethod
-    def backward(ctx, gy):
-        ids, weight, scales = ctx.saved_tensors
-        mode, padding_idx, handle, private_step, layout, batch_size = ctx.rest
-        gy = tensor_parallel.arrived(gy).unsqueeze(1)
-        of_scales = gradients = None
-        if scales is not None and ctx.needs_input_grad[2]:
-            of_scales = without_padding(ids, gy * F.embedding(ids, weight), padding_idx).sum(2)
-        if ctx.slot_dtype is None:
-            return None, None, of_scales, *[None] * 6
-        y = gy.expand(*ids.shape, -1) if scales is None else gy * scales.unsqueeze(2)
-        if mode == "mean":
-            counted = torch.ones_like(ids) if padding_idx is None else (ids != padding_idx).long()
-            y = y / counted.sum(1).clamp(min=1)[:, None, None]
-        y = without_padding(ids, y, padding_idx)
-        factors = EmbeddingFactors(*batch_tokens(ids, y, layout, batch_size), len(weight))
-        if handle is None:
-            gradients = factors.dense().to(ctx.slot_dtype)
-        else:
-            private_step.factors(handle.parameter("weight"), factors)
-        return None, None, of_scales, gradients, *[None] * 5
-
-
-class RaggedBag(torch.autograd.Function):
-    """Runs `F.embedding_bag` on ids [N] with offsets, `each` bags per sample; see `Bag`."""
-
-    @staticmethod
-    def forward(
-        ctx, ids, offsets, weight, scales, slot, mode, padding_idx, has_last, handle, batch_size,
-        each,
-    ):  # fmt: skip
-        ctx.save_for_backward(ids, offsets, weight, scales)
-        step = None if handle is None else handle.private_step
-        ctx.rest = (mode, padding_idx, has_last, handle, step, batch_size, each)
-        ctx.slot_dtype = None if slot is None else slot.dtype
+    def forward(ctx, ids, weight, offsets, scales, slot, rest):
+        ctx.save_for_backward(ids, weight, offsets, scales)
+        ctx.rest, ctx.slot_dtype = rest, None if slot is None else slot.dtype
+        mode, padding_idx, has_last, _ = rest[2] if rest[0] is None else rest[0].options
         return F.embedding_bag(
             ids, weight, offsets, mode=mode, per_sample_weights=scales,
-            include_last_offset=has_last, padding_idx=padding_idx,
+            include_last_offset=has_last and offsets is not None, padding_idx=padding_idx,
         )  # fmt: skip
 
     @staticmethod
     def backward(ctx, gy):
-        ids, offsets, weight, scales = ctx.saved_tensors
-        mode, padding_idx, has_last, handle, private_step, batch_size, each = ctx.rest
-        bags = bags_of(ids, offsets, has_last)
-        y = tensor_parallel.arrived(gy)[bags]
-        of_scales = gradients = None
+        ids, weight, offsets, scales = ctx.saved_tensors
+        site, private_step = ctx.rest[:2]
+        mode, padding_idx, has_last, each = ctx.rest[2] if site is None else site.options
+        gy = tensor_parallel.arrived(gy)
+        bags = None if offsets is None else bags_of(ids, offsets, has_last)
+        y = gy.unsqueeze(1) if bags is None else gy[bags]  # [N, 1, d], or [ids, d]
+        of_scales = None
         if scales is not None and ctx.needs_input_grad[3]:
-            of_scales = without_padding(ids, y * F.embedding(ids, weight), padding_idx).sum(1)
+            of_scales = without_padding(ids, y * F.embedding(ids, weight), padding_idx).sum(-1)
         if ctx.slot_dtype is None:
-            return None, None, None, of_scales, *[None] * 7
-        if scales is not None:
-            y = y * scales.unsqueeze(1)
+            return None, None, None, of_scales, None, None
+        y = y.expand(*ids.shape, -1) if scales is None else y * scales.unsqueeze(-1)
         if mode == "mean":
-            counted = torch.ones_like(ids) if padding_idx is None else (ids != padding_idx).long()
-            counts = torch.zeros(batch_size * each, dtype=torch.long, device=ids.device)
-            counts = counts.index_add(0, bags, counted.long())
-            y = y / counts.clamp(min=1)[bags].unsqueeze(1)
+            y = y / _sizes(ids, bags, len(gy), padding_idx)
         y = without_padding(ids, y, padding_idx)
-        factors = RaggedFactors(ids, bags // each, y, batch_size, len(weight))
-        if handle is None:
-            gradients = factors.dense().to(ctx.slot_dtype)
+        if site is None:
+            kind, dim, batch_size = ctx.rest[1]
+            layout = Layout(kind, dim)
         else:
-            private_step.factors(handle.parameter("weight"), factors)
-        return None, None, None, of_scales, gradients, *[None] * 6
+            layout, batch_size = site.layout or FIRST, private_step.batch_size
+        if bags is None:
+            ids = layout.batch_first(ids, batch_size).reshape(batch_size, -1)
+            y = layout.batch_first(y, batch_size).reshape(batch_size, -1, y.shape[-1])
+            factors = EmbeddingFactors(ids, y, len(weight))
+        else:
+            factors = EmbeddingFactors(ids, y, len(weight), bags // each, batch_size)
+        if site is None:
+            gradients = factors.dense().to(ctx.slot_dtype)
+            return None, None, None, of_scales, gradients, None
+        private_step.take(FACTORS, site.records, factors, factors.held(factors))
+        return None, None, None, of_scales, None, None
+
+
+def _sizes(ids: Tensor, bags: Tensor | None, count: int, padding_idx: int | None) -> Tensor:
+    """Returns how many ids the bag of each id has, without padding: [N, 1, 1], or [ids, 1]."""
+    counted = torch.ones_like(ids) if padding_idx is None else (ids != padding_idx).long()
+    if bags is None:
+        return counted.sum(1).clamp(min=1)[:, None, None]
+    sizes = torch.zeros(count, dtype=torch.long, device=ids.device)
+    sizes = sizes.index_add(0, bags, counted.long())
+    return sizes.clamp(min=1)[bags].unsqueeze(1)
 
 
 def bags_of(ids: Tensor, offsets: Tensor, has_last: bool) -> Tensor:

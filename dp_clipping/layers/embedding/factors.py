@@ -1,4 +1,4 @@
-"""Factors of an embedding's use with ids [B, T]: norms and weighted sums of G.
+"""Factors of an embedding's use: norms and weighted sums of G.
 
 Tokens that repeat within a sample add up before the norm is taken: the squared norm is the sum,
 over the distinct tokens of the sample, of the squared norm of that sum.
@@ -16,15 +16,6 @@ from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.small_table import is_small, table_gradients
 from dp_clipping.kernels.squared_norms import squared_norms as norms_on_kernels
-from dp_clipping.layers.batch_layout import Layout
-
-
-def batch_tokens(ids: Tensor, gy: Tensor, layout: Layout, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Returns ids [..] and gy [.., d] -> [B, T] and [B, T, d]."""
-    width = gy.shape[-1]
-    ids = layout.batch_first(ids, batch_size).reshape(batch_size, -1)
-    gy = layout.batch_first(gy, batch_size).reshape(batch_size, -1, width)
-    return ids, gy
 
 
 def without_padding(ids: Tensor, gy: Tensor, padding_idx: int | None) -> Tensor:
@@ -70,59 +61,82 @@ class TableGradients:
 
 
 class EmbeddingFactors:
-    """Factors of one use: ids [B, T], int32 or int64, y [B, T, d]."""
+    """Factors of one use: ids, int32 or int64, and output gradients y.
+
+    Args:
+        ids, y: [B, T] and [B, T, d]. Where samples have different numbers of tokens, these are
+            laid behind each other, [N] and [N, d]: no row makes them as long as the longest.
+        samples: [N], whose each of those is, ascending; `batch_size` is B.
+    """
 
     held = attrgetter("ids", "y")
 
-    def __init__(self, ids: Tensor, y: Tensor, vocabulary: int):
+    def __init__(
+        self, ids: Tensor, y: Tensor, vocabulary: int, samples: Tensor | None = None,
+        batch_size: int = 0,
+    ):  # fmt: skip
         self.ids, self.y, self.vocabulary = ids.long(), y, vocabulary
+        self.samples = samples
+        self.batch_size = len(ids) if samples is None else batch_size
         self._sums: tuple[Tensor, Tensor] | None = None
 
     def norm(self, _grams: object = None) -> Norm:
         """Returns ‖G_i‖² of the sums over equal tokens, which are what `weighted_sum` adds."""
-        sums, _ = self._distinct()
-        return Norm(squared_norms(sums.view(len(self.ids), -1)))
+        sums, keys = self._distinct()
+        squares = squared_norms(sums)
+        total = squares.new_zeros(self.batch_size, dtype=torch.float64)
+        total.index_add_(0, keys // self.vocabulary, squares.double())
+        return Norm(total.to(squares.dtype))
+
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns samples [N], ids [N] and y [N, d] of all tokens, y in the accumulation dtype."""
+        ids, y = self.ids.flatten(), self.y.reshape(-1, self.y.shape[-1])
+        samples = self.samples
+        if samples is None:
+            samples = torch.arange(self.batch_size, device=ids.device)[:, None]
+            samples = samples.expand(self.ids.shape).flatten()
+        return samples, ids, y.to(accumulation_dtype(y.dtype))
 
     def _distinct(self) -> tuple[Tensor, Tensor]:
-        """Sums [B·T, d] in `accumulation_dtype(dtype)` over equal tokens of a sample, and their
-        tokens [B·T].
+        """Returns sums [N, d] in `accumulation_dtype(dtype)` over equal tokens of a sample, and
+        which they are [N], as sample · V + token.
 
-        Sorting a sample's ids numbers its distinct tokens without a table of the vocabulary's size;
-        rows that no token has are zero.
+        Sorting numbers the distinct tokens without a table of the vocabulary's size. Rows behind
+        the last of these sums are zero.
         """
         if self._sums is None:
-            batch_size, tokens = self.ids.shape
-            ordered, order = self.ids.sort(dim=1)
-            new = torch.ones_like(ordered, dtype=torch.bool)
-            new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-            number = torch.empty_like(ordered).scatter_(1, order, new.long().cumsum(1) - 1)
-            first = torch.arange(batch_size, device=number.device)[:, None] * tokens
-            rows = (number + first).flatten()
-            y = self.y.flatten(0, 1).to(accumulation_dtype(self.y.dtype))
-            which = torch.zeros_like(rows).scatter_(0, rows, self.ids.flatten())
+            samples, ids, y = self._rows()
+            keys = samples * self.vocabulary + ids
+            ordered, order = keys.sort()
+            new = torch.ones_like(ordered)
+            new[1:] = ordered[1:] != ordered[:-1]
+            rows = torch.empty_like(order).scatter_(0, order, new.cumsum(0) - 1)
+            which = torch.zeros_like(keys).scatter_(0, rows, keys)
             self._sums = (y.new_zeros(y.shape).index_add_(0, rows, y), which)
         return self._sums
 
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
-        sums, which = self._distinct()
-        c = weights.of_dtype(sums.dtype).repeat_interleave(self.ids.shape[1])[:, None]
-        return sums.new_zeros(self.vocabulary, sums.shape[1]).index_add_(0, which, sums * c)
+        sums, keys = self._distinct()
+        c = weights.of_dtype(sums.dtype)[keys // self.vocabulary][:, None]
+        total = sums.new_zeros(self.vocabulary, sums.shape[1])
+        return total.index_add_(0, keys % self.vocabulary, sums * c)
 
     def dense(self) -> Tensor:
         """Returns G [B, V, d] in `accumulation_dtype(dtype)`: the reference implementation."""
-        batch_size, tokens = self.ids.shape
-        y = self.y.to(accumulation_dtype(self.y.dtype))
-        total = y.new_zeros(batch_size, self.vocabulary, y.shape[-1])
-        sample = torch.arange(batch_size, device=y.device)[:, None].expand(batch_size, tokens)
-        return total.index_put_((sample, self.ids), y, accumulate=True)
+        samples, ids, y = self._rows()
+        total = y.new_zeros(self.batch_size, self.vocabulary, y.shape[-1])
+        return total.index_put_((samples, ids), y, accumulate=True)
 
     def on_kernels(self) -> TokenSums | TableGradients:
         """Returns the sums over equal tokens, or G of a small table, formed on kernels."""
+        if self.samples is not None:
+            return TokenSums.of_rows(self.ids, self.samples, self.y, self.batch_size)
         if is_small(self.vocabulary, self.ids.shape[1]):
             return TableGradients.of(self.ids, self.y, self.vocabulary)
         return TokenSums.of(self.ids, self.y)
 
     def only(self, good: Tensor) -> "EmbeddingFactors":
         """Returns zeros for the samples that are not `good` [B]."""
-        return EmbeddingFactors(self.ids, only(self.y, good), self.vocabulary)
+        y = only(self.y, good if self.samples is None else good[self.samples])
+        return EmbeddingFactors(self.ids, y, self.vocabulary, self.samples, self.batch_size)

@@ -1,69 +1,67 @@
 """Embeddings: y = W[ids], so row v of G_i is the sum of output gradients of sample i's tokens v."""
 
+from operator import attrgetter
+
 import torch
 from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.embedding.factors import (
-    EmbeddingFactors,
-    batch_tokens,
-    look_up,
-    without_padding,
-)
-from dp_clipping.layers.handle import LayerState, run
+from dp_clipping.layers.embedding.factors import EmbeddingFactors, look_up, without_padding
+from dp_clipping.layers.handle import FIRST, LayerState, forward_of
+from dp_clipping.layers.recorder import FACTORS
+
+SETTINGS = attrgetter("padding_idx")
 
 
-def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
-    handle: LayerState = self._private
-    if handle.private_step is None:
-        return type(self).forward(self, ids)
-    call, padding_idx = tensor_parallel.embedding(handle, ids, self.weight, self.padding_idx)
+def _first_call(self: nn.Embedding, handle: LayerState, ids: Tensor) -> Tensor:
+    weight = self.weight
+    call, padding_idx = tensor_parallel.embedding(handle, ids, weight, self.padding_idx)
     layout, ids = handle.batched(call.x)
-    private_step, weight = handle.private_step, call.weight.detach()
-    if handle.keeps_dense():
-        place = (layout.kind, layout.dim, private_step.batch_size)
-        return call.leave(
-            run(handle, Dense, ids, weight, handle.slot("weight"), padding_idx, *place)
-        )
-    trigger = handle.parameter("weight").trigger
-    return call.leave(run(handle, Factors, ids, weight, trigger, handle, padding_idx, layout))
+    private_step = handle.private_step
+    if torch.compiler.is_compiling():
+        rest = (None, (layout.kind, layout.dim, private_step.batch_size), padding_idx)
+        slot = handle.slot("weight")
+        return call.leave(Embedding.apply(ids, call.weight.detach(), None, slot, None, rest))
+    site = handle.site(
+        Embedding, ids, layout, options=padding_idx, settings=padding_idx, reads=SETTINGS
+    )
+    if call.mesh is None:
+        handle.keep(call.x, site)
+    return call.leave(site.use(private_step, ids, call.weight))
 
 
-class Dense(torch.autograd.Function):
-    """Runs `F.embedding`; its backward returns G [B, V, d] as the gradient of `slot`."""
+forward = forward_of(_first_call)
+
+
+class Embedding(torch.autograd.Function):
+    """Runs `F.embedding`; its backward leaves ids and output gradients.
+
+    `rest` has the site and the private step. In a compiled region it has None, where samples are,
+    and the padding's id: there backward returns G [B, V, d] as the gradient of the slot.
+    """
 
     @staticmethod
-    def forward(ctx, ids, weight, slot, padding_idx, kind, dim, batch_size):
+    def forward(ctx, ids, weight, _, slot, __, rest):
         ctx.save_for_backward(ids)
-        ctx.rest = (padding_idx, kind, dim, batch_size, slot.shape, slot.dtype)
+        ctx.rest, ctx.vocabulary, ctx.slot_dtype = rest, weight.shape[0], slot.dtype
         return look_up(ids, weight)
 
     @staticmethod
     def backward(ctx, gy):
         (ids,) = ctx.saved_tensors
-        padding_idx, kind, dim, batch_size, shape, dtype = ctx.rest
         gy = tensor_parallel.arrived(gy)
-        ids, gy = batch_tokens(ids, gy, Layout(kind, dim), batch_size)
-        factors = EmbeddingFactors(ids, without_padding(ids, gy, padding_idx), shape[1])
-        return None, None, factors.dense().to(dtype), None, None, None, None
-
-
-class Factors(torch.autograd.Function):
-    """Runs `F.embedding`; its backward delivers ids and output gradients to the private step."""
-
-    @staticmethod
-    def forward(ctx, ids, weight, trigger, handle, padding_idx, layout):
-        ctx.save_for_backward(ids)
-        ctx.rest = (handle, handle.private_step, padding_idx, layout, weight.shape[0])
-        return look_up(ids, weight)
-
-    @staticmethod
-    def backward(ctx, gy):
-        (ids,) = ctx.saved_tensors
-        handle, private_step, padding_idx, layout, vocabulary = ctx.rest
-        gy = tensor_parallel.arrived(gy)
-        ids, gy = batch_tokens(ids, gy, layout, private_step.batch_size)
-        gy = without_padding(ids, gy, padding_idx)
-        private_step.factors(handle.parameter("weight"), EmbeddingFactors(ids, gy, vocabulary))
+        site, private_step = ctx.rest[:2]
+        if site is None:
+            kind, dim, batch_size = ctx.rest[1]
+            layout, padding_idx = Layout(kind, dim), ctx.rest[2]
+        else:
+            layout, padding_idx = site.layout or FIRST, site.options
+            batch_size = private_step.batch_size
+        ids, gy = layout.batch_first(ids, batch_size), layout.batch_first(gy, batch_size)
+        ids, gy = ids.reshape(batch_size, -1), gy.reshape(batch_size, -1, gy.shape[-1])
+        factors = EmbeddingFactors(ids, without_padding(ids, gy, padding_idx), ctx.vocabulary)
+        if site is None:
+            return None, None, None, factors.dense().to(ctx.slot_dtype), None, None
+        private_step.take(FACTORS, site.records, factors, factors.held(factors))
         return None, None, None, None, None, None

@@ -1,7 +1,7 @@
 """`nn.LSTMCell`, `nn.GRUCell` and `nn.RNNCell`: one time step, called in the user's loop.
 
 The products of input and state with the gates' weights are linear layers, and each call is a use.
-Autograd does the rest. Factors of all uses of a weight are joined (`handle.factor_target`).
+Autograd does the rest. Factors of all uses of a weight are joined (`recorder.Joint`).
 """
 
 from typing import Any

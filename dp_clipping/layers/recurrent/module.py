@@ -20,7 +20,7 @@ from dp_clipping.layers.handle import LayerState, check_size
 from dp_clipping.layers.recurrent import kernel
 from dp_clipping.layers.recurrent.kinds import mode_of
 from dp_clipping.layers.recurrent.packing import Packing
-from dp_clipping.layers.recurrent.recurrence import Enter, Leave, Run
+from dp_clipping.layers.recurrent.recurrence import Enter, Leave, Run, Sites
 from dp_clipping.torch_compat import never_compiled
 
 KINDS = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
@@ -112,9 +112,9 @@ def _run(
         states: the first ones, [D, N, ..]; empty: zeros.
     """
     gates: list[Tensor] = []
-    slots: list[Any] = []
     weights: list[Any] = []
-    takes: list[Any] = []
+    sites: list[Sites] = []
+    private_step: Any = handle.private_step
     for direction in ("", "_reverse")[: 2 if self.bidirectional else 1]:
         names = [f"{kind}_l{layer}{direction}" for kind in KINDS]
         values: list[Any] = [getattr(self, name, None) for name in names]
@@ -125,20 +125,15 @@ def _run(
                 handle, x, sequences, weight_ih, bias_ih, names=(names[0], names[1])
             )
         gates.append(found)
-        shape = (*found.shape[:2], self.proj_size or self.hidden_size)
-        before = torch.empty(shape, dtype=found.dtype, device="meta")
-        inner = before.new_empty((*shape[:2], self.hidden_size))
-        uses = (
-            projection.weight_use(handle, names[2], before, hidden[0]),
-            projection.bias_use(handle, names[3]),
-            projection.weight_use(handle, names[4], inner, hidden[2]),
-        )
         weights.append(tuple(hidden))
-        slots += [slot for slot, _ in uses]
-        takes.append(tuple(take for _, take in uses))
-    run: Any = Run(mode, takes, sequences, handle.private_step.batch_size, packing)
+        sites.append((
+            handle.site(Enter, found, sequences, (names[2], names[3])),
+            handle.site(Enter, found, sequences, (names[4], "")),
+        ))  # fmt: skip
+    run = Run(mode, sites, private_step, packing)
+    run.announce(gates[0], weights)
     together = gates[0] if len(gates) == 1 else torch.cat(gates, 2)
-    together = Enter.apply(together, run, *(w for own in weights for w in own), *slots)
+    together = Enter.apply(together, run, *(w for own in weights for w in own), *run.triggers)
     if not states:
         count = 2 if mode == "LSTM" else 1
         widths = (self.proj_size or self.hidden_size, self.hidden_size)[:count]

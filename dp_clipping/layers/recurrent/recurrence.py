@@ -14,7 +14,6 @@ r, and o and c of an LSTM that projects, are computed again from X and the state
 all time steps.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +23,13 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.handle import Site
+from dp_clipping.layers.recorder import LINEAR, Recorder
 from dp_clipping.layers.recurrent.kernel import Weights
 from dp_clipping.layers.recurrent.packing import Packing
 
-Takes = tuple[
-    Callable[[Tensor, Tensor], Any] | None,
-    Callable[[Tensor], Any] | None,
-    Callable[[Tensor, Tensor], Any] | None,
-]
+Sites = tuple[Site, Site]
+"""Of one direction: of W_hh and b_hh, and of W_hr."""
 
 
 @dataclass
@@ -57,44 +54,49 @@ class Run:
 
     Args:
         mode: the mode of `nn.RNNBase`.
-        takes: for each direction, and in it for W_hh, b_hh and W_hr, a function that receives
-            factors a [B, T, p] and y [B, T, d], or y alone, and returns the gradient of the slot;
-            None for a frozen parameter.
-        layout: the layout of the samples in dimension 1.
+        sites: of each direction; where the samples are in dimension 1 is theirs.
+        private_step: takes what backward leaves.
         packing: the packing of the sequences; None: they are of one length.
     """
 
     def __init__(
-        self, mode: str, takes: list[Takes], layout: Layout, batch_size: int,
-        packing: Packing | None,
-    ):  # fmt: skip
-        self.mode, self.takes = mode, takes
-        self.layout, self.batch_size, self.packing = layout, batch_size, packing
+        self, mode: str, sites: list[Sites], private_step: Recorder, packing: Packing | None
+    ):
+        self.mode, self.sites = mode, sites
+        self.private_step, self.packing = private_step, packing
         self.states: States | None = None  # between the two backwards
 
     @property
     def reads_gates(self) -> bool:
         """Returns whether backward needs X."""
-        return self.mode == "GRU" or any(projection for *_, projection in self.takes)
+        return self.mode == "GRU" or any(projection.records for _, projection in self.sites)
 
-    def deliver(self, g: Tensor, gates: Tensor | None, weights: list[Weights]) -> list[Any]:
-        """Delivers the factors that G [T, N, D·gates·H] and the states give.
+    @property
+    def triggers(self) -> list[Tensor]:
+        """Returns inputs that make autograd visit `Enter`."""
+        sites = [site for own in self.sites for site in own if site.records]
+        return [self.private_step.trigger(site.records[0]) for site in sites]
 
-        Returns:
-            Gradients of the slots.
-        """
+    def announce(self, gates: Tensor, weights: list[Weights]) -> None:
+        """Tells the step which products the kernel will compute; `gates`: X of one direction."""
+        for sites, (weight, _, projection) in zip(self.sites, weights, strict=True):
+            for site, factor in zip(sites, (weight, projection), strict=True):
+                if site.planned is not None and factor is not None:
+                    shape = torch.Size((*gates.shape[:2], factor.shape[1]))
+                    call = (site.planned, shape, gates.dtype, factor.shape[0])
+                    self.private_step.plans.calls.append(call)
+
+    def deliver(self, g: Tensor, gates: Tensor | None, weights: list[Weights]) -> None:
+        """Leaves the factors that G [T, N, D·gates·H] and the states give."""
         states, self.states = self.states, None
         assert states is not None, "Leave's backward comes before Enter's"
-        slots = []
-        for n, (takes, own) in enumerate(zip(self.takes, weights, strict=True)):
+        for n, (sites, own) in enumerate(zip(self.sites, weights, strict=True)):
             one = Direction(self, bool(n), states, own)
             rows = None if gates is None else gates.chunk(len(weights), 2)[n]
-            slots += one.deliver(takes, g.chunk(len(weights), 2)[n], rows)
-        return slots
+            one.deliver(sites, g.chunk(len(weights), 2)[n], rows)
 
-    def tokens(self, x: Tensor) -> Tensor:
-        """Returns x [T, N, ..] as [B, tokens, ..]."""
-        return self.layout.batch_tokens(x, self.batch_size)
+    def leave(self, site: Site, y: Tensor, a: Tensor) -> None:
+        self.private_step.take(LINEAR, site.records, (y, a, site), (y, a))
 
 
 class Direction:
@@ -109,20 +111,17 @@ class Direction:
     def _own(self, x: Tensor) -> Tensor:
         return x.chunk(len(self.states.h), 2)[int(self.reverse)]
 
-    def deliver(self, takes: Takes, g: Tensor, gates: Any) -> list[Any]:
+    def deliver(self, sites: Sites, g: Tensor, gates: Any) -> None:
         before = self._before()
         k = g
         if self.run.mode == "GRU":
             k = self._of_hidden(g, gates, before)
-        slots: list[Any] = [None] * 3
-        if takes[0] or takes[1]:
-            y = self.run.tokens(k)
-            slots[0] = takes[0] and takes[0](self.run.tokens(before), y)
-            slots[1] = takes[1] and takes[1](y)
-        if takes[2]:
+        hidden, projection = sites
+        if hidden.records:
+            self.run.leave(hidden, k, before)
+        if projection.records:
             inner = self._unprojected(gates, before)
-            slots[2] = takes[2](self.run.tokens(inner), self.run.tokens(self._of_outputs(k)))
-        return slots
+            self.run.leave(projection, self._of_outputs(k), inner)
 
     def _before(self) -> Tensor:
         """Returns the state before each time step."""
@@ -190,15 +189,15 @@ class Enter(torch.autograd.Function):
 
     Args:
         gates: X [T, N, D·gates·H].
-        weights_and_slots: W_hh, b_hh and W_hr of each direction, detached, and their slots:
-            inputs that make backward come here; see `handle.gradient_target`.
+        others: W_hh, b_hh and W_hr of each direction, detached, and inputs that make autograd come
+            here (`Run.triggers`).
     """
 
     @staticmethod
-    def forward(ctx, gates, run: Run, *weights_and_slots):
-        half = len(weights_and_slots) // 2
+    def forward(ctx, gates, run: Run, *others):
         ctx.run = run
-        ctx.save_for_backward(gates if run.reads_gates else None, *weights_and_slots[:half])
+        weights = others[: 3 * len(run.sites)]
+        ctx.save_for_backward(gates if run.reads_gates else None, *weights)
         return gates
 
     @staticmethod
@@ -208,8 +207,8 @@ class Enter(torch.autograd.Function):
         with torch.autocast(g.device.type, enabled=False):
             weights = [None if w is None else w.to(g.dtype) for w in weights]
             of_all: Any = [tuple(weights[n : n + 3]) for n in range(0, len(weights), 3)]
-            slots = ctx.run.deliver(g, gates, of_all)
-        return g, None, *[None] * len(weights), *slots
+            ctx.run.deliver(g, gates, of_all)
+        return g, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 class Leave(torch.autograd.Function):

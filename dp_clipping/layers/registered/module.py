@@ -5,10 +5,10 @@ its input. `Tap` passes the output on; its backward gets the output's gradient, 
 function and delivers G or its factors, as the arithmetic of any other layer does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from torch.func import functional_call
 
 from dp_clipping.clipping.accumulation import accumulation_dtype, only
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, check_size, deliver
-from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.handle import LayerState, Site, check_size
 from dp_clipping.layers.projection import gradients_of
+from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
 from dp_clipping.layers.registered.norm_and_sum import LayerSums, NormAndSum, checked, without
 from dp_clipping.layers.registered.one_alone import refuse_wrong
 from dp_clipping.layers.registered.registry import LinearProduct, arithmetic_of
@@ -47,27 +47,15 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     use = Use(self, handle, leaves, structure, places, layouts, of_output, handle.rows)
     own = {name: p.parameter.detach() for name, p in handle.parameters().items()}
     y = use.run(own, leaves)
-    products = use.products(y, tensors)
-    use.targets = {name: use.target(name, products.get(name)) for name in handle.trainable}
-    slots = [target.slot for target in use.targets.values()]
-    return Tap.apply(y, use, *(x.detach() for x in tensors), *slots)
+    products, records = use.products(y, tensors), handle.parameters()
+    for name in [name for name in records if name in products]:
+        use.announce(records[name], *products[name])
+    triggers = {handle.private_step.trigger(record) for record in records.values()}
+    return Tap.apply(y, use, *(x.detach() for x in tensors), *triggers)
 
 
 def _called(handle: LayerState, module: nn.Module) -> str:
     return f"{handle.name or 'the network'} ({type(module).__name__})"
-
-
-class Target(NamedTuple):
-    """The destination of a parameter's per-sample gradients in backward.
-
-    Attributes:
-        slot: the input of `Tap` that makes backward visit it.
-        take: the function that receives G, or its factors; None: G is the gradient of the slot.
-    """
-
-    slot: Any
-    take: Callable[[Any], Any] | None
-    takes_factors: bool = False
 
 
 @dataclass
@@ -78,7 +66,6 @@ class Use:
         leaves, structure: its arguments, flattened; `places` says which of them are tensors.
         layouts, of_output: where examples are in these, and in the output.
         rows: number of examples.
-        targets: name of a trainable parameter -> where its gradients go.
     """
 
     module: nn.Module
@@ -91,8 +78,8 @@ class Use:
     rows: int
 
     def __post_init__(self) -> None:
-        self.targets: dict[str, Target] = {}
         self.arithmetic = arithmetic_of(self.module)
+        self.step: Any = self.handle.private_step
         # Tensors are saved by autograd, which notices what is changed in place.
         self.leaves = [None if isinstance(x, Tensor) else x for x in self.leaves]
 
@@ -234,45 +221,33 @@ class Use:
             }
         return known[key]
 
-    def target(self, name: str, product: tuple[int, torch.dtype] | None) -> Target:
-        """Returns the destination of what the function returns for a parameter."""
-        handle = self.handle
-        if product is not None:
-            tokens, dtype = product
-            weight = handle.parameter(name).parameter
-            shape = (handle.private_step.batch_size, tokens * handle.examples_per_unit)
-            a = torch.empty(*shape, weight.shape[1], dtype=dtype, device="meta")
-            if not handle.keeps_dense(a, weight, name):
-                call = (handle.parameter(name), a.shape, dtype, weight.shape[0])
-                handle.private_step.plans.calls.append(call)
-                return Target(*handle.factor_target(name), takes_factors=True)
-        is_one = handle.examples_per_unit == 1
-        if not (self.arithmetic.forms_gradients or handle.keeps_dense()) and is_one:
-            return Target(*handle.factor_target(name), takes_factors=True)
-        return Target(*handle.gradient_target(name))
+    def announce(self, record: Trainable, tokens: int, dtype: torch.dtype) -> None:
+        """Tells the step of a product that the function will return for a weight."""
+        if Site(Tap, record).planned is not None:
+            outputs, inputs = record.parameter.shape
+            shape = (self.step.batch_size, tokens * self.step.examples_per_unit, inputs)
+            self.step.plans.calls.append((record, torch.Size(shape), dtype, outputs))
 
-    def deliver(self, gradient: Tensor, tensors: list[Tensor]) -> list[Tensor | None]:
-        """Delivers G of all parameters; returns the gradients of their slots."""
-        k = self.handle.examples_per_unit
+    def deliver(self, gradient: Tensor, tensors: list[Tensor]) -> None:
+        """Leaves G of all parameters, or its factors, to the private step."""
+        k = self.step.examples_per_unit
         rows = self.of_output.batch_first(gradient, self.rows)
         found = self.call(rows, self.batch_first(tensors))
         refuse_wrong(self, gradient, tensors, found)
-        results: list[Tensor | None] = []
-        for name, (slot, take, takes_factors) in self.targets.items():
+        for name, record in self.handle.parameters().items():
             g = found[name]
             if isinstance(g, LinearProduct):
                 a, y = (_units(x, k).flatten(1, 2) for x in (g.activations, g.gradients))
-                g = LinearFactors(a, y, False) if takes_factors else gradients_of(y, a)
-            elif isinstance(g, NormAndSum):
-                g = g if takes_factors else g.sums.rows_of(name, range(self.rows // k), k)
+                self.step.take(LINEAR, (record,), (y, a, Site(Tap, record)), (y, a))
+                continue
+            if isinstance(g, NormAndSum) and k == 1:
+                self.step.take(FACTORS, (record,), g, g.held(g))
+                continue
+            if isinstance(g, NormAndSum):
+                g = g.sums.rows_of(name, range(self.rows // k), k)
             elif k > 1:
                 g = _units(g, k).sum(1, dtype=accumulation_dtype(g.dtype))
-            if takes_factors and take is not None:
-                take(g)
-                results.append(None)
-            else:
-                results.append(deliver(take, g.to(slot.dtype) if take is None else g))
-        return results
+            self.step.take(DENSE, (record,), (g, None), (g,))
 
 
 def _units(x: Tensor, examples_per_unit: int) -> Tensor:
@@ -295,5 +270,5 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         inputs, gy = list(ctx.saved_tensors), arrived(gy)
-        gradients = ctx.use.deliver(gy, inputs)
-        return gy, None, *[None] * len(inputs), *gradients
+        ctx.use.deliver(gy, inputs)
+        return gy, *[None] * (len(ctx.needs_input_grad) - 1)

@@ -125,6 +125,10 @@ class NormAndSum:
         """Returns the factors of the samples that are `good` [B], in the same shape."""
         return NormAndSum(self.sums, self.name, self.nbytes, good)
 
+    def dense(self) -> Tensor:
+        """Returns G [B, *parameter], from one call of the user's function a sample."""
+        return self.sums.rows_of(self.name, range(self.sums.rows))
+
     def weighted_sum(self, weights: Weights | Tensor, _outputs: int = 0) -> Tensor:
         """Returns Σ_i c_i G_i in float32 (float64), over the samples with c_i > 0."""
         c = weights.of_dtype(self.sums.dtype) if isinstance(weights, Weights) else weights

@@ -3,6 +3,7 @@
 Files:
 
     work                  when norms and sums are formed
+    uses                  what several uses of a parameter leave, joined
     layer_plans           how each linear layer is handled
     plain                 norms, coefficients and sums in plain PyTorch
     fused                 the same on the kernels, with few launches

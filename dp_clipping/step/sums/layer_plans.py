@@ -1,5 +1,6 @@
 """Plans how each linear layer of a step is handled, by its uses in forward."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
@@ -46,12 +47,14 @@ class PlainPlans:
         """Plans what becomes of the uses, after the forward has called all layers."""
         if self._policy.two_passes or self._policy.dense_always:
             return
-        kept = set()
-        for record, shape, _, outputs in self.calls:
-            tokens = shape[:-1].numel() // self._batch_size
-            if not self.prefers_dense(tokens, outputs, shape[-1]):
-                kept.add(record)
-        self.kept_as_they_are, self.calls = kept, []
+        tokens: Counter[Trainable] = Counter()  # of all uses of a weight
+        for record, shape, _, _ in self.calls:
+            tokens[record] += shape[:-1].numel() // self._batch_size
+        self.kept_as_they_are = {
+            record for record, shape, _, outputs in self.calls
+            if not self.prefers_dense(tokens[record], outputs, shape[-1])
+        }  # fmt: skip
+        self.calls = []
 
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
         """Returns None: a layer in a compiled region has a slot for each parameter."""

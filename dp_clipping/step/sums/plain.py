@@ -21,7 +21,15 @@ from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients_plain
 from dp_clipping.layers.linear_factors import Grams, LinearFactors
 from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
 from dp_clipping.layers.projection import gradients_of
-from dp_clipping.layers.recorder import DENSE, LINEAR, NORMALIZED, Left, Summand, Trainable
+from dp_clipping.layers.recorder import (
+    DENSE,
+    FACTORS,
+    LINEAR,
+    NORMALIZED,
+    Left,
+    Summand,
+    Trainable,
+)
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
@@ -133,6 +141,8 @@ class Plain:
                 ]
             else:
                 value = left.value[0] if left.kind is DENSE else left.value
+                if left.kind is FACTORS and self.context.policy.dense_always:
+                    value = value.dense()
                 found.append((left.records[0], value, left))
         return found
 

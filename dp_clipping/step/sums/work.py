@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.checks.kept import Kept
-from dp_clipping.layers.recorder import DENSE, FACTORS, Left, Summand, Trainable
+from dp_clipping.layers.recorder import DENSE, FACTORS, Joint, Left, Summand, Trainable
 from dp_clipping.planning.cost_model import SUM_BYTES
 from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.step_norms import norms_of
+from dp_clipping.step.sums.uses import Uses
 from dp_clipping.torch_compat import VERSION, allocated, current_stream
 
 Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
@@ -111,6 +112,8 @@ class Work:
         self.norms, self.versions = norms_of(context, batch_size), Kept()
         self._sharding, self._shards = context.sharding, context.sums
         self._two_passes = context.policy.two_passes
+        self._uses = Uses(batch_size)
+        self._joining: Joint | None = None  # whose uses are taken together
         self.forget()
 
     def forget(self) -> None:
@@ -124,6 +127,7 @@ class Work:
         self.streams = self.is_summing = self._is_in_backward = False
         self._staying: Collection[Trainable] = ()  # weights whose factors are kept in any case
         self.versions.forget()
+        self._uses.forget()
         self._accumulate: Accumulate = lambda sums: None
         self._stream: int | None = None  # that layers run on, if launches read what several leave
         self._reset()
@@ -172,7 +176,7 @@ class Work:
     def take(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Takes what the only use of parameters has left; see `layers.recorder`.
+        """Takes what a use of parameters has left; see `layers.recorder`.
 
         Raises:
             RuntimeError: the norm would miss something.
@@ -184,6 +188,9 @@ class Work:
                 "model.reset_batch_layouts() before a forward that differs"
             )
         if self.is_summing and self.taken.issuperset(records):
+            return
+        if records[0].joint is not self._joining:
+            self._uses.add(kind, records, value, tensors)
             return
         self.seen.update(records)
         # `Left(..)` would call a function in Python for each.
@@ -213,6 +220,15 @@ class Work:
                     self.pending += self.bytes_of(records)
         if self.pending > self.may_wait:
             self._make_room(records)
+
+    def join(self, joint: Joint) -> None:
+        """Takes what all uses of parameters have left, as one."""
+        self._joining = joint
+        try:
+            for left in self._uses.joined(joint):
+                self.take(*left)
+        finally:
+            self._joining = None
 
     def _stays(self, left: Left) -> bool:
         """Returns whether its tensors are kept until the sums in any case."""

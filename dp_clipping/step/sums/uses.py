@@ -1,0 +1,103 @@
+"""Joins what several uses of parameters leave, so that cross terms of these are in the norm.
+
+Uses of a linear layer's weight are more tokens of one use: factors are laid side by side. Any other
+use adds its G.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_clipping.capture.checks.kept import changed_in_place
+from dp_clipping.clipping.accumulation import accumulation_dtype, stored_dtype
+from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients_plain
+from dp_clipping.layers.handle import Site
+from dp_clipping.layers.projection import Linear, gradients_of
+from dp_clipping.layers.recorder import DENSE, LINEAR, NORMALIZED, Joint, Trainable
+from dp_clipping.torch_compat import VERSION
+
+Left = tuple[str, tuple[Trainable, ...], Any, tuple[Tensor, ...]]
+"""What `Work.take` takes."""
+
+
+class Uses:
+    """What has arrived of parameters that have several uses."""
+
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
+        self.forget()
+
+    def forget(self) -> None:
+        self._factors: dict[Trainable, list[tuple[Tensor, Tensor]]] = {}  # [B, T, d], [B, T, p]
+        self._noted: dict[Trainable, list[tuple[tuple[Tensor, ...], tuple[int, ...]]]] = {}
+        self._gradients: dict[Trainable, tuple[Tensor, bool]] = {}  # G, and if it is nobody else's
+
+    def add(
+        self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
+    ) -> None:
+        """Adds what one use leaves; see `layers.recorder`."""
+        if kind is LINEAR:
+            y, a = value[2].tokens(value[0], value[1], self._batch_size)
+            weight = value[2].weight
+            if weight is not None and weight in weight.joint.linear:
+                pair = (a, y) if value[2].transposed else (y, a)
+                self._factors.setdefault(weight, []).append(pair)
+                noted = tensors, tuple(map(VERSION, tensors))
+                self._noted.setdefault(weight, []).append(noted)
+                records = tuple([record for record in records if record is not weight])
+        for record, gradients in gradients_left(kind, records, value, self._batch_size):
+            self._add(record, gradients, kind is not DENSE)
+
+    def _add(self, record: Trainable, gradients: Tensor, is_own: bool) -> None:
+        if record in self._gradients:
+            total, may_change = self._gradients[record]
+            gradients = gradients.to(total.dtype)
+            gradients, is_own = total.add_(gradients) if may_change else total + gradients, True
+        self._gradients[record] = gradients, is_own
+
+    def joined(self, joint: Joint) -> Iterator[Left]:
+        """Yields what all uses of each parameter have left together.
+
+        Raises:
+            RuntimeError: a tensor of a use has changed since it arrived.
+        """
+        for record in joint.records:
+            pairs, noted = self._factors.pop(record, []), self._noted.pop(record, [])
+            if any(tuple(map(VERSION, tensors)) != versions for tensors, versions in noted):
+                raise changed_in_place([record.name])
+            if pairs and record not in self._gradients:
+                left, right = (torch.cat(own, 1) for own in zip(*pairs, strict=True))
+                yield LINEAR, (record,), (left, right, Site(Linear, record)), (left, right)
+                continue
+            for left, right in pairs:  # compiled code has left G of other uses
+                self._add(record, gradients_of(left, right), True)
+            if record in self._gradients:
+                total, _ = self._gradients.pop(record)
+                yield DENSE, (record,), (total, None), (total,)
+
+
+def gradients_left(
+    kind: str, records: tuple[Trainable, ...], value: Any, batch_size: int
+) -> Iterator[tuple[Trainable, Tensor]]:
+    """Yields G of some parameters that a use has left something for."""
+    if kind is LINEAR:
+        given, x, site = value
+        y, a = site.tokens(given, x, batch_size)
+        for record in records:
+            if record is site.bias:
+                yield record, y.sum(1, dtype=accumulation_dtype(y.dtype))
+            else:
+                yield record, gradients_of(a, y) if site.transposed else gradients_of(y, a)
+    elif kind is NORMALIZED:
+        use, own = value
+        formed = norm_layer_gradients_plain(use, accumulation_dtype(use.x.dtype))
+        for record, gradients in zip(own, formed, strict=True):
+            if record is not None:
+                yield record, gradients.view(batch_size, *record.shape)
+    elif kind is DENSE:
+        yield records[0], value[0]
+    else:
+        gradients = value.dense()
+        yield records[0], gradients.to(stored_dtype(value.y.dtype))
