@@ -97,7 +97,7 @@ def _first_call(
     return layout.restore(y if pictures is None else y.unflatten(0, (batch_size, pictures)))
 
 
-forward = forward_of(_first_call)
+forward = forward_of("convolution", _first_call)
 SETTINGS = attrgetter(
     "stride", "padding", "padding_mode", "dilation", "output_padding", "groups"
 )  # of a convolution, which may change between steps

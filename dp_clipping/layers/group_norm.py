@@ -51,7 +51,7 @@ def _first_call(self: nn.Module, handle: LayerState, x: Tensor) -> Tensor:
     return layout.restore(y if pictures is None else y.unflatten(0, (batch_size, pictures)))
 
 
-forward = forward_of(_first_call)
+forward = forward_of("group_norm", _first_call)
 
 
 class GroupNorm(torch.autograd.Function):

@@ -126,8 +126,8 @@ class Site:
         return run(x, weight.detach(), bias, trigger, None, (self, private_step))
 
 
-def forward_of(first_call: Forward) -> Forward:
-    """Returns the forward of a captured layer, which reads its site where it has one.
+def forward_of(kind: str, first_call: Forward) -> Forward:
+    """Returns the forward of a kind of layers, which reads a layer's site where it has one.
 
     Args:
         first_call: (module, its state, input, ..) -> output, of any other call in a private step.
@@ -159,6 +159,8 @@ def forward_of(first_call: Forward) -> Forward:
         bias = None if bias is None else bias.detach()
         return site.run(x, weight.detach(), bias, trigger, None, (site, private_step))
 
+    # `torch.compile` counts by code how often it compiles anew: each kind has code of its own.
+    forward.__code__ = forward.__code__.replace(co_name=f"{kind}_forward")
     return forward
 
 

@@ -63,7 +63,7 @@ def _first_call(self: torch.nn.Module, handle: LayerState, x: Tensor) -> Tensor:
     return y if call is None else call.leave(y)
 
 
-forward = forward_of(_first_call)
+forward = forward_of("linear", _first_call)
 
 
 # ---- in compiled regions ------------------------------------------------------------------------

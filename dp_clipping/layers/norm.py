@@ -67,7 +67,7 @@ def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) 
     return y if call is None else call.leave(y)
 
 
-forward = forward_of(_first_call)
+forward = forward_of("norm", _first_call)
 
 
 def by_token(x: Tensor, layout: Layout, batch_size: int, dims: int) -> Tensor:

@@ -31,7 +31,7 @@ def _first_call(self: nn.Embedding, handle: LayerState, ids: Tensor) -> Tensor:
     return call.leave(site.use(private_step, ids, call.weight))
 
 
-forward = forward_of(_first_call)
+forward = forward_of("embedding", _first_call)
 
 
 class Embedding(torch.autograd.Function):
