@@ -16,8 +16,8 @@ from dp_clipping.build import (
 )
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.sampling.loader import PoissonLoader
-from tests.dp_clipping import test_engine as engine
 from tests.dp_clipping.arguments.test_settings import settings
+from tests.support import engine
 
 
 def parts(given):

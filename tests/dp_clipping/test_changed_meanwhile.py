@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import ddp
 from dp_clipping import BatchMemoryManager, PrivacyEngine
-from tests.dp_clipping import test_engine as engine
-from tests.support import replicas, zoo
+from tests.support import engine, replicas, zoo
 from tests.support import sharded_steps as sharded
 
 BATCH = engine.data()[:5]

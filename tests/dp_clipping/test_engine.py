@@ -14,7 +14,7 @@ from opacus.accountants.utils import get_noise_multiplier
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchMemoryManager
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from dp_clipping import MODES, BatchMemoryManager, PrivacyEngine
 from dp_clipping.criterion import PrivateCriterion, PrivateLoss
@@ -22,9 +22,21 @@ from dp_clipping.model import PrivateModel
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.sampling.loader import PoissonLoader
 from dp_clipping.verification import reference as oracle
+from tests.support.engine import (
+    BATCH,
+    CLASSES,
+    SAMPLES,
+    arguments,
+    backward,
+    build,
+    data,
+    fixed,
+    network,
+    parameters,
+    step,
+)
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
-SAMPLES, BATCH, CLASSES = 24, 6, 3
 
 pytestmark = [
     pytest.mark.filterwarnings("error::UserWarning"),
@@ -35,57 +47,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore:Optimal order is the"),
 ]
-
-
-def data(count=SAMPLES, width=4):
-    draw = torch.Generator().manual_seed(3)
-    x = torch.randn(count, width, generator=draw)
-    return TensorDataset(x, torch.randint(CLASSES, (count,), generator=draw))
-
-
-def network(width=4):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, CLASSES))
-
-
-def fixed(seed=5):
-    return torch.Generator().manual_seed(seed)
-
-
-def arguments(**changes):
-    """For `make_private`, of any engine."""
-    net = changes.pop("module", None) or network()
-    return {
-        "module": net,
-        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
-        "data_loader": DataLoader(data(), batch_size=BATCH),
-        "noise_multiplier": 1.0,
-        "max_grad_norm": 0.5,
-        **changes,
-    }
-
-
-def build(*, engine=None, accountant="rdp", hide_unprotected=False, **changes):
-    engine = engine or PrivacyEngine(accountant=accountant, hide_unprotected=hide_unprotected)
-    model, optimizer, criterion, loader = engine.make_private(**arguments(**changes))
-    return SimpleNamespace(
-        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader
-    )
-
-
-def backward(run, batch):
-    x, y = batch
-    run.criterion(run.model(x), y).backward()
-
-
-def step(run, batch=None):
-    backward(run, batch or data()[:5])
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-
-
-def parameters(run):
-    return [p.detach().clone() for p in run.model.parameters()]
 
 
 class TestSignatures:

@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_clipping.criterion import PrivateCriterion
-from tests.dp_clipping import test_engine as engine
 from tests.dp_clipping.conftest import Unseen, assert_close, private, private_loss
-from tests.support import zoo
+from tests.support import engine, zoo
 
 
 @pytest.fixture

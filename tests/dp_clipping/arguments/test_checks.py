@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from tests.dp_clipping import test_engine as engine
+from tests.support import engine
 
 NO_NUMBERS = ["1.0", None, True, [1.0, "x"], torch.tensor(1.0), 1j, object()]
 WRONG = {

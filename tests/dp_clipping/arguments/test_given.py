@@ -7,7 +7,7 @@ from torch import nn
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.arguments.given import refuse_used
-from tests.dp_clipping import test_engine as engine
+from tests.support import engine
 
 
 class DPOptimizer:

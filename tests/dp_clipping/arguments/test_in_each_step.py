@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dp_clipping import test_engine as engine
 from tests.dp_clipping.arguments.test_checks import refused
+from tests.support import engine
 
 
 @pytest.mark.parametrize("number", [1, np.float32(1.0), np.float64(1.0), np.int64(1), Fraction(1)])

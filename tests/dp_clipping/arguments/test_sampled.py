@@ -4,7 +4,7 @@ import pytest
 
 from dp_clipping import CorrelatedNoise
 from dp_clipping.arguments.sampled import Sampled
-from tests.dp_clipping import test_engine as engine
+from tests.support import engine
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, rnn
 
 from dp_clipping import PrivacyEngine, register_layer
-from tests.dp_clipping import test_engine as engine
-from tests.support import zoo
+from tests.support import engine, zoo
 from tests.support.registered_layers import (
     Apart,
     Dense,
