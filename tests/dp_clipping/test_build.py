@@ -80,13 +80,6 @@ def test_what_does_not_fit_leaves_the_network_as_it_was():
     assert all(p.grad is not None for p in given.module.parameters())
 
 
-def test_an_adaptive_threshold_is_for_private_modes():
-    adaptive = AdaptiveThreshold(0.5, quantile=0.5, expected_batch_size=engine.BATCH)
-    arguments = engine.arguments(grad_sample_mode="no_dp", adaptive_threshold=adaptive)
-    with pytest.raises(ValueError, match="is for private modes"):
-        engine.PrivacyEngine().make_private(**arguments)
-
-
 def test_warnings_point_to_the_users_line():
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

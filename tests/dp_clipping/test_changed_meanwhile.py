@@ -539,23 +539,6 @@ class Own(torch.utils.data.Sampler):
         return iter(self.order)
 
 
-def test_a_sampler_that_leaves_samples_out_is_refused():
-    data = engine.data()
-    for options in (
-        {"batch_sampler": Half()},
-        {"sampler": SubsetRandomSampler([0, 0, *range(22)])},
-        {"sampler": SubsetRandomSampler(range(12))},
-        {"sampler": torch.utils.data.RandomSampler(data, replacement=True)},
-        {"sampler": torch.utils.data.RandomSampler(data, num_samples=12)},
-        {"sampler": Own([0] * 24)},
-        {"sampler": torch.utils.data.SequentialSampler(range(12))},
-    ):
-        if "sampler" in options:
-            options["batch_size"] = 6
-        with pytest.raises(ValueError, match="does not visit each of the 24 samples alike"):
-            engine.build(data_loader=DataLoader(data, **options))
-
-
 def test_a_sampler_over_all_of_the_data_is_accepted():
     data = engine.data()
     state = torch.get_rng_state()

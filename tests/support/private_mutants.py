@@ -34,6 +34,7 @@ HISTORY = "tests/dp_clipping/accounting/test_history.py"
 CONTRIBUTIONS = "tests/dp_clipping/verification/test_contributions.py"
 MECHANISMS = "tests/dp_clipping/noise/test_mechanisms.py"
 CORRELATED = "tests/dp_clipping/noise/test_correlated.py"
+ARGUMENTS = "tests/dp_clipping/misuse/test_arguments.py"
 CORRELATED_RUN = "tests/dp_clipping/test_correlated_noise.py"
 SAMPLINGS = "tests/dp_clipping/test_samplings.py"
 SCHEMES = "tests/dp_clipping/sampling/test_schemes.py"
@@ -374,7 +375,7 @@ ROWS = [
     ("correlated noise costs what independent noise does", "arguments/accounted.py",
      ", sensitivity=noise.sensitivity", "", CORRELATED_RUN, "epsilon"),
     ("correlated noise on Poisson batches", "arguments/sampled.py",
-     '(is_correlated and sampling != "cyclic",', "(False,", CORRELATED_RUN, "go_with"),
+     '(is_correlated and sampling != "cyclic",', "(False,", ARGUMENTS, "noise_mechanism"),
     # ---- other samplings
     ("an unused batch is lost", "sampling/loader.py",
      "            position = usage.unused_from\n", "            position = self.position\n",

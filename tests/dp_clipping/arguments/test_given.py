@@ -26,8 +26,6 @@ def test_unknown_names_point_to_the_document():
     run = engine.build()
     with pytest.raises(AttributeError, match=r"no attribute 'add_noise'.*from_opacus\.md"):
         run.optimizer.add_noise()
-    with pytest.raises(TypeError, match="make_private has no argument target_epsilon: engine"):
-        engine.build(target_epsilon=1.0)
 
 
 def test_the_network_answers_for_the_model():
@@ -47,3 +45,17 @@ def test_an_open_file_is_told_a_name(method):
     model, *_ = made.make_private(**engine.arguments())
     with pytest.raises(ValueError, match=r'path is a BytesIO, .*save_checkpoint\(path="run.pt"'):
         getattr(made, method)(path=io.BytesIO(), module=model)
+
+
+def test_old_names_work_and_warn():
+    with pytest.warns(DeprecationWarning, match="release is now hide_unprotected"):
+        built = PrivacyEngine(accountant="rdp", release=True)
+    assert built.hide_unprotected
+    with pytest.warns(DeprecationWarning, match="release is now hide_unprotected"):
+        assert built.release
+    with pytest.warns(DeprecationWarning, match="data_group is now data_parallel_group"):
+        run = engine.build(data_group=None)
+    with pytest.warns(DeprecationWarning, match="is now reset_batch_layouts"):
+        run.model.forget_layouts()
+    with pytest.raises(TypeError, match="release is the old name of hide_unprotected"):
+        PrivacyEngine(release=True, hide_unprotected=True)
