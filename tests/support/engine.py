@@ -60,3 +60,24 @@ def step(run, batch=None):
 
 def parameters(run):
     return [p.detach().clone() for p in run.model.parameters()]
+
+
+# What changes gradients between backward and the noise, and what is said of it
+
+
+def replace(net: nn.Module) -> None:
+    net[0].weight.grad = net[0].weight.grad * 0.5
+
+
+CHANGES = {
+    "clip_grad_norm_": lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+    "clip_grad_value_": lambda net: nn.utils.clip_grad_value_(net.parameters(), 1e-3),
+    "mul_": lambda net: net[2].bias.grad.mul_(0.5),
+    "mul_ of a detached one": lambda net: net[2].bias.grad.detach().mul_(0.5),
+    "zero_": lambda net: net[2].bias.grad.zero_(),
+    "replaced": replace,
+    "set to None": lambda net: setattr(net[0].weight, "grad", None),
+    "zero_grad": lambda net: net.zero_grad(),
+    "zeros": lambda net: net.zero_grad(set_to_none=False),
+}
+CHANGED = r"was changed between backward\(\) and optimizer\.step\(\).*call optimizer\.pre_step\(\)"

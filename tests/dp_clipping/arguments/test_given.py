@@ -1,13 +1,21 @@
 """Objects that `make_private` is handed, and names of Opacus that it does not have."""
 
 import io
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from torch import nn
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.arguments.given import refuse_used
 from tests.support import engine
+
+
+@pytest.mark.parametrize("number", [1, np.float32(1.0), np.float64(1.0), np.int64(1), Fraction(1)])
+def test_numbers_of_every_kind_are_taken(number):
+    run = engine.build(noise_multiplier=number, max_grad_norm=number, expected_batch_size=number)
+    engine.step(run)
 
 
 class DPOptimizer:

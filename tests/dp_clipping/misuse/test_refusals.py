@@ -141,6 +141,44 @@ def backward_of_a_loss_of_the_user() -> None:
     engine.build().model(engine.data()[:5][0]).square().mean().backward()
 
 
+def assign(net: nn.Module) -> None:
+    net.load_state_dict({n: t.clone() for n, t in net.state_dict().items()}, assign=True)
+
+
+REPLACE: dict[str, Callable[[nn.Module], object]] = {
+    "loaded by assignment": assign,
+    "assigned to a child": lambda net: assign(net[0]),
+    "of a new layer": lambda net: setattr(net, "2", nn.Linear(5, 3)),
+    "a new parameter": lambda net: setattr(net[2], "weight", nn.Parameter(torch.zeros(3, 5))),
+    "in the list of the layer": lambda net: net[2]._parameters.update(
+        weight=nn.Parameter(torch.zeros(3, 5))
+    ),
+}
+
+
+def train_after(replace: Callable[[nn.Module], object]) -> None:
+    run = trained_once()
+    replace(run.model.network)
+    engine.step(run)
+
+
+def freeze_what_something_else_stands_for() -> None:
+    """As FSDP has other objects in the place of the parameters between forward and backward."""
+    run = trained_once()
+    layer = run.model.network[2]
+    own = layer.bias
+    layer._parameters["bias"] = nn.Parameter(own.detach().clone())
+    own.requires_grad_(False)
+    engine.step(run)
+
+
+def let_a_parameter_go() -> None:
+    run = trained_once()
+    group = run.optimizer.param_groups[0]
+    group["params"] = group["params"][1:]
+    engine.step(run)
+
+
 UNCLIPPED = r"ordinary backward.*added to the gradient of 0\.bias, 0\.weight, 2\.bias"
 GRADIENTS: list[Row] = [
     ("frozen later", lambda: freeze_later(False), RuntimeError,
@@ -149,6 +187,13 @@ GRADIENTS: list[Row] = [
      r"2\.bias \(trainable now\): freeze and unfreeze before"),
     ("a late parameter", add_a_parameter_later, RuntimeError,
      r"0\.late \(trainable now\): freeze and"),
+    ("frozen while another stands for it", freeze_what_something_else_stands_for, RuntimeError,
+     r"2\.bias \(frozen now\): freeze and unfreeze before"),
+    *((f"a parameter {name}", lambda replace=replace: train_after(replace), RuntimeError,
+       "of the network is another tensor than at make_private")
+      for name, replace in REPLACE.items()),
+    ("an optimizer that let one go", let_a_parameter_go, RuntimeError,
+     r"no longer holds 0\.weight"),
     ("an ordinary gradient before", ordinary_gradient_before_the_private_one, RuntimeError,
      UNCLIPPED),
     ("an ordinary gradient after", ordinary_gradient_before_the_step, RuntimeError, UNCLIPPED),
