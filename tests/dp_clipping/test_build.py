@@ -16,8 +16,8 @@ from dp_clipping.build import (
 )
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.sampling.loader import PoissonLoader
-from tests.dp_clipping import test_engine as engine
 from tests.dp_clipping.arguments.test_settings import settings
+from tests.support import engine
 
 
 def parts(given):
@@ -78,13 +78,6 @@ def test_what_does_not_fit_leaves_the_network_as_it_was():
     refuse_used(module=given.module)
     given.module(torch.zeros(2, 4)).sum().backward()
     assert all(p.grad is not None for p in given.module.parameters())
-
-
-def test_an_adaptive_threshold_is_for_private_modes():
-    adaptive = AdaptiveThreshold(0.5, quantile=0.5, expected_batch_size=engine.BATCH)
-    arguments = engine.arguments(grad_sample_mode="no_dp", adaptive_threshold=adaptive)
-    with pytest.raises(ValueError, match="is for private modes"):
-        engine.PrivacyEngine().make_private(**arguments)
 
 
 def test_warnings_point_to_the_users_line():

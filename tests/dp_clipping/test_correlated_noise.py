@@ -10,12 +10,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import CorrelatedNoise, PrivacyEngine
 from dp_clipping.accounting.mechanism import ZERO_OUT
-from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
 from tests.dp_clipping import test_samplings as samplings
 from tests.dp_clipping.noise.test_correlated import dense
 from tests.support import saved_runs
-from tests.support.saved_runs import BATCH, load, save, state, train
+from tests.support.saved_runs import load, save, state, train
 
 DELTA, EPOCH = samplings.DELTA, samplings.EPOCH
 CORRELATED = {"noise_mechanism": CorrelatedNoise(bands=3), "sampling": "cyclic"}
@@ -192,39 +191,6 @@ def test_another_scale_of_independent_noise_is_allowed():
     train(run, 1)
     run.optimizer.noise_multiplier = 0.9
     train(run, 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"sampling": "poisson"},
-            r"sampling='poisson', for which no account .*sampling=\"cyclic\"",
-        ),
-        ({"poisson_sampling": False}, "does not go with poisson_sampling=False.*leave it out"),
-        ({"sample_rate": 0.1}, "does not go with sample_rate.* give steps="),
-        ({"cuda_graph": True}, r"does not go with cuda_graph=True.*\"gaussian\""),
-        (
-            {"adaptive_threshold": AdaptiveThreshold(0.7, expected_batch_size=4.0)},
-            r"does not go with adaptive_threshold.*\"gaussian\"",
-        ),
-        ({"noise_mechanism": CorrelatedNoise}, r"noise_mechanism .*CorrelatedNoise\(bands=8\)"),
-        ({"noise_mechanism": 8}, r"noise_mechanism .*CorrelatedNoise\(bands=8\)"),
-    ],
-)
-def test_what_it_does_not_go_with(changes, message):
-    with pytest.raises(ValueError, match=message):
-        build(**changes)
-
-
-def test_an_epsilon_for_poisson_batches_is_refused():
-    network = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=r"no account of correlated noise"):
-        PrivacyEngine().make_private_with_epsilon(
-            module=network, optimizer=saved_runs.sgd(network.parameters()), max_grad_norm=1.0,
-            data_loader=DataLoader(saved_runs.data(), batch_size=BATCH), target_epsilon=2.0,
-            target_delta=1e-3, epochs=1, noise_mechanism=CorrelatedNoise(2),
-        )  # fmt: skip
 
 
 def test_an_engine_counts_one_mechanism(tmp_path):

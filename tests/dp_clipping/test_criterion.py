@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from dp_clipping.criterion import PrivateCriterion
-from tests.dp_clipping import test_engine as engine
 from tests.dp_clipping.conftest import private
-from tests.support import zoo
+from tests.support import engine, zoo
 
 
 @pytest.fixture

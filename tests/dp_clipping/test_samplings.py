@@ -14,7 +14,6 @@ from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.accounting import balls_in_bins, cyclic, truncated_poisson
 from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, ZERO_OUT
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from tests.dp_clipping.noise import test_mechanisms
 from tests.support import saved_runs
 from tests.support.draws import joined
 from tests.support.saved_runs import BATCH, SAMPLES, data, load, save, state, train
@@ -500,50 +499,6 @@ def test_an_engine_counts_one_sampling(name):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
-
-@every_sampling
-def test_what_it_does_not_go_with(name):
-    with pytest.raises(ValueError, match=r"does not go with poisson_sampling=False.*leave it out"):
-        build(name, poisson_sampling=False)
-    test_mechanisms.register()
-    with pytest.raises(ValueError, match=r"does not go with noise_mechanism='logistic'"):
-        build(name, noise_mechanism="logistic")
-
-
-@every_order
-def test_a_sample_rate_is_refused(name):
-    with pytest.raises(ValueError, match=r"does not go with sample_rate.* give steps="):
-        build(name, sample_rate=0.1)
-
-
-@pytest.mark.parametrize("wrong", ["shuffle", "Poisson", "", None, True, 3, np.str_("balls")])
-def test_unknown_samplings(wrong):
-    with pytest.raises((ValueError, TypeError), match=r"sampling .*poisson, "):
-        saved_runs.build(sampling=wrong)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"sampling": "truncated_poisson"},
-            r"max_batch_size is missing: give .*max_batch_size=128",
-        ),
-        (
-            {"max_batch_size": 5},
-            r"is for sampling=\"truncated_poisson\", and sampling is 'poisson'",
-        ),
-        ({"max_batch_size": 5, "sampling": "cyclic"}, "and sampling is 'cyclic': leave it out"),
-        *(
-            ({"sampling": "truncated_poisson", "max_batch_size": wrong}, "max_batch_size is")
-            for wrong in (0, -1, 2.5, True, "5")
-        ),
-    ],
-)
-def test_caps(options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        saved_runs.build(**options)
 
 
 def test_a_checkpoint_with_another_cap_or_other_data_is_refused(path):

@@ -34,6 +34,7 @@ HISTORY = "tests/dp_clipping/accounting/test_history.py"
 CONTRIBUTIONS = "tests/dp_clipping/verification/test_contributions.py"
 MECHANISMS = "tests/dp_clipping/noise/test_mechanisms.py"
 CORRELATED = "tests/dp_clipping/noise/test_correlated.py"
+ARGUMENTS = "tests/dp_clipping/misuse/test_arguments.py"
 CORRELATED_RUN = "tests/dp_clipping/test_correlated_noise.py"
 SAMPLINGS = "tests/dp_clipping/test_samplings.py"
 SCHEMES = "tests/dp_clipping/sampling/test_schemes.py"
@@ -45,6 +46,7 @@ OF_USERS = "tests/dp_clipping/layers/registered/test_module.py"
 OBJECTS = "tests/dp_clipping/layers/vmap/test_objects.py"
 VMAP = "tests/dp_clipping/layers/vmap/test_module.py"
 STATE = "tests/dp_clipping/step/test_state.py"
+WORK = "tests/dp_clipping/step/sums/test_work.py"
 CHACHA = "tests/dp_clipping/sampling/test_chacha.py"
 SECURE = "tests/dp_clipping/noise/secure/test_secure_mode.py"
 SECURE_KERNEL = "tests/dp_clipping/noise/secure/test_kernel.py"
@@ -90,6 +92,17 @@ ROWS = [
     ("a second backward may bring anything", "capture/checks/kept.py",
      "if first is not found and self._is_other(*first, found[1]):", "if False:", KEPT,
      "counts_its_calls"),
+    # ---- what waits
+    ("all that backward has freed may wait", "step/sums/work.py",
+     "self.pending + free // 2", "self.pending + free", WORK, "freed"),
+    ("ranks meet when a module is half there", "step/sums/work.py",
+     "if self._arrivals[unit] == len(self._sharding.units[unit]):",
+     "if self._arrivals[unit]:", WORK, "modules_are_complete"),
+    ("norms leave in the order in which they arrive", "step/sums/step_norms.py",
+     "            for record in self._order:\n", "            for record in list(self.known):\n",
+     WORK, "layerwise"),
+    ("what is kept for its sum is normed early", "step/sums/work.py",
+     "self.waiting = [left for left in waiting if self._stays(left)]", "pass", WORK, "any_case"),
     # ---- a first step of noise alone
     ("a first step of noise alone counts", "optimizer.py",
      "if samples and not finite:", "if False:", OPTIMIZER),
@@ -362,7 +375,7 @@ ROWS = [
     ("correlated noise costs what independent noise does", "arguments/accounted.py",
      ", sensitivity=noise.sensitivity", "", CORRELATED_RUN, "epsilon"),
     ("correlated noise on Poisson batches", "arguments/sampled.py",
-     '(is_correlated and sampling != "cyclic",', "(False,", CORRELATED_RUN, "go_with"),
+     '(is_correlated and sampling != "cyclic",', "(False,", ARGUMENTS, "noise_mechanism"),
     # ---- other samplings
     ("an unused batch is lost", "sampling/loader.py",
      "            position = usage.unused_from\n", "            position = self.position\n",

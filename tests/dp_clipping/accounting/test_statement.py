@@ -172,22 +172,3 @@ def test_epsilon_ends_at_its_target_after_the_public_number_of_steps():
     )  # fmt: skip
     train(twice[1], epochs=2)
     assert 1.98 <= twice[0].get_epsilon(1e-3) <= 2.0
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"sample_rate": 0}, "sample_rate is 0: give a probability above 0, at most 1"),
-        ({"sample_rate": 1.5}, r"sample_rate is 1.5: give a probability"),
-        ({"sample_rate": float("nan")}, "sample_rate is nan"),
-        ({"sample_rate": "0.1"}, "sample_rate is a string|sample_rate is '0.1'"),
-        ({"steps": 0}, "steps is 0: give a whole number of 1 or more"),
-        ({"steps": 2.5}, "steps is 2.5: give a whole number"),
-        ({"steps": 3, "poisson_sampling": False}, "sample_rate and steps are those of Poisson"),
-        ({"method": "make_private_with_epsilon", "target_epsilon": 3.0, "target_delta": 1e-3},
-         "epochs is missing: give epochs=, or steps="),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        made(**given)

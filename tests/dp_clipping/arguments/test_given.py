@@ -1,13 +1,21 @@
 """Objects that `make_private` is handed, and names of Opacus that it does not have."""
 
 import io
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from torch import nn
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.arguments.given import refuse_used
-from tests.dp_clipping import test_engine as engine
+from tests.support import engine
+
+
+@pytest.mark.parametrize("number", [1, np.float32(1.0), np.float64(1.0), np.int64(1), Fraction(1)])
+def test_numbers_of_every_kind_are_taken(number):
+    run = engine.build(noise_multiplier=number, max_grad_norm=number, expected_batch_size=number)
+    engine.step(run)
 
 
 class DPOptimizer:
@@ -26,8 +34,6 @@ def test_unknown_names_point_to_the_document():
     run = engine.build()
     with pytest.raises(AttributeError, match=r"no attribute 'add_noise'.*from_opacus\.md"):
         run.optimizer.add_noise()
-    with pytest.raises(TypeError, match="make_private has no argument target_epsilon: engine"):
-        engine.build(target_epsilon=1.0)
 
 
 def test_the_network_answers_for_the_model():
@@ -47,3 +53,17 @@ def test_an_open_file_is_told_a_name(method):
     model, *_ = made.make_private(**engine.arguments())
     with pytest.raises(ValueError, match=r'path is a BytesIO, .*save_checkpoint\(path="run.pt"'):
         getattr(made, method)(path=io.BytesIO(), module=model)
+
+
+def test_old_names_work_and_warn():
+    with pytest.warns(DeprecationWarning, match="release is now hide_unprotected"):
+        built = PrivacyEngine(accountant="rdp", release=True)
+    assert built.hide_unprotected
+    with pytest.warns(DeprecationWarning, match="release is now hide_unprotected"):
+        assert built.release
+    with pytest.warns(DeprecationWarning, match="data_group is now data_parallel_group"):
+        run = engine.build(data_group=None)
+    with pytest.warns(DeprecationWarning, match="is now reset_batch_layouts"):
+        run.model.forget_layouts()
+    with pytest.raises(TypeError, match="release is the old name of hide_unprotected"):
+        PrivacyEngine(release=True, hide_unprotected=True)

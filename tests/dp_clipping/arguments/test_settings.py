@@ -10,7 +10,7 @@ from torch import nn
 from dp_clipping.arguments.settings import Settings
 from dp_clipping.clipping import coefficients
 from dp_clipping.clipping.coefficients import GAMMA
-from tests.dp_clipping import test_engine as engine
+from tests.support import engine
 
 DEFAULTS = {
     "criterion": nn.CrossEntropyLoss(), "batch_first": True, "loss_reduction": "mean",

@@ -8,7 +8,7 @@ import torch
 from opacus.accountants import create_accountant
 
 from dp_clipping import MODES, BatchMemoryManager
-from tests.dp_clipping.test_engine import arguments, backward, build, data, fixed, parameters, step
+from tests.support.engine import arguments, backward, build, data, fixed, parameters, step
 
 DELTA = 1e-5
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.clipping.accumulation import full_float32, squared_norms, wide_mm
 from tests.dp_clipping.conftest import MODES, private, private_loss, unchecked
@@ -124,41 +123,6 @@ def test_products_are_float32_whatever_the_precision_settings():
         )
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-
-
-class Forgetful(nn.Module):
-    """Drops out other hidden units whenever it is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 32), nn.Linear(32, 3)
-
-    def hidden(self, x):
-        return torch.tanh(nn.functional.dropout(self.first(x), 0.5, self.training))
-
-    def forward(self, x):
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        return self.second(checkpoint(self.hidden, x, **options))
-
-
-@every_mode
-def test_recomputed_blocks_that_draw_other_numbers(mode):
-    model = private(zoo.seeded(Forgetful), mode, max_grad_norm=0.1)
-    for _ in range(3):
-        model.clear_gradients()
-        x, y = torch.randn(1, 6), torch.randn(1, 3)
-        assert 0.1 * (1 - 1e-4) <= contribution(model, x, y) <= 0.1 * LIMIT
-
-
-def test_a_second_backward_does_not_repeat_numbers_of_the_next_forward():
-    model = private(zoo.seeded(Forgetful), "ghost")
-    torch.manual_seed(1)
-    contribution(model, torch.randn(1, 6), torch.randn(1, 3))
-    after = torch.rand(4)
-    model = private(zoo.seeded(Forgetful), "bookkeeping")
-    torch.manual_seed(1)
-    contribution(model, torch.randn(1, 6), torch.randn(1, 3))
-    assert torch.equal(torch.rand(4), after)
 
 
 @pytest.mark.parametrize(

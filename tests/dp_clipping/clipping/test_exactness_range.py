@@ -163,10 +163,7 @@ def test_norms_of_every_number():
 
 
 @pytest.mark.parametrize("value", [1e-20, LOWEST / 2, HIGHEST * 2])
-def test_thresholds_that_squares_cannot_hold_are_refused(value):
-    for options in ({}, {"clipping": "per_layer"}):
-        with pytest.raises(ValueError, match=r"max_grad_norm is .* from 1e-10 to 1e\+30: give"):
-            private(zoo.linear(2, 2), "bookkeeping", value, **options)
+def test_thresholds_that_squares_cannot_hold_are_not_set(value):
     model = private(zoo.linear(2, 2), "bookkeeping", 1.0)
     with pytest.raises(ValueError, match="max_grad_norm is"):
         model.thresholds.set(value)

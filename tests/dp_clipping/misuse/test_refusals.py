@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, rnn
 
 from dp_clipping import PrivacyEngine, register_layer
-from tests.dp_clipping import test_engine as engine
-from tests.support import zoo
+from tests.support import engine, zoo
 from tests.support.registered_layers import (
     Apart,
     Dense,
@@ -142,6 +141,44 @@ def backward_of_a_loss_of_the_user() -> None:
     engine.build().model(engine.data()[:5][0]).square().mean().backward()
 
 
+def assign(net: nn.Module) -> None:
+    net.load_state_dict({n: t.clone() for n, t in net.state_dict().items()}, assign=True)
+
+
+REPLACE: dict[str, Callable[[nn.Module], object]] = {
+    "loaded by assignment": assign,
+    "assigned to a child": lambda net: assign(net[0]),
+    "of a new layer": lambda net: setattr(net, "2", nn.Linear(5, 3)),
+    "a new parameter": lambda net: setattr(net[2], "weight", nn.Parameter(torch.zeros(3, 5))),
+    "in the list of the layer": lambda net: net[2]._parameters.update(
+        weight=nn.Parameter(torch.zeros(3, 5))
+    ),
+}
+
+
+def train_after(replace: Callable[[nn.Module], object]) -> None:
+    run = trained_once()
+    replace(run.model.network)
+    engine.step(run)
+
+
+def freeze_what_something_else_stands_for() -> None:
+    """As FSDP has other objects in the place of the parameters between forward and backward."""
+    run = trained_once()
+    layer = run.model.network[2]
+    own = layer.bias
+    layer._parameters["bias"] = nn.Parameter(own.detach().clone())
+    own.requires_grad_(False)
+    engine.step(run)
+
+
+def let_a_parameter_go() -> None:
+    run = trained_once()
+    group = run.optimizer.param_groups[0]
+    group["params"] = group["params"][1:]
+    engine.step(run)
+
+
 UNCLIPPED = r"ordinary backward.*added to the gradient of 0\.bias, 0\.weight, 2\.bias"
 GRADIENTS: list[Row] = [
     ("frozen later", lambda: freeze_later(False), RuntimeError,
@@ -150,6 +187,13 @@ GRADIENTS: list[Row] = [
      r"2\.bias \(trainable now\): freeze and unfreeze before"),
     ("a late parameter", add_a_parameter_later, RuntimeError,
      r"0\.late \(trainable now\): freeze and"),
+    ("frozen while another stands for it", freeze_what_something_else_stands_for, RuntimeError,
+     r"2\.bias \(frozen now\): freeze and unfreeze before"),
+    *((f"a parameter {name}", lambda replace=replace: train_after(replace), RuntimeError,
+       "of the network is another tensor than at make_private")
+      for name, replace in REPLACE.items()),
+    ("an optimizer that let one go", let_a_parameter_go, RuntimeError,
+     r"no longer holds 0\.weight"),
     ("an ordinary gradient before", ordinary_gradient_before_the_private_one, RuntimeError,
      UNCLIPPED),
     ("an ordinary gradient after", ordinary_gradient_before_the_step, RuntimeError, UNCLIPPED),
@@ -225,24 +269,44 @@ def in_order(net: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Te
     return net.head(net.lstm(packed(x, lengths))[1][0][0])
 
 
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False).eval()
+
+
+FIXED = {"track_running_stats": False}
+REFUSED_LAYERS: list[tuple[str, Callable[[], nn.Module], str]] = [
+    ("batch norm", lambda: nn.BatchNorm1d(4), r"0 \(BatchNorm1d\).*use nn.GroupNorm"),
+    ("batch norm in evaluation", lambda: nn.BatchNorm1d(4).eval(), "use nn.GroupNorm"),
+    ("no running statistics", lambda: frozen(nn.BatchNorm1d(4, **FIXED)), "use nn.GroupNorm"),
+    ("SyncBatchNorm", lambda: nn.SyncBatchNorm(4), "use nn.GroupNorm"),
+    ("instance norm", lambda: nn.InstanceNorm1d(4, track_running_stats=True),
+     r"0 \(InstanceNorm1d\).*track_running_stats"),
+    ("a sparse embedding", lambda: nn.Embedding(3, 2, sparse=True), "sparse=False"),
+    ("max_norm", lambda: frozen(nn.Embedding(3, 2, max_norm=1.0)), "max_norm=None"),
+    ("by frequency", lambda: nn.Embedding(3, 2, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    ("a cell with weight_norm",
+     lambda: parametrizations.weight_norm(nn.LSTMCell(4, 4), "weight_ih"),
+     r"0 \(ParametrizedLSTMCell\).*something else than nn.LSTMCell.*without parametrizations"),
+    ("an LSTM with weight_norm",
+     lambda: parametrizations.weight_norm(nn.LSTM(4, 4), "weight_hh_l0"),
+     "without parametrizations"),
+    ("complex parameters", lambda: nn.Linear(4, 4, dtype=torch.complex64),
+     r"complex parameters.*real and imaginary parts.*torch\.complex"),
+    ("a lazy layer", lambda: nn.LazyLinear(4), "without a shape.*run the network once"),
+    ("the old weight_norm", lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
+     "parametrizations.weight_norm"),
+    ("a pruned layer", lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5),
+     "prune.remove"),
+    ("spectral_norm", lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+     r"remove_parametrizations\(layer, \"weight\"\)"),
+    ("spectral_norm by a hook", lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+     r"remove_spectral_norm\(layer\)"),
+    ("replicas", lambda: nn.DataParallel(nn.Linear(4, 4)), r"0 \(DataParallel\).*ddp.wrap"),
+]  # fmt: skip
 LENGTHS = torch.tensor([3, 6, 1, 4])
 LAYERS: list[Row] = [
-    ("a cell with weight_norm",
-     lambda: validate(parametrizations.weight_norm(nn.LSTMCell(4, 4), "weight_ih")), ValueError,
-     r"0 \(ParametrizedLSTMCell\).*something else than nn.LSTMCell"),
-    ("complex parameters", lambda: validate(nn.Linear(4, 4, dtype=torch.complex64)), ValueError,
-     "complex parameters.*torch.complex"),
-    ("a lazy layer", lambda: validate(nn.LazyLinear(4)), ValueError,
-     "without a shape.*run the network once"),
-    ("the old weight_norm", lambda: validate(nn.utils.weight_norm(nn.Linear(4, 4))), ValueError,
-     "parametrizations.weight_norm"),
-    ("a pruned layer", lambda: validate(prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)),
-     ValueError, "prune.remove"),
-    ("spectral_norm", lambda: validate(parametrizations.spectral_norm(nn.Linear(4, 4))),
-     ValueError, r"remove_parametrizations\(layer, \"weight\"\)"),
-    ("spectral_norm by a hook", lambda: validate(nn.utils.spectral_norm(nn.Linear(4, 4))),
-     ValueError, r"remove_spectral_norm\(layer\)"),
-    ("SyncBatchNorm", lambda: validate(nn.SyncBatchNorm(4)), ValueError, "use nn.GroupNorm"),
+    *((name, lambda make=make: validate(make()), ValueError, message)
+      for name, make, message in REFUSED_LAYERS),
     ("a weight of a hook", lambda: PrivacyEngine.validate(module=Dropped()), ValueError,
      r"something else than nn\.LSTM"),
     ("a network in evaluation", lambda: engine.build(module=engine.network().eval()), ValueError,

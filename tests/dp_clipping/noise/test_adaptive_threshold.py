@@ -242,20 +242,5 @@ def test_a_state_of_other_settings_changes_nothing():
         threshold.load_state_dict({"limits": [1.0]})
 
 
-@pytest.mark.parametrize(
-    ("limit", "options", "name"),
-    [
-        (0.0, {}, "max_grad_norm"), (math.inf, {}, "max_grad_norm"), ([], {}, "max_grad_norm"),
-        (1.0, {"expected_batch_size": 0}, "expected_batch_size"),
-        (1.0, {"quantile": 1.5}, "quantile"), (1.0, {"learning_rate": 0.0}, "learning_rate"),
-        (1.0, {"count_std": -1.0}, "count_std"), (1.0, {"count_std": math.nan}, "count_std"),
-        (1.0, {"lowest": 0.0}, "lowest"), (1.0, {"highest": 0.5}, "highest"),
-    ],
-)  # fmt: skip
-def test_arguments(limit, options, name):
-    with pytest.raises(ValueError, match=f"^{name} is "):
-        adaptive(limit, **options)
-
-
 def test_the_default_of_the_count_is_the_papers():
     assert adaptive().count_std == M * DEFAULT_STD == 5.0

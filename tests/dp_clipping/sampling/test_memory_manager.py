@@ -288,20 +288,6 @@ class Stream(IterableDataset):
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("changes", "word"),
-        [
-            ({"max_physical_batch_size": 0}, "max_physical_batch_size is 0"),
-            ({"optimizer": object()}, "make_private returned"),
-            ({"data_loader": DataLoader(numbers(4), batch_size=None)}, "a batch_size"),
-            ({"data_loader": DataLoader(Stream())}, "__getitem__"),
-        ],
-    )
-    def test_wrong_inputs(self, changes, word):
-        options = dict(data_loader=poisson(), max_physical_batch_size=2, optimizer=Optimizer())
-        with pytest.raises(ValueError, match=word):
-            BatchMemoryManager(**options | changes)
-
     def test_splitting_twice(self):
         options = dict(max_physical_batch_size=2, optimizer=Optimizer())
         with (

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from dp_clipping import BatchMemoryManager
 from dp_clipping.sampling.usage import SampleUsage
-from tests.dp_clipping.test_engine import backward, build, data, fixed, step
+from tests.support.engine import backward, build, data, fixed, step
 
 TWICE = "a sample is in one backward of one step only"
 SECOND_DRAW = "a step is one batch"

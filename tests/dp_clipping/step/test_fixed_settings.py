@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.dp_clipping import test_engine as engine
+from tests.support import engine
 
 
 def test_what_is_changed_later_is_the_next_steps():

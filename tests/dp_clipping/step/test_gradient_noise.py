@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.dp_clipping import test_engine as engine
+from tests.support import engine
 
 
 def noisy(step=0, **changes):

@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_clipping import MODES, PrivacyEngine, register_noise_mechanism
-from dp_clipping.noise import keys, mechanisms
-from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping import MODES, PrivacyEngine
+from dp_clipping.noise import keys
 from dp_clipping.noise.secure.rounded_gaussian import values_at
 from dp_clipping.noise.secure.source import SecureNoise, grid_of, stream_keys
 from dp_clipping.sampling.poisson import included
@@ -196,33 +195,6 @@ def test_a_run_is_resumed_bit_for_bit(tmp_path):
     assert again.engine.get_epsilon(1e-3) == run.engine.get_epsilon(1e-3)
     with pytest.raises(ValueError, match=r"secure_mode is True .* and False in this run"):
         saved_runs.load(saved_runs.build(), tmp_path / "file")
-
-
-def test_what_it_does_not_go_with(monkeypatch):
-    monkeypatch.setattr(mechanisms, "_REGISTERED", {})
-    register_noise_mechanism(
-        "mine",
-        lambda u: math.sqrt(2) * torch.erfinv(2 * u - 1),
-        epsilon=lambda history, delta: sum(
-            n * (30 / s + 12 * math.log10(1 / delta) / 5 / s) for s, _, n in history
-        ),
-    )
-    for changes, message in (
-        ({"noise_generator": torch.Generator()}, "noise_generator, whose seed"),
-        (
-            {"adaptive_threshold": AdaptiveThreshold(0.7, expected_batch_size=4.0)},
-            "adaptive_threshold, whose counts",
-        ),
-        ({"cuda_graph": True}, "cuda_graph=True"),
-        ({"noise_mechanism": "mine"}, "noise_mechanism='mine'.*'?gaussian"),
-    ):
-        with pytest.raises(ValueError, match=rf"secure_mode=True does not go with {message}"):
-            build(**changes)
-    with pytest.raises(ValueError, match=r"parameters in float64.*module=network\.float\(\)"):
-        step_of("bookkeeping", torch.float64, secure=True)
-    for wrong in (1, "yes", None, np.True_):
-        with pytest.raises(ValueError, match=r"secure_mode is .*: give True or False"):
-            PrivacyEngine(secure_mode=wrong)
 
 
 def test_two_runs_of_an_engine_and_schedules_of_noise_and_threshold():

@@ -1,0 +1,429 @@
+"""When norms, coefficients and sums are formed: what waits, what is let go of, and in which order.
+
+An arithmetic that notes what it is asked for stands in for kernels. Parameters have one letter, and
+a backward reaches them from the last one to the first.
+"""
+
+import weakref
+from collections import Counter
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
+from dp_clipping.profiling.timer import Timer
+from dp_clipping.step.state import BatchNorms
+from dp_clipping.step.sums import fused, work
+from dp_clipping.step.sums.work import Work
+from tests.dp_clipping.conftest import clipped_sums, private, trained
+from tests.support import zoo
+
+BATCH, SHAPE, SIZE = 2, (2, 4), 8
+EACH = BATCH * SIZE * 4  # bytes of what one parameter's use leaves
+SUM = SIZE * 4  # and of its sum
+ONE_MODULE = ("abcd",)
+
+
+class Noting:
+    """An arithmetic that notes its calls, as the letters of the parameters that each is for."""
+
+    def __init__(self, is_fused: bool, keeps: bool) -> None:
+        self.fused, self.keeps = is_fused, keeps
+        self.events: list[tuple[str, str]] = []
+
+    def note(self, what: str, records: list) -> None:
+        self.events.append((what, "".join(record.name for record in records)))
+
+    def begin(self, losses: Tensor, clip_norms: Tensor, streams: bool) -> None:
+        pass
+
+    def norms(self, lefts: list, step: Work) -> None:
+        records = [left.records[0] for left in lefts]
+        if records:
+            self.note("norms", records)
+            step.found(records, torch.ones(len(records), BATCH))
+        for left in lefts:
+            if self.keeps:
+                step.keep(left.records[0], left.value[0], left.tensors)
+            else:
+                step.recomputed.append(left.records[0])
+
+    def clip(self, step: Work, groups: list[int]) -> BatchNorms:
+        self.events.append(("clip", "".join(map(str, groups))))
+        return BatchNorms(torch.ones(BATCH), torch.ones(1, BATCH))
+
+    def summands(self, lefts: list, taken: set) -> tuple[list, list]:
+        new = [left for left in lefts if left.records[0] not in taken]
+        summands = [(left.value[0], left.tensors, left.versions) for left in new]
+        return [left.records[0] for left in new], summands
+
+    def sums(self, records: list, values: list) -> list[Tensor]:
+        self.note("sums", records)
+        return [torch.zeros(SHAPE) for _ in records]
+
+
+def sharding_of(records: list, modules: tuple[str, ...]) -> SimpleNamespace:
+    """FSDP modules, each given as the letters of its parameters."""
+    named = {record.name: record.parameter for record in records}
+    unit_of = {name: unit for unit, names in enumerate(modules) for name in names}
+    return SimpleNamespace(
+        parts={named[name]: SimpleNamespace(unit=unit) for name, unit in unit_of.items()},
+        units={unit: [named[name] for name in names] for unit, names in enumerate(modules)},
+        unit_bytes={unit: SUM * len(names) for unit, names in enumerate(modules)},
+        bytes=SUM * len(records),
+    )
+
+
+class Shards:
+    """Sums of a sharded model, which leave when they are told to."""
+
+    def __init__(self, events: list) -> None:
+        self.deferred, self.events = False, events
+
+    def launch_ready(self) -> None:
+        self.events.append(("send", ""))
+
+
+class Step:
+    """One step on four parameters.
+
+    Args:
+        groups: the clipping group of each parameter; several are clipped as they are complete.
+        modules: parameters of each FSDP module; None: the network is not sharded.
+        stay: parameters whose factors are kept for their sums in any case.
+        is_fused, two_passes, compiled: of the mode.
+    """
+
+    def __init__(
+        self, *, groups: str = "0000", modules: tuple[str, ...] | None = None, stay: str = "",
+        is_fused: bool = True, two_passes: bool = False, compiled: bool = False,
+    ) -> None:  # fmt: skip
+        self.records = {
+            name: trained(Parameter(torch.zeros(SHAPE)), name, int(group))
+            for name, group in zip("abcd", groups, strict=True)
+        }
+        everyone = list(self.records.values())
+        members = [[r for r in everyone if r.group == k] for k in sorted({*map(int, groups)})]
+        self.arithmetic = Noting(is_fused, not two_passes)
+        self.events = self.arithmetic.events
+        plans = SimpleNamespace(
+            make=lambda: None, runs_twice=False, gradient_bytes={}, choices={},
+            kept_as_they_are={self.records[name] for name in stay},
+        )  # fmt: skip
+        capture = SimpleNamespace(trained=everyone, members=members, trigger=torch.zeros(()))
+        policy = SimpleNamespace(two_passes=two_passes, per_layer=len(members) > 1)
+        context = SimpleNamespace(
+            capture=capture, policy=policy, reducer=NormReducer(), timer=Timer(),
+            sharding=None if modules is None else sharding_of(everyone, modules),
+            sums=None if modules is None else Shards(self.events),
+        )  # fmt: skip
+        self.work = Work(context, BATCH, self.arithmetic, plans, compiled)
+        self.work.begin(torch.zeros(BATCH), torch.ones(len(members)), list)
+
+    def take(self, names: str, kind: str = DENSE) -> list[weakref.ref]:
+        """Lets layers leave something in this order; returns what shows whether it is there."""
+        held = []
+        for name in names:
+            left = torch.ones(BATCH, *SHAPE)
+            held.append(weakref.ref(left))
+            self.work.take(kind, (self.records[name],), (left, None), (left,))
+        return held
+
+    def backward(self, names: str, kind: str = DENSE) -> list[weakref.ref]:
+        self.work.seen.clear()
+        with self.work.in_backward():
+            return self.take(names, kind)
+
+    def end(self) -> list[tuple[str, str]]:
+        self.work.clip()
+        self.work.begin_sums()
+        self.work.end_sums()
+        return self.events
+
+
+@pytest.fixture
+def little(monkeypatch):
+    """Two uses and their sums may wait, and backward has freed nothing."""
+    monkeypatch.setattr(work, "PENDING_BYTES", 2 * EACH)
+    monkeypatch.setattr(work, "allocated", lambda device: 0)
+
+
+# Without shards
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_step_that_fits_has_one_launch_of_each_kind(is_fused):
+    step = Step(is_fused=is_fused)
+    step.backward("dcba")
+    assert step.events == []
+    assert step.end() == [("norms", "dcba"), ("clip", "0"), ("sums", "dcba")]
+
+
+def test_more_than_may_wait_is_normed_as_it_arrives(little):
+    step = Step(two_passes=True)
+    held = step.take("dc")
+    assert step.events == []
+    held += step.take("b")
+    assert step.events == [("norms", "dcb")]
+    assert not any(one() is not None for one in held), "no sum needs it, so it is let go of"
+    step.take("a")
+    step.work.clip()
+    assert step.events == [("norms", "dcb"), ("norms", "a"), ("clip", "0")]
+
+
+def test_what_is_kept_for_its_sum_waits_in_any_case(little):
+    """To launch it would free nothing: G that is there, and factors that the plan keeps."""
+    step = Step(stay="dcba")
+    step.take("dcba", LINEAR)
+    assert step.events == []
+    step = Step()
+    step.take("dcba")
+    assert step.events == []
+    step = Step(stay="db")
+    step.take("dcba", LINEAR)
+    assert step.events == []
+    step.work.pending = 3 * EACH  # of layers that are not here
+    step.work._make_room((step.records["a"],))
+    assert step.events == [("norms", "ca")]
+    assert step.end()[1:] == [("norms", "db"), ("clip", "0"), ("sums", "dc"), ("sums", "ba")]
+
+
+def test_factors_are_normed_at_once():
+    """They pack their operands, or let go of them."""
+    step = Step()
+    step.take("d", FACTORS)
+    step.take("c")
+    assert step.events == [("norms", "d")]
+
+
+@pytest.mark.parametrize(
+    ("freed", "arrivals"),
+    [(0, 3), (4, 4), (1000, 9)],
+    ids=["nothing", "half of it", "never more than the most"],
+)
+def test_half_of_what_backward_has_freed_may_wait(monkeypatch, freed, arrivals):
+    """In units of one use. Two may wait in any case, and eight at most."""
+    monkeypatch.setattr(work, "PENDING_BYTES", 2 * EACH)
+    monkeypatch.setattr(work, "MOST_PENDING_BYTES", 8 * EACH)
+    levels = iter([1000 * EACH])  # as backward begins
+    monkeypatch.setattr(work, "allocated", lambda device: next(levels, (1000 - freed) * EACH))
+    step = Step(two_passes=True)
+    number = 0
+    while not step.events:
+        step.backward("d")
+        number += 1
+    assert number == arrivals
+
+
+def test_sums_are_formed_as_memory_allows(little):
+    """What they are formed of is freed with them."""
+    step = Step(stay="abcd")
+    held = step.take("dcba", LINEAR)
+    seen = []
+    step.work._accumulate = lambda sums: seen.append(
+        (len(list(sums)), sum(one() is not None for one in held))
+    )
+    assert [names for what, names in step.end() if what == "sums"] == ["dc", "ba"]
+    assert [count for count, _ in seen] == [2, 2]
+    assert not any(one() is not None for one in held)
+
+
+def test_in_compiled_code_sums_that_take_more_than_they_free_come_last(monkeypatch):
+    step = Step(compiled=True)
+    monkeypatch.setattr(step.work, "bytes_of", lambda records: 10**6 * (records[0].name == "d"))
+    step.take("dcba")
+    assert step.end()[-1] == ("sums", "cbad")
+
+
+# Groups that are clipped one by one
+
+
+def test_groups_wait_for_each_other_while_they_fit():
+    step = Step(groups="0011")
+    step.backward("dcba")
+    assert step.end() == [("norms", "dcba"), ("clip", "01"), ("sums", "dcba")]
+
+
+def test_groups_are_summed_as_they_are_complete_where_memory_is_short(little):
+    step = Step(groups="0011")
+    step.backward("dcb")
+    assert step.events == [("norms", "dc"), ("clip", "1"), ("sums", "dc")]
+    step.backward("a")
+    assert step.events[3:] == [("norms", "ba"), ("clip", "0"), ("sums", "ba")]
+    assert step.end()[6:] == [("clip", "01")]  # for the norms of all, which are returned
+
+
+def test_a_group_that_is_not_complete_waits(little):
+    step = Step(groups="0101")
+    step.backward("dc")
+    assert step.events == [("norms", "dc")]
+    step.backward("ba")
+    assert step.events[1:] == [("norms", "ba"), ("clip", "10"), ("sums", "dcba")]
+
+
+# A second backward
+
+
+def test_sums_are_of_what_a_second_backward_brings():
+    step = Step(two_passes=True)
+    step.backward("dcba")
+    step.work.clip()
+    step.work.begin_sums()
+    assert [record.name for record in step.work.recomputed] == [*"dcba"]
+    step.backward("dcba")
+    step.work.end_sums()
+    assert step.events == [("norms", "dcba"), ("clip", "0"), ("sums", "dcba")]
+
+
+def test_a_second_backward_forms_sums_early_where_memory_is_short(little):
+    step = Step(two_passes=True)
+    step.backward("dcba")
+    step.work.clip()
+    step.work.begin_sums()
+    before = len(step.events)
+    held = step.backward("dc")
+    assert step.events[before:] == [("sums", "dc")]
+    assert not any(one() is not None for one in held)
+    step.backward("ba")
+    step.work.end_sums()
+    assert [names for what, names in step.events if what == "sums"] == ["dc", "ba"]
+
+
+def test_a_second_backward_brings_nothing_for_sums_that_are_there():
+    step = Step()
+    step.backward("dc")
+    step.work.clip()
+    step.work.begin_sums()
+    step.backward("dcba")  # d and c have what their sums need from the first one
+    step.work.end_sums()
+    assert [names for what, names in step.events if what == "sums"] == ["ba", "dc"]
+
+
+# Sync points of a sharded model
+
+
+@pytest.mark.parametrize(
+    ("modules", "meetings", "sent_with"),
+    [
+        (("ab", "cd"), 8, "ca"),  # one module each time
+        (("ab", "cd"), 1, "a"),  # not before all of them are there
+        (("a", "b", "c", "d"), 2, "ca"),  # half of the bytes
+        (("ac", "bd"), 8, "ba"),  # only what is complete
+    ],
+)
+def test_ranks_meet_where_enough_modules_are_complete(monkeypatch, modules, meetings, sent_with):
+    """Whatever a rank's batch and memory are; sums leave there, and once more at the end."""
+    monkeypatch.setattr(work, "MEETINGS", meetings)
+    step = Step(groups="0123", modules=modules)
+    found = []
+    with step.work.in_backward():
+        for name in "dcba":
+            before = len(step.events)
+            step.take(name)
+            found += [name for event in step.events[before:] if event[0] == "send"]
+    assert "".join(found) == sent_with
+    assert step.events[-1] == ("send", "")
+
+
+def test_at_a_sync_point_complete_groups_are_summed_and_sent():
+    step = Step(groups="0011", modules=("ab", "cd"))
+    with step.work.in_backward():
+        step.take("dc")
+        assert step.events == [("norms", "dc"), ("clip", "1"), ("sums", "dc"), ("send", "")]
+        assert step.work._shards.deferred
+    assert not step.work._shards.deferred
+
+
+def test_flat_clipping_sends_nothing_in_backward():
+    step = Step(modules=("ab", "cd"))
+    with step.work.in_backward():
+        step.take("dcba")
+        assert step.events == []
+    assert step.end()[1:] == [("norms", "dcba"), ("clip", "0"), ("sums", "dcba")]
+
+
+def test_memory_forms_no_sums_that_wait_for_a_sync_point(little):
+    """Sums leave at sync points, so that forming them early would free nothing."""
+    step = Step(modules=ONE_MODULE, groups="0011")
+    with step.work.in_backward():
+        assert step.work.bytes_of((step.records["a"],)) == 0
+    assert step.work.bytes_of((step.records["a"],)) == SUM
+
+
+@pytest.mark.parametrize("arrival", ["dcba", "cdab"])
+def test_layerwise_norms_leave_at_sync_points_in_one_order(arrival):
+    """Also with flat clipping, and in the order of the network, whatever arrives first."""
+    step, sent = Step(modules=("ab", "cd")), []
+    step.work.norms._partial = SimpleNamespace(add=lambda record: sent.append(record.name))
+    with step.work.in_backward():
+        step.take(arrival[:2])
+        assert sent == ["d", "c"]
+        assert step.events == [("norms", arrival[:2]), ("send", "")]
+        step.take(arrival[2:])
+    assert sent == ["d", "c", "b", "a"]
+
+
+# Launches of kernels
+
+
+class Launches:
+    """Counts the launches of a step on kernels, and the layers that each serves."""
+
+    NAMES = (
+        "gradients_and_squares", "gram_squares", "norm_layer_gradients", "clip_coefficients",
+        "weighted_products", "weighted_sums",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.count: Counter[str] = Counter()
+        self.patches = [patch.object(fused, name, self.counted(name)) for name in self.NAMES]
+
+    def counted(self, name: str):
+        right = getattr(fused, name)
+
+        def launch(*args, **kwargs):
+            self.count[name] += 1
+            return right(*args, **kwargs)
+
+        return launch
+
+    def __enter__(self) -> Counter[str]:
+        for one in self.patches:
+            one.start()
+        return self.count
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.patches:
+            one.stop()
+
+
+def blocks(count: int) -> nn.Module:
+    layers = [layer for _ in range(count) for layer in (nn.Linear(8, 8), nn.LayerNorm(8))]
+    return zoo.seeded(lambda: nn.Sequential(*layers))
+
+
+def check_launches(mode: str, clipping: str, expected: dict[str, int]) -> None:
+    for count in (2, 5):  # launches serve all layers
+        options = {"policy": {"norm_algorithm": "input_length", "tile_size": 16}}
+        model = private(blocks(count), mode, clipping=clipping, **options)
+        model.skip_checks()
+        x, y = torch.randn(3, 6, 8), torch.randn(3, 6, 8)
+        clipped_sums(model, (x, y))
+        with Launches() as launches:
+            clipped_sums(model, (x, y))
+        assert launches == Counter(expected)
+
+
+ONE_OF_EACH = {"gradients_and_squares": 1, "norm_layer_gradients": 1, "clip_coefficients": 1,
+               "weighted_products": 1, "weighted_sums": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["flash_bookkeeping", "flash"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_a_launch_serves_all_layers(interpreter, mode, clipping):
+    interpreter.run(check_launches, mode, clipping, ONE_OF_EACH)

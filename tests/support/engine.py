@@ -1,0 +1,83 @@
+"""Small private runs through `make_private`, and single steps of them."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_clipping import PrivacyEngine
+
+SAMPLES, BATCH, CLASSES = 24, 6, 3
+
+
+def data(count=SAMPLES, width=4):
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(count, width, generator=draw)
+    return TensorDataset(x, torch.randint(CLASSES, (count,), generator=draw))
+
+
+def network(width=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def fixed(seed=5):
+    return torch.Generator().manual_seed(seed)
+
+
+def arguments(**changes):
+    """For `make_private`, of any engine."""
+    net = changes.pop("module", None) or network()
+    return {
+        "module": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+        "data_loader": DataLoader(data(), batch_size=BATCH),
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 0.5,
+        **changes,
+    }
+
+
+def build(*, engine=None, accountant="rdp", hide_unprotected=False, **changes):
+    engine = engine or PrivacyEngine(accountant=accountant, hide_unprotected=hide_unprotected)
+    model, optimizer, criterion, loader = engine.make_private(**arguments(**changes))
+    return SimpleNamespace(
+        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader
+    )
+
+
+def backward(run, batch):
+    x, y = batch
+    run.criterion(run.model(x), y).backward()
+
+
+def step(run, batch=None):
+    backward(run, batch or data()[:5])
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def parameters(run):
+    return [p.detach().clone() for p in run.model.parameters()]
+
+
+# What changes gradients between backward and the noise, and what is said of it
+
+
+def replace(net: nn.Module) -> None:
+    net[0].weight.grad = net[0].weight.grad * 0.5
+
+
+CHANGES = {
+    "clip_grad_norm_": lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+    "clip_grad_value_": lambda net: nn.utils.clip_grad_value_(net.parameters(), 1e-3),
+    "mul_": lambda net: net[2].bias.grad.mul_(0.5),
+    "mul_ of a detached one": lambda net: net[2].bias.grad.detach().mul_(0.5),
+    "zero_": lambda net: net[2].bias.grad.zero_(),
+    "replaced": replace,
+    "set to None": lambda net: setattr(net[0].weight, "grad", None),
+    "zero_grad": lambda net: net.zero_grad(),
+    "zeros": lambda net: net.zero_grad(set_to_none=False),
+}
+CHANGED = r"was changed between backward\(\) and optimizer\.step\(\).*call optimizer\.pre_step\(\)"
