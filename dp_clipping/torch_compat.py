@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -36,20 +36,80 @@ def _missing(api: str) -> RuntimeError:
 
 try:
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
-    from torch.utils._pytree import tree_leaves as _tree_leaves
+    from torch.utils import _pytree
+    from torch.utils._pytree import tree_map, tree_map_only
 except ImportError as error:
     raise _missing("torch.utils._python_dispatch or torch.utils._pytree") from error
 
-__all__ = [
-    "TorchDispatchMode",
-    "tensors_in",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-]  # fmt: skip
+__all__ = ["TorchDispatchMode", "tree_map", "tree_map_only"]
+
+# ---- trees ---------------------------------------------------------------------------------------
+
+PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Returns the leaves of a tree and its structure, as PyTorch does, in few calls.
+
+    Two structures are equal if their trees have the same containers and keys.
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves, None)
+
+
+def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Returns the leaves of a tree.
+
+    Args:
+        is_leaf: also leaves, among what is no tuple, list or dict itself.
+    """
+    leaves: list[Any] = []
+    _flatten(tree, leaves, is_leaf)
+    return leaves
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors among the leaves that PyTorch finds in the tree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _flatten(node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Any:
+    """Appends the leaves to a list; returns a kind with its parts' structures, None for a leaf.
+
+    Containers that are no tuple, list or dict themselves are PyTorch's to open.
+    """
+    kind = type(node)
+    if kind is dict:
+        parts, kind = node.values(), tuple(node)
+    elif kind is tuple or kind is list:
+        parts = node
+    else:
+        found, structure = _pytree.tree_flatten(node, is_leaf=is_leaf)
+        leaves += found
+        return structure
+    structures = []
+    for part in parts:
+        if type(part) in PLAIN_LEAVES:
+            leaves.append(part)
+            structures.append(None)
+        else:
+            structures.append(_flatten(part, leaves, is_leaf))
+    return kind, tuple(structures)
+
+
+def tree_unflatten(leaves: Iterable[Any], structure: Any) -> Any:
+    """Returns the tree of this structure, as `tree_flatten` has returned it, with other leaves."""
+    return _unflatten(iter(leaves), structure)
+
+
+def _unflatten(leaves: Iterator[Any], structure: Any) -> Any:
+    if structure is None:
+        return next(leaves)
+    if not isinstance(structure, tuple):
+        return _pytree.tree_unflatten(list(islice(leaves, structure.num_leaves)), structure)
+    kind, inner = structure
+    parts = [_unflatten(leaves, one) for one in inner]
+    return dict(zip(kind, parts, strict=True)) if isinstance(kind, tuple) else kind(parts)
 
 
 # ---- tensors and operators -----------------------------------------------------------------------
@@ -570,7 +630,7 @@ def any_compiled(network: nn.Module) -> bool:
 
     It is asked in each step, and calls little for each module.
     """
-    seen, found = {network}, [network]
+    seen, found = {network, None}, [network]
     for module in found:  # which grows
         own = module.__dict__
         if "_torchdynamo_orig_callable" in own:
@@ -578,9 +638,9 @@ def any_compiled(network: nn.Module) -> bool:
         if "_compiled_call_impl" in own and _compiled_call(own) is not None:
             return True
         if children := own["_modules"]:
-            new = [m for m in children.values() if m is not None and m not in seen]
-            seen.update(new)
-            found += dict.fromkeys(new)
+            new = set(children.values()) - seen
+            seen |= new
+            found += new
     return False
 
 
@@ -776,33 +836,3 @@ def loss_distribution(accountant: Any, *, epsilon_error: float, delta_error: flo
     if not hasattr(accountant, "_get_dprv"):
         return None
     return accountant._get_dprv(eps_error=epsilon_error, delta_error=delta_error)
-
-
-def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Returns the leaves of a tree as PyTorch finds them, without a function for each node.
-
-    Args:
-        is_leaf: also leaves, among what is no tuple, list or dict itself.
-    """
-    found: list[Any] = []
-    left = [tree]
-    while left:
-        node = left.pop()
-        kind = type(node)
-        if kind is tuple or kind is list:
-            left += node[::-1]
-        elif kind is dict:
-            left += list(node.values())[::-1]
-        elif kind in PLAIN_LEAVES:
-            found.append(node)
-        else:
-            found += _tree_leaves(node, is_leaf=is_leaf)
-    return found
-
-
-PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Returns the tensors among the leaves that PyTorch finds in the tree."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

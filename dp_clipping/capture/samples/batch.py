@@ -39,12 +39,13 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
 def tensors_of(tree: Any) -> list[Tensor]:
     """Returns every tensor in the tree, also in what PyTorch does not open, as `map_tensors`."""
     found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    map_tensors(note, tree)
+    for x in tree_leaves(tree):
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, MutableMapping):
+            found += tensors_of(list(x.values()))
+        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+            found += tensors_of(list(vars(x).values()))
     return found
 
 
