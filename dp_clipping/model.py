@@ -20,10 +20,10 @@ from dp_clipping.distributed.dtensor import fsdp_classes
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.losses.in_network import LossInNetwork
-from dp_clipping.losses.private_loss import PrivateLoss, naming_reentrant
+from dp_clipping.losses.private_loss import PrivateLoss, refuse_reentrant
 from dp_clipping.modes import REFERENCE_MODE, Policy
 from dp_clipping.profiling.metrics import loss_and_count
-from dp_clipping.profiling.profile import SWITCH, Profile, ranged
+from dp_clipping.profiling.profile import NOTHING, SWITCH, Profile, ranged
 from dp_clipping.sampling.usage import SampleUsage
 from dp_clipping.step.context import StepContext, context_of
 from dp_clipping.step.forward_backward import ForwardBackward
@@ -253,8 +253,12 @@ class PrivateModel(nn.Module):
         is_open = self.step_state.is_open
         if is_open:
             self.gradient_buffer.watch.refuse_unclipped()
-        with self.loss_in_network.per_sample(kwargs), naming_reentrant():
-            outputs = self.passes.forward(self.module, args, kwargs, self._sync_context())
+        try:
+            with self.loss_in_network.per_sample(kwargs):
+                outputs = self.passes.forward(self.module, args, kwargs, self._sync_context())
+        except RuntimeError as error:
+            refuse_reentrant(error)
+            raise
         for lengths in self.step_state.pending.lengths:
             lengths.around = self._as_in_forward(lengths.around, kwargs)
         if is_open:
@@ -274,7 +278,7 @@ class PrivateModel(nn.Module):
 
     def no_sync(self) -> AbstractContextManager:
         """Enters a context in which sums add up locally; the next backward outside sends them."""
-        return self.module.no_sync() if self._is_wrapped else nullcontext()
+        return self.module.no_sync() if self._is_wrapped else NOTHING
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients and norms. After a skipped step it keeps the sums being accumulated.
@@ -409,7 +413,7 @@ class PrivateModel(nn.Module):
 
     def reached(self) -> AbstractContextManager:
         """Returns a context in which calls of the user's own module run its own forward."""
-        return nullcontext() if self._calls is None else self._calls.reached()
+        return NOTHING if self._calls is None else self._calls.reached()
 
     def gather_norms(self) -> GlobalNorms:
         """Returns `global_norms` to code that adds noise to them before it shows them."""
@@ -501,7 +505,7 @@ class PrivateModel(nn.Module):
         return self.step_state.norms
 
     def _sync_context(self) -> AbstractContextManager:
-        return self.no_sync() if self.step_state.microbatches.accumulating else nullcontext()
+        return self.no_sync() if self.step_state.microbatches.accumulating else NOTHING
 
 
 def _load_plain_names(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -35,8 +35,8 @@ def _missing(api: str) -> RuntimeError:
 
 
 try:
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils import _pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map, tree_map_only
 except ImportError as error:
     raise _missing("torch.utils._python_dispatch or torch.utils._pytree") from error
@@ -158,7 +158,11 @@ def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any
     """Returns `function.apply` by one call, for where no transform of `torch.func` runs.
 
     `apply` itself looks at every argument, and at each number in it, in Python for their sake.
+    Autograd then also calls `function.backward` itself, where it calls two functions of its own
+    that call it. A torch without the class that it does this in keeps them.
     """
+    if (node := getattr(function, "_backward_cls", None)) is not None:
+        node.apply = function.backward
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 

@@ -16,7 +16,7 @@ not reach into compiled code.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.losses.reductions import PerSampleReductions
+from dp_clipping.profiling.profile import NOTHING
 
 OF_BATCH = "num_items_in_batch"
 
@@ -45,13 +46,15 @@ class LossInNetwork:
         self._count = 0  # losses of the forward under way
         self._batch_size = 0
 
-    @contextmanager
-    def per_sample(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Enters a context in which a forward with these arguments returns losses [B], if any."""
+    def per_sample(self, kwargs: Mapping[str, Any]) -> AbstractContextManager:
+        """Returns a context in which a forward with these arguments returns losses [B], if any."""
         self._count = 0
         if not (self._batch_first and _has_labels(kwargs)):
-            yield
-            return
+            return NOTHING
+        return self._all_exchanged()
+
+    @contextmanager
+    def _all_exchanged(self) -> Iterator[None]:
         with ExitStack() as stack:
             for owner in self._owners:
                 stack.enter_context(self._exchanged(owner))

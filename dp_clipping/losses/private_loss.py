@@ -2,8 +2,8 @@
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -69,14 +69,9 @@ REENTRANT = (
 )
 
 
-@contextmanager
-def naming_reentrant() -> Iterator[None]:
-    """Enters a context that explains PyTorch's error about reentrant checkpointing."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "use_reentrant=True" not in str(error):
-            raise
+def refuse_reentrant(error: RuntimeError) -> None:
+    """Raises RuntimeError with a cure if an error is PyTorch's about reentrant checkpointing."""
+    if "use_reentrant=True" in str(error):
         raise RuntimeError(REENTRANT) from error
 
 
@@ -269,8 +264,11 @@ class PrivateLoss(Tensor):
                 raise RuntimeError(THROUGH)
             frozen = not any(p.requires_grad for p in own)
             raise RuntimeError(FROZEN if frozen else OF_EVALUATION)
-        with naming_reentrant():
+        try:
             self.model.private_backward(self._private_step, self._losses)
+        except RuntimeError as error:
+            refuse_reentrant(error)
+            raise
 
     def detach(self) -> Tensor:  # type: ignore[override]
         """Returns the mean (0 for an empty batch) or the sum. Not covered by ε."""

@@ -5,8 +5,9 @@ samples. After a pass that failed half-way, a sharded network is reset, so that 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from opcode import opmap
 from typing import Any
 
@@ -27,6 +28,7 @@ from dp_clipping.layers.vmap.objects import Objects
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
+from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import slices_of
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.gradient_buffer import GradientBuffer
@@ -77,6 +79,7 @@ class ForwardBackward:
     ):
         self.context, self.state = context, state
         self._gradients = gradients
+        self._passing = NOTHING if gradients is None else gradients.watch.passing
         self.network, self.capture = context.network, context.capture
         self.padding: Tensor | None = None
         self._establishment = LayoutDiscovery(
@@ -153,8 +156,8 @@ class ForwardBackward:
         check_still_fixed(self._normalizations)
         self.capture.arithmetic.refuse_changes()
         before = Objects(args, kwargs)
-        with self._own_errors_first(args, kwargs):
-            given = batch = self._establishment.batch_of(args, kwargs)
+        batch_of = partial(self._establishment.batch_of, args, kwargs)
+        given = batch = self._own_errors_first(batch_of, args, kwargs)
         if given.bags and self.state.usage.rows is not None:
             raise ValueError(
                 "pad_batches=True adds a row of zeros for each sample that a batch lacks, and ids "
@@ -169,8 +172,9 @@ class ForwardBackward:
             batch = self._establishment.batch_of(args, kwargs)
         seen = batch if real == given.size else batch.first(max(1, real))  # by the checks
         is_looked_at = self.looks_at(seen.size)
-        with self._own_errors_first(given.args, given.kwargs, given.size), self._passing():
-            check = self._establishment.ensure(seen)
+        with self._passing:
+            ensure = partial(self._establishment.ensure, seen)
+            check = self._own_errors_first(ensure, given.args, given.kwargs, given.size)
         padding = self.padding
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
@@ -193,43 +197,43 @@ class ForwardBackward:
             return private_step
 
         private_step = begin()
-        objects = Objects(args, kwargs)
+        objects = before if given.size else Objects(args, kwargs)
         randomness = Randomness(self.capture.trigger) if is_compiled else None
-        with (
-            self.capture.attached(private_step),
-            sync,
-            self._state_is_checked(module, seen) as mark,
-        ):
-            try:
-                with escapes_named(self.network):
-                    output = module(*args, **kwargs)
-            except LayoutUnknown as error:
-                if self.capture.sharding is not None:
-                    self.recover()
-                    raise ValueError(
-                        f"{error} is called in a way that was not seen in the first batch, and "
-                        "other ranks cannot repeat the search now: call "
-                        "model.reset_batch_layouts() on every rank before a forward that differs"
-                    ) from error
-                mark.put_back()
-                objects.put_back()
-                with self._own_errors_first(args, kwargs, given.size):
-                    self._establishment.look(seen)
-                private_step = begin()  # what layers left in the other belongs to other layouts
-                with self.capture.attached(private_step):
-                    output = self._call_network_again(args, kwargs)
-            except BaseException as error:
+        mark = self._carried.state.mark()
+        hook = self._marked_again_inside(module, mark)
+        try:
+            with self.capture.attached(private_step), sync, escapes_named(self.network):
+                output = module(*args, **kwargs)
+        except LayoutUnknown as error:
+            if self.capture.sharding is not None:
                 self.recover()
-                if private_step.is_empty and isinstance(error, Exception):
-                    raise ValueError(OF_ZEROS.format(error=_shown(error))) from error
-                raise
-            if randomness is not None and private_step.plans.foresaw_too_much():
-                del output  # frees what it has saved
-                mark.put_back()
-                objects.put_back()
-                private_step = begin()
-                with self.capture.attached(private_step), randomness.again():
-                    output = self._call_network_again(args, kwargs)
+                raise ValueError(
+                    f"{error} is called in a way that was not seen in the first batch, and "
+                    "other ranks cannot repeat the search now: call "
+                    "model.reset_batch_layouts() on every rank before a forward that differs"
+                ) from error
+            mark.put_back()
+            objects.put_back()
+            look = partial(self._establishment.look, seen)
+            self._own_errors_first(look, args, kwargs, given.size)
+            private_step = begin()  # what layers left in the other belongs to other layouts
+            output = self._call_network_again(private_step, args, kwargs)
+        except BaseException as error:
+            self.recover()
+            if private_step.is_empty and isinstance(error, Exception):
+                raise ValueError(OF_ZEROS.format(error=_shown(error))) from error
+            raise
+        finally:
+            if hook is not None:
+                hook.remove()
+        if randomness is not None and private_step.plans.foresaw_too_much():
+            del output  # frees what it has saved
+            mark.put_back()
+            objects.put_back()
+            private_step = begin()
+            with randomness.again():
+                output = self._call_network_again(private_step, args, kwargs)
+        self._carried.check(mark, seen, "a forward in training")
         private_step.end_forward()
         self.state.pending, self._batch = private_step, seen
         if self.state.usage.is_part(given.size):
@@ -330,7 +334,7 @@ class ForwardBackward:
         self._gradients.begin_backward()
         self._open_step(clip_norms)
         try:
-            with sync, self._passing():
+            with sync, self._passing:
                 self._add_sums(private_step, losses, samples)
                 self._gradients.end_backward()
         except BaseException:
@@ -342,7 +346,7 @@ class ForwardBackward:
     def _repacking(self) -> AbstractContextManager:
         """Returns the context in which forwards of the last batch's samples can run."""
         if not self._has_packed:
-            return nullcontext()
+            return NOTHING
         return repacking(self.network, self.context.batch_first)
 
     def looks_at(self, samples: int) -> bool:
@@ -437,18 +441,22 @@ class ForwardBackward:
         if sharding is not None and not sharding.recover():
             self._is_broken = True
 
-    @contextmanager
-    def _own_errors_first(self, args: tuple, kwargs: dict, size: int = -1) -> Iterator[None]:
-        """Surrounds runs with other samples than a call has; says what an error of them means.
+    def _own_errors_first(
+        self, run: Callable[[], Any], args: tuple, kwargs: dict, size: int = -1
+    ) -> Any:
+        """Returns what a run with other samples than a call has returns.
 
-        If the user's own call, with all of its samples, raises an error, that is raised. Ranks of a
-        sharded network cannot repeat a call alone.
+        If it fails, and the user's own call with all of its samples does, too, that error is
+        raised, otherwise one that says what it means. Ranks of a sharded network cannot repeat a
+        call alone.
 
         Args:
+            run: the run; nothing of a step is left in the network afterwards.
+            args, kwargs: of the user's call.
             size: of the call's batch; -1: it is not known yet.
         """
         try:
-            yield
+            return run()
         except Exception as error:
             self.recover()
             is_lost = "CUDA error" in str(error)  # after which nothing more can be computed
@@ -470,9 +478,6 @@ class ForwardBackward:
             self.recover()
             raise
 
-    def _passing(self) -> AbstractContextManager:
-        return nullcontext() if self._gradients is None else self._gradients.watch.passing()
-
     def _call_as_it_is(self, args: tuple, kwargs: dict, has_backward: bool) -> None:
         """Calls the network as the user does, without a step, and puts back what that changes.
 
@@ -492,34 +497,29 @@ class ForwardBackward:
             flush_ready_nodes()
             raise error from None
 
-    def _call_network_again(self, args: tuple, kwargs: dict) -> Any:
-        """Calls the network without its wrapper, which has prepared this step already."""
+    def _call_network_again(self, private_step: PrivateStep, args: tuple, kwargs: dict) -> Any:
+        """Calls the network without its wrapper, which has prepared this forward already."""
         try:
-            return self.network(*args, **kwargs)
+            with self.capture.attached(private_step):
+                return self.network(*args, **kwargs)
         except LayoutUnknown as error:
             raise ValueError(
                 f"{error} is called in a way that depends on more than the batch: where its "
                 "samples are cannot be established"
             ) from error
 
-    @contextmanager
-    def _state_is_checked(self, module: nn.Module, batch: Batch) -> Iterator[Mark]:
-        """Surrounds a forward; refuses state that carries data to the next one; see `carried`.
+    def _marked_again_inside(self, module: nn.Module, mark: Mark) -> Any:
+        """Lets a wrapper write to buffers before the network runs: the mark is renewed then.
 
-        The host compares references and version counters, and reads no value.
+        Returns:
+            The handle of the hook that does it, if there is one.
         """
-        mark = self._carried.state.mark()
-        hook = None
-        if module is not self.network:  # a wrapper, which writes to buffers before the network runs
-            mark.forget_buffers()
-            if not is_compiled_in_place(self.network):
-                hook = self.network.register_forward_pre_hook(lambda *_: mark.renew(), prepend=True)
-        try:
-            yield mark
-        finally:
-            if hook is not None:
-                hook.remove()
-        self._carried.check(mark, batch, "a forward in training")
+        if module is self.network:
+            return None
+        mark.forget_buffers()
+        if is_compiled_in_place(self.network):
+            return None
+        return self.network.register_forward_pre_hook(lambda *_: mark.renew(), prepend=True)
 
     def _work(self, batch: Batch, padding: Tensor | None, each: int, compiled: bool) -> Work:
         """Returns work on fused kernels if the mode asks for it and parameters are on their device.

@@ -1,7 +1,6 @@
 """Detects changes of `.grad` by anything but private backwards, before noise is added."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -14,6 +13,23 @@ from dp_clipping.step.state import StepState
 from dp_clipping.torch_compat import versions_of
 
 
+class Passing:
+    """A context around passes of a private step, in which a backward is one of the network's own.
+
+    Attributes:
+        depth: how many of these contexts are entered.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
 class GradientWatch:
     """Compares `.grad` of the trainable parameters with the sums of private backwards.
 
@@ -22,6 +38,9 @@ class GradientWatch:
         sums: takes clipped sums to the shards of a sharded network; None: it is not sharded.
         state: the state of the model's step.
         is_wrapped: a `ddp` wrapper sends what is in `.grad`.
+
+    Attributes:
+        passing: surrounds passes of a private step.
     """
 
     def __init__(
@@ -40,27 +59,18 @@ class GradientWatch:
         self._aside: list[tuple[Parameter, Tensor]] = []  # sums, for an ordinary backward
         self._unclipped: set[Parameter] = set()  # what autograd has added an ordinary one to
         self._own: set[Parameter] = set()  # those of them that the network has added itself
-        self._passes: list[None] = []  # one while passes of a private step run
-        unclipped, own, passes = self._unclipped, self._own, self._passes
+        self.passing = passing = Passing()
+        unclipped, own = self._unclipped, self._own
         sharding = self.capture.sharding
 
         def add(parameter: Parameter) -> None:  # a hook that held this object would keep the model
             unclipped.add(parameter)
-            if passes:
+            if passing.depth:
                 own.add(parameter)
 
         self._hooks = [p.register_post_accumulate_grad_hook(add) for p in self.capture.parameters]
         if sharding is not None:
             self._hooks += sharding.watch(add)
-
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Surrounds passes of a private step, in which a backward is one of the network's own."""
-        self._passes.append(None)
-        try:
-            yield
-        finally:
-            self._passes.pop()
 
     def remove(self) -> None:
         """Removes the hooks from the parameters."""

@@ -3,7 +3,9 @@
 import importlib.util
 import sys
 import weakref
+from collections import OrderedDict
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,6 +22,11 @@ from torch.overrides import TorchFunctionMode
 from dp_clipping import torch_compat
 from dp_clipping.torch_compat import flush_ready_nodes
 from tests.support.private_torch import imported_by, private_uses
+
+
+class Pair(NamedTuple):
+    one: object
+    other: object
 
 
 def test_no_other_file_uses_a_private_torch_interface():
@@ -39,6 +46,29 @@ def test_trees(monkeypatch):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+class Own(dict):
+    """A dict of a user's own class, which PyTorch takes for a leaf."""
+
+
+@pytest.mark.parametrize("tree", [
+    3, [], {}, (), (1, [2, {"a": 3, "b": ()}], {}), [None, Own(a=1)],
+    OrderedDict(a=[1, 2], b={"c": 3}), ([OrderedDict(a=1), 2], Pair(1, {"x": 2})),
+])  # fmt: skip
+def test_a_tree_is_flattened_as_pytorch_does(tree):
+    leaves, structure = torch_compat.tree_flatten(tree)
+    assert leaves == torch_compat.tree_leaves(tree) == torch.utils._pytree.tree_leaves(tree)
+    found = torch_compat.tree_unflatten(leaves, structure)
+    assert found == tree
+    assert type(found) is type(tree)
+    assert hash(structure) == hash(torch_compat.tree_flatten(tree)[1])
+
+
+def test_structures_differ_by_containers_keys_and_lengths():
+    trees = [(1,), [1], {"a": 1}, {"b": 1}, (1, 2), ((1,),), OrderedDict(a=1)]
+    structures = [torch_compat.tree_flatten(tree)[1] for tree in trees]
+    assert len(set(structures)) == len(trees)
+
+
 # ---- tensors and operators -----------------------------------------------------------------------
 
 
@@ -49,6 +79,28 @@ def test_versions_count_changes():
     assert torch_compat.version_of(x) == before + 1
     with pytest.raises(RuntimeError, match=r"has no Tensor\._version"):
         torch_compat.version_of(object())
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gy):
+        assert (
+            sys._getframe(1).f_code is not torch.autograd.function.BackwardCFunction.apply.__code__
+        )
+        return 3 * ctx.saved_tensors[0] ** 2 * gy
+
+
+def test_a_function_is_applied_directly_and_its_backward_called_so():
+    x = torch.tensor(2.0, requires_grad=True)
+    y = torch_compat.apply_directly(Cube)(x)
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x)
+    assert (y, first, second) == (8, 12, 12)
 
 
 class Modes(TorchFunctionMode):
