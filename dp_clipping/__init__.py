@@ -28,7 +28,7 @@ A private step calls, from the top down:
     profiling/    the profiling switch
     integrations/ training loops of other libraries: `PrivateTrainer` for Hugging Face
     audit/        `PrivacyEngine.audit`: canaries, and the ε that guesses about them refute
-    verification/ `PrivacyEngine.check`, and the reference that every mode is compared with
+    verification/ `PrivacyEngine.check`: a private step beside one backward per sample
     trials/       what checks share that run something again and compare
 """
 

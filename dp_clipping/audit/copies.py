@@ -1,16 +1,14 @@
 """Copies of a user's network and optimizer, with which an audit makes private runs of its own."""
 
 import copy
-import random
 import secrets
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -20,6 +18,7 @@ from dp_clipping.arguments.given import check_optimizer
 from dp_clipping.arguments.sampled import Sampled
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.kinds import check_type
+from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.validation import replicas
 
 ONE_PROCESS = {
@@ -112,15 +111,12 @@ class Audited:
 
         They are about the private run of a copy, with a key of its own.
         """
-        states, arrays = random.getstate(), np.random.get_state()
-        devices = {p.device for p in self.module.parameters() if p.is_cuda}
-        try:
-            with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            random.setstate(states)
-            np.random.set_state(arrays)
+        with ExitStack() as stack:
+            for device in {p.device for p in self.module.parameters()}:
+                stack.enter_context(same_randomness(device=device))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(warnings.catch_warnings(action="ignore"))
+            yield
 
     def seeds(self) -> tuple[torch.Generator, torch.Generator]:
         """Returns generators for the keys of a run, and for all else: independent of each other."""

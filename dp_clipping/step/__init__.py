@@ -12,5 +12,4 @@ Files:
     gradient_watch        notices what else changes `.grad`
     gradient_noise        adds noise to `.grad`, and divides it
     fixed_settings        σ and divisor of a step, the same on all ranks
-    rng_replay            a second backward draws the random numbers of the first
 """

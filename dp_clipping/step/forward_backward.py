@@ -33,7 +33,6 @@ from dp_clipping.sampling.parts import slices_of
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
-from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms, StepState
 from dp_clipping.step.sums.fused import Fused
 from dp_clipping.step.sums.layer_plans import FusedPlans, PlainPlans
@@ -45,6 +44,7 @@ from dp_clipping.torch_compat import (
     is_passed_on,
     versions_of,
 )
+from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
 OF_ANY_SIZE = (
@@ -198,7 +198,8 @@ class ForwardBackward:
 
         private_step = begin()
         objects = before if given.size else Objects(args, kwargs)
-        randomness = Randomness(self.capture.trigger) if is_compiled else None
+        device = self.capture.trigger.device
+        randomness = RandomStates(device=device, only_torch=True) if is_compiled else None
         mark = self._carried.state.mark()
         hook = self._marked_again_inside(module, mark)
         try:

@@ -29,9 +29,9 @@ from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import Slice
 from dp_clipping.step.context import StepContext
-from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import flush_ready_nodes, gradients_at
+from dp_clipping.trials.randomness import RandomStates
 
 IN_FORWARD = (
     "the network's forward calls backward(), or it differentiates what this layer computes and did "
@@ -215,7 +215,7 @@ class PrivateStep:
             self._stage = Stage.NORMS
             self.take = work.take  # type: ignore[method-assign]
             work.begin(losses, clip_norms, hand_over)
-            randomness = Randomness(capture.trigger) if work.runs_twice else None
+            randomness = RandomStates(device=device, only_torch=True) if work.runs_twice else None
             with capture.attached(self), guard:
                 with timer.phase("norm_pass"):
                     triggers = [one.trigger for one in capture.trained]
@@ -238,7 +238,7 @@ class PrivateStep:
             vars(self).pop("take", None)
             work.forget()
 
-    def _sum(self, losses: Tensor, randomness: Randomness | None) -> None:
+    def _sum(self, losses: Tensor, randomness: RandomStates | None) -> None:
         """Forms the sums. `randomness`: of the first backward, if there is a second."""
         self._stage, work = Stage.SUMS, self.work
         work.begin_sums()

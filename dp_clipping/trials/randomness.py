@@ -1,4 +1,10 @@
-"""Gives runs that are compared the same random numbers."""
+"""Gives runs the same random numbers: those that are compared, and a second backward.
+
+A checkpointed block with `preserve_rng_state=False` drops out other units each time it is
+recomputed. Norms and sums would then be of different gradients. The same state gives the same
+numbers if every layer that draws runs again, in the same order. So a second backward may leave
+layers out only if the first one drew nothing.
+"""
 
 import copy
 import pickle
@@ -23,16 +29,34 @@ class RandomStates:
     Args:
         owners: modules, or other objects with attributes.
         device: whose generator is saved too, if it is a GPU.
+        only_torch: PyTorch's alone, which no other thread of the process draws from.
     """
 
-    def __init__(self, owners: Iterable[Any] = (), device: torch.device | None = None):
-        self._generators = list(_generators(owners, device))
+    def __init__(
+        self,
+        owners: Iterable[Any] = (),
+        device: torch.device | None = None,
+        only_torch: bool = False,
+    ):
+        own = _torch_generators(device)
+        self._generators = list(own if only_torch else chain(own, _generators(owners)))
         self._states = [get() for get, _ in self._generators]
 
     def restore(self) -> None:
         """Gives all generators their states."""
         for (_, give), state in zip(self._generators, self._states, strict=True):
             give(state)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Replays the states; afterwards generators continue as before."""
+        now = [get() for get, _ in self._generators]
+        self.restore()
+        try:
+            yield
+        finally:
+            for (_, give), state in zip(self._generators, now, strict=True):
+                give(state)
 
     @property
     def have_moved(self) -> bool:
@@ -54,13 +78,18 @@ def same_randomness(
         states.restore()
 
 
-def _generators(
-    owners: Iterable[Any], device: torch.device | None
-) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Yields, of each generator, what gets its state and what sets it."""
+Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""What gets the state of a generator, and what sets it."""
+
+
+def _torch_generators(device: torch.device | None) -> Iterator[Generator]:
     yield torch.get_rng_state, torch.set_rng_state
     if device is not None and device.type == "cuda":
         yield partial(torch.cuda.get_rng_state, device), _setting(device)
+
+
+def _generators(owners: Iterable[Any]) -> Iterator[Generator]:
+    """Yields Python's, NumPy's, and those among the attributes of some objects."""
     yield random.getstate, random.setstate
     numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
     kinds: set[type] = {torch.Generator, random.Random}

@@ -1,4 +1,4 @@
-"""`PrivacyEngine.check`, and the reference that all tests compare with.
+"""`PrivacyEngine.check`: a private step beside its definition.
 
 Files:
 
@@ -6,5 +6,4 @@ Files:
     one_by_one            those backwards, on the user's own network
     report                the verdict as a table
     contributions         what a sample may contribute under a clipping function
-    reference             clipping from its definition, in float64, sharing nothing
 """

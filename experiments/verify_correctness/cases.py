@@ -22,7 +22,7 @@ from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.modes import REFERENCE_MODE
 from dp_clipping.planning.plan import NORM_ALGORITHMS
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from lm.model import ModelConfig, Transformer
 from lm.parallel import DATA, TENSOR, parallelize
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.distributed.norm_reduce import NormReducer
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from experiments.verify_correctness.cases import (
     IGNORED,
     Case,

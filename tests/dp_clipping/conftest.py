@@ -17,7 +17,7 @@ from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import policy_of
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.support import zoo
 
 MODES = ("per_sample", "ghost", "bookkeeping")

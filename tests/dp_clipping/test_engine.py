@@ -21,7 +21,7 @@ from dp_clipping.criterion import PrivateCriterion, PrivateLoss
 from dp_clipping.model import PrivateModel
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.sampling.loader import PoissonLoader
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.support.engine import (
     BATCH,
     CLASSES,

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     assert_close,
     clipped_sums,

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ["pyproject.toml", "ddp", "lm", "tests/ddp", "tests/support", "tests/__init__.py"]
 COPIED += ["tests/conftest.py"]
 PRIVATE = "dp_clipping/"
+OF_PRIVATE = (PRIVATE, f"tests/{PRIVATE}", "experiments")  # whose reference the tests compare with
 
 
 @dataclass(frozen=True)
@@ -564,7 +565,7 @@ def run_tests(changes: tuple[tuple[str, str, str], ...], tests: tuple[str, ...])
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         is_private = tests[0].startswith(f"tests/{PRIVATE}")
-        for name in [*COPIED, *([PRIVATE, f"tests/{PRIVATE}"] if is_private else [])]:
+        for name in [*COPIED, *(OF_PRIVATE if is_private else [])]:
             source, target = ROOT / name, copy / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from dp_clipping import BatchMemoryManager, PrivacyEngine
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, skip_all_checks
 from tests.support import zoo
 

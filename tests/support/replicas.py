@@ -16,7 +16,7 @@ from ddp import wrap
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.model import PrivateModel
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from lm.rank_pool import Context
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE, HAND_BUILT
 from tests.dp_clipping.conftest import assert_close, gradients_of, private_loss, unchecked

@@ -25,7 +25,7 @@ from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.model import PrivateModel
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.plain import Plain
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import zoo

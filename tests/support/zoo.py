@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import rnn
 
-from dp_clipping.verification.reference import Batch, PerSampleLoss, per_sample_sum
+from experiments.verify_correctness.reference import Batch, PerSampleLoss, per_sample_sum
 from lm.model import ModelConfig, Transformer
 from tests.support.registered_layers import Apart, Dense, Gate
 

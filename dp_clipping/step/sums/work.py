@@ -29,11 +29,11 @@ from torch import Tensor
 from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.layers.recorder import DENSE, FACTORS, Joint, Left, Summand, Trainable
 from dp_clipping.planning.cost_model import SUM_BYTES
-from dp_clipping.step.rng_replay import Randomness
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.step_norms import norms_of
 from dp_clipping.step.sums.uses import Uses
 from dp_clipping.torch_compat import VERSION, allocated, current_stream
+from dp_clipping.trials.randomness import RandomStates
 
 Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
 
@@ -374,12 +374,12 @@ class Work:
             self.end_sums()  # beside what the second backward brings of the same modules
             self._complete = 0
 
-    def second_triggers(self, randomness: Randomness) -> list[Tensor]:
+    def second_triggers(self, randomness: RandomStates) -> list[Tensor]:
         """Returns triggers as deep as needed, and all if the first backward drew random numbers.
 
         Ranks of a sharded model draw the same numbers, so they agree on what they gather.
         """
-        everything = self.recomputed and randomness.has_moved
+        everything = self.recomputed and randomness.have_moved
         chosen = self.context.capture.trained if everything else self.recomputed
         return [record.trigger for record in chosen]
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.criterion import PrivateCriterion
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.layer_kinds import kind_of
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_exact, clipped_sums, private
 from tests.support import zoo
 from tests.support.language_models import language_model

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from lm.parallel import parallelize
 from lm.rank_pool import Context
 from tests.support.meshes import square

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 
 from ddp import wrap
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, assert_close, gradients_of, private, private_loss
 from tests.support import around_blocks, zoo

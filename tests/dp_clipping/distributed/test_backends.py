@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp import wrap
 from dp_clipping import BatchMemoryManager
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from lm.launch import run_ranks
 from lm.rank_pool import Context
 from tests.ddp.conftest import CPU_COPY_ENGINE, HAND_BUILT

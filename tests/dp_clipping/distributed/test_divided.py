@@ -10,7 +10,7 @@ import torch
 
 from ddp import wrap
 from dp_clipping.arguments.given import check_optimizer
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, gradients_of, private, private_loss
 from tests.support import around_blocks, zoo

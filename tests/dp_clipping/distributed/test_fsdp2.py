@@ -16,7 +16,7 @@ from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.layers.recorder import LINEAR
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.step.sums import work
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from lm.parallel import parallelize
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import private, private_loss

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from lm.parallel import parallelize
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, private_loss

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp import wrap
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from lm.parallel import DATA, TENSOR, parallelize
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, skip_all_checks

@@ -8,7 +8,7 @@ from torch import nn
 
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.guard.guard import LayoutDiscovery
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import count_calls, private, private_loss
 from tests.support import zoo
 

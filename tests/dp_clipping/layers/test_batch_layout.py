@@ -16,7 +16,7 @@ from dp_clipping.layers.batch_layout import (
     find_layout,
     first_tokens,
 )
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_close, assert_exact, clipped_sums, private
 from tests.support import zoo
 

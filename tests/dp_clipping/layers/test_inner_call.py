@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.layers.inner_call import inner_of
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_exact, private, private_loss
 from tests.dp_clipping.ops.records import (
     Adapted,

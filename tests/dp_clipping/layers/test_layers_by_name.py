@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.verification import reference as oracle
 from dp_clipping.verification.report import gradient_errors
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
 

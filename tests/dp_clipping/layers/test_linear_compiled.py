@@ -22,7 +22,7 @@ from dp_clipping.planning import plan
 from dp_clipping.planning.cost_model import predict
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.sums.layer_plans import FusedPlans
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     assert_close,
     clipped_sums,

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.step.sums.plain import Plain
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from lm.parallel import DATA, TENSOR, parallelize
 from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, assert_close, private, private_loss

@@ -16,7 +16,7 @@ from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, rnn
 
-from dp_clipping.verification.reference import Batch
+from experiments.verify_correctness.reference import Batch
 from tests.support import zoo
 from tests.support.registered_layers import Apart, Dense, Gate
 

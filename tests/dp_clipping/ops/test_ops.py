@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dp_clipping.layers import linear_factors
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.dp_clipping.ops.records import RECORDS, Record
 from tests.support import zoo

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dp_clipping.optimizer import PrivateOptimizer
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import criterion_of, private, private_loss
 from tests.support import zoo
 from tests.support.kernel_cases import on_gpu

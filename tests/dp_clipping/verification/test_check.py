@@ -16,10 +16,10 @@ from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.step.sums import plain
 from dp_clipping.step.sums.plain import Plain
 from dp_clipping.verification import check
-from dp_clipping.verification import reference as oracle
 from dp_clipping.verification import report as check_report
 from dp_clipping.verification.report import Check
 from experiments.verify_correctness import findings
+from experiments.verify_correctness import reference as oracle
 from lm.rank_pool import Context
 from tests.support import replicas, zoo
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.layers.embedding.bag import bags_of
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,

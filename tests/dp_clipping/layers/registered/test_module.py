@@ -11,7 +11,7 @@ from dp_clipping import LinearProduct, register_layer
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.registered import module as registered
 from dp_clipping.step.private_step import PrivateStep
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dp_clipping import register_layer
 from dp_clipping.layers.registered.norm_and_sum import NormAndSum, without
 from dp_clipping.step.private_step import PrivateStep
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.support import zoo
 from tests.support.registered_layers import Apart, Gate, gate_norms, gate_sums

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, LayoutUnknown
 from dp_clipping.layers.vmap.children import leaves_vmap
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, clipped_sums, private, private_loss
 from tests.support import zoo
 from tests.support.zoo import Net

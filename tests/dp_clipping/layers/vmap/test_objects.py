@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.layers.vmap.objects import Objects, exchanged, refuse_iterators
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,

@@ -19,7 +19,7 @@ from dp_clipping.layers.vmap.whole_batch import (
     learned,
     replaced,
 )
-from dp_clipping.verification import reference as oracle
+from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
 from tests.support import zoo
 from tests.support.zoo import Net
