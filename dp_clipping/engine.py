@@ -42,8 +42,9 @@ from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.runs.checkpoints import Checkpoints
 from dp_clipping.validation import check_module
-from dp_clipping.verification.check import Loss, compare
+from dp_clipping.verification.check import compare
 from dp_clipping.verification.report import Check
+from dp_clipping.verification.user_loss import Loss
 
 MAKE = (
     "engine.make_private(module=network, optimizer=optimizer, data_loader=loader, "

@@ -17,7 +17,7 @@ from dp_clipping.arguments.checks import check
 from dp_clipping.arguments.given import refuse_used
 from dp_clipping.audit.attacks import guesses
 from dp_clipping.audit.bound import check_confidence
-from dp_clipping.audit.canaries import LARGE, CanaryNetwork, Loss, Proxy, loss_of, tagged_loader
+from dp_clipping.audit.canaries import LARGE, CanaryNetwork, Proxy, tagged_loader
 from dp_clipping.audit.copies import Audited
 from dp_clipping.audit.curve import DELTAS, Curve, curve_of
 from dp_clipping.audit.noise import Parameter
@@ -28,6 +28,7 @@ from dp_clipping.kinds import by_name, check_count, check_number
 from dp_clipping.runs.accounts import Accounts
 from dp_clipping.sampling.memory_manager import BatchMemoryManager
 from dp_clipping.verification.one_by_one import changed
+from dp_clipping.verification.user_loss import Loss, loss_of
 
 AUDIT = (
     "engine.audit(module=network, optimizer=optimizer, data_loader=loader, criterion=criterion, "

@@ -7,22 +7,17 @@ alone. Such Dirac canaries are those of M. Nasr et al., Tight auditing of differ
 machine learning (2023, arXiv 2302.07956), and T. Steinke, M. Nasr and M. Jagielski (2023).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from dp_clipping.kinds import WrongType
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.sampling.loader import batch_size_of
 
-Loss = Callable[[Any, Any, Any], Any]
-"""`loss(model, criterion, batch)` -> what the criterion returns."""
-
 LARGE = 100.0
-EXAMPLE = 'loss=lambda model, criterion, batch: criterion(model(**batch).logits, batch["labels"])'
 
 
 class Tagged(Dataset):
@@ -108,26 +103,3 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model.network.network, name)
-
-
-def loss_of(loss: Loss | None, model: Any, criterion: Any, batch: Any) -> PrivateLoss:
-    """Returns the user's loss of a batch.
-
-    Raises:
-        ValueError: if there is no `loss` and the batch is no pair, or if it returns another object.
-    """
-    if loss is None:
-        if not isinstance(batch, Sequence) or len(batch) != 2:
-            raise ValueError(
-                f"the batch is no pair of inputs and targets but a {type(batch).__name__}: say "
-                f"how its loss is computed, as {EXAMPLE}"
-            )
-        found = criterion(model(batch[0]), batch[1])
-    else:
-        found = loss(model, criterion, batch)
-    if not isinstance(found, PrivateLoss):
-        raise WrongType(
-            f"loss returned {type(found).__name__}: it must call the model and the criterion that "
-            f"it is given, and return what that returns, as {EXAMPLE}"
-        )
-    return found

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dp_clipping.accounting.ledger import Account
 from dp_clipping.accounting.target_epsilon import Plan
 from dp_clipping.checkpoint.random_states import set_states, states_of
 from dp_clipping.noise.keys import Keys
@@ -70,25 +71,6 @@ class Optimizer(Protocol):
     def resume(self, steps: int, noise_key: bytes) -> None: ...
 
 
-class StepAccount(Protocol):
-    """The engine's `accounting.ledger.Account` as a checkpoint needs it."""
-
-    accountant: Any
-    other_batches: int
-    certificate: Any
-    computes: bool
-
-    def cover(self, certificate: Any) -> None: ...
-
-    def hand_over(self, fingerprint: str, run: object) -> None: ...
-
-    def parts(self) -> dict: ...
-
-    def beyond(self, saved: Mapping, run: object) -> dict: ...
-
-    def load(self, state: Mapping, saved: Mapping, unsaved: dict, run: object) -> None: ...
-
-
 @dataclass
 class PrivateRun:
     """The objects that one `make_private` returned, with their key and public settings.
@@ -113,7 +95,7 @@ class PrivateRun:
     group: dist.ProcessGroup | None
     keys: Keys = field(repr=False)
     settings: dict[str, Any]
-    account: StepAccount = field(repr=False)
+    account: Account = field(repr=False)
     criterion: Any
     start: tuple[int, int] = (0, 0)
     certificate: Certificate | None = None

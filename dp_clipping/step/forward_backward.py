@@ -89,7 +89,6 @@ class ForwardBackward:
         self._normalizations = normalizations(self.network)
         self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
         self._samples_are_checked = False
-        self._batch: Batch | None = None  # of the pending step
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
         self._has_packed = False  # sequences among what it was given
         self._unlooked = 0  # batches whose padding is not looked at
@@ -236,7 +235,7 @@ class ForwardBackward:
                 output = self._call_network_again(private_step, args, kwargs)
         self._carried.check(mark, seen, "a forward in training")
         private_step.end_forward()
-        self.state.pending, self._batch = private_step, seen
+        self.state.pending, private_step.seen = private_step, seen
         if self.state.usage.is_part(given.size):
             rows = given.rows()
             private_step.slices = slices_of(rows, versions_of(x for x, _ in rows))
@@ -376,7 +375,7 @@ class ForwardBackward:
         """Drops the last forward."""
         if self._begun is not None:
             self._begun.release()
-        self.state.pending = self._batch = self._begun = None
+        self.state.pending = self._begun = None
 
     def _open_step(self, clip_norms: Callable[[], list[float]]) -> None:
         if self.state.is_open:
@@ -420,10 +419,9 @@ class ForwardBackward:
         mark = Mark(self._carried.state)
         norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
         with self._repacking():
-            self._carried.check(mark, self._batch, "a backward")
+            self._carried.check(mark, private_step.seen, "a backward")
         for check in private_step.checks:
             check()
-        self._batch = None
         if is_first:
             differ = private_step.work.norms.split.differ
             if differ is not None and bool(differ):

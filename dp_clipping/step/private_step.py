@@ -81,6 +81,7 @@ class PrivateStep:
         is_empty: the batch has no sample; its one row is padding.
         is_through: its inputs have gradients: another network may be trained through this one.
         leaves: parameter -> the gathered tensor that FSDP uses in its place in this forward.
+        seen: the samples of the forward, a `Batch`.
         watched: the outputs, if the losses are to be checked.
         lengths: compare padded samples with themselves alone, if some are to be.
         checks: what is called after the backward, when its graph is freed, and may raise.
@@ -102,6 +103,7 @@ class PrivateStep:
         self.policy: Policy = context.policy
         self.is_empty = self.is_through = False
         self.leaves: dict[Parameter, Tensor] = {}
+        self.seen: Any = None
         self.watched: Any = None  # a `guard.exchange.Watched`
         self.lengths: list[Any] = []  # of `guard.lengths.Lengths`
         self.checks: list[Callable[[], None]] = []
@@ -123,7 +125,8 @@ class PrivateStep:
         Nodes of the graph hold the step. Where several tensors share such a node, the garbage
         collector does not see the cycle, and neither would be freed.
         """
-        self.watched, self.lengths, self.checks, self.slices = None, [], [], ()
+        self.seen = self.watched = None
+        self.lengths, self.checks, self.slices = [], [], ()
         self.slots = {}
         self._slots.clear()
         self._joins.clear()

@@ -4,10 +4,11 @@ The private side is a step's forward and backward as in training: its mode, clip
 thresholds and clipping function. The other side is the definition: see one_by_one.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.utils.data import default_collate
 
 from dp_clipping.capture.samples.bags import Bags, place_of
 from dp_clipping.capture.samples.batch import Batch
+from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.clipping.norms import GRAM_ROUNDING
@@ -40,9 +42,7 @@ from dp_clipping.verification.report import (
     gradient_errors,
     norm_errors,
 )
-
-Loss = Callable[[nn.Module, Any, Any], Any]
-"""`loss(model, criterion, batch)` -> what the criterion returns."""
+from dp_clipping.verification.user_loss import Loss, loss_of
 
 ROUNDING = {2: 5, 4: 10}
 """By the bytes of a number, times the error of one sample's own backward: what the private step may
@@ -52,18 +52,6 @@ CANCELLED = 0.1
 judged by that length: rounding errors are relative to what was summed."""
 SAMPLES = 32  # of the data set, among which samples of other lengths are looked for
 RANDOM = 0.1  # of the tolerance of a norm: losses of one sample that differ by more are random
-EXAMPLE = 'loss=lambda model, criterion, batch: criterion(model(**batch).logits, batch["labels"])'
-
-
-class Run(Protocol):
-    """A `checkpoint.run.PrivateRun` as a check needs it."""
-
-    model: Any
-    optimizer: Any
-    criterion: Any
-
-    @property
-    def poisson(self) -> Any: ...
 
 
 class Stage(nn.Module):
@@ -133,19 +121,19 @@ class Stage(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-def compare(run: Run, batch: Any, loss: Loss | None = None) -> Check:
+def compare(run: PrivateRun, batch: Any, loss: Loss | None = None) -> Check:
     """Returns both sides of a step on this batch; see `PrivacyEngine.check`."""
     _refuse(run)
     model = run.model
     with _without_trace(model), full_float32(layers=True):
         stage = Stage(model)
         batch = changed(batch, lambda x: x.to(stage.clip_norms.device))
-        loss_of = _loss_with(stage, run.criterion, loss)
-        loss_of(batch).backward()
+        of_batch = partial(loss_of, loss, stage, run.criterion.for_model(stage))
+        of_batch(batch).backward()
         _check_lengths(run, batch, loss)
         allowance = GRAM_ROUNDING * _tokens_of_grams(stage.plans.last)
         stage.training = False
-        setting = _setting(stage, batch, lambda batch: loss_of(batch).loss_per_sample)
+        setting = _setting(stage, batch, lambda batch: of_batch(batch).loss_per_sample)
         reference = one_by_one(setting)
         shortest = _shortest(stage.module, reference)
         size = max(2, min(4, shortest))
@@ -163,23 +151,7 @@ def compare(run: Run, batch: Any, loss: Loss | None = None) -> Check:
     return verdict
 
 
-def _loss_with(stage: Stage, criterion: Any, loss: Loss | None) -> Callable[[Any], Any]:
-    """Returns a function of a batch: the loss of the network in the stage."""
-    criterion = criterion.for_model(stage)
-
-    def loss_of(batch: Any) -> Any:
-        made = (loss or _plain_loss)(stage, criterion, batch)
-        if getattr(made, "model", None) is not stage:
-            raise ValueError(
-                f"loss returned {type(made).__name__}: it must call the model and the "
-                f"criterion that it is given, and return what that returns, as {EXAMPLE}"
-            )
-        return made
-
-    return loss_of
-
-
-def _check_lengths(run: Run, batch: Any, loss: Loss | None) -> None:
+def _check_lengths(run: PrivateRun, batch: Any, loss: Loss | None) -> None:
     """Raises DependsOnLength if samples of the data set depend on the length of their batch.
 
     The loader's collate function makes a batch of some of the first samples, which
@@ -196,7 +168,7 @@ def _check_lengths(run: Run, batch: Any, loss: Loss | None) -> None:
             if alone is not None and _kinds(whole) == _kinds(batch):
                 stage.step_state.usage.compare(whole, alone)
                 whole = changed(whole, lambda x: x.to(stage.clip_norms.device))
-                _loss_with(stage, run.criterion, loss)(whole)
+                loss_of(loss, stage, run.criterion.for_model(stage), whole)
                 for check in stage.step_state.pending.checks:
                     check()
     except DependsOnLength:
@@ -285,22 +257,13 @@ def _verdict(
     )
 
 
-def _plain_loss(model: nn.Module, criterion: Any, batch: Any) -> Any:
-    if not isinstance(batch, Sequence) or len(batch) != 2:
-        raise ValueError(
-            f"the batch is no pair of inputs and targets but a {type(batch).__name__}: say how "
-            f"its loss is computed, as {EXAMPLE}"
-        )
-    return criterion(model(batch[0]), batch[1])
-
-
 def _tokens_of_grams(plan: Any) -> int:
     """Returns the number of tokens in the longest Gram matrix of the step."""
     pairs = () if plan is None else zip(plan.uses, plan.choices, strict=True)
     return max((use.tokens for use, choice in pairs if choice.algorithm == GRAM), default=0)
 
 
-def _refuse(run: Run) -> None:
+def _refuse(run: PrivateRun) -> None:
     model = run.model
     model.refuse_in_release("engine.check")
     if model.policy is None:

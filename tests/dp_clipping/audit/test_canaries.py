@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.audit.canaries import CanaryNetwork, Proxy, Tagged, loss_of, tagged_loader
+from dp_clipping.audit.canaries import CanaryNetwork, Proxy, Tagged, tagged_loader
+from dp_clipping.verification.user_loss import loss_of
 
 DATA = TensorDataset(torch.arange(6.0)[:, None], torch.zeros(6, dtype=torch.long))
 
