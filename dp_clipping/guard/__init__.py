@@ -12,5 +12,4 @@ Files:
     carried               state that carries data from one batch to the next
     probe                 one run of the plain network: what each layer sees of each sample
     state, places         what a network holds at one moment, and where
-    values                values of tensors, to find writes and to undo them
 """

@@ -27,7 +27,7 @@ from dp_clipping.guard.places import (
     is_freed,
 )
 from dp_clipping.guard.state import Mark, State
-from dp_clipping.guard.values import Values
+from dp_clipping.trials.values import Values
 from dp_clipping.layers.batch_layout import FEW
 from dp_clipping.torch_compat import tensors_in
 from dp_clipping.trials.tolerances import REPEATED

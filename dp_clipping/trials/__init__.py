@@ -5,6 +5,7 @@ Files:
     schedule              which calls are checked: 1, 2, 4, 8, ...
     perturb               which samples another run has in place of those of the first
     randomness            states of random generators, saved and restored
+    values                values of tensors, to find writes and to undo them
     draws                 runs without dropout, or with constant random numbers
     tolerances            the differences that may be rounding
 """

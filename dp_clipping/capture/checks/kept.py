@@ -13,10 +13,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.checks.summaries import Summary, compared, differ, summary
+from dp_clipping.capture.checks.summaries import Summary, compared, summary
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import VERSION
+from dp_clipping.trials.values import checksum, others
 
 
 class Kept:
@@ -32,21 +33,20 @@ class Kept:
 
     def forget(self) -> None:
         """Forgets what was noted."""
-        self._values: dict[Trainable, list[Summary]] = {}
+        self._values: dict[Trainable, list[Tensor]] = {}  # checksums
         self._arrived: dict[Trainable, tuple[str, list[Summary]]] = {}
 
     def note(self, record: Trainable, tensors: Iterable[Tensor]) -> None:
         """Notes the values of what is kept for a parameter from now on."""
-        self._values[record] = _values_of(tensors)
+        self._values[record] = list(map(checksum, tensors))
 
-    def note_arrival(self, record: Trainable, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Notes the values of what arrives.
+    def compare_backwards(self, record: Trainable, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Compares what arrives in the second one of two backwards with what did in the first.
 
         Raises:
-            RuntimeError: a second backward computes other values than the first one.
+            RuntimeError: the second one computes other values.
         """
-        self.note(record, tensors)
-        found = kind, self._values[record]
+        found = kind, _summaries(tensors)
         first = self._arrived.setdefault(record, found)
         if first is not found and self._is_other(*first, found[1]):
             raise RuntimeError(
@@ -81,15 +81,27 @@ class Kept:
         Args:
             noted: parameters, the tensors of what is kept for them, and their versions then.
         """
+        noted = list(noted)
         changed = [own for own, tensors, then in noted if then != tuple(map(VERSION, tensors))]
         if self.reads_values and not changed:
-            changed = [own for own, tensors, _ in noted if self._has_changed(own[0], tensors)]
+            changed = self._others([one[:2] for one in noted])
         if changed:
             raise changed_in_place(dict.fromkeys(own[0].name for own in changed))
 
-    def _has_changed(self, record: Trainable, tensors: Iterable[Tensor]) -> bool:
-        before = self._values.get(record)  # of what a layer leaves for two, the first has them
-        return before is not None and _are_others(before, _values_of(tensors))
+    def _others(
+        self, noted: list[tuple[tuple[Trainable, ...], tuple[Tensor, ...]]]
+    ) -> list[tuple[Trainable, ...]]:
+        """Returns the parameters of what has other values than were noted; the host waits once.
+
+        Of what a layer leaves for two, the first one has them.
+        """
+        pairs = [
+            (own, before, tensor)
+            for own, tensors in noted
+            for before, tensor in zip(self._values.get(own[0], ()), tensors, strict=False)
+        ]
+        flags = others((before for _, before, _ in pairs), (checksum(x) for _, _, x in pairs))
+        return [own for (own, _, _), is_other in zip(pairs, flags, strict=True) if is_other]
 
 
 def changed_in_place(names: Iterable[str]) -> RuntimeError:
@@ -102,7 +114,7 @@ def changed_in_place(names: Iterable[str]) -> RuntimeError:
     )
 
 
-def _values_of(tensors: Iterable[Tensor]) -> list[Summary]:
+def _summaries(tensors: Iterable[Tensor]) -> list[Summary]:
     """Returns a summary of the rows of each tensor that has any, in full precision."""
     found = []
     for x in tensors:
@@ -110,12 +122,3 @@ def _values_of(tensors: Iterable[Tensor]) -> list[Summary]:
             with torch.autocast(x.device.type, enabled=False):
                 found.append(summary(x, Layout(), len(x)))
     return found
-
-
-def _are_others(before: list[Summary], now: list[Summary]) -> bool:
-    """Returns whether values differ; the host waits."""
-    return any(
-        any(differ([(one, other)], torch.ones(len(one.values), dtype=torch.bool)))
-        for one, other in zip(before, now, strict=True)
-        if one is not other
-    )

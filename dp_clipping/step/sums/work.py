@@ -204,7 +204,9 @@ class Work:
                 raise RuntimeError(ON_SEVERAL_STREAMS)
             self._stream = stream
         if self.versions.reads_values:
-            self.versions.note_arrival(records[0], kind, tensors)
+            self.versions.note(records[0], tensors)
+            if self.runs_twice:
+                self.versions.compare_backwards(records[0], kind, tensors)
         if kind is FACTORS and not self.is_summing:  # packs its operands, or lets go of them
             self._take_norms([left])
             if self.streams and (kept := self.kept.get(records[0])):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.guard.carried import equal
-from dp_clipping.guard.values import Values
+from dp_clipping.trials.values import Values
 
 WRITES = {
     "add_": lambda x: x.add_(1),

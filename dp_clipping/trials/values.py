@@ -1,0 +1,98 @@
+"""Keeps values of tensors, to find writes and to undo them.
+
+Version counters tell writes by PyTorch's own operators. Those through `.data`, NumPy and kernels of
+other libraries show in the values alone.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dp_clipping.torch_compat import versions_of
+
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORD = torch.int64
+
+
+class Values:
+    """Values of tensors before some code runs.
+
+    Args:
+        tensors: whose values are kept.
+        with_parameters: parameters are copied, too. Otherwise they are compared, and keep what was
+            written to them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], with_parameters: bool = True):
+        self._tensors = tensors
+        self._aliases = [x.detach() for x in tensors]
+        self._versions = versions_of(tensors)
+        self._is_copied = [with_parameters or not isinstance(x, nn.Parameter) for x in tensors]
+        self._kept = [
+            alias.clone() if is_copied else checksum(alias)
+            for alias, is_copied in zip(self._aliases, self._is_copied, strict=True)
+        ]
+
+    @torch.no_grad()
+    def changed(self) -> list[int]:
+        """Returns which tensors have other values now, or other memory. The host waits once."""
+        kept = [_bits(x) if own else x for x, own in zip(self._kept, self._is_copied, strict=True)]
+        now = [
+            _bits(x) if own else checksum(x)
+            for x, own in zip(self._aliases, self._is_copied, strict=True)
+        ]
+        are_others, versions = others(kept, now), versions_of(self._tensors)
+        moved = [a != b for a, b in zip(versions, self._versions, strict=True)]
+        return [
+            n
+            for n, (tensor, alias) in enumerate(zip(self._tensors, self._aliases, strict=True))
+            if are_others[n]
+            or (moved[n] and not self._is_copied[n])
+            or _is_elsewhere(tensor, alias)
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> list[int]:
+        """Gives tensors their memory and values; returns which had others."""
+        changed = self.changed()
+        for n in changed:
+            tensor, alias = self._tensors[n], self._aliases[n]
+            if _is_elsewhere(tensor, alias):
+                tensor.data = alias
+            if self._is_copied[n]:
+                alias.copy_(self._kept[n])
+        return changed
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Returns the sum of each row's bits, taken as whole numbers. The host waits for no GPU."""
+    rows = _bits(x.detach())
+    rows = rows.flatten(1) if rows.dim() > 1 else rows.view(1, -1)
+    size = rows.shape[1] * rows.element_size()
+    if size % WORD.itemsize == 0 and rows.data_ptr() % WORD.itemsize == 0:
+        rows = rows.view(WORD)  # fewer and wider numbers are added up in less time
+    return rows.sum(1, dtype=WORD)
+
+
+def others(before: Iterable[Tensor], now: Iterable[Tensor]) -> list[bool]:
+    """Returns which tensors of whole numbers are others now; the host waits once for a device."""
+    flags = [(one != other).any() for one, other in zip(before, now, strict=True)]
+    found = [False] * len(flags)
+    for device in {flag.device for flag in flags}:
+        there = [n for n, flag in enumerate(flags) if flag.device == device]
+        told = torch.stack([flags[n] for n in there]).tolist()
+        for n, is_other in zip(there, told, strict=True):
+            found[n] = is_other
+    return found
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Returns a tensor's numbers as whole ones of the same bits."""
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return x.contiguous().view(WHOLE[x.element_size()])
+
+
+def _is_elsewhere(now: Tensor, alias: Tensor) -> bool:
+    """Returns whether a tensor has other memory: x.data = another."""
+    return now.data_ptr() != alias.data_ptr() or now.shape != alias.shape
