@@ -11,7 +11,7 @@ from dp_clipping.arguments.checks import LOSS_REDUCTIONS
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in
 from dp_clipping.guard.carried import Carried
-from dp_clipping.guard.exchange import Exchange, Shapes
+from dp_clipping.guard.losses import Criterion, Shapes
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.step.steppable import Steppable
@@ -84,30 +84,28 @@ class PrivateCriterion(nn.Module):
             )
 
         if private_step.watched is not None or private_step.lengths:
-            exchange = Exchange(
+            again = Criterion(
                 self._per_sample, self._carried.state, args, kwargs, expected, shape,
                 self.model.batch_first, self._shapes,
             )  # fmt: skip
-            self._check(private_step, losses, exchange)
+            self._check(private_step, losses, again)
         self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
 
-    def _check(self, private_step: Any, losses: Tensor, exchange: Exchange) -> None:
+    def _check(self, private_step: Any, losses: Tensor, again: Criterion) -> None:
         """Checks the losses in their graph, and prepares what is checked after the backward."""
         if private_step.watched is not None:
             private_step.watched.check_graph(losses)
             is_whole = len(losses) > self._largest
             self._largest = max(self._largest, len(losses))
-            private_step.checks.append(
-                partial(exchange.check, private_step.watched.number, is_whole)
-            )
+            private_step.checks.append(partial(again.check, private_step.watched.number, is_whole))
         for lengths in private_step.lengths:
             lengths.note(losses)
-            private_step.checks.append(partial(self._check_length, lengths, exchange))
+            private_step.checks.append(partial(self._check_length, lengths, again))
 
-    def _check_length(self, lengths: Any, exchange: Exchange) -> None:
+    def _check_length(self, lengths: Any, again: Criterion) -> None:
         with self.model.step_state.refused_together():
-            lengths.check(exchange.of_sample)
+            lengths.check(again.of_sample)
 
     def _real(self, losses: Tensor) -> Tensor:
         """Returns the losses of samples, of a batch in mode `no_dp`."""

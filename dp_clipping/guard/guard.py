@@ -31,9 +31,9 @@ from dp_clipping.capture.vmap_trial import (
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.guard.carried import Carried, restored
-from dp_clipping.guard.company import PLACES, Company
 from dp_clipping.guard.lengths import DependsOnLength, Lengths
-from dp_clipping.guard.probe import Observer
+from dp_clipping.guard.network import PLACES, Company
+from dp_clipping.guard.observer import Observer
 from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
@@ -74,8 +74,7 @@ class LayoutDiscovery:
             state=capture.state,
         )
         self._search = Search(capture)
-        observer = Observer(capture)
-        self._company = Company(capture, observer.run, self._search.layouts_of)
+        self._company = Company(capture, Observer(capture).run, self._search.layouts_of)
         self._schedule = Schedule()
         self._forecaster = Forecaster(capture, self._search.observe)
         self._is_known = self._is_provisional = False

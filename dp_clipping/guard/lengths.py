@@ -54,7 +54,7 @@ Run = Callable[..., Any]
 """`run(args, kwargs, look, seed=None)`: calls the network, and returns `look(outputs, has_drawn)`.
 Random numbers are those that the network would draw next, or begin at `seed`."""
 LossOf = Callable[..., float | None]
-"""`losses.Exchange.of_sample`."""
+"""`losses.Criterion.of_sample`."""
 
 
 class DependsOnLength(ValueError):

@@ -18,9 +18,9 @@ from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
 from dp_clipping.guard.carried import restored
-from dp_clipping.guard.exchange import Watched, viewed
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.guard.lengths import Lengths
+from dp_clipping.guard.losses import Watched, viewed
 from dp_clipping.guard.state import Mark
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown

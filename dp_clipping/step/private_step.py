@@ -104,7 +104,7 @@ class PrivateStep:
         self.is_empty = self.is_through = False
         self.leaves: dict[Parameter, Tensor] = {}
         self.seen: Any = None
-        self.watched: Any = None  # a `guard.exchange.Watched`
+        self.watched: Any = None  # a `guard.losses.Watched`
         self.lengths: list[Any] = []  # of `guard.lengths.Lengths`
         self.checks: list[Callable[[], None]] = []
         self.padding: Tensor | None = None

@@ -2,10 +2,12 @@
 
 Files:
 
+    probe                 runs a subject twice, and tells what differs by more than chance
+    seen                  what a run shows of each sample, and what differs in another one
     schedule              which calls are checked: 1, 2, 4, 8, ...
     perturb               which samples another run has in place of those of the first
     randomness            states of random generators, saved and restored
     values                values of tensors, to find writes and to undo them
-    draws                 runs without dropout, or with constant random numbers
+    draws                 runs without dropout, or with expected values for some random numbers
     tolerances            the differences that may be rounding
 """

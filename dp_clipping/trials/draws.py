@@ -1,4 +1,4 @@
-"""Runs without dropout, or with constant random numbers: what two runs draw may differ."""
+"""Runs without dropout, or with expected values in place of some random numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +15,6 @@ from dp_clipping.torch_compat import TorchDispatchMode, dropouts, every_module
 DROPOUTS = {
     torch.dropout, functional.dropout, functional.dropout1d, functional.dropout2d,
     functional.dropout3d, functional.alpha_dropout, functional.feature_alpha_dropout,
-}  # fmt: skip
-
-
-CONSTANT = {  # operators that return, or write, numbers that depend on no tensor
-    "rand", "randn", "rand_like", "randn_like", "normal_", "uniform_", "exponential_", "geometric_",
-    "log_normal_", "cauchy_", "bernoulli_",
 }  # fmt: skip
 
 
@@ -62,40 +56,16 @@ def without_dropout(network: nn.Module) -> Iterator[None]:
             module.dropout = dropout
 
 
-class ConstantDraws(TorchDispatchMode):
-    """A context in which random numbers are the same for all samples, whatever their values are.
+class ExpectedDraws(TorchDispatchMode):
+    """A context in which no operator draws numbers whose amount depends on values.
 
-    How many numbers an operator draws can depend on values, as for negative numbers in `rrelu` and
-    for gamma variates. Then samples behind a sample that is exchanged get other numbers. Here such
-    an operator returns what is expected of its inputs, and what draws by shape alone a constant.
-
-    Attributes:
-        drawn: name and shape of each draw so far.
+    As for negative numbers in `rrelu`, and for gamma variates: samples behind one that is exchanged
+    would get other numbers. Such an operator returns what is expected of its inputs.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn: list[tuple[str, tuple[int, ...]]] = []
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in function.tags:
-            return function(*args, **kwargs)
-        name = function.overloadpacket.__name__
-        if name in EXPECTED:
-            found = EXPECTED[name](*args)
-        else:
-            torch.manual_seed(0)  # which numbers it draws does not depend on earlier ones
-            found = function(*args, **kwargs)
-        first = found[0] if isinstance(found, tuple) else found
-        self.drawn.append((name, tuple(first.shape)))
-        is_constant = name in CONSTANT and first.is_floating_point() and first.numel() > 1
-        return found.fill_(0.5) if is_constant else found
-
-    @staticmethod
-    def by_values(one: "ConstantDraws", other: "ConstantDraws") -> bool:
-        """Returns whether the numbers of draws in two runs depend, or may depend, on values."""
-        return one.drawn != other.drawn or any(name in EXPECTED for name, _ in one.drawn)
+        expected = EXPECTED.get(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {})) if expected is None else expected(*args)
 
 
 def _rrelu(x: Tensor, noise: Tensor, lower: float, upper: float, *_: Any) -> Tensor:

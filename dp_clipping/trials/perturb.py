@@ -6,6 +6,8 @@ The checks of networks, criterions and collate functions exchange samples in the
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+LARGE = 1024.0
+
 
 class Perturbed(NamedTuple):
     """The samples of another run.
@@ -13,14 +15,24 @@ class Perturbed(NamedTuple):
     Attributes:
         rows: which sample of the first run stands in each place.
         stays: places whose sample is the same in both runs.
+        larger: the place of a sample whose numbers are `LARGE` times larger.
+        is_longer: `rows` begins with one sample more, which has no place.
+        may_fail: not everything takes such samples, so an error is no finding.
     """
 
     rows: list[int]
     stays: list[bool]
+    larger: int | None = None
+    is_longer: bool = False
+    may_fail: bool = False
 
     def of(self, samples: Sequence) -> list:
         """Returns these samples in their places."""
         return [samples[row] for row in self.rows]
+
+    def among_more(self) -> "Perturbed":
+        """Returns the same with one sample more, in front: all have other places among more."""
+        return self._replace(rows=[self.rows[-1], *self.rows], is_longer=True, may_fail=True)
 
 
 def replaced(size: int, place: int) -> Perturbed:
@@ -35,6 +47,17 @@ def swapped(size: int, place: int) -> Perturbed:
     rows = list(range(size))
     rows[place], rows[place + 1] = place + 1, place
     return Perturbed(rows, [i not in (place, place + 1) for i in range(size)])
+
+
+def enlarged(size: int, place: int) -> Perturbed:
+    """Makes one sample larger."""
+    stays = [i != place for i in range(size)]
+    return Perturbed(list(range(size)), stays, larger=place, may_fail=True)
+
+
+def one_more(size: int) -> Perturbed:
+    """Puts one sample more in front of all."""
+    return Perturbed(list(range(size)), [True] * size).among_more()
 
 
 def thirds(rows: Sequence[int], distinct: Sequence[int], count: int) -> Iterator[Perturbed]:
@@ -75,11 +98,6 @@ def one_source(stays: list[bool], number: int) -> Perturbed:
     candidates = [i for i, stay in enumerate(stays) if stay]
     source = candidates[-1 - number % len(candidates)]
     return Perturbed([i if stay else source for i, stay in enumerate(stays)], stays)
-
-
-def one_more(size: int) -> list[int]:
-    """Returns rows with one sample more, in front: all have other places among more."""
-    return [size - 1, *range(size)]
 
 
 def halves(size: int, number: int) -> list[list[bool]]:

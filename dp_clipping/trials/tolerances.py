@@ -49,3 +49,5 @@ FLOOR = Tolerance(1e-2, 1e-3, 1e-3)  # a smaller part of the largest value may b
 # A difference is a finding if it is so many times larger than those that errors of the size of
 # rounding, or other random numbers, cause.
 TIMES = 4.0
+# In a repeated run with such errors, what changes by so many times its tolerance is no rounding.
+RANDOM = 100

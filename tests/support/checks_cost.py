@@ -21,12 +21,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.guard.exchange import Exchange, Watched
 from dp_clipping.guard.guard import LayoutDiscovery
+from dp_clipping.guard.losses import Criterion, Watched
 from lm.model import ModelConfig, Transformer
 
 CHECKS = {"network": (LayoutDiscovery, "ensure"), "losses' graph": (Watched, "check_graph"),
-          "criterion": (Exchange, "check")}  # fmt: skip
+          "criterion": (Criterion, "check")}  # fmt: skip
 STEPS, COUNTED = 32, 16  # in step `COUNTED` the host's waits are counted, which takes time
 
 Data = tuple[torch.Tensor, torch.Tensor]

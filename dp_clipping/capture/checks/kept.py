@@ -13,10 +13,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.checks.summaries import Summary, compared, summary
+from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import VERSION
+from dp_clipping.trials.seen import Summary, compared
 from dp_clipping.trials.values import checksum, others
 
 

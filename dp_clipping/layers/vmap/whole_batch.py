@@ -12,7 +12,7 @@ is for layers (`batch_layout`), for every such operator in the order of the call
     w.view(..), w[:n], w.to(..)     of parameters alone: the same for each copy
 
 `capture.vmap_trial` compares results and G with those under vmap, before a step relies on it, and
-`guard.probe` looks at the rows of each such operator when it looks at those of layers: a row
+`guard.observer` looks at the rows of each such operator when it looks at those of layers: a row
 that is another sample's there would get that sample's copy. A module that computes anything else
 with a parameter, in the trial or in a later step, runs under vmap.
 """

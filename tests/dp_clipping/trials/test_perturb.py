@@ -2,7 +2,16 @@
 
 import pytest
 
-from dp_clipping.trials.perturb import half, halves, one_more, one_source, replaced, swapped, thirds
+from dp_clipping.trials.perturb import (
+    enlarged,
+    half,
+    halves,
+    one_more,
+    one_source,
+    replaced,
+    swapped,
+    thirds,
+)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
@@ -24,7 +33,7 @@ def test_company_is_of_those_that_stay():
     assert one_source([True, False, True, False], 0).rows == [0, 2, 2, 2]
     assert one_source([True, False, True, False], 1).rows == [0, 0, 2, 0]
     for number in range(12):
-        rows, stays = half(8, number)
+        rows, stays, *_ = half(8, number)
         assert {rows[i] for i in range(8)} <= {i for i in range(8) if stays[i]}
         assert [i for i in range(8) if stays[i]] == [i for i in range(8) if rows[i] == i]
 
@@ -52,7 +61,12 @@ def test_ranks_exchange_as_often_however_few_samples_they_have():
 
 
 def test_neighbours():
-    assert replaced(3, 2) == ([0, 1, 0], [True, True, False])
-    assert swapped(3, 1) == ([0, 2, 1], [True, False, False])
+    assert replaced(3, 2)[:2] == ([0, 1, 0], [True, True, False])
+    assert swapped(3, 1)[:2] == ([0, 2, 1], [True, False, False])
     assert swapped(3, 0).of("abc") == ["b", "a", "c"]
-    assert one_more(3) == [2, 0, 1, 2]
+
+
+def test_one_more_stands_in_front_and_has_no_place():
+    assert one_more(3)[:2] == ([2, 0, 1, 2], [True] * 3)
+    assert one_more(3).is_longer
+    assert enlarged(3, 1)[:3] == ([0, 1, 2], [True, False, True], 1)

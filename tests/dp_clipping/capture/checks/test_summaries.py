@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from dp_clipping.capture.checks.summaries import SIGNS, Seen, compared, differ, summary
+from dp_clipping.capture.checks.summaries import SIGNS, summary
 from dp_clipping.kernels import signed_sums
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.trials.seen import compared, differ
 
 ROWS = Layout("dimension", 0)
 
@@ -57,13 +58,6 @@ def test_another_sample_in_front():
     torch.testing.assert_close(
         summary(x, ROWS, 3).without_first().values, summary(x[1:], ROWS, 2).values
     )
-
-
-def test_calls_of_one_layer_are_numbered():
-    seen, one = Seen(), summary(torch.ones(2, 2), ROWS, 2)
-    for _ in range(2):
-        seen.add("a", "input", one)
-    assert list(seen.summaries) == [("a", "input", 0), ("a", "input", 1)]
 
 
 def test_long_rows_are_summed_in_pieces(monkeypatch):

@@ -1,4 +1,4 @@
-"""Finds losses that depend on other samples, by exchanging those samples.
+"""Finds losses that depend on other samples.
 
 There are two checks of a batch. The first follows the graph of the step from the losses to the
 network's outputs: the derivative of a sample's loss by other samples' outputs must be zero,
@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.checks.summaries import Summary, differ, summary
+from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.samples.batch import map_tensors, tensors_of
 from dp_clipping.guard.carried import restored
 from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.trials.perturb import halves, one_more, one_source
+from dp_clipping.trials.perturb import Perturbed, halves, one_more, one_source
+from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.randomness import same_randomness
+from dp_clipping.trials.seen import Seen, Summary, differ
 
 REMEDY = "per-sample gradients need a loss for each sample alone"
 OF_OUTPUTS = (
@@ -34,7 +36,7 @@ OF_SIZE = (
 )
 PART = 8  # samples of a check in between
 CALLS = 16  # shapes of arguments that are remembered
-REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError)
+LOSSES = "losses"
 
 
 def viewed(outputs: Any) -> Any:
@@ -163,8 +165,8 @@ def _keyed(arguments: tuple[tuple, dict]) -> list[tuple[tuple, Tensor]]:
     return [((n, *kinds), x) for n, x in enumerate(tensors)]
 
 
-class Exchange:
-    """Calls a criterion with other samples in the places of some.
+class Criterion:
+    """The user's criterion in one call, which is made again with other samples: a `probe.Subject`.
 
     Args:
         per_sample: the call: arguments, and `shape`, to losses [B].
@@ -176,6 +178,8 @@ class Exchange:
         shapes: the shapes of earlier calls.
     """
 
+    repeats = 0
+
     def __init__(
         self, per_sample: Callable[..., Tensor], state: State, args: tuple, kwargs: dict,
         size: int, shape: tuple[int, ...] | None, batch_first: bool, shapes: Shapes,
@@ -186,7 +190,8 @@ class Exchange:
         self._size = size
         keyed = _keyed(self._arguments)
         self._keys, self._tensors = [key for key, _ in keyed], [x for _, x in keyed]
-        kind = self._tensors[0].device.type if self._tensors else "cpu"
+        self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
+        kind = self.device.type
         now = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._autocast = partial(torch.autocast, kind, *now)  # as in the user's call
         self._shapes = shapes
@@ -202,16 +207,18 @@ class Exchange:
             flat = [x.shape[0] for x in graded if x.dim() and x.shape[0] % size == 0]
             self._flat = next(iter(flat), None)
         places = {n: self._candidates(n) for n in range(len(self._tensors))}
-        ragged = any(
+        self._ragged = any(
             x.dim() and not places[n] and not x.is_floating_point()
             for n, x in enumerate(self._tensors)
         )
-        self._ragged = ragged
         self._places = {
             n: found
             for n, found in places.items()
-            if found and (self._tensors[n].is_floating_point() or not ragged)
+            if found and (self._tensors[n].is_floating_point() or not self._ragged)
         }
+        self._likeliest = {n: found[0] for n, found in self._places.items()}
+        self._given: dict[int, Layout] = {}  # where samples are exchanged
+        self._rows = list(range(size))
 
     def check(self, number: int, is_whole: bool = True) -> None:
         """Raises ValueError if a sample's loss depends on others.
@@ -220,15 +227,15 @@ class Exchange:
         """
         if not is_whole and not self._ragged and self._part_agrees(number):
             return
-        with restored(self._state):
-            base = self._run({})
-        places = first = {n: found[0] for n, found in self._places.items()}
+        self._given, self._rows = {}, list(range(self._size))
+        probe, places = Probe(self), self._likeliest
         for which, stays in enumerate(halves(self._size, number)):
-            rows = one_source(stays, number + which).rows
-            if self._agrees(base, first, rows, stays) is not True:
-                places = self._find(base, first, rows)
-        if places and not self._ragged:
-            self._check_size(base, places)
+            perturbed = one_source(stays, number + which)
+            if self._agrees(probe, self._likeliest, perturbed) is not True:
+                places = self._find(probe, perturbed.rows)
+        is_found = bool(places) and not self._ragged
+        if is_found and self._agrees(probe, places, one_more(self._size)) is False:
+            raise ValueError(OF_SIZE)
 
     def of_sample(
         self, row: int, change: Callable[[Tensor, Tensor], Tensor],
@@ -242,80 +249,53 @@ class Exchange:
         """
         if self._ragged or not self._places:
             return None
-        numbers = iter(range(len(self._tensors)))
 
-        def changed(x: Tensor) -> Tensor:
-            n = next(numbers)
-            if n not in self._places:
-                return x.detach().clone()
-            layout = self._places[n][0]
-            own = layout.batch_first(x.detach(), self._size)[row : row + 1]
-            return layout.restore(change(x, own)).clone()
+        def changed(n: int, x: Tensor) -> Tensor:
+            layout = self._likeliest.get(n)
+            if layout is None:
+                return x
+            own = layout.batch_first(x, self._size)[row : row + 1]
+            return layout.restore(change(self._tensors[n], own))
 
         shape = self._shape and (1, *(sizes.get(n, n) for n in self._shape[1:]))
-        with (
-            restored(self._state), same_randomness(device=self._device) as states,
-            torch.no_grad(), self._autocast(),
-        ):  # fmt: skip
+        with torch.no_grad():
             try:
-                args, kwargs = map_tensors(changed, self._arguments)
-                losses = self._call(*args, shape=shape, **kwargs)
-            except (*REFUSALS, TypeError):
+                losses, _, is_random = self._losses(changed, shape)
+            except Exception:
                 return None
-            if states.have_moved or losses.shape != (1,):
-                return None
-            return float(losses)
+        return None if is_random or losses.shape != (1,) else float(losses)
 
     def _part_agrees(self, number: int) -> bool:
         """Returns whether losses of some samples are the same beside others, and among more."""
-        places = {n: found[0] for n, found in self._places.items()}
         size = min(self._size, PART)
         start = (number * PART) % (self._size - size + 1)
-        with restored(self._state):
-            try:
-                base = self._run(places, range(start, start + size))
-            except (*REFUSALS, TypeError):
-                return False
+        self._given, self._rows = self._likeliest, list(range(start, start + size))
+        try:
+            probe = Probe(self)
+        except Exception:  # it does not take so few
+            return False
         for which, stays in enumerate(halves(size, number)):
-            rows = [start + i for i in one_source(stays, number + which).rows]
-            among_more = bool(which) and not self._is_random
-            if self._agrees(base, places, rows, stays, among_more) is not True:
+            perturbed = one_source(stays, number + which)
+            perturbed = perturbed.among_more() if which else perturbed
+            if self._agrees(probe, self._likeliest, perturbed) is not True:
                 return False
         return True
 
-    def _check_size(self, base: dict, places: dict[int, Layout]) -> None:
-        """Compares with a run of one sample more, in front: all have other places among more.
-
-        Random numbers of another shape are others: what draws some is not compared.
-        """
-        with restored(self._state):
-            try:
-                more = self._run(places, one_more(self._size))
-            except (*REFUSALS, TypeError):
-                return
-        stays = torch.ones(self._size, dtype=torch.bool, device=self._tensors[0].device)
-        more = {key: found.without_first() for key, found in more.items()}
-        if not self._is_random and not _agree(base, more, places, stays):
-            raise ValueError(OF_SIZE)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._tensors[0].device
-
-    def _find(self, base: dict, first: dict[int, Layout], rows: list[int]) -> dict[int, Layout]:
-        """Returns the layout of each argument, not only those in `first`; {} if one is unclear."""
-        if not self._agrees(base, {}, rows):
+    def _find(self, probe: Probe, rows: list[int]) -> dict[int, Layout]:
+        """Returns the layout of each argument, not only likely ones; {} if one is unclear."""
+        perturbed = Perturbed(rows, [i == row for i, row in enumerate(rows)])
+        if not self._agrees(probe, {}, perturbed):
             return {}  # it draws numbers of its own
         chosen = {}
         for n, layouts in self._places.items():
-            found = {layout: self._agrees(base, {n: layout}, rows) for layout in layouts}
+            found = {layout: self._agrees(probe, {n: layout}, perturbed) for layout in layouts}
             fits = [layout for layout, agrees in found.items() if agrees]
             if not fits and False in found.values():
                 self._refuse(n)
             chosen.update((n, layout) for layout in fits[:1])
-        if chosen and self._agrees(base, chosen, rows) is False:
+        if chosen and self._agrees(probe, chosen, perturbed) is False:
             self._refuse(min(chosen))
-        return chosen if len(chosen) == len(first) else {}
+        return chosen if len(chosen) == len(self._places) else {}
 
     def _refuse(self, n: int) -> None:
         if self._tensors[n].requires_grad:
@@ -333,29 +313,20 @@ class Exchange:
             f"criterion=functools.partial(loss_function, {keyword}={keyword})"
         )
 
-    def _agrees(
-        self,
-        base: dict,
-        places: dict[int, Layout],
-        rows: list[int],
-        stays: list[bool] | None = None,
-        among_more: bool = False,
-    ) -> bool | None:
-        """Returns whether runs agree; None: the criterion does not take such samples together.
+    def _agrees(self, probe: Probe, places: dict[int, Layout], perturbed: Perturbed) -> bool | None:
+        """Returns whether losses agree, and gradients by a layout that their tensor may have.
 
-        Args:
-            stays: places whose samples are the same in both; None: those of the whole batch.
-            among_more: another sample is put in front.
+        Returns:
+            None: the criterion does not take such samples together.
         """
-        stays = [i == row for i, row in enumerate(rows)] if stays is None else stays
-        with restored(self._state):
-            try:
-                found = self._run(places, [rows[-1], *rows] if among_more else rows)
-            except (*REFUSALS, TypeError):
-                return None
-        if among_more:
-            found = {key: summaries.without_first() for key, summaries in found.items()}
-        return _agree(base, found, places, torch.tensor(stays, device=self._device))
+        self._given = places
+        changed = probe.differing(perturbed._replace(may_fail=True))
+        if changed is None:
+            return None
+        gradients: dict[int, list[bool]] = {}
+        for key in probe.base.summaries.keys() & probe.beside.summaries.keys() - {LOSSES}:
+            gradients.setdefault(key[0], []).append(key not in changed)
+        return LOSSES not in changed and all(map(any, gradients.values()))
 
     def _candidates(self, n: int) -> list[Layout]:
         """Returns the possible layouts of its samples, the likeliest first; [] if it has none."""
@@ -371,65 +342,59 @@ class Exchange:
             found += [Layout("sample_major"), Layout("time_major")]
         return found
 
-    def _run(self, places: dict[int, Layout], rows: Sequence[int] = ()) -> dict:
-        """Returns summaries of losses, and of gradients by each layout that they may have.
+    def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
+        """Returns summaries of losses, and of gradients by each layout that they may have."""
+        rows = self._rows if perturbed is None else perturbed.of(self._rows)
+        size = len(rows)
 
-        Args:
-            places: the places of the tensors that are given other samples.
-            rows: which sample of the batch stands in each place of those; none: as they are.
-        """
-        size = len(rows) or self._size
-        numbers = iter(range(len(self._tensors)))
-        leaves: dict[int, Tensor] = {}
-
-        def changed(x: Tensor) -> Tensor:
-            n, x = next(numbers), x.detach()
-            if n in places:
-                by_sample = places[n].batch_first(x, self._size)
-                index = torch.tensor(rows, device=x.device)
-                x = places[n].restore(by_sample.index_select(0, index))
-            if not self._tensors[n].requires_grad:
-                return x.clone()
-            leaves[n] = x.detach().requires_grad_()
-            return leaves[n].clone()  # which the criterion may change in place
+        def changed(n: int, x: Tensor) -> Tensor:
+            layout = self._given.get(n)
+            if layout is None:
+                return x
+            index = torch.tensor(rows, device=x.device)
+            return layout.restore(layout.batch_first(x, self._size).index_select(0, index))
 
         shape = self._shape and (size, *self._shape[1:])
-        with (
-            same_randomness(device=self._device) as states,
-            torch.enable_grad(),
-            self._autocast(),
-        ):
-            args, kwargs = map_tensors(changed, self._arguments)
-            losses = self._call(*args, shape=shape, **kwargs)
-            self._is_random = states.have_moved
+        with torch.enable_grad():
+            losses, leaves, is_random = self._losses(changed, shape)
             if losses.shape != (size,):
                 raise ValueError(f"{tuple(losses.shape)} losses of {size} samples")
-            found = {"losses": summary(losses.detach(), Layout(), size)}
+            seen = Seen({LOSSES: summary(losses.detach(), Layout(), size)}, is_random)
             if losses.requires_grad and leaves:
                 gradients = torch.autograd.grad(
                     losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
                 )
                 for n, gradient in zip(leaves, gradients, strict=True):
-                    known = (places[n],) if n in places else self._places.get(n, ())
-                    for layout in known:
-                        found[n, layout] = summary(gradient, layout, size)
-        return found
+                    given = self._given.get(n)
+                    for layout in self._places.get(n, ()) if given is None else (given,):
+                        seen.summaries[n, layout] = summary(gradient, layout, size)
+        return seen
+
+    def _losses(
+        self, change: Callable[[int, Tensor], Tensor], shape: tuple[int, ...] | None
+    ) -> tuple[Tensor, dict[int, Tensor], bool]:
+        """Calls the criterion with changed tensors, and puts its state back.
+
+        Returns:
+            Its losses, number of a tensor -> leaf of the graph, and whether it drew numbers.
+        """
+        numbers = iter(range(len(self._tensors)))
+        leaves: dict[int, Tensor] = {}
+
+        def changed(x: Tensor) -> Tensor:
+            n = next(numbers)
+            x = change(n, x.detach())
+            if self._tensors[n].requires_grad and torch.is_grad_enabled():
+                leaves[n] = x = x.detach().requires_grad_()
+            return x.clone()  # which the criterion may change in place
+
+        with (
+            restored(self._state), same_randomness(device=self.device) as states, self._autocast(),
+        ):  # fmt: skip
+            args, kwargs = map_tensors(changed, self._arguments)
+            losses = self._call(*args, shape=shape, **kwargs)
+            return losses, leaves, states.have_moved
 
 
 def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_(x.requires_grad)
-
-
-def _agree(first: dict, second: dict, places: dict[int, Layout], stays: Tensor) -> bool:
-    """Returns whether losses agree, and gradients by a layout that their tensor may have."""
-
-    def agrees(key: Any) -> bool:
-        return not _any_differs([first[key]], [second[key]], stays)
-
-    if not agrees("losses"):
-        return False
-    for n in {key[0] for key in first if key != "losses"}:
-        keys = [(n, places[n])] if n in places else [key for key in first if key[0] == n]
-        if not any(agrees(key) for key in keys if key in second):
-            return False
-    return True

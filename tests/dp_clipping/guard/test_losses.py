@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dp_clipping.guard.exchange import Shapes, Watched
+from dp_clipping.guard.losses import Shapes, Watched
 from dp_clipping.layers.batch_layout import Layout
 
 ROWS = Layout("dimension", 0)

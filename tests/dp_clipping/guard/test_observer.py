@@ -5,7 +5,7 @@ from torch import nn
 
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.guard.guard import LayoutDiscovery
-from dp_clipping.guard.probe import Observer
+from dp_clipping.guard.observer import Observer
 from tests.dp_clipping.conftest import private
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.capture.checks.summaries import Seen, Summary, summary
+from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.network import (
     CapturedNetwork,
     expanded_input,
@@ -34,6 +34,7 @@ from dp_clipping.torch_compat import (
     version_of,
 )
 from dp_clipping.trials.randomness import RandomStates
+from dp_clipping.trials.seen import Seen, Summary
 
 Arguments = tuple[tuple, dict]
 

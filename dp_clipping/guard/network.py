@@ -1,0 +1,160 @@
+"""Checks that a network treats a sample as it would beside other samples, or among more.
+
+What a layer sees of a sample, its gradient there, and the outputs must not depend on the others. A
+network that centres its inputs by the batch's mean violates this, and no module's type shows it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.capture.samples.batch import Batch
+from dp_clipping.layers.batch_layout import TRIMMED, Layout
+from dp_clipping.trials.draws import without_dropout
+from dp_clipping.trials.perturb import LARGE, Perturbed, enlarged, half, one_more, thirds
+from dp_clipping.trials.probe import Probe
+from dp_clipping.trials.seen import Seen
+
+PLACES = 3  # different samples of the first batch, each exchanged in turn
+PART = 8  # samples of a check in between
+FACTORS = (4.0, -2.0, 0.25, -1.0)  # of gradients of samples that do not stay
+CAUSES = {
+    "input": "what {layer} sees of a sample depends on the other samples of the batch, or on "
+    "how many there are (a mean over the batch, for example), so the sample has no gradient of its "
+    "own; use statistics of the sample, or fixed ones",
+    "output": "what the end of the network sees of a sample depends on the other samples of the "
+    "batch, or on how many there are (a mean over the batch, for example), so the sample has no "
+    "gradient of its own; use statistics of the sample, or fixed ones",
+    "gradient": "the gradient that {layer} is given for a sample depends on the other samples of "
+    "the batch, or on how many there are (outputs centred over the batch, or a hook that "
+    "normalises gradients over it, for example), so the sample has no gradient of its own; use "
+    "statistics of the sample, or fixed ones",
+}
+OWN = ("operand", "result")  # of a module's own parameters, without vmap
+
+LayoutsOf = Callable[[list[Tensor]], Sequence[Layout | None]]
+
+
+class Company:
+    """Checks batches of a captured network beside batches with exchanged samples.
+
+    Args:
+        observe: runs the network forward and backward (`observer.Observer.run`).
+        layouts_of: output tensors of the network -> where the samples are in each.
+    """
+
+    def __init__(
+        self, capture: CapturedNetwork, observe: Callable[..., Seen], layouts_of: LayoutsOf
+    ):
+        self._capture, self._observe, self._layouts_of = capture, observe, layouts_of
+
+    def check_places(self, batch: Batch, distinct: list[int], extremes: bool) -> None:
+        """Exchanges each third of the samples in turn, for a sample of another third.
+
+        The first three different samples are in different thirds. With `extremes`, one sample is
+        then made `LARGE` times larger, which not every network takes. At last all are among more.
+
+        Raises:
+            ValueError: naming the first layer that sees a sample differently.
+        """
+        rows = list(range(batch.size))
+        if batch.size < PLACES:
+            rows = (distinct * PLACES)[: max(2, len(distinct))]
+        size, is_alone = len(rows), self._capture.sharding is None
+        changes = list(thirds(rows, distinct, min(size, PLACES) if is_alone else PLACES))
+        if extremes and len(distinct) > 1 and batch.has_floats:
+            changes.append(enlarged(size, size // 2))
+        changes.append(one_more(size)._replace(may_fail=is_alone))
+        with without_dropout(self._capture.network):  # one more would draw other numbers
+            self._check(batch, rows, changes)
+
+    def check_batch(self, batch: Batch, number: int, whole: bool) -> None:
+        """Exchanges about half of the samples: which ones differs from check to check.
+
+        All samples take part in a whole check, at most `PART` in others.
+
+        Raises:
+            ValueError: naming the first layer that sees a sample differently.
+        """
+        size = batch.size
+        if not whole:
+            size = min(size, max(2, min(PART, size // 4)))
+        start = (number * PART) % (batch.size - size + 1)
+        self._check(batch, list(range(start, start + size)), [half(size, number)])
+
+    def _check(self, batch: Batch, rows: list[int], changes: list[Perturbed]) -> None:
+        network = _Rows(self._capture, self._observe, self._layouts_of, batch, rows)
+        probe = Probe(network, self._on_any_rank)
+        for perturbed in changes:
+            changed = probe.differing(perturbed) or []
+            self._use_vmap({layer for layer, what, _ in changed if what in OWN})
+            changed = [key for key in changed if key[1] not in OWN]
+            self._refuse(_cause(changed[0], probe.base, probe.beside) if changed else None)
+
+    def _use_vmap(self, layers: set[str]) -> None:
+        """Moves modules under vmap whose code mixes the rows of samples, as one that sorts them.
+
+        Under vmap such code has one sample.
+        """
+        for handle in self._capture.handles:
+            if handle.name in layers:
+                handle.whole_batch = None
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        return any(self._of_all_ranks(flag))
+
+    def _refuse(self, found: str | None) -> None:
+        """Raises ValueError on all ranks if one of them has found something, with its message."""
+        for one in self._of_all_ranks(found):
+            if one is not None:
+                raise ValueError(one)
+
+    def _of_all_ranks(self, mine: bool | str | None) -> list:
+        sharding = self._capture.sharding
+        if sharding is None:
+            return [mine]
+        found = [mine] * dist.get_world_size(sharding.everyone)
+        dist.all_gather_object(found, mine, group=sharding.everyone)
+        return found
+
+
+class _Rows:
+    """A network with some samples of a batch: a `probe.Subject`.
+
+    Args:
+        rows: of the batch, the samples of the first run.
+    """
+
+    repeats = 5
+
+    def __init__(
+        self, capture: CapturedNetwork, observe: Callable[..., Seen], layouts_of: LayoutsOf,
+        batch: Batch, rows: list[int],
+    ):  # fmt: skip
+        self.device = capture.trigger.device
+        self._observe, self._layouts_of = observe, layouts_of
+        self._batch, self._rows = batch, rows
+
+    def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
+        rows, batch, most = self._rows, self._batch, len(self._rows) + 1
+        scale = torch.ones(len(rows))
+        if perturbed is not None:
+            rows = perturbed.of(rows)
+            stays = torch.tensor([False] * perturbed.is_longer + perturbed.stays)
+            others = torch.tensor(FACTORS).repeat(len(rows) // len(FACTORS) + 1)[: len(rows)]
+            scale = torch.where(stays, 1.0, others)
+            if perturbed.larger is not None:
+                batch = batch.with_factor(rows[perturbed.larger], LARGE)
+        return self._observe(
+            batch.with_rows(rows), len(rows), self._layouts_of, scale.to(self.device), seed, most
+        )
+
+
+def _cause(key: tuple[str, str, int], base: Seen, beside: Seen) -> str:
+    layer, what, _ = key
+    if base.summaries[key].shape != beside.summaries[key].shape:
+        return f"{what} of {layer or 'the network'} {TRIMMED}"
+    return CAUSES[what].format(layer=layer or "the network")

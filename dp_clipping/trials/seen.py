@@ -1,0 +1,77 @@
+"""What a run shows of each sample, and what differs in another run."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Key = Hashable
+
+
+class Summary(NamedTuple):
+    """Sums up a tensor with B samples.
+
+    Attributes:
+        values: [B, N], the last of each sample its norm.
+        tolerance: the largest difference that is no finding, relative to the norm of a sample.
+        shape: the shape of each sample's values.
+    """
+
+    values: Tensor
+    tolerance: float
+    shape: tuple[int, ...] = ()
+
+    def without_first(self) -> "Summary":
+        """Returns that of the other samples."""
+        return self._replace(values=self.values[1:])
+
+
+def compared(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns how much the samples that stay differ [P, S, N], and may differ [P, S, 1].
+
+    Values that are not finite count as zero: a bad sample is no sign of mixing.
+    """
+    one, other = (
+        torch.stack([found.values for found in side]).double()[:, stays].nan_to_num(0, 0, 0)
+        for side in zip(*pairs, strict=True)
+    )
+    tolerances = one.new_tensor([found.tolerance for found, _ in pairs])[:, None, None]
+    return (one - other).abs(), tolerances * torch.maximum(one[..., -1:], other[..., -1:])
+
+
+def differ(
+    pairs: Sequence[tuple[Summary, Summary]], stays: Tensor, by_chance: Sequence[Tensor] = ()
+) -> list[bool]:
+    """Returns which summaries of two runs differ in a sample that stays; the host waits once.
+
+    Args:
+        by_chance: how much the samples of each pair may differ in any case [S, 1].
+    """
+    if not pairs:
+        return []
+    change, room = compared(pairs, stays)
+    if by_chance:
+        room = torch.maximum(room, torch.stack(list(by_chance)))
+    return (change > room).flatten(1).any(1).tolist()
+
+
+@dataclass
+class Seen:
+    """Collects what a subject shows of its samples in one run.
+
+    Attributes:
+        summaries: what it is -> its values of each sample, in the order of the run.
+        is_random: random numbers were drawn.
+    """
+
+    summaries: dict[Key, Summary] = field(default_factory=dict)
+    is_random: bool = False
+    _calls: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, name: str, what: str, summary: Summary) -> None:
+        """Adds what a call of a layer shows, under name, what it is, and number of the call."""
+        number = self._calls.get((name, what), 0)
+        self._calls[name, what] = number + 1
+        self.summaries[name, what, number] = summary
