@@ -36,7 +36,7 @@ OF_SIZE = (
 )
 PART = 8  # samples of a check in between
 CALLS = 16  # shapes of arguments that are remembered
-LOSSES = "losses"
+LOSSES = ("losses",)
 
 
 def viewed(outputs: Any) -> Any:
@@ -286,7 +286,7 @@ class Criterion:
         perturbed = Perturbed(rows, [i == row for i, row in enumerate(rows)])
         if not self._agrees(probe, {}, perturbed):
             return {}  # it draws numbers of its own
-        chosen = {}
+        chosen: dict[int, Layout] = {}
         for n, layouts in self._places.items():
             found = {layout: self._agrees(probe, {n: layout}, perturbed) for layout in layouts}
             fits = [layout for layout, agrees in found.items() if agrees]

@@ -1,13 +1,13 @@
 """What a run shows of each sample, and what differs in another run."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Key = Hashable
+Key = tuple[Any, ...]
 
 
 class Summary(NamedTuple):
