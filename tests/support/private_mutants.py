@@ -299,7 +299,7 @@ ROWS = [
     ("rows that are padded to another length are mixed", "sampling/collate_check.py",
      "if any(_sizes(rows) !=", "if False and any(_sizes(rows) !=", COLLATE_CHECK),
     ("what differs by chance is mixed", "sampling/collate_check.py",
-     "CONFIRMATIONS = 3", "CONFIRMATIONS = 0", COLLATE_CHECK),
+     "LOOKS = 4 ", "LOOKS = 1 ", COLLATE_CHECK),
     ("counters of a collate function go on", "sampling/collate_check.py",
      "        self._attributes.update(self._plain)", "        pass", COLLATE_CHECK),
     ("a collate function goes on from its checks", "sampling/collate_check.py",
