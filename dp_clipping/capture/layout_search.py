@@ -22,6 +22,7 @@ from dp_clipping.capture.network import (
     LayerCall,
     expanded_input,
     expanded_output,
+    plain_run,
 )
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import Sequences
@@ -45,7 +46,6 @@ from dp_clipping.torch_compat import (
     is_in_backward,
     tree_leaves,
 )
-from dp_clipping.trials.draws import without_dropout
 
 UNSURE = "unsure"
 NETWORK = "\0"  # no module has this name: the network's outputs
@@ -326,12 +326,7 @@ class Search:
                 shared.append(handle.name)
             return expanded
 
-        is_alone = self.capture.sharding is None  # FSDP would wait for a backward
-        with (
-            self.capture.looked_at(before, after), without_dropout(self.capture.network),
-            _naming(shared), torch.set_grad_enabled(is_alone),
-            self.capture.tried(args, kwargs) as found,
-        ):  # fmt: skip
+        with _naming(shared), plain_run(self.capture, args, kwargs, before, after) as found:
             outputs = tensors_of(found)
         calls[NETWORK] = [
             LayerCall([], [_if_flattened(local(y), batch_size) for y in outputs], None)

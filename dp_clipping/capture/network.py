@@ -14,6 +14,7 @@ from dp_clipping.layers.handle import LayerState, expand_shared
 from dp_clipping.layers.recorder import Recorder, Trainable
 from dp_clipping.layers.vmap.objects import Objects, Path, exchanged
 from dp_clipping.torch_compat import tensors_in, tree_map
+from dp_clipping.trials.draws import without_dropout
 
 
 class CapturedNetwork(Protocol):
@@ -68,6 +69,10 @@ class CapturedNetwork(Protocol):
     ) -> AbstractContextManager[None]:
         """Enters a context with plain forwards, in which hooks run around each captured module."""
         ...
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that does nothing."""
 
 
 @dataclass
@@ -153,3 +158,25 @@ def trials(handles: list[LayerState], trial: Callable[..., Any]) -> Iterator[Non
     finally:
         for handle in handles:
             handle.trial = None
+
+
+@contextmanager
+def plain_run(
+    capture: CapturedNetwork, args: tuple, kwargs: dict, before: Callable[..., Any] = _nothing,
+    after: Callable[..., Any] | None = None, has_graph: bool | None = None,
+) -> Iterator[Any]:  # fmt: skip
+    """Runs a forward that is only tried, without dropout; yields its outputs.
+
+    At the end everything is as it was: see `CapturedNetwork.tried` and `looked_at`.
+
+    Args:
+        before, after: hooks around each captured module.
+        has_graph: a graph is recorded; None: unless the network is sharded, as FSDP would wait for
+            its backward.
+    """
+    has_graph = capture.sharding is None if has_graph is None else has_graph
+    with (
+        capture.looked_at(before, after), without_dropout(capture.network),
+        torch.set_grad_enabled(has_graph), capture.tried(args, kwargs) as outputs,
+    ):  # fmt: skip
+        yield outputs

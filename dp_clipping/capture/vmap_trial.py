@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.capture.network import CapturedNetwork, expanded_output, trials
+from dp_clipping.capture.network import CapturedNetwork, expanded_output, plain_run, trials
 from dp_clipping.capture.ownership import bare
 from dp_clipping.capture.samples.batch import map_tensors
 from dp_clipping.distributed.dtensor import owner_of
@@ -49,22 +49,19 @@ def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -
     found += [handle for handle in capture.inner if handle.is_misfit]
     if not any(handle.kind == "vectorized" for handle in capture.handles):
         return found
-    args, kwargs = arguments
-    for handle in capture.handles:
-        handle.trial = partial(_try, found, capture, batch_size)
-    try:
-        with (
-            capture.looked_at(lambda *_: None),
-            without_dropout(capture.network),
-            torch.set_grad_enabled(capture.sharding is None),
-            escapes_named(capture.network),
-            capture.tried(args, kwargs),
-        ):
-            pass
-    finally:
-        for handle in capture.handles:
-            handle.trial = None
+    _run_with(partial(_try, found, capture, batch_size), capture.handles, capture, arguments)
     return found
+
+
+def _run_with(
+    trial: Callable[..., Any], handles: list[LayerState], capture: CapturedNetwork, arguments: tuple
+) -> None:
+    """Runs a plain forward of the network, in which `trial` gets the calls of these modules."""
+    args, kwargs = arguments
+    with (
+        trials(handles, trial), escapes_named(capture.network), plain_run(capture, args, kwargs),
+    ):  # fmt: skip
+        pass
 
 
 def _try(
@@ -238,13 +235,9 @@ def learn_whole_batches(capture: CapturedNetwork, few: tuple, more: tuple) -> No
     if not candidates or splits or capture.is_compiled:
         return
     runs: list[dict[tuple, list[list[Operation]]]] = []
-    for (args, kwargs), size in ((few, FEW), (more, MORE)):
+    for arguments, size in ((few, FEW), (more, MORE)):
         runs.append({})
-        with (
-            trials(candidates, partial(_note_operations, runs[-1], size)),
-            _plain(capture, args, kwargs),
-        ):
-            pass
+        _run_with(partial(_note_operations, runs[-1], size), candidates, capture, arguments)
     for handle, dims in runs[0]:
         if handle.whole_batch is None:
             continue
@@ -257,9 +250,7 @@ def learn_whole_batches(capture: CapturedNetwork, few: tuple, more: tuple) -> No
             handle.whole_batch[dims] = found.pop()
     learnt = [handle for handle in candidates if handle.whole_batch]
     if learnt:
-        args, kwargs = few
-        with trials(learnt, _compare), _plain(capture, args, kwargs):
-            pass
+        _run_with(_compare, learnt, capture, few)
 
 
 def _may_do_without_vmap(handle: LayerState) -> bool:
@@ -270,18 +261,6 @@ def _may_do_without_vmap(handle: LayerState) -> bool:
     layouts = [layout for found in handle.output_layouts.values() for layout in found]
     is_shared = any(layout.kind == "shared" for layout in layouts)
     return not is_shared and handle.is_own
-
-
-@contextmanager
-def _plain(capture: CapturedNetwork, args: tuple, kwargs: dict) -> Iterator[None]:
-    """Runs a plain forward of the network."""
-    with (
-        capture.looked_at(lambda *_: None), without_dropout(capture.network),
-        torch.set_grad_enabled(capture.sharding is None),
-        escapes_named(capture.network),
-        capture.tried(args, kwargs),
-    ):  # fmt: skip
-        yield
 
 
 def _note_operations(

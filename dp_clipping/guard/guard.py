@@ -1,14 +1,11 @@
 """Finds where the samples are before a step, on one rank or on all ranks of a sharded model.
 
-`layout_search` finds them with three forwards, and `guard.company` checks that no
-sample depends on another. This file decides when to run them, and on whose samples. All ranks of a
-sharded model run the same forwards, whatever their own batches, because they gather parameters
-together.
+`layout_search` finds them with three forwards, and `guard.network` checks that no sample depends on
+another. This file decides when to run them, and on whose samples. All ranks of a sharded model run
+the same forwards, whatever their own batches, because they gather parameters together.
 """
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
-from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.capture.network import CapturedNetwork, plain_run
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
@@ -31,13 +28,14 @@ from dp_clipping.capture.vmap_trial import (
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.guard.carried import Carried, restored
+from dp_clipping.guard.left import LeftInArguments
 from dp_clipping.guard.lengths import DependsOnLength, Lengths
 from dp_clipping.guard.network import PLACES, Company
 from dp_clipping.guard.observer import Observer
 from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
-from dp_clipping.layers.vmap.objects import Objects, exchanged, refuse_iterators
+from dp_clipping.layers.vmap.objects import refuse_iterators
 from dp_clipping.sampling.collate_check import Alone
 from dp_clipping.torch_compat import every_module, flush_ready_nodes, tensors_in, tree_map
 from dp_clipping.trials.draws import without_dropout
@@ -79,7 +77,7 @@ class LayoutDiscovery:
         self._forecaster = Forecaster(capture, self._search.observe)
         self._is_known = self._is_provisional = False
         self._is_settled = False  # a batch with `PLACES` different samples has been checked
-        self._left: list[weakref.ref[Tensor]] = []  # in arguments, by forwards
+        self.left = LeftInArguments(self._run, is_sharded=sharding is not None)
 
     def batch_of(self, args: tuple, kwargs: dict) -> Batch:
         """Returns the arguments of a forward as a batch.
@@ -221,15 +219,13 @@ class LayoutDiscovery:
         """Runs the plain network without dropout; returns what `look` returns of its outputs."""
         with (
             restored(self.carried.state),
-            self._capture.looked_at(lambda *_: None),
-            without_dropout(self._network),
-            torch.enable_grad(),
             full_float32(layers=True),
+            same_randomness(device=self._capture.trigger.device),
         ):
             if seed is not None:
                 seed_all(seed)
             states = RandomStates(every_module(self._network), self._capture.trigger.device)
-            with self._capture.tried(args, kwargs) as outputs:
+            with plain_run(self._capture, args, kwargs, has_graph=True) as outputs:
                 return look(outputs, states.have_moved)
 
     def forecast(self, batch: Batch) -> CompiledShapes:
@@ -239,67 +235,6 @@ class LayoutDiscovery:
     def layouts_of(self, outputs: Any) -> list[Layout | None]:
         """Returns the layouts of the tensors that were returned; None: without samples."""
         return self._search.layouts_of(tensors_of(outputs))
-
-    def note_left(self, args: tuple, kwargs: dict, before: Objects) -> None:
-        """Notes what a forward has left in objects of its arguments, for `without_left`."""
-        left = Objects(args, kwargs).left_since(before).values()
-        kept = [x for x in self._left if x() is not None]
-        self._left = kept + [weakref.ref(x) for x in left]
-
-    @contextmanager
-    def without_left(self, args: tuple, kwargs: dict) -> Iterator[tuple]:
-        """Yields arguments without what earlier forwards have left in them, and puts that back.
-
-        A number is in its place: it has rows of another batch.
-
-        Raises:
-            ValueError: this forward reads it. That is tried with other values.
-        """
-        noted = {id(x()) for x in self._left} - {id(None)}
-        objects = Objects(args, kwargs) if noted and self._sharding is None else None
-        left = [] if objects is None else [x for x in objects.tensors.values() if id(x) in noted]
-        if not left:
-            yield args
-            return
-        self._refuse_read(objects, left, args, kwargs)
-        aside = {id(x): torch.zeros((), device=x.device) for x in left}
-        objects.show(aside)
-        try:
-            yield exchanged(args, aside)
-        finally:
-            Objects(args, kwargs).show({id(aside[id(x)]): x for x in left})
-
-    def _refuse_read(self, objects: Objects, left: list[Tensor], args: tuple, kwargs: dict) -> None:
-        refusal = ValueError(
-            "an argument holds what an earlier forward has left in it, and this forward reads it: "
-            "gradients then depend on samples of earlier steps; give each forward a new object, as "
-            "model(x, memory=[]) or model(x, past_key_values=DynamicCache())"
-        )
-        others = {id(x): _with_others(x) for x in left}
-        try:
-            found = self._plain_outputs(args, kwargs)
-        except Exception as error:  # it does not fit this batch
-            if any(x.dim() and not len(x) for x in tensors_in((args, kwargs))):
-                return
-            raise refusal from error
-        objects.show(others)
-        try:
-            changed = self._plain_outputs(exchanged(args, others), kwargs)
-        except Exception as error:  # other values do not fit: they are read
-            raise refusal from error
-        finally:
-            objects.put_back()
-        if not all(map(torch.equal, found, changed)):
-            raise refusal
-
-    def _plain_outputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
-        with (
-            self._capture.looked_at(lambda *_: None),
-            without_dropout(self._network),
-            torch.enable_grad(),
-            self._capture.tried(args, kwargs) as outputs,
-        ):
-            return [y.detach().nan_to_num() for y in tensors_of(outputs)]
 
     def _arguments(self, batch: Batch, first: int = 0) -> list[tuple]:
         """Returns the arguments of three forwards: see `Search.establish`.
@@ -475,12 +410,6 @@ class LayoutDiscovery:
         with same_randomness(device=device):
             torch.manual_seed(0)  # random numbers of the network must not make ranks differ
             self._look(_moved(given[0], device), largest)
-
-
-def _with_others(x: Tensor) -> Tensor:
-    """Returns a tensor of other values."""
-    x = x.detach()
-    return x + 1 if x.is_floating_point() else (x == 0).to(x.dtype)
 
 
 def _moved(tree: Any, device: torch.device) -> Any:

@@ -133,7 +133,7 @@ class ForwardBackward:
         given = packed_in((args, kwargs))
         self._has_packed = bool(given)
         if not given:
-            with self._establishment.without_left(args, kwargs) as args:
+            with self._establishment.left.without(args, kwargs) as args:
                 return self._forward(module, args, kwargs, sync)
         if self.capture.sharding is not None or self.capture.is_compiled:
             refuse_packed(args, kwargs)
@@ -248,7 +248,7 @@ class ForwardBackward:
             one.outputs = tensors_of(output)
         private_step.lengths = lengths
         output = given.without_rows(output) if private_step.is_empty else output
-        self._establishment.note_left(given.args, given.kwargs, before)
+        self._establishment.left.note(given.args, given.kwargs, before)
         return output
 
     def _lengths(self, seen: Batch, rows: int) -> list[Lengths]:

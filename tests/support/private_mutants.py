@@ -558,6 +558,6 @@ ROWS = [
     ("samples in turn may compute otherwise than together", "capture/vmap_trial.py",
      "is_right = is_random or _are_close(tensors_in(found), wanted)", "is_right = True",
      VMAP, "see_each_other and capacity"),
-    ("arguments may carry from step to step", "guard/guard.py",
+    ("arguments may carry from step to step", "guard/left.py",
      "        self._refuse_read(objects, left, args, kwargs)\n", "", OBJECTS, "carries_from"),
 ]  # fmt: skip

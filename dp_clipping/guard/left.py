@@ -1,0 +1,93 @@
+"""Refuses arguments in which an earlier forward has left something that this one reads.
+
+A list or a cache that a loop hands to each forward carries data from batch to batch, as state of
+the network does: see `carried`.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dp_clipping.capture.samples.batch import tensors_of
+from dp_clipping.layers.vmap.objects import Objects, exchanged
+from dp_clipping.torch_compat import tensors_in
+
+REFUSAL = (
+    "an argument holds what an earlier forward has left in it, and this forward reads it: "
+    "gradients then depend on samples of earlier steps; give each forward a new object, as "
+    "model(x, memory=[]) or model(x, past_key_values=DynamicCache())"
+)
+
+
+class LeftInArguments:
+    """Tensors that forwards have left in objects of their arguments.
+
+    Args:
+        run: `run(args, kwargs, look)` calls the plain network, and returns `look(outputs, ..)`.
+        is_sharded: other ranks do not run with this one, so nothing is looked for.
+    """
+
+    def __init__(self, run: Callable[..., Any], is_sharded: bool):
+        self._run, self._is_sharded = run, is_sharded
+        self._left: list[weakref.ref[Tensor]] = []
+
+    def note(self, args: tuple, kwargs: dict, before: Objects) -> None:
+        """Notes what a forward has left, for `without`."""
+        left = Objects(args, kwargs).left_since(before).values()
+        kept = [x for x in self._left if x() is not None]
+        self._left = kept + [weakref.ref(x) for x in left]
+
+    @contextmanager
+    def without(self, args: tuple, kwargs: dict) -> Iterator[tuple]:
+        """Yields arguments without what earlier forwards have left in them, and puts that back.
+
+        A number is in its place: it has rows of another batch.
+
+        Raises:
+            ValueError: this forward reads it. That is tried with other values.
+        """
+        noted = {id(x()) for x in self._left} - {id(None)}
+        objects = Objects(args, kwargs) if noted and not self._is_sharded else None
+        left = [] if objects is None else [x for x in objects.tensors.values() if id(x) in noted]
+        if objects is None or not left:
+            yield args
+            return
+        self._refuse_read(objects, left, args, kwargs)
+        aside = {id(x): torch.zeros((), device=x.device) for x in left}
+        objects.show(aside)
+        try:
+            yield exchanged(args, aside)
+        finally:
+            Objects(args, kwargs).show({id(aside[id(x)]): x for x in left})
+
+    def _refuse_read(self, objects: Objects, left: list[Tensor], args: tuple, kwargs: dict) -> None:
+        others = {id(x): _with_others(x) for x in left}
+        try:
+            found = self._run(args, kwargs, _values)
+        except Exception as error:  # it does not fit this batch
+            if any(x.dim() and not len(x) for x in tensors_in((args, kwargs))):
+                return
+            raise ValueError(REFUSAL) from error
+        objects.show(others)
+        try:
+            changed = self._run(exchanged(args, others), kwargs, _values)
+        except Exception as error:  # other values do not fit: they are read
+            raise ValueError(REFUSAL) from error
+        finally:
+            objects.put_back()
+        if not all(map(torch.equal, found, changed)):
+            raise ValueError(REFUSAL)
+
+
+def _values(outputs: Any, is_random: bool) -> list[Tensor]:
+    return [y.detach().nan_to_num() for y in tensors_of(outputs)]
+
+
+def _with_others(x: Tensor) -> Tensor:
+    """Returns a tensor of other values."""
+    x = x.detach()
+    return x + 1 if x.is_floating_point() else (x == 0).to(x.dtype)
