@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dp_clipping.capture.checks.summaries import SIGNS, summary
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.guard.places import (
@@ -27,14 +28,15 @@ from dp_clipping.guard.places import (
     is_freed,
 )
 from dp_clipping.guard.state import Mark, State
-from dp_clipping.trials.values import Values
-from dp_clipping.layers.batch_layout import FEW
+from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.torch_compat import tensors_in
+from dp_clipping.trials.perturb import Perturbed
+from dp_clipping.trials.probe import Probe
+from dp_clipping.trials.seen import Seen, Summary
 from dp_clipping.trials.tolerances import REPEATED
+from dp_clipping.trials.values import Values, bits, equal
 
-OUTPUT = "output "
-
-Left = dict[str, Any]
+NAMES, OUTPUT = "names", "output"  # keys of what a run shows, beside the names of values
 
 
 def refuse_changes(changes: list[Change], when: str = "a forward in training") -> None:
@@ -65,9 +67,9 @@ class Restored:
         self.values = Values(tensors, with_parameters=not is_of_runs)
         self._may_keep_logs = not isinstance(state.root, nn.Module)  # a criterion, for its user
 
-    def left(self) -> Left:
-        """Returns name -> what has changed so far, values of tensors copied."""
-        found: Left = {}
+    def left(self) -> dict[str, int]:
+        """Returns name -> a number that is equal for equal values, of what has changed so far."""
+        found: dict[str, int] = {}
         for change in self.mark.replaced():
             value = change.place.value(change.key)
             if not (self._may_keep_logs and isinstance(value, list | deque)):
@@ -181,57 +183,90 @@ class Carried:
             self.check(mark, batch, when, samples=batch.size)
 
 
-def refuse_carried(state: State, run: Callable[[Any], Any], first: Any, second: Any) -> bool:
+class _AfterAnother:
+    """A network or criterion that is called with a batch after another one: a `probe.Subject`.
+
+    It shows the outputs for the batch, and what both have left in the state. In place of the batch
+    before, `perturbed` puts another one.
+
+    Args:
+        run: called with one of the batches, which have equal shapes.
+        batches: the batches before.
+        last: the number of the one whose outputs are compared.
+
+    Attributes:
+        changes: of the state, in all runs.
+    """
+
+    repeats = 1  # with random numbers of generators of its own
+
+    def __init__(
+        self, state: State, run: Callable[[Any], Any], batches: tuple[Any, ...], last: int
+    ):
+        self._state, self._run, self._batches, self._last = state, run, batches, last
+        self.device = next(x.device for x in tensors_in(batches))
+        self.changes: list[Change] = []
+
+    def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
+        with restored(self._state) as body:
+            self._run(self._batches[perturbed.rows[0] if perturbed else 0])
+            outputs = tensors_in(self._run(self._batches[self._last]))
+            left = body.left()
+        self.changes += body.changes
+        names = (tuple(sorted(left)), *(y.shape for y in outputs))
+        seen = Seen({(NAMES,): self._exact(hash(names))})
+        for name, value in left.items():
+            seen.summaries[NAMES, name] = self._exact(value)
+        for n, y in enumerate(outputs):
+            found = summary(y[None], Layout(), 1)
+            tolerance = REPEATED.of(y.dtype) if y.is_floating_point() else 0.0
+            seen.summaries[OUTPUT, n] = Summary(found.values.to(self.device), tolerance)
+        return seen
+
+    def _exact(self, value: int) -> Summary:
+        """Returns a summary that differs for other numbers, which float64 holds."""
+        values = torch.zeros(1, SIGNS + 1, dtype=torch.float64, device=self.device)
+        values[0, 0] = value % (1 << 52)
+        return Summary(values, 0.0)
+
+
+def refuse_carried(state: State, run: Callable[[Any], Any], first: Any, second: Any) -> None:
     """Runs a batch after the first and after the second, which are that batch in turn.
 
-    In turn, since an extreme that the last batch reaches itself forgets the one before.
+    In turn, since an extreme that the last batch reaches itself forgets the one before. If the two
+    are distinct, so that this tells, what has changed is harmless from then on.
 
     Args:
         run: called with one of them, of equal shapes; gives outputs, with the same random numbers
             each time.
 
-    Returns:
-        Whether the first two are distinct, so that this tells. What has changed is then harmless.
-
     Raises:
         ValueError: naming what is other after the third, or that its outputs are.
     """
     if all(map(equal, tensors_in(first), tensors_in(second))):
-        return False
-    found: list[Change] = []
-
-    def after(start: Any, last: Any) -> Left:
-        with restored(state) as body:
-            run(start)
-            outputs = run(last)
-            left = body.left()
-            left |= {f"{OUTPUT}{n}": y.detach() for n, y in enumerate(tensors_in(outputs))}
-        found.extend(body.changes)
-        return left
-
-    for last in (first, second):
-        left = after(first, last)
-        differ = _different(left, after(second, last))
-        if differ:
-            differ -= _different(left, after(first, last))  # random by generators of its own
-        if differ:
-            names = sorted(name for name in differ if not name.startswith(OUTPUT))
-            names = names or sorted({change.name for change in found})
+        return
+    for last in range(2):
+        subject = _AfterAnother(state, run, (first, second), last)
+        differing = Probe(subject).differing(Perturbed([1], [True]))
+        if differing:
+            names = sorted(key[1] for key in differing if key[0] is NAMES and len(key) > 1)
+            names = names or sorted({change.name for change in subject.changes})
             raise ValueError(
                 f"what was seen of one batch is carried into the next, in {', '.join(names[:5])}: "
                 "gradients then depend on samples of earlier steps; let a batch depend on itself "
                 "alone, or set the value before make_private from public data"
             )
-    state.harmless |= {(id(c.place.values), c.key): c.place.values for c in found}
-    return True
+        state.harmless |= {(id(c.place.values), c.key): c.place.values for c in subject.changes}
 
 
-def _collect(found: Left, name: str, value: Any, depth: int) -> None:
+def _collect(found: dict[str, int], name: str, value: Any, depth: int) -> None:
     if isinstance(value, Tensor):
         if not is_freed(value):  # as what FSDP2 has gathered for an earlier forward
-            found[name] = value.detach().clone()
+            is_known = value.layout is torch.strided and value.device.type != "meta"
+            numbers = bits(value.detach()).cpu().numpy().tobytes() if is_known else str(value)
+            found[name] = hash((value.shape, value.dtype, numbers))
     elif isinstance(value, PLAIN):
-        found[name] = value
+        found[name] = hash((type(value), repr(value)))
     elif depth > DEPTH or isinstance(value, nn.Module):
         return
     elif isinstance(value, dict):
@@ -242,31 +277,8 @@ def _collect(found: Left, name: str, value: Any, depth: int) -> None:
         for n, part in enumerate(value):
             _collect(found, f"{name}[{n}]", part, depth + 1)
     elif isinstance(value, set | frozenset):
-        found[name] = value
+        found[name] = hash(frozenset(value))
     elif hasattr(value, "__array__"):
-        found[name] = torch.as_tensor(value).clone()
+        _collect(found, name, torch.as_tensor(value), depth + 1)
     elif has_attributes(value):
         _collect(found, name, vars(value), depth + 1)
-
-
-def _different(one: Left, other: Left) -> set[str]:
-    return {name for name in one | other if not _is_close(one.get(name), other.get(name), name)}
-
-
-def _is_close(a: Any, b: Any, name: str) -> bool:
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return type(a) is type(b) and a == b
-    if not name.startswith(OUTPUT) or not a.is_floating_point():
-        return equal(a, b)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    tolerance = REPEATED.of(a.dtype)
-    a, b = a.double().nan_to_num(0, 0, 0), b.double().nan_to_num(0, 0, 0)
-    return bool((a - b).norm() <= tolerance * a.norm())
-
-
-def equal(now: Tensor, value: Tensor) -> bool:
-    """Returns whether two tensors are equal, NaN to NaN; the host waits."""
-    if now.shape != value.shape or now.dtype != value.dtype:
-        return False
-    return bool(((now == value) | ((now != now) & (value != value))).all())

@@ -37,9 +37,9 @@ class Values:
     @torch.no_grad()
     def changed(self) -> list[int]:
         """Returns which tensors have other values now, or other memory. The host waits once."""
-        kept = [_bits(x) if own else x for x, own in zip(self._kept, self._is_copied, strict=True)]
+        kept = [bits(x) if own else x for x, own in zip(self._kept, self._is_copied, strict=True)]
         now = [
-            _bits(x) if own else checksum(x)
+            bits(x) if own else checksum(x)
             for x, own in zip(self._aliases, self._is_copied, strict=True)
         ]
         are_others, versions = others(kept, now), versions_of(self._tensors)
@@ -67,7 +67,7 @@ class Values:
 
 def checksum(x: Tensor) -> Tensor:
     """Returns the sum of each row's bits, taken as whole numbers. The host waits for no GPU."""
-    rows = _bits(x.detach())
+    rows = bits(x.detach())
     rows = rows.flatten(1) if rows.dim() > 1 else rows.view(1, -1)
     size = rows.shape[1] * rows.element_size()
     if size % WORD.itemsize == 0 and rows.data_ptr() % WORD.itemsize == 0:
@@ -87,7 +87,14 @@ def others(before: Iterable[Tensor], now: Iterable[Tensor]) -> list[bool]:
     return found
 
 
-def _bits(x: Tensor) -> Tensor:
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have the same bits; the host waits."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return not others([bits(one)], [bits(other)])[0]
+
+
+def bits(x: Tensor) -> Tensor:
     """Returns a tensor's numbers as whole ones of the same bits."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return x.contiguous().view(WHOLE[x.element_size()])

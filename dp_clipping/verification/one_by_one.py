@@ -9,21 +9,22 @@ with c(n) = min(1, C_k / n) (`abadi`, arXiv:1607.00133) or C_k / (n + γ) (`auto
 arXiv:2206.07136), in float64 and by nothing of `clipping` or `layers`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.utils import rnn
-from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from dp_clipping.capture.samples import batch as samples
 from dp_clipping.capture.samples.bags import Bags
+from dp_clipping.capture.samples.batch import map_tensors
+from dp_clipping.capture.samples.packed import opened, packed
 from dp_clipping.clipping import accumulation
 from dp_clipping.clipping.coefficients import registered
-from dp_clipping.torch_compat import tree_leaves, tree_map
+from dp_clipping.torch_compat import tree_leaves
 
 RUNS = 4  # number of samples, and of runs of each, that are compared to find randomness
 
@@ -62,11 +63,13 @@ class Setting:
             dims = [d for d in candidates if d < x.dim() and x.shape[d] == self.size]
             return x.narrow(dims[0], number, 1) if dims else x
 
-        tensors = tensors_of(self.batch)
+        tensors = tensors_of(self.batch, self.batch_first)
         places = iter(range(len(tensors)))
         of_bags = {n: x for one in self.bags for n, x in _bag(one, tensors, number).items()}
         return changed(
-            self.batch, lambda x: of_bags[n] if (n := next(places)) in of_bags else pick(x)
+            self.batch,
+            lambda x: of_bags[n] if (n := next(places)) in of_bags else pick(x),
+            self.batch_first,
         )
 
     def losses_of_sample(self, number: int) -> Tensor:
@@ -96,18 +99,6 @@ class Reference:
     sums: dict[Parameter, Tensor]
     scales: dict[Parameter, float]
     shortest: int
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """Returns a batch's tensors, in the order in which `changed` changes them."""
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    changed(batch, note)
-    return found
 
 
 def _bag(bags: Bags, tensors: list[Tensor], number: int) -> dict[int, Tensor]:
@@ -207,19 +198,11 @@ def random_sample(setting: Setting, tolerance: float) -> int | None:
     return None
 
 
-def changed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the batch with every tensor changed, also in mappings that torch does not know (a
-    tokenizer's)."""
+def changed(batch: Any, change: Callable[[Tensor], Tensor], batch_first: bool = True) -> Any:
+    """Returns the batch with every tensor changed; of packed sequences, those they are made of."""
+    return packed(map_tensors(change, opened(batch, batch_first)), batch_first)
 
-    def leaf(x: Any) -> Any:
-        if isinstance(x, Mapping):
-            return changed(dict(x), change)
-        if isinstance(x, PackedSequence):
-            padded, lengths = rnn.pad_packed_sequence(x, batch_first=True)
-            padded, lengths = change(padded[:, None]), change(lengths)  # time is in dimension 2
-            return rnn.pack_padded_sequence(
-                padded[:, 0], lengths.cpu(), batch_first=True, enforce_sorted=False
-            )
-        return change(x) if isinstance(x, Tensor) else x
 
-    return tree_map(leaf, batch, is_leaf=lambda x: isinstance(x, PackedSequence))
+def tensors_of(batch: Any, batch_first: bool = True) -> list[Tensor]:
+    """Returns a batch's tensors, in the order in which `changed` changes them."""
+    return samples.tensors_of(opened(batch, batch_first))
