@@ -1,5 +1,6 @@
 """Runs of a subject are compared for the samples that stay, beyond what chance changes."""
 
+import pytest
 import torch
 
 from dp_clipping.capture.checks.summaries import summary
@@ -61,7 +62,10 @@ def test_what_cannot_run_tells_nothing_where_it_need_not():
             raise RuntimeError
         return x
 
-    assert Probe(Subject(function)).differing(one_more(4)) is None
+    probe = Probe(Subject(function))
+    assert probe.differing(one_more(4)) is None
+    with pytest.raises(RuntimeError):
+        probe.differing(one_more(4)._replace(may_fail=False))
 
 
 def test_one_more_is_not_compared_where_numbers_are_drawn():
