@@ -36,7 +36,7 @@ from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.vmap.objects import refuse_iterators
-from dp_clipping.sampling.collate_check import Alone
+from dp_clipping.sampling.alone import Alone
 from dp_clipping.torch_compat import every_module, flush_ready_nodes, tensors_in, tree_map
 from dp_clipping.trials.draws import without_dropout
 from dp_clipping.trials.randomness import RandomStates, same_randomness, seed_all

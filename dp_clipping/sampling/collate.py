@@ -5,46 +5,13 @@ shape, rows of zeros follow the samples.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader
-
-from dp_clipping.sampling.collate_check import CheckedCollate, Collated
-
-
-class Sending:
-    """A collate function that returns `Collated`: what was collated alone comes with its batch.
-
-    Args:
-        collate_fn: one of those below, around a `CheckedCollate` or another function.
-    """
-
-    def __init__(self, collate_fn: Callable[[list], Any]) -> None:
-        self._collate = self._checked = collate_fn
-        while isinstance(self._checked, CollateWithEmpty | PaddedCollate):
-            self._checked = self._checked.collate_fn
-
-    def __call__(self, samples: list) -> Collated:
-        batch, alone = self._collate(samples), None
-        if isinstance(self._checked, CheckedCollate) and len(samples):
-            alone, self._checked.alone = self._checked.alone, None
-        return Collated(batch, alone)
-
-
-@contextmanager
-def sending(loader: DataLoader) -> Iterator[None]:
-    """Enters a context in which the loader begins iterations that yield `Collated`."""
-    own, loader.collate_fn = loader.collate_fn, Sending(loader.collate_fn)
-    try:
-        yield
-    finally:
-        loader.collate_fn = own
 
 
 class CollateWithEmpty:

@@ -5,30 +5,33 @@ several samples are in, or several rows of one sample, have another bound than C
 side by side are one unit of privacy, the rows must have the samples' order, too.
 """
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import is_dataclass
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
+from dp_clipping.sampling.alone import (
+    PLAIN,
+    Alone,
+    CollateState,
+    beside,
+    chosen_of,
+    collated_alone,
+    copied,
+)
 from dp_clipping.trials.perturb import Perturbed, replaced, swapped
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.schedule import Schedule
 
 LOOKED_AT = 4
 LOOKS = 4  # at a difference that may be chance
-LENGTHS = 8  # samples that are collated alone
 NEW_LENGTHS = 8  # looks at batches of new lengths, beside those that are due
-PLAIN = (bool, int, float, complex, str, bytes, np.generic)
-NUMBERS = ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16")
 
 INSTEAD = (
     "let collate_fn only stack, pad, or leave out samples, one by one, and change them in the "
@@ -72,24 +75,6 @@ Rows = dict[str, list[Row]]
 """Part of a batch -> its rows."""
 
 
-class Alone(NamedTuple):
-    """Samples of a batch, each collated alone: they are not padded for the others.
-
-    Attributes:
-        size: the number of samples in the batch.
-        places: of these samples among them.
-        batches: one of each of these samples.
-        random: whether each of the batch's tensors (`beside`) has random numbers.
-        batch_dim: the dimension of tensors that counts the samples.
-    """
-
-    size: int
-    places: tuple[int, ...]
-    batches: tuple[Any, ...]
-    random: tuple[bool, ...]
-    batch_dim: int
-
-
 class Collated(NamedTuple):
     """A batch on its way from where it was collated, in a worker perhaps."""
 
@@ -102,8 +87,8 @@ class CheckedCollate:
 
     It is called again with copies of up to `LOOKED_AT` of them, with the same random numbers.
     Afterwards random states are as they were: the global ones of the CPU, and generators and plain
-    values among the attributes of the function's object (`State`). Torch's own function is not
-    checked.
+    values among the attributes of the function's object (`CollateState`). Torch's own function
+    is not checked.
 
     In the same calls, and where the lengths of a batch are others than before until some were
     found to follow from its samples, it collates single samples, for `guard.lengths`.
@@ -139,62 +124,26 @@ class CheckedCollate:
             self._rows.skip(1)
         is_due = self._batches.next_is_due()
         # Before the call, which may change its samples.
-        chosen = _chosen(samples) if is_due else {}
+        chosen = chosen_of(samples) if is_due else {}
         batch = self.collate_fn(samples)
         if is_due or self._has_new_lengths(batch):
             self._looks, self._lengths = self._looks + 1, self._lengths_of(batch)
-            self.alone = self._alone(len(samples), chosen or _chosen(samples), batch)
+            self.alone = self._collated_alone(len(samples), chosen or chosen_of(samples), batch)
             self._differ = self._differ or self.alone is not None
         return batch
 
     def some_of(self, samples: list) -> Collated:
         """Returns a batch of up to `LENGTHS` of these samples, with some of them alone."""
-        state = State(self.collate_fn)
-        some = dict(enumerate(_chosen(samples).values()))
+        state = CollateState(self.collate_fn)
+        some = dict(enumerate(chosen_of(samples).values()))
         try:
-            batch = self.collate_fn(list(map(_copied, some.values())))
-            return Collated(batch, self._alone(len(some), some, batch))
+            batch = self.collate_fn(list(map(copied, some.values())))
+            return Collated(batch, self._collated_alone(len(some), some, batch))
         finally:
             state.restore()
 
-    def _alone(self, size: int, chosen: dict[int, Any], batch: Any) -> Alone | None:
-        """Collates the chosen samples alone, and keeps a few of them.
-
-        These are one that has the lengths of the batch, if there is one, and of the others the
-        one that differs most; the one that differs least, as a network may need some length; and
-        the one that fills its batch best: of a length that is a multiple of 8, say.
-
-        Returns:
-            None: they have the lengths of the batch, or cannot be collated alone.
-        """
-        state = State(self.collate_fn)
-
-        def collated(place: int) -> Any:
-            state.restore()
-            return self.collate_fn([_copied(chosen[place])])
-
-        try:
-            alone = {place: collated(place) for place in chosen}
-            differ = {
-                place: _difference(batch, one, size, self.batch_dim) for place, one in alone.items()
-            }
-            others = [place for place in alone if differ[place]]
-            if not others:
-                return None
-            most = max(others, key=differ.__getitem__)
-            full = max(others, key=lambda n: _size(chosen[n]) / max(1, _size(alone[n])))
-            long = [place for place in alone if not differ[place]][:1]
-            near = min(others, key=differ.__getitem__)
-            places = dict.fromkeys([*long, most, near, full])
-            # Twice, with the numbers that follow: generators that are not known differ, too.
-            twice = [self.collate_fn(list(map(_copied, chosen.values()))) for _ in range(2)]
-            random = tuple(not equal(x, y) for x, y in beside(*twice))
-            batches = tuple(alone[place] for place in places)
-            return Alone(size, tuple(places), batches, random, self.batch_dim)
-        except Exception:  # most functions cannot make a batch of what they leave out
-            return None
-        finally:
-            state.restore()
+    def _collated_alone(self, size: int, chosen: dict[int, Any], batch: Any) -> Alone | None:
+        return collated_alone(self.collate_fn, size, chosen, batch, self.batch_dim)
 
     def _has_new_lengths(self, batch: Any) -> bool:
         """Returns whether lengths are others than at the last look, which had found no reason."""
@@ -209,43 +158,42 @@ class CheckedCollate:
 
     def _check(self, samples: list) -> bool:
         """Raises ValueError as a call does; returns whether the samples differ."""
-        state = State(self.collate_fn)
+        state = CollateState(self.collate_fn)
         try:
             return _Check(self, samples, state).run()
         finally:
             state.restore()
 
 
-class State:
-    """The state at which calls of a collate function begin.
+class Sending:
+    """A collate function that returns `Collated`: what was collated alone comes with its batch.
 
-    That is the random generators, those of the function's object and of a partial's arguments too,
-    and plain values among that object's attributes, as a counter.
+    Args:
+        collate_fn: one of `sampling.collate`, around a `CheckedCollate` or another function.
     """
 
     def __init__(self, collate_fn: Callable[[list], Any]) -> None:
-        owners: list[Any] = []
-        while isinstance(collate_fn, partial):
-            given = [*collate_fn.args, *collate_fn.keywords.values()]
-            owners.append(SimpleNamespace(**{str(n): value for n, value in enumerate(given)}))
-            collate_fn = collate_fn.func
-        own = getattr(collate_fn, "__self__", collate_fn)
-        self._attributes: dict[str, Any] = {}
-        if isinstance(getattr(own, "__dict__", None), dict):  # a class has another one
-            owners.append(own)
-            self._attributes = vars(own)
-        self._plain = {n: v for n, v in self._attributes.items() if isinstance(v, PLAIN)}
-        self._random = RandomStates(owners)
+        self._collate = self._checked = collate_fn
+        while hasattr(self._checked, "collate_fn") and not isinstance(
+            self._checked, CheckedCollate
+        ):
+            self._checked = self._checked.collate_fn  # of `sampling.collate`
 
-    def restore(self) -> None:
-        """Sets everything back."""
-        self._random.restore()
-        self._attributes.update(self._plain)
+    def __call__(self, samples: list) -> Collated:
+        batch, alone = self._collate(samples), None
+        if isinstance(self._checked, CheckedCollate) and len(samples):
+            alone, self._checked.alone = self._checked.alone, None
+        return Collated(batch, alone)
 
-    @property
-    def has_drawn(self) -> bool:
-        """Returns whether random numbers were drawn since `restore`."""
-        return self._random.have_moved
+
+@contextmanager
+def sending(loader: DataLoader) -> Iterator[None]:
+    """Enters a context in which the loader begins iterations that yield `Collated`."""
+    own, loader.collate_fn = loader.collate_fn, Sending(loader.collate_fn)
+    try:
+        yield
+    finally:
+        loader.collate_fn = own
 
 
 class _Check:
@@ -262,7 +210,7 @@ class _Check:
         alone: rows of each sample alone.
     """
 
-    def __init__(self, collate: CheckedCollate, samples: list, state: State) -> None:
+    def __init__(self, collate: CheckedCollate, samples: list, state: CollateState) -> None:
         self.collate, self.samples, self.state = collate, samples, state
         self.example: tuple[Any, Any] = (None, None)
         self.parts: list[str] = []
@@ -307,7 +255,7 @@ class _Check:
                 found = look(other)
                 if found is None:
                     return
-                self.state = State(self.collate.collate_fn)
+                self.state = CollateState(self.collate.collate_fn)
         finally:
             self.state = own
         raise ValueError(found)
@@ -386,7 +334,7 @@ class _Check:
 
     def _call(self, samples: list) -> Any:
         self.state.restore()
-        return self.collate.collate_fn([_copied(sample) for sample in samples])
+        return self.collate.collate_fn([copied(sample) for sample in samples])
 
     def _example(self) -> tuple[Any, Any] | None:
         """Returns batches of one sample, and of two copies of it.
@@ -401,93 +349,6 @@ class _Check:
                 continue
             return one, two
         return None
-
-
-def beside(whole: Any, one: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the tensors of a batch with those of a batch of one of its samples.
-
-    Arrays, whole numbers and packed sequences become tensors. Lists with an entry for each sample
-    are left out: nothing in them is padded.
-    """
-    if isinstance(whole, PackedSequence):
-        yield (
-            pad_packed_sequence(whole, batch_first=True)[0],
-            pad_packed_sequence(one, batch_first=True)[0],
-        )
-    elif isinstance(whole, Tensor) and isinstance(one, Tensor):
-        if whole.layout is one.layout is torch.strided:
-            yield whole, one
-    elif isinstance(whole, np.ndarray) and isinstance(one, np.ndarray):
-        if whole.dtype.str[1:] in NUMBERS:
-            native = whole.dtype.newbyteorder("=")
-            yield torch.from_numpy(whole.astype(native)), torch.from_numpy(one.astype(native))
-    elif type(whole) is type(one) is int:
-        yield torch.tensor(whole), torch.tensor(one)
-    elif isinstance(whole, Mapping):
-        for key in whole:
-            if key in one:
-                yield from beside(whole[key], one[key])
-    elif isinstance(whole, list | tuple) and len(whole) == len(one):
-        for entries in zip(whole, one, strict=True):
-            yield from beside(*entries)
-    elif is_dataclass(whole) and type(whole) is type(one):
-        for name, value in vars(whole).items():
-            yield from beside(value, getattr(one, name))
-
-
-def sample_dim(whole: Tensor, one: Tensor, size: int, batch_dim: int) -> int | None:
-    """Returns the dimension that counts the samples of a batch; None: there is none."""
-    for dim in dict.fromkeys((batch_dim, *range(whole.dim()))):
-        if dim < whole.dim() and (whole.shape[dim], one.shape[dim]) == (size, 1):
-            return dim
-    return None
-
-
-def equal(x: Tensor, y: Tensor) -> bool:
-    """Returns whether the values are the same, on any device; NaN is equal to NaN."""
-    if x.shape != y.shape:
-        return False
-    y = y.to(x)
-    if x.is_floating_point():
-        x, y = x.nan_to_num(), y.nan_to_num()
-    return torch.equal(x, y)
-
-
-def _difference(batch: Any, one: Any, size: int, batch_dim: int) -> int:
-    """Returns how much the lengths of a sample alone differ from those of its batch."""
-    found = 0
-    for x, y in beside(batch, one):
-        if x.dim() == y.dim():
-            own = sample_dim(x, y, size, batch_dim)
-            pairs = enumerate(zip(x.shape, y.shape, strict=True))
-            found += sum(abs(n - m) for d, (n, m) in pairs if d != own)
-    return found
-
-
-def _chosen(samples: list) -> dict[int, Any]:
-    """Returns copies of up to `LENGTHS` samples of different sizes, by their places."""
-    sizes = {_size(sample): place for place, sample in enumerate(samples)}
-    places = [sizes[size] for size in sorted(sizes)]
-    last, count = len(places) - 1, min(LENGTHS, len(places))
-    chosen = (places[i * last // max(1, count - 1)] for i in range(count))
-    return {place: _copied(samples[place]) for place in chosen}
-
-
-def _size(sample: Any) -> int:
-    """Returns how many numbers, characters or objects a sample has."""
-    if isinstance(sample, Tensor):
-        return sample.numel()
-    if isinstance(sample, np.ndarray):
-        return sample.size
-    if isinstance(sample, Mapping):
-        return sum(map(_size, sample.values()))
-    if isinstance(sample, str | bytes):
-        return len(sample)
-    if isinstance(sample, list | tuple):
-        return sum(map(_size, sample))
-    if is_dataclass(sample) and not isinstance(sample, type):
-        return sum(map(_size, vars(sample).values()))
-    return 1
 
 
 def _one_each(whole: Rows, alone: list[Rows]) -> list[str]:
@@ -586,26 +447,3 @@ def _sizes(rows: Iterable[Row]) -> set[tuple]:
 
 def _are_known(rows: Iterable[Row]) -> bool:
     return all(row.content is not None for row in rows)
-
-
-def _copied(sample: Any) -> Any:
-    """Returns a sample whose containers, tensors and arrays are others; the rest is shared."""
-    if isinstance(sample, Tensor):
-        return sample.clone()
-    if isinstance(sample, np.ndarray):
-        return sample.copy()
-    if type(sample) in (list, tuple, set):
-        return type(sample)(map(_copied, sample))
-    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        return type(sample)(*map(_copied, sample))
-    if isinstance(sample, MutableMapping):
-        made = copy.copy(sample)
-        for key, value in sample.items():
-            made[key] = _copied(value)
-        return made
-    if is_dataclass(sample) and not isinstance(sample, type):
-        other = copy.copy(sample)
-        for name, value in vars(sample).items():
-            object.__setattr__(other, name, _copied(value))
-        return other
-    return sample

@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 from dp_clipping.kinds import is_count
-from dp_clipping.sampling.collate import CollateWithEmpty, sending
-from dp_clipping.sampling.collate_check import CheckedCollate
+from dp_clipping.sampling.collate import CollateWithEmpty
+from dp_clipping.sampling.collate_check import CheckedCollate, sending
 from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler, Scheme, Uncopied
 from dp_clipping.sampling.units import Units
 from dp_clipping.sampling.usage import SampleUsage

@@ -11,7 +11,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from dp_clipping.kinds import check_count, check_type
-from dp_clipping.sampling.collate import PaddedCollate, sending
+from dp_clipping.sampling.collate import PaddedCollate
+from dp_clipping.sampling.collate_check import sending
 from dp_clipping.sampling.loader import PoissonLoader, kept_options
 from dp_clipping.sampling.poisson import Drawn, PoissonSampler, Uncopied
 from dp_clipping.sampling.units import fill_of

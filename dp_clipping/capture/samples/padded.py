@@ -1,6 +1,6 @@
 """Finds a sample that is padded in its batch, and makes arguments of a forward without its padding.
 
-The loader collates some samples of a batch alone (`sampling.collate_check.Alone`). Where a tensor
+The loader collates some samples of a batch alone (`sampling.alone.Alone`). Where a tensor
 of the batch has another size than that of one sample alone, its dimension is a length. An argument
 of the network that is a tensor of the batch, perhaps transposed or shifted by one, has the same
 lengths. In others a dimension of the batch's length is one.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.sampling.collate_check import Alone, beside, equal, sample_dim
+from dp_clipping.sampling.alone import Alone, beside, equal, sample_dim
 
 Sizes = dict[int, tuple[int, int]]
 """Dimension -> its size in the batch, and that of the sample alone."""
