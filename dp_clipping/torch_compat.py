@@ -257,18 +257,6 @@ def is_dtype_cast(operator: Any) -> bool:
         raise _missing("aten._to_copy") from error
 
 
-def schema_of(operator: Any) -> torch.FunctionSchema | None:
-    """Returns an operator's `_schema`; None for a higher-order operator, which has none.
-
-    Raises:
-        RuntimeError: if an operator of ATen has none, as its writes could not be detected then.
-    """
-    schema = getattr(operator, "_schema", None)
-    if schema is None and isinstance(operator, torch._ops.OpOverload):
-        raise _missing("OpOverload._schema")
-    return schema
-
-
 def spin(cycles: int) -> None:
     """Keeps the current CUDA stream busy, `torch.cuda._sleep`; without it, does nothing.
 
