@@ -102,7 +102,7 @@ class PrivacyEngine(Checkpoints, Audits):
 
     # ---- what a user calls ----------------------------------------------------------------------
 
-    @by_name(MAKE, data_group="data_parallel_group")
+    @by_name(MAKE)
     def make_private(
         self,
         *,

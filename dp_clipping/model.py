@@ -3,7 +3,6 @@
 `step.forward_backward` runs the passes; `step.gradient_buffer` holds what they leave in `.grad`.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -302,11 +301,6 @@ class PrivateModel(nn.Module):
         With a sharded model every rank calls it.
         """
         self.passes.reset_batch_layouts()
-
-    def forget_layouts(self) -> None:
-        """Calls `reset_batch_layouts`, whose old name it is."""
-        warnings.warn("forget_layouts is now reset_batch_layouts", DeprecationWarning, stacklevel=2)
-        self.reset_batch_layouts()
 
     def skip_checks(self, batches: int = 1024) -> None:
         """Counts this number of batches as checked for dependent samples.

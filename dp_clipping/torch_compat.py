@@ -74,27 +74,28 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _flatten(node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Any:
-    """Appends the leaves to a list; returns a kind with its parts' structures, None for a leaf.
+    """Appends the leaves to a list; returns a container with its parts' structures, or None.
 
-    Containers that are no tuple, list or dict themselves are PyTorch's to open.
+    The container of a dict is its keys, and None stands for a leaf. What is no tuple, list or dict
+    itself is PyTorch's to open.
     """
-    kind = type(node)
-    if kind is dict:
-        parts, kind = node.values(), tuple(node)
-    elif kind is tuple or kind is list:
+    container: Any = type(node)
+    if container is dict:
+        parts, container = node.values(), tuple(node)
+    elif container is tuple or container is list:
         parts = node
     else:
         found, structure = _pytree.tree_flatten(node, is_leaf=is_leaf)
         leaves += found
         return structure
-    structures = []
+    structures: list[Any] = []
     for part in parts:
         if type(part) in PLAIN_LEAVES:
             leaves.append(part)
             structures.append(None)
         else:
             structures.append(_flatten(part, leaves, is_leaf))
-    return kind, tuple(structures)
+    return container, tuple(structures)
 
 
 def tree_unflatten(leaves: Iterable[Any], structure: Any) -> Any:
@@ -107,9 +108,11 @@ def _unflatten(leaves: Iterator[Any], structure: Any) -> Any:
         return next(leaves)
     if not isinstance(structure, tuple):
         return _pytree.tree_unflatten(list(islice(leaves, structure.num_leaves)), structure)
-    kind, inner = structure
+    container, inner = structure
     parts = [_unflatten(leaves, one) for one in inner]
-    return dict(zip(kind, parts, strict=True)) if isinstance(kind, tuple) else kind(parts)
+    if isinstance(container, tuple):
+        return dict(zip(container, parts, strict=True))
+    return container(parts)
 
 
 # ---- tensors and operators -----------------------------------------------------------------------
@@ -252,18 +255,6 @@ def is_dtype_cast(operator: Any) -> bool:
         return operator.overloadpacket is torch.ops.aten._to_copy
     except AttributeError as error:
         raise _missing("aten._to_copy") from error
-
-
-def schema_of(operator: Any) -> torch.FunctionSchema | None:
-    """Returns an operator's `_schema`; None for a higher-order operator, which has none.
-
-    Raises:
-        RuntimeError: if an operator of ATen has none, as its writes could not be detected then.
-    """
-    schema = getattr(operator, "_schema", None)
-    if schema is None and isinstance(operator, torch._ops.OpOverload):
-        raise _missing("OpOverload._schema")
-    return schema
 
 
 def spin(cycles: int) -> None:

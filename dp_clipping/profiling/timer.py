@@ -16,9 +16,6 @@ from torch.profiler import record_function
 from dp_clipping.profiling.profile import NOTHING, Profile
 from dp_clipping.torch_compat import is_profiling
 
-Label = Callable[..., AbstractContextManager]
-"""`Timer.layers`: a range for a kind of work and the parameters that it is for."""
-
 
 class Timer:
     """Labels the phases in the trace that a profiler records, and times nothing (switch off)."""

@@ -169,17 +169,6 @@ class PoissonLoader(Uncopied, DataLoader):
         self.batch_sampler.on_batch = call
 
     @property
-    def on_draw(self) -> Callable[[int], object] | None:
-        """Returns `on_batch`, of which this is the old name."""
-        warnings.warn("on_draw is now on_batch", DeprecationWarning, stacklevel=2)
-        return self.on_batch
-
-    @on_draw.setter
-    def on_draw(self, call: Callable[[int], object] | None) -> None:
-        warnings.warn("on_draw is now on_batch", DeprecationWarning, stacklevel=2)
-        self.on_batch = call
-
-    @property
     def holds_dummy(self) -> bool:
         """Returns whether the last batch is the made-up sample of `rand_on_empty`."""
         return self.usage.holds_dummy

@@ -160,7 +160,8 @@ def _check_lengths(run: PrivateRun, batch: Any, loss: Loss | None) -> None:
     collate = None if run.poisson is None else run.poisson.collate_fn.collate_fn
     if collate is None or collate.collate_fn is default_collate:
         return
-    stage, dataset = Stage(run.model), run.poisson.dataset
+    stage = Stage(run.model)
+    dataset: Any = run.poisson.dataset
     try:
         with same_randomness():
             samples = [dataset[i] for i in range(min(SAMPLES, len(dataset)))]
@@ -264,7 +265,7 @@ def _tokens_of_grams(plan: Any) -> int:
 
 
 def _refuse(run: PrivateRun) -> None:
-    model = run.model
+    model: Any = run.model
     model.refuse_in_release("engine.check")
     if model.policy is None:
         raise ValueError(f"mode {model.mode} clips nothing: choose another grad_sample_mode")

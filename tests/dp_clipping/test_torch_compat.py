@@ -205,18 +205,6 @@ def test_dtype_casts(monkeypatch):
         torch_compat.is_dtype_cast(SimpleNamespace(overloadpacket=None))
 
 
-def test_schemas_say_what_is_written():
-    argument = torch_compat.schema_of(torch.ops.aten.add_.Tensor).arguments[0]
-    assert argument.alias_info.is_write
-    assert torch_compat.schema_of(object()) is None
-
-
-def test_an_operator_without_a_schema_is_refused():
-    operator = object.__new__(torch._ops.OpOverload)
-    with pytest.raises(RuntimeError, match=r"has no OpOverload\._schema"):
-        torch_compat.schema_of(operator)
-
-
 def test_weights_in_one_buffer(monkeypatch):
     """As `nn.RNNBase.flatten_parameters` calls it, which a GPU has."""
     calls = []

@@ -55,15 +55,11 @@ def test_an_open_file_is_told_a_name(method):
         getattr(made, method)(path=io.BytesIO(), module=model)
 
 
-def test_old_names_work_and_warn():
+def test_an_old_name_works_and_warns():
     with pytest.warns(DeprecationWarning, match="release is now hide_unprotected"):
         built = PrivacyEngine(accountant="rdp", release=True)
     assert built.hide_unprotected
     with pytest.warns(DeprecationWarning, match="release is now hide_unprotected"):
         assert built.release
-    with pytest.warns(DeprecationWarning, match="data_group is now data_parallel_group"):
-        run = engine.build(data_group=None)
-    with pytest.warns(DeprecationWarning, match="is now reset_batch_layouts"):
-        run.model.forget_layouts()
     with pytest.raises(TypeError, match="release is the old name of hide_unprotected"):
         PrivacyEngine(release=True, hide_unprotected=True)

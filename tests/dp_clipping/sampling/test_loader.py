@@ -124,13 +124,6 @@ class TestLoader:
         expected = [loader.batch_sampler.shares(draw)[0] for draw in announced]
         assert [batch.tolist() for (batch,) in seen] == expected
 
-    def test_the_old_name_of_on_batch_works_and_warns(self):
-        loader = poisson()
-        with pytest.warns(DeprecationWarning, match="on_draw is now on_batch"):
-            loader.on_draw = print
-        with pytest.warns(DeprecationWarning, match="on_draw is now on_batch"):
-            assert loader.on_draw is loader.on_batch is print
-
     def test_batches_that_another_loader_takes_count(self):
         loader, announced = poisson(), []
         loader.on_batch = announced.append
