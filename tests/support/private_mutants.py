@@ -80,7 +80,7 @@ ROWS = [
     ("what waits is not compared before norms", "step/sums/work.py",
      "[(left.records, left.tensors, left.versions) for left in lefts]", "[]", KEPT, "sibling"),
     ("uses that wait to be joined are not compared", "step/sums/uses.py",
-     "self._versions.refuse_changed([((record,), *one) for one in noted])", "pass", KEPT,
+     "self._versions.refuse_changed([((record,), *one) for one in noted], values=False)", "pass", KEPT,
      "two_uses"),
     ("only the output's gradient is compared", "layers/projection.py",
      "(gy, x, site), (gy, x))", "(gy, x, site), (gy, gy))", KEPT, "activations"),

@@ -74,15 +74,18 @@ class Kept:
         return False
 
     def refuse_changed(
-        self, noted: Iterable[tuple[tuple[Trainable, ...], tuple[Tensor, ...], tuple[int, ...]]]
+        self,
+        noted: Iterable[tuple[tuple[Trainable, ...], tuple[Tensor, ...], tuple[int, ...]]],
+        values: bool = True,
     ) -> None:
         """Raises RuntimeError if a tensor has changed since it was noted.
 
         Args:
             noted: parameters, the tensors of what is kept for them, and their versions then.
+            values: their values were noted, too.
         """
         changed = [own for own, tensors, then in noted if then != tuple(map(VERSION, tensors))]
-        if self.reads_values and not changed:
+        if self.reads_values and values and not changed:
             changed = [own for own, tensors, _ in noted if self._has_changed(own[0], tensors)]
         if changed:
             raise changed_in_place(dict.fromkeys(own[0].name for own in changed))

@@ -68,7 +68,7 @@ class Uses:
         """
         for record in joint.records:
             pairs, noted = self._factors.pop(record, []), self._noted.pop(record, [])
-            self._versions.refuse_changed([((record,), *one) for one in noted])
+            self._versions.refuse_changed([((record,), *one) for one in noted], values=False)
             if pairs and record not in self._gradients:
                 left, right = (torch.cat(own, 1) for own in zip(*pairs, strict=True))
                 yield LINEAR, (record,), (left, right, Site(Linear, record)), (left, right)
