@@ -39,6 +39,7 @@ from dp_clipping.planning.cost_model import (
 from dp_clipping.table import aligned
 
 NORM_ALGORITHMS = ("auto", ACCUMULATE, GRAM)
+MOST_PLANS = 128  # of each kind that are kept; a network's takes about 100 kB
 
 
 def allowed(use: LinearShape, norm_algorithm: str) -> tuple[str, ...]:
@@ -162,9 +163,25 @@ class Plan:
         return "\n".join(aligned(rows, [False] * len(rows[0])))
 
 
+class Recent(dict[Any, Any]):
+    """Keeps the values that were set or asked for last: batches and sequences vary in length."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        value = self.pop(key)
+        super().__setitem__(key, value)
+        return value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        if len(self) > MOST_PLANS:
+            del self[next(iter(self))]
+
+
 @dataclass
 class Plans:
-    """Plans of the steps so far.
+    """Plans of the steps so far, of those that were used last.
 
     Attributes:
         known: shapes of all linear layers -> their plan.
@@ -173,9 +190,9 @@ class Plans:
         last: the plan of the last step on fused kernels.
     """
 
-    known: dict[tuple, Plan] = field(default_factory=dict)
-    of_calls: dict[tuple, Any] = field(default_factory=dict)
-    saved: dict[tuple, int] = field(default_factory=dict)
+    known: dict[tuple, Plan] = field(default_factory=Recent)
+    of_calls: dict[tuple, Any] = field(default_factory=Recent)
+    saved: dict[tuple, int] = field(default_factory=Recent)
     last: Plan | None = None
 
     def forget(self) -> None:

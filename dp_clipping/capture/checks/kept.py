@@ -75,16 +75,19 @@ class Kept:
         return False
 
     def refuse_changed(
-        self, noted: Iterable[tuple[tuple[Trainable, ...], tuple[Tensor, ...], tuple[int, ...]]]
+        self,
+        noted: Iterable[tuple[tuple[Trainable, ...], tuple[Tensor, ...], tuple[int, ...]]],
+        values: bool = True,
     ) -> None:
         """Raises RuntimeError if a tensor has changed since it was noted.
 
         Args:
             noted: parameters, the tensors of what is kept for them, and their versions then.
+            values: their values were noted, too.
         """
         noted = list(noted)
         changed = [own for own, tensors, then in noted if then != tuple(map(VERSION, tensors))]
-        if self.reads_values and not changed:
+        if self.reads_values and values and not changed:
             changed = self._others([one[:2] for one in noted])
         if changed:
             raise changed_in_place(dict.fromkeys(own[0].name for own in changed))

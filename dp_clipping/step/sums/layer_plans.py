@@ -149,7 +149,7 @@ class FusedPlans:
         before = self.ahead
         planned = self._forecast.planned(self._batch_size)
         self._plans.saved[self._shapes] = saved * planned // self._batch_size
-        self._plans.known.pop(self._shapes)
+        self._plans.known.pop(self._shapes, None)
         return self._plan_of(list(self._shapes)).choices != before.choices
 
     def make(self) -> None:

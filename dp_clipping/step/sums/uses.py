@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.checks.kept import changed_in_place
 from dp_clipping.clipping.accumulation import accumulation_dtype, stored_dtype
 from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients_plain
 from dp_clipping.layers.handle import Site
@@ -23,10 +22,14 @@ Left = tuple[str, tuple[Trainable, ...], Any, tuple[Tensor, ...]]
 
 
 class Uses:
-    """What has arrived of parameters that have several uses."""
+    """What has arrived of parameters that have several uses.
 
-    def __init__(self, batch_size: int):
-        self._batch_size = batch_size
+    Args:
+        versions: refuses what has changed since it arrived, a `capture.checks.kept.Kept`.
+    """
+
+    def __init__(self, batch_size: int, versions: Any):
+        self._batch_size, self._versions = batch_size, versions
         self.forget()
 
     def forget(self) -> None:
@@ -65,8 +68,7 @@ class Uses:
         """
         for record in joint.records:
             pairs, noted = self._factors.pop(record, []), self._noted.pop(record, [])
-            if any(tuple(map(VERSION, tensors)) != versions for tensors, versions in noted):
-                raise changed_in_place([record.name])
+            self._versions.refuse_changed([((record,), *one) for one in noted], values=False)
             if pairs and record not in self._gradients:
                 left, right = (torch.cat(own, 1) for own in zip(*pairs, strict=True))
                 yield LINEAR, (record,), (left, right, Site(Linear, record)), (left, right)

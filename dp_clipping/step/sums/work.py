@@ -112,7 +112,7 @@ class Work:
         self.norms, self.versions = norms_of(context, batch_size), Kept()
         self._sharding, self._shards = context.sharding, context.sums
         self._two_passes = context.policy.two_passes
-        self._uses = Uses(batch_size)
+        self._uses = Uses(batch_size, self.versions)
         self._joining: Joint | None = None  # whose uses are taken together
         self.forget()
 

@@ -52,11 +52,15 @@ def test_weights_that_are_used_twice_keep_their_gradients_dense_or_are_joined():
     network.head.weight = network.table.weight
     model = private(network, "bookkeeping")
     model(torch.arange(3)[:, None])
-    found = {h.name: (h.always_dense, set(h.joined)) for h in model.capture.handles}
+    joints = {one.joint for one in model.capture.trained if one.joint is not None}
+    found = {
+        tuple(one.name for one in joint.records): {one.name for one in joint.linear}
+        for joint in joints
+    }
     assert found == {
-        "table": (True, set()), "layer": (True, {"weight"}), "once": (False, set()),
-        "head": (True, set()),
-    }  # fmt: skip
+        ("table.weight",): set(),
+        ("layer.weight", "layer.bias"): {"layer.weight"},
+    }
 
 
 def test_operators_that_pick_rows_by_their_values_are_noted():

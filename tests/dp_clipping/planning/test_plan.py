@@ -16,7 +16,7 @@ from dp_clipping.planning.cost_model import (
     Rates,
     predict,
 )
-from dp_clipping.planning.plan import Plan, allowed
+from dp_clipping.planning.plan import MOST_PLANS, Plan, Plans, allowed
 
 RATES = Rates()
 GRID = [  # B, T, d, p
@@ -237,3 +237,15 @@ def test_the_choice_is_the_best_single_algorithm():
         if ms[judged["chosen"]] > (1 + SLOWER) * ms[judged["best"]] + MARGIN_MS:
             wrong.append(f"{shape}: chose {judged['chosen']}, measured ms {ms}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_plans_of_the_last_batches_are_kept():
+    """Batches vary in size and length without end; what was asked for again stays."""
+    plans = Plans()
+    for known in (plans.known, plans.of_calls, plans.saved):
+        for size in range(2 * MOST_PLANS):
+            known[size] = size
+            assert known.get(0) == 0
+        assert len(known) == MOST_PLANS
+        assert known.get(1) is None
+        assert known.get(2 * MOST_PLANS - 1) == 2 * MOST_PLANS - 1

@@ -617,8 +617,8 @@ def state_of(run: SimpleNamespace) -> dict:
         "gradients": [None if p.grad is None else id(p.grad) for p in model.parameters()],
         "training": [m.training for m in model.modules()],
         "buffers": [b.clone().tolist() for b in model.buffers()],
-        "layouts": [(dict(h.layouts), dict(h.output_layouts), h.always_dense)
-                    for h in capture.handles],
+        "layouts": [(dict(h.layouts), dict(h.output_layouts)) for h in capture.handles],
+        "joints": [one.joint for one in capture.trained],
         "sessions": [h.private_step for h in capture.handles],
         "plans": (dict(context.plans.known), context.plans.last, context.profile),
         "budget": vars(model.step_state.usage) | {}, "random": torch.get_rng_state().tolist(),

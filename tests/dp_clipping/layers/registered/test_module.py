@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dp_clipping import LinearProduct, register_layer
-from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.recorder import LINEAR
 from dp_clipping.layers.registered import module as registered
-from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step.sums.work import Work
 from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
@@ -40,19 +40,18 @@ def expected(network: nn.Module, batch) -> dict:
 
 def test_products_are_delivered_as_factors(monkeypatch):
     delivered = {}
-    take = PrivateStep.factors
+    take = Work.take
 
-    def note(self, parameter, factors):
-        delivered[parameter.name] = factors
-        take(self, parameter, factors)
+    def note(self, kind, records, value, tensors):
+        delivered[records[0].name] = kind
+        take(self, kind, records, value, tensors)
 
-    monkeypatch.setattr(PrivateStep, "factors", note)
+    monkeypatch.setattr(Work, "take", note)
     batch = zoo.numbers(4, 2, 40, out=(2, 30))
     network = nn.Sequential(Gate(40, 30), Dense(30, 30))
     plain = copy.deepcopy(network)
     assert_close(sums(network, batch), expected(plain, batch), 1e-4)
-    assert delivered.keys() == {"0.weight"}
-    assert isinstance(delivered["0.weight"], LinearFactors)
+    assert delivered["0.weight"] is LINEAR
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dp_clipping import register_layer
 from dp_clipping.layers.registered.norm_and_sum import NormAndSum, without
-from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step.sums.work import Work
 from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.support import zoo
@@ -42,13 +42,13 @@ def changed(fn, name: str, change):
 
 def test_factors_are_delivered(monkeypatch):
     delivered = {}
-    take = PrivateStep.factors
+    take = Work.take
 
-    def note(self, parameter, factors):
-        delivered[parameter.name] = factors
-        take(self, parameter, factors)
+    def note(self, kind, records, value, tensors):
+        delivered[records[0].name] = value
+        take(self, kind, records, value, tensors)
 
-    monkeypatch.setattr(PrivateStep, "factors", note)
+    monkeypatch.setattr(Work, "take", note)
     network = nn.Sequential(nn.Linear(5, 5), Apart(5, 3))
     backward(network)
     mine = {name: f for name, f in delivered.items() if name.startswith("1.")}
