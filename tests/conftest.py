@@ -36,7 +36,8 @@ LONGEST = (
     "tests/bench/test_benchmark.py",
     "tests/examples/test_private_text.py",
     "tests/dp_clipping/checkpoint/test_distributed_format.py",
-    "tests/dp_clipping/distributed/test_fsdp2.py",
+    "tests/dp_clipping/ranks/test_runs.py",
+    "tests/dp_clipping/ranks/test_steps.py",
 )
 
 

@@ -80,17 +80,6 @@ def test_a_skipped_step_is_not_prepared(private):
     assert steps(engine) == 0
 
 
-def test_without_a_backward_there_is_nothing_to_prepare(private):
-    model, optimizer, criterion, _ = private
-    with pytest.raises(RuntimeError, match="without a backward"):
-        optimizer.pre_step()
-    backward(model, criterion)
-    optimizer.pre_step()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="without a backward"):
-        optimizer.step()
-
-
 def test_a_run_that_goes_on_without_its_account_is_refused(private):
     """From the optimizer's own state, which plain loops save, and which counts the steps."""
     model, optimizer, criterion, engine = private

@@ -389,7 +389,7 @@ def test_hooks_of_optimizers():
 
 
 def test_grouped_collectives_are_there():
-    """What they compute: `distributed/test_fsdp2.py`."""
+    """What they compute: `ranks/test_steps.py`."""
     group = torch.distributed.ProcessGroup
     assert hasattr(group, "allreduce_coalesced")
     names = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")

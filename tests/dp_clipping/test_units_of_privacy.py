@@ -26,7 +26,6 @@ pytestmark = [
 
 K = 2
 ROWS = 3 * K
-MODES = ("per_sample", "ghost", "flash", "bookkeeping", "flash_bookkeeping")
 
 
 def test_one_example_a_unit_is_as_without():
@@ -87,17 +86,6 @@ def members_of(x, size):
     return [sorted(set(rows[i : i + size])) for i in range(0, len(rows), size)]
 
 
-def expected_of(units, clipping="flat"):
-    """Returns norms and clipped sums by the definition: a unit's gradients are added one by one."""
-    each = oracle.per_sample_gradients(network(), data().tensors, zoo.cross_entropy)
-    gradients = {name: g.new_zeros(len(units), *g.shape[1:]) for name, g in each.items()}
-    for name, g in each.items():
-        for total, members in zip(gradients[name], units, strict=True):
-            for example in members:
-                total += g[example]
-    return oracle.norms(gradients), oracle.clipped_sum(gradients, C, clipping)
-
-
 def steps(run, loader=None):
     """Takes the steps of an epoch; yields batch, loss, whether the step is whole."""
     for batch in run.loader if loader is None else loader:
@@ -110,25 +98,6 @@ def steps(run, loader=None):
 
 
 class TestSteps:
-    @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-    def test_the_definition(self, mode, clipping):
-        run = build(
-            grad_sample_mode=mode, clipping=clipping, unit_ids=IDS, examples_per_unit=6,
-            noise_generator=fixed(), sample_rate=0.5, steps=4,
-            data_loader=DataLoader(data(), batch_size=12),
-        )  # fmt: skip
-        sizes: set[int] = set()
-        for x, _, loss in steps(run):
-            units = members_of(x, 6)
-            sizes.update(map(len, units))
-            norms, sums = expected_of(units, clipping)
-            torch.testing.assert_close(run.model.per_sample_gradient_norms.double(), norms)
-            assert_close(gradients_of(run.model), sums, 1e-9)
-            assert len(loss.loss_per_sample) == sum(map(len, units))
-            assert loss.item() == pytest.approx(loss.loss_per_sample.sum().item())
-        assert len(sizes) > 2, "or nothing was filled up"
-
     def test_a_unit_contributes_at_most_the_threshold(self):
         run = build(sample_rate=1 / 6, max_grad_norm=0.1, noise_generator=fixed())
         seen = 0

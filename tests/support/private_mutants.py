@@ -58,7 +58,7 @@ KEPT = "tests/dp_clipping/capture/checks/test_kept.py"
 OPTIMIZER = "tests/dp_clipping/test_optimizer.py"
 AGREEMENT = "tests/dp_clipping/distributed/test_agreement.py"
 VMAP_TRIAL = "tests/dp_clipping/capture/test_vmap_trial.py"
-AROUND_BLOCKS = "tests/dp_clipping/distributed/test_around_blocks.py"
+RANKS = "tests/dp_clipping/ranks/test_steps.py"
 TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
 
 ROWS = [
@@ -123,8 +123,8 @@ ROWS = [
     ("a child layer is given anything under vmap", "layers/vmap/children.py",
      "if self._compares and not", "if False and not", VMAP_TRIAL),
     ("hooks that gather run under vmap", "capture/capture.py",
-     "if module in inside and module in gathered:", "if False:", AROUND_BLOCKS,
-     "test_norms_and_sums and not fsdp1 and not fsdp2"),
+     "if module in inside and module in gathered:", "if False:", RANKS,
+     "fsdp-product"),
     # ---- accounts for any noise
     ("rounding of FFTs is not charged", "accounting/pld.py",
      "rest, last = delta - steps * ROUNDING, math.inf", "rest, last = delta, math.inf", PLD),
@@ -218,10 +218,10 @@ ROWS = [
      "self._losses[: step.real], step.fill",
      "self._losses, step.fill", MEMORY, "what_is_printed"),
     ("what fills up a unit is in its gradient", "step/private_step.py",
-     "losses = losses.masked_fill(self.fill, 0)", "pass", UNITS, "the_definition"),
+     "losses = losses.masked_fill(self.fill, 0)", "pass", CONTRACT, "units"),
     ("examples of a unit are clipped one by one", "layers/handle.py",
      "return 1 if self.private_step is None else self.private_step.examples_per_unit", "return 1",
-     UNITS, "the_definition"),
+     CONTRACT, "units"),
     ("units are sampled at the rate of examples", "arguments/sampled.py",
      "len(loader) if units is None else batches_of(loader, len(units), units.size)",
      "len(loader)", UNITS, "account"),

@@ -4,11 +4,9 @@ A file says how a network is sharded, `shard(context, network)`, and hands it to
 which run on ranks.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,24 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
-from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.model import PrivateModel
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.plain import Plain
 from experiments.verify_correctness import reference as oracle
 from lm.rank_pool import Context
-from tests.dp_clipping.conftest import MODES, private, private_loss
+from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
-from tests.support.replicas import build, part, train
+from tests.support.replicas import build
 
 LIMIT = 0.5
-WRAPS = ("leaf", "block", "root")
-SPLITS = {1: [3], 2: [3, 2], 4: [2, 0, 1, 2]}  # samples of each rank: unequal, one without any
-EVERY = tuple(product(MODES, ("flat", "per_layer")))
-MOST = (("bookkeeping", "flat"), ("per_sample", "per_layer"), ("ghost", "flat"))
-FEW = (("bookkeeping", "per_layer"), ("ghost", "flat"))
 """Modes and styles: all, for slow tests; for one layout of each kind, and for the others."""
 
 Shard = Callable[[Context, nn.Module], nn.Module]
@@ -99,140 +90,6 @@ def check_sums(model: PrivateModel, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(total, expected[name], rtol=1e-6, atol=1e-8)
 
 
-def check_steps(
-    make: Callable[[], nn.Module],
-    reference: nn.Module,
-    batch: oracle.Batch,
-    mine: slice,
-    runs: tuple[tuple[str, str], ...] = EVERY,
-    tolerance: float = 1e-7,
-    looks: bool = False,
-    **options,
-) -> None:
-    """Norms and clipped sums of two steps are those of one process in float64, also of samples that
-    zeros follow.
-
-    Args:
-        make: the sharded network.
-        reference: an equal one that is not.
-        mine: the samples of the batch that this rank has.
-        runs: modes and styles of clipping.
-        tolerance: of norms, relative.
-        looks: whether samples that see each other are looked for in the first run, which takes
-            longer than all steps.
-        options: of the private model.
-    """
-    gradients = oracle.per_sample_gradients(reference, batch, zoo.cross_entropy)
-    norms = oracle.norms(gradients)
-    for n, (mode, clipping) in enumerate(runs):
-        expected = oracle.clipped_sum(gradients, LIMIT, clipping)
-        network = make()
-        before = list(network.parameters())
-        how = {"norm_reduction": NORM_REDUCTIONS[n % 3]} | options
-        model = private(network, mode, LIMIT, clipping, **how)
-        if n or not looks:
-            model.skip_checks()
-        real = mine.stop - mine.start
-        for zeros in (0, 2):
-            model.clear_gradients()
-            model.step_state.usage.pad(real + zeros, real)
-            own = [torch.cat((x[mine], torch.zeros_like(x[:zeros]))) for x in batch]
-            one_step(model, (own[0], own[1]), zoo.cross_entropy)
-            found = model.per_sample_gradient_norms.double()
-            torch.testing.assert_close(found, norms[mine], rtol=tolerance, atol=0)
-            check_sums(model, expected)
-        assert all(p is q for p, q in zip(network.parameters(), before, strict=True))
-
-
-def split_steps(
-    context: Context, shard: Shard, counts: list[int], runs=EVERY, looks: bool = False
-) -> None:
-    """`check_steps` with so many samples on each rank."""
-    make = lambda: shard(context, transformer())  # noqa: E731
-    batch, mine = zoo.tokens(sum(counts), 6), part(counts, context.rank)
-    check_steps(make, transformer(), batch, mine, runs, looks=looks)
-
-
-def changed_steps(context: Context, shard: Shard, change: Callable) -> None:
-    """With frozen layers, or recomputed activations."""
-    make = lambda: shard(context, change(transformer()))  # noqa: E731
-    reference = transformer() if change is checkpointing else change(transformer())
-    mine = slice(2 * context.rank, 2 * context.rank + 2)
-    runs = tuple((mode, "flat") for mode in MODES)
-    looks = change is checkpointing
-    check_steps(make, reference, zoo.tokens(4, 6), mine, runs, looks=looks)
-
-
-def frozen(network: nn.Module) -> nn.Module:
-    """Some layers beside trained ones, and a block of nothing else."""
-    network.token_embedding.requires_grad_(False)
-    network.blocks[0].attention.requires_grad_(False)
-    network.blocks[1].requires_grad_(False)
-    return network
-
-
-def checkpointing(network: nn.Module) -> nn.Module:
-    """Blocks that keep nothing for backward but their input."""
-    for block in network.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return network
-
-
-def steps_in_16_bit(context: Context, shard: Shard) -> None:
-    """Computed in bfloat16; norms, sums and what travels are float32."""
-    batch = zoo.tokens(4, 6)
-    gradients = oracle.per_sample_gradients(transformer(), batch, zoo.cross_entropy)
-    norms, expected = oracle.norms(gradients), oracle.clipped_sum(gradients, LIMIT)
-    mine = slice(2 * context.rank, 2 * context.rank + 2)
-    for mode in MODES:
-        model = private(shard(context, transformer().float()), mode, LIMIT)
-        model.skip_checks()
-        one_step(model, oracle.pick(batch, mine), zoo.cross_entropy)
-        found = model.per_sample_gradient_norms
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), norms[mine], rtol=3e-2, atol=0)
-        for name, total in whole_gradients(model).items():
-            assert total.dtype == torch.float32
-            error = (total.double() - expected[name]).norm()
-            assert error <= 0.08 * expected[name].norm() + 1e-3, (mode, name)
-
-
-def every_network(context: Context, shard: Shard) -> None:
-    """Tied and reused weights, convolutions, adapters, library models, ..."""
-    mine = slice(0, 3) if context.rank == 0 else slice(3, 4)
-    wrong = []
-    for case in zoo.CASES:
-        scalars = any(p.dim() == 0 for p in case.build().parameters())  # both FSDPs refuse them
-        if scalars or not all(importlib.util.find_spec(package) for package in case.needs):
-            continue
-        if case.name.startswith("registered"):
-            with pytest.raises(ValueError, match="make the network private unsharded"):
-                private(shard(context, case.build().double()))
-            continue
-        batch = oracle.move(case.batch(4), dtype=torch.float64)
-        gradients = oracle.per_sample_gradients(case.build().double(), batch, case.per_sample_loss)
-        norms = oracle.norms(gradients)
-        limit = float(norms[norms.isfinite()].median())
-        expected = oracle.clipped_sum(gradients, limit)
-        scale = sum(g.norm() for g in expected.values())
-        for mode in ("bookkeeping", "ghost"):
-            model = private(shard(context, case.build().double()), mode, limit)
-            try:
-                private_loss(model, oracle.pick(batch, mine), case.per_sample_loss).backward()
-            except (ValueError, RuntimeError):
-                if not case.or_refused:
-                    raise
-                continue
-            model.finish_synchronization()
-            errors = (model.per_sample_gradient_norms - norms[mine]).abs() / norms[mine]
-            found = whole_gradients(model)
-            assert list(found) == list(expected)
-            differences = ((found[n] - g).norm() / scale for n, g in expected.items())
-            if max(errors.max(), *differences) > 1e-5:
-                wrong.append((case.name, mode))
-    assert not wrong
-
-
 def failed_steps(context: Context, shard: Shard, modes=("bookkeeping", "ghost")) -> None:
     """Passes fail half-way on all ranks, the first while it looks for the samples.
 
@@ -273,26 +130,6 @@ def fail_in_backward(module, args, output):
 
 
 # ---- through the front door ----------------------------------------------------------------------
-
-
-def trained(
-    context: Context, shard: Shard, mode: str, microbatch: int | None, pad: bool
-) -> list[Tensor]:
-    sharded = partial(shard, context)
-    run = build(context, shard=sharded, name="transformer", grad_sample_mode=mode)
-    train(run, 4, microbatch, pad=pad)
-    return whole_parameters(run)
-
-
-def check_training(
-    cpu_ranks, shard: Shard, mode: str, microbatch: int | None, pad: bool = False
-) -> None:
-    """Draws, noise of each part, momentum: nothing tells how many ranks there are."""
-    alone = build(name="transformer", grad_sample_mode=mode)
-    train(alone, 4)
-    for found in cpu_ranks.run(2, trained, shard, mode, microbatch, pad):
-        for one, other in zip(found, whole_parameters(alone), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
 
 
 # ---- what travels, and what is refused -----------------------------------------------------------

@@ -10,7 +10,6 @@ from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 
 from dp_clipping.checkpoint.file_format import key_path
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.noise.keys import KEY_BYTES, Keys, fresh_keys, write_keys
 from tests.support.saved_runs import (
     BATCH,
     build,
@@ -123,12 +122,6 @@ class TestKeys:
         assert train(one, 3) != train(other, 3)
         assert state(other)[1] != state(one)[1]
 
-    def test_the_key_of_another_run_is_refused(self, path):
-        save(build(), path)
-        write_keys(key_path(path), [fresh_keys(None, torch.device("cpu"))])
-        with pytest.raises(ValueError, match="holds no key of this checkpoint"):
-            load(build(), path)
-
     @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"drawn 00\n", b"drawn " + b"ab" * 31])
     def test_a_broken_file_is_refused_and_not_overwritten(self, path, content):
         run = build()
@@ -239,7 +232,3 @@ class TestKeys:
         load(resumed, path)
         with pytest.warns(UserWarning, match="fixed seed"):
             resumed.engine.get_epsilon(1e-5)
-
-    def test_fingerprint_and_derived_keys_differ(self):
-        keys = Keys(bytes(KEY_BYTES))
-        assert len({keys.master, keys.noise, keys.sampling, bytes.fromhex(keys.fingerprint)}) == 4

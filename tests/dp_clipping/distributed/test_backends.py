@@ -1,6 +1,5 @@
 """Clipped sums on every data-parallel variant, beside one process that has the whole batch."""
 
-import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -12,12 +11,11 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from dp_clipping import BatchMemoryManager
 from experiments.verify_correctness import reference as oracle
 from lm.launch import run_ranks
 from lm.rank_pool import Context
-from tests.ddp.conftest import CPU_COPY_ENGINE, HAND_BUILT
-from tests.dp_clipping.conftest import MODES, assert_close, gradients_of, private, private_loss
+from tests.ddp.conftest import HAND_BUILT
+from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.support import zoo
 from tests.support.beside import small_buckets
 from tests.support.recorder import recording
@@ -26,18 +24,13 @@ from tests.support.replicas import (
     BUCKET_MB,
     SPLITS,
     SYNCHRONISING,
-    VARIANTS,
     Beside,
-    alone,
-    applied,
     build,
-    parameters,
     part,
     train,
 )
 
 FLOAT32_BYTES = 4
-TAKE_16_BIT = ["ddp_bucketed", "ddp_individual_v2", CPU_COPY_ENGINE, "torch_ddp"]
 
 
 def short(variant: str) -> str:
@@ -48,48 +41,6 @@ every_variant = pytest.mark.parametrize("variant", SYNCHRONISING, ids=short)
 
 
 # ---- sums of the whole global batch, norms of the local one --------------------------------------
-
-
-def beside_oracle(context: Context, variant: str, mode: str, name: str, clipping: str) -> None:
-    """Every split of the batch, one after the other: plans are rebuilt after the first."""
-    pair = Beside(context, variant, mode, name, clipping)
-    for sizes in SPLITS[context.world_size]:
-        pair.check_step(sizes)
-
-
-def covering() -> list:
-    """Each variant with each mode; tied and per layer in turn, so that each meets each mode."""
-    cases = []
-    for (v, variant), (m, mode) in itertools.product(enumerate(VARIANTS), enumerate(MODES)):
-        name = ("transformer", "transformer_tied")[(v + m) % 2]
-        clipping = ("flat", "per_layer")[(v // 2 + m) % 2]
-        world_size = 4 if (v + m) % 4 == 0 else 2
-        cases.append(
-            pytest.param(
-                world_size, variant, mode, name, clipping,
-                id=f"{world_size}-{short(variant)}-{mode}-{name}-{clipping}",
-            )
-        )  # fmt: skip
-    return cases
-
-
-@pytest.mark.parametrize(("world_size", "variant", "mode", "name", "clipping"), covering())
-def test_sums_are_those_of_one_process(cpu_ranks, world_size, variant, mode, name, clipping):
-    cpu_ranks.run(world_size, beside_oracle, variant, mode, name, clipping)
-
-
-def full_product(context: Context, variant: str) -> None:
-    for name, mode, clipping in itertools.product(
-        ("transformer", "transformer_tied"), MODES, ("flat", "per_layer")
-    ):
-        beside_oracle(context, variant, mode, name, clipping)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-@pytest.mark.parametrize("variant", VARIANTS, ids=short)
-def test_every_combination(cpu_ranks, variant, world_size):
-    cpu_ranks.run(world_size, full_product, variant)
 
 
 # ---- accumulation --------------------------------------------------------------------------------
@@ -126,28 +77,6 @@ def microbatch(context: Context, micro: int, count: int) -> list[slice]:
 @every_variant
 def test_accumulation_equals_one_large_batch(cpu_ranks, variant):
     cpu_ranks.run(2, accumulated, variant)
-
-
-def with_memory_manager(context: Context, variant: str, sigma: float) -> np.ndarray:
-    """Microbatches through engine and BatchMemoryManager: the parameters after two epochs."""
-    run = build(context, variant, noise_multiplier=sigma, max_grad_norm=0.5)
-    for _ in range(2):
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
-        ) as loader:
-            for inputs, targets, _ in loader:
-                run.criterion(run.model(inputs), targets).backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-    return parameters(run)
-
-
-@every_variant
-def test_microbatches_equal_one_process_without_them(cpu_ranks, variant):
-    _, expected = alone(12, noise_multiplier=0.3, max_grad_norm=0.5)
-    answers = cpu_ranks.run(2, with_memory_manager, variant, 0.3)
-    assert answers[0].tobytes() == answers[1].tobytes()
-    np.testing.assert_allclose(answers[0], expected, rtol=0, atol=1e-5)
 
 
 # ---- failures and parameters that were not used --------------------------------------------------
@@ -312,39 +241,6 @@ def test_sums_leave_while_others_are_computed(cpu_ranks, variant, mode):
 # ---- 16-bit parameters ---------------------------------------------------------------------------
 
 
-def steps_in_16_bit(context: Context, variant: str) -> tuple[np.ndarray, int]:
-    run = build(
-        context, variant, name="transformer"  , dtype=torch.bfloat16
-    )  # fmt: skip
-    network = run.model.network
-
-    def zero_grad(step: int) -> None:
-        assert {p.grad.dtype for p in network.parameters()} == {torch.bfloat16}
-        (
-            run.optimizer.zero_grad,
-            lambda: run.optimizer.zero_grad(set_to_none=False),
-            run.model.zero_grad,
-            lambda: run.model.zero_grad(set_to_none=False),
-        )[step % 4]()
-
-    train(run, 5, zero_grad=zero_grad)
-    assert {p.grad.dtype for p in network.parameters()} == {torch.bfloat16}
-    return parameters(run), run.model.module.stats()["bytes"]
-
-
-@pytest.mark.parametrize("variant", TAKE_16_BIT, ids=short)
-def test_16_bit_parameters_take_noisy_float32_sums(cpu_ranks, variant):
-    answers = cpu_ranks.run(2, steps_in_16_bit, variant)
-    _, expected = alone(5, name="transformer", dtype=torch.bfloat16)
-    values = [values.tobytes() for values, _ in answers]
-    assert values[0] == values[1]
-    # Parameters are rounded after each step: a unit in the last place now and then.
-    difference = np.abs(answers[0][0] - expected)
-    assert difference.max() < 0.05
-    assert difference.mean() < 1e-3
-    assert [nbytes for _, nbytes in answers] == 2 * [expected.size * FLOAT32_BYTES]
-
-
 # ---- without privacy -----------------------------------------------------------------------------
 
 
@@ -429,42 +325,6 @@ def test_gradients_are_means_again_behind_private(cpu_ranks, variant):
 
 
 # ---- noise ---------------------------------------------------------------------------------------
-
-
-def one_step(
-    context: Context, variant: str, sigma: float, steps: int = 1, **options
-) -> tuple[np.ndarray, np.ndarray]:
-    """What the last step applied, and the parameters after it."""
-    run = build(context, variant, name="transformer", noise_multiplier=sigma, **options)
-    train(run, steps)
-    return applied(run), parameters(run)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "variant"), [*((2, v) for v in SYNCHRONISING), (4, "ddp_bucketed")],
-    ids=lambda value: short(str(value)),
-)  # fmt: skip
-def test_noise_is_added_once(cpu_ranks, world_size, variant):
-    """The same on all replicas, of standard deviation σC whatever W, and that of one process."""
-    sigma, limit, expected_batch = 0.8, 0.7, 4
-    noisy = cpu_ranks.run(world_size, one_step, variant, sigma)
-    clean = cpu_ranks.run(world_size, one_step, variant, 0.0)
-    for answers in (noisy, clean):
-        assert len({(g.tobytes(), p.tobytes()) for g, p in answers}) == 1, "replicas differ"
-    noise = (noisy[0][0] - clean[0][0]) * expected_batch / (sigma * limit)
-    assert abs(noise.std() - 1) < 0.05
-    assert abs(noise.mean()) < 0.06
-    for answers, s in ((clean, 0.0), (noisy, sigma)):
-        expected, _ = alone(1, name="transformer", noise_multiplier=s)
-        np.testing.assert_allclose(answers[0][0], expected, rtol=0, atol=1e-6)
-
-
-@every_variant
-def test_replicas_stay_equal_over_several_steps(cpu_ranks, variant):
-    answers = cpu_ranks.run(2, one_step, variant, 0.8, 4)
-    assert len({p.tobytes() for _, p in answers}) == 1
-    _, expected = alone(4, name="transformer")
-    np.testing.assert_allclose(answers[0][1], expected, rtol=0, atol=1e-5)
 
 
 # ---- a rank that dies ----------------------------------------------------------------------------

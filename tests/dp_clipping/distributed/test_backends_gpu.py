@@ -42,17 +42,6 @@ def check_noisy_steps(ranks, world_size: int, variant: str) -> None:
         np.testing.assert_allclose(answers[0][1], expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    ["ddp_bucketed", *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS[1:])],
-    ids=on_gpus,
-)
-def test_on_cpu(cpu_ranks, variant):
-    """What runs on GPUs below is right where it can be run everywhere."""
-    cpu_ranks.run(2, beside_oracle, variant)
-    check_noisy_steps(cpu_ranks, 2, variant)
-
-
 @pytest.mark.gpu
 @every_variant
 def test_sums_on_gpus(gpu_ranks, variant):

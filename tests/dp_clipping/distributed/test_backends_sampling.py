@@ -1,9 +1,7 @@
 """Poisson draws, microbatches, keys and the account on several ranks, beside one process."""
 
-import itertools
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,38 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
 from dp_clipping import BatchMemoryManager, PrivacyEngine
-from dp_clipping.noise.keys import fixed_keys
-from dp_clipping.sampling.poisson import included
 from dp_clipping.validation import check_module
 from lm.rank_pool import Context
 from tests.ddp.conftest import CPU_COPY_ENGINE
-from tests.support.replicas import SYNCHRONISING, applied, build, flat, parameters, train
-
-COUNT, BATCH = 24, 4  # 6 draws an epoch
-
-
-def epoch(
-    context: Context, variant: str, microbatch: int | None, steps: int, options: dict,
-    pad: bool = False,
-) -> dict:  # fmt: skip
-    """So many steps: what was drawn, and what must agree."""
-    run = build(context, variant, **options)
-    draws = train(run, steps, microbatch, pad=pad)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
-        epsilon = run.engine.get_epsilon(1e-5)
-    return {
-        "draws": draws,
-        "parameters": parameters(run),
-        "agreed": (
-            parameters(run).tobytes(),
-            run.optimizer.steps,
-            tuple(run.engine.accountant.history),
-            epsilon,
-            run.optimizer.expected_batch_size,
-            run.loader.sample_rate,
-        ),
-    }
+from tests.support.replicas import SYNCHRONISING, applied, build, parameters, train
 
 
 def with_a_module(context: Context, wrap: Callable[[nn.Module], nn.Module]) -> list[str]:
@@ -111,106 +81,6 @@ def test_a_plain_network_on_several_ranks_is_told_that_it_is_alone(cpu_ranks):
     assert cpu_ranks.run(4, with_a_module, together) == [[]] * 4
 
 
-def joined(lists) -> list:
-    return list(itertools.chain.from_iterable(lists))
-
-
-def check_against_one_process(answers: list, steps: int, **options) -> None:
-    """Disjoint parts of the same draws, and the same parameters after them."""
-    alone = build(**options)
-    draws = train(alone, steps)
-    for step, draw in enumerate(draws):
-        shares = [joined(a["draws"][step]) for a in answers]
-        assert sorted(joined(shares)) == joined(draw)
-        for rank, share in enumerate(shares):
-            assert all(i % len(answers) == rank for i in share)
-        assert len({len(a["draws"][step]) for a in answers}) == 1, "microbatches"
-    assert len({a["agreed"] for a in answers}) == 1
-    assert answers[0]["agreed"][1] == steps
-    assert len(answers[0]["agreed"][2]) == 1, "one entry of the account, all steps are alike"
-    assert answers[0]["agreed"][2] == tuple(alone.engine.accountant.history)
-    np.testing.assert_allclose(answers[0]["parameters"], parameters(alone), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "microbatch", "pad"),
-    [(2, None, False), (4, None, False), (2, 1, False), (4, 1, False), (2, 2, False), (4, 2, False),
-     (4, 2, True)],
-)  # fmt: skip
-def test_ranks_share_one_draw(cpu_ranks, world_size, microbatch, pad):
-    answers = cpu_ranks.run(world_size, epoch, "ddp_bucketed", microbatch, 9, {}, pad)
-    check_against_one_process(answers, 9)
-    sizes = [[len(joined(draw)) for draw in a["draws"]] for a in answers]
-    mixed = [0 in of_ranks and any(of_ranks) for of_ranks in zip(*sizes, strict=True)]
-    assert any(mixed) or world_size == 2, "some rank must have had nothing"
-    if microbatch:
-        for step, of_ranks in enumerate(zip(*sizes, strict=True)):
-            needed = max(1, -(-max(of_ranks) // microbatch))
-            assert len(answers[0]["draws"][step]) == needed
-
-
-@pytest.mark.parametrize("variant", SYNCHRONISING, ids=lambda v: v.rpartition(":")[2])
-def test_an_empty_draw_is_a_step(cpu_ranks, variant):
-    """Noise alone, counted on every rank; every variant has its turn with nothing to send."""
-    options = {"count": 6, "batch_size": 1, "noise_multiplier": 1.5}
-    answers = cpu_ranks.run(2, epoch, variant, 1, 8, options)
-    one, other = (a["draws"] for a in answers)
-    assert [] in [joined(a) + joined(b) for a, b in zip(one, other, strict=True)]
-    check_against_one_process(answers, 8, **options)
-
-
-def noise_of_an_empty_draw(context: Context, seed: int) -> np.ndarray:
-    run = build(context, name="transformer", count=6, batch_size=1, seed=seed)
-    assert train(run, 1) == [[[]]]
-    assert run.model.per_sample_gradient_norms.shape == (0,)
-    return applied(run)
-
-
-def test_an_empty_draw_has_the_whole_noise(cpu_ranks):
-    def is_empty(seed: int) -> bool:
-        key = fixed_keys(torch.Generator().manual_seed(seed)).sampling
-        return not included(key, 0, 6, 1 / 6).any()
-
-    seed = next(filter(is_empty, itertools.count()))
-    one, other = cpu_ranks.run(2, noise_of_an_empty_draw, seed)
-    assert one.tobytes() == other.tobytes()
-    assert abs(one.std() / (0.8 * 0.7) - 1) < 0.05
-
-
-@pytest.mark.parametrize("distributed", [False, True])
-def test_the_divisor_is_a_public_constant(cpu_ranks, distributed):
-    """`batch_size`, times the ranks with a DistributedSampler; drawn sizes do not enter."""
-    options = {"distributed_sampler": distributed, "batch_size": 3}
-    answers = cpu_ranks.run(2, epoch, "ddp_bucketed", None, 5, options)
-    assert len({a["agreed"] for a in answers}) == 1
-    *_, expected_batch, rate = answers[0]["agreed"]
-    assert expected_batch == (6 if distributed else 3)
-    assert rate == expected_batch / COUNT
-    again = {"batch_size": 6 if distributed else 3}
-    check_against_one_process(answers, 5, **again)
-
-
-def test_made_up_samples_of_empty_draws_count_for_nothing(cpu_ranks):
-    answers = cpu_ranks.run(4, epoch, "ddp_individual_v2", 1, 6, {"rand_on_empty": True})
-    alone = build()
-    train(alone, 6)
-    assert len({a["agreed"] for a in answers}) == 1
-    np.testing.assert_allclose(answers[0]["parameters"], parameters(alone), rtol=0, atol=1e-5)
-
-
-def without_privacy(context: Context) -> tuple[bytes, list[int]]:
-    run = build(context, grad_sample_mode="no_dp", count=6, batch_size=1)
-    draws = train(run, 8, 1)
-    return parameters(run).tobytes(), [len(pieces) for pieces in draws]
-
-
-def test_no_dp_on_the_same_draws(cpu_ranks):
-    """Unequal and empty ones: the ranks stay in step, and no empty batch makes a NaN."""
-    one, other = cpu_ranks.run(2, without_privacy)
-    assert one == other
-    assert np.isfinite(np.frombuffer(one[0], np.float32)).all()
-
-
 def differing(context: Context, name: str, values: list) -> str:
     try:
         build(context, **{name: values[context.rank]})
@@ -239,6 +109,19 @@ def test_ranks_must_agree_on_the_settings(cpu_ranks, name, values, shown):
     one, other = cpu_ranks.run(2, differing, name, values)
     assert one == other
     assert shown in one if shown else not one
+
+
+def other_caps(context: Context) -> None:
+    most = 5 + context.rank
+    with pytest.raises(ValueError, match=r"max_batch_size \(5 .*6"):
+        build(context, sampling="truncated_poisson", max_batch_size=most)
+    sampling = ("cyclic", "balls_in_bins")[context.rank]
+    with pytest.raises(ValueError, match=r"sampling \('?cyclic"):
+        build(context, sampling=sampling)
+
+
+def test_ranks_must_agree_on_the_sampling(cpu_ranks):
+    cpu_ranks.run(2, other_caps)
 
 
 def held_back(context: Context, variant: str) -> tuple[bytes, str]:
@@ -322,69 +205,7 @@ def test_a_second_backward_is_refused_by_ranks_without_samples_too(cpu_ranks):
 # ---- keys and account ----------------------------------------------------------------------------
 
 
-def with_drawn_keys(context: Context) -> tuple:
-    torch.manual_seed(0)
-    run = build(context, seed=None)
-    draws = train(run, 4)
-    keys = run.engine._runs[0].keys
-    assert not keys.fixed
-    history = tuple(run.engine.accountant.history)
-    return keys.fingerprint, history, run.engine.get_epsilon(1e-5), parameters(run).tobytes(), draws
-
-
-def test_ranks_share_one_secret_that_is_new_in_each_run(cpu_ranks):
-    runs = [cpu_ranks.run(2, with_drawn_keys) for _ in range(2)]
-    for one, other in runs:
-        assert one[:4] == other[:4]
-        assert not set(joined(joined(one[4]))) & set(joined(joined(other[4])))
-    first, second = (answers[0] for answers in runs)
-    assert first[1:3] == second[1:3], "the account is the same"
-    assert first[0] != second[0]
-    assert first[3] != second[3]
-
-
-def other_seeds(context: Context) -> tuple:
-    run = build(context, seed=100 + context.rank)
-    train(run, 2)
-    return run.engine._runs[0].keys.fingerprint, parameters(run).tobytes()
-
-
-def test_fixed_keys_are_those_of_rank_0(cpu_ranks):
-    """Replicas with other noise would drift apart."""
-    one, other = cpu_ranks.run(2, other_seeds)
-    assert one == other
-    generator = torch.Generator().manual_seed(100)
-    assert one[0] == fixed_keys(generator).fingerprint
-
-
 # ---- checkpoint ----------------------------------------------------------------------------------
-
-
-def resumed(context: Context, variant: str, folder: str) -> tuple[list, bytes]:
-    """16-bit parameters, whose gradients change type, and microbatches."""
-    path = Path(folder) / "run.pt"
-    options = {"name": "transformer", "dtype": torch.bfloat16, "seed": None}
-    whole = build(context, variant, **options)
-    train(whole, 3, 1)
-    files = {"path": path, "module": whole.model, "optimizer": whole.optimizer}
-    whole.engine.save_checkpoint(**files)
-    expected = train(whole, 4, 1)
-    again = build(context, variant, **options)
-    again.engine.load_checkpoint(path=path, module=again.model, optimizer=again.optimizer)
-    assert train(again, 4, 1) == expected
-    assert parameters(again).tobytes() == parameters(whole).tobytes()
-    momentum = [
-        flat([s["momentum_buffer"] for s in run.optimizer.state.values()]).tobytes()
-        for run in (whole, again)
-    ]
-    assert momentum[0] == momentum[1]
-    return parameters(again).tobytes()
-
-
-@pytest.mark.parametrize("variant", ["ddp_individual_v2", CPU_COPY_ENGINE], ids=["v2", "copy"])
-def test_a_resumed_run_goes_on_bit_for_bit(cpu_ranks, variant, tmp_path):
-    one, other = cpu_ranks.run(2, resumed, variant, str(tmp_path))
-    assert one == other
 
 
 # ---- one process ---------------------------------------------------------------------------------

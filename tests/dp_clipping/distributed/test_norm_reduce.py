@@ -4,7 +4,7 @@ import math
 import os
 import random
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from tests.support import seeds, zoo
 MESHES = {"data": (2, 1), "tensor": (1, 2), "data x tensor": (2, 2), "tensor of 4": (1, 4)}
 TENSOR_MESHES = [name for name, (_, tensor) in MESHES.items() if tensor > 1]
 BATCH = 7  # samples of the global batch
-SPLITS = {1: [(7,), (0,)], 2: [(4, 3), (0, 7), (6, 1), (0, 0)], 4: [(0, 4, 1, 2), (2, 2, 2, 1)]}
 GROUPS = 2  # clipping groups
 
 
@@ -84,18 +83,6 @@ class Part:
             group, squares = self.squares[name]
             table[0, group] += squares
         return table.to(self.device)
-
-
-def part_of(reducer: NormReducer, sizes: tuple[int, ...]) -> slice:
-    start = sum(sizes[: reducer.data.rank])
-    return slice(start, start + sizes[reducer.data.rank])
-
-
-def same_bits(context: Context, table: Tensor) -> None:
-    """On all ranks of the context."""
-    others = [torch.empty_like(table) for _ in range(context.world_size)]
-    dist.all_gather(others, table.contiguous(), group=context.group)
-    assert all(torch.equal(table.nan_to_num(), other.nan_to_num()) for other in others)
 
 
 # ---- what clipping needs -------------------------------------------------------------------------
@@ -180,96 +167,6 @@ def test_one_process_takes_the_same_path():
         torch.testing.assert_close(norms.wait(), own[0])
 
 
-class Enter(torch.autograd.Function):
-    """What tensor parallel does where parts begin: the gradient is the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class Leave(torch.autograd.Function):
-    """And where they end: the output is the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-BLOCKS, BATCH_SIZE, WIDTH = 4, 3, 4
-
-
-def split_backward(context: Context, every: int) -> None:
-    """Blocks x + W₂ tanh(W₁ x), W₁ split by rows and W₂ by columns, beside one process."""
-    generator = torch.Generator().manual_seed(0)
-    normal = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    whole = [(normal(2 * WIDTH, WIDTH), normal(WIDTH, 2 * WIDTH)) for _ in range(BLOCKS)]
-    x = normal(BATCH_SIZE, WIDTH).requires_grad_()
-
-    def loss_of(weights, enter, leave, seen):
-        """Their sum; `seen(name, squares)` is called as backward goes."""
-
-        def note(name, a, g):
-            seen(name, a * g.square().sum(1))
-
-        h = x
-        for number, (first, second) in enumerate(weights):
-            inside = enter(h)
-            middle = inside @ first.T
-            out = middle.tanh() @ second.T
-            for name, a, y in (
-                (f"{number}.1", inside, middle),
-                (f"{number}.2", middle.tanh(), out),
-            ):
-                hook = partial(note, name, a.detach().square().sum(1))
-                y.register_hook(hook)
-            h = h + leave(out)
-        return h.square().sum()
-
-    expected = torch.zeros(BATCH_SIZE, dtype=torch.float64)
-    loss_of(whole, lambda h: h * 1, lambda h: h, lambda _, own: expected.add_(own)).backward()
-
-    reducer = reducer_of(context, "tensor", "layerwise")
-    order = [f"{number}.{part}" for number in reversed(range(BLOCKS)) for part in (2, 1)]
-    squares: dict[str, Tensor] = {}
-    zero = torch.zeros(BATCH_SIZE, dtype=torch.float64)
-    sums = reducer.layerwise(
-        order, lambda names: sum((squares[n] for n in names), zero)[None, None], every
-    )
-
-    def arrived(name, own):
-        squares[name] = own
-        sums.add(name)
-
-    parts = [
-        (first.chunk(2)[context.rank], second.chunk(2, dim=1)[context.rank])
-        for first, second in whole
-    ]
-    group = context.group
-    loss = loss_of(parts, lambda h: Enter.apply(h, group), lambda h: Leave.apply(h, group), arrived)
-    loss.backward()
-    assert sums.launched == -(-len(order) // every), "they left in backward"
-    torch.testing.assert_close(sums.wait()[0, 0], expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_layerwise_sums_leave_among_the_collectives_of_backward(cpu_ranks, every):
-    cpu_ranks.run(2, split_backward, every)
-
-
 def missing_keys(context: Context, every: int) -> None:
     """Parameters that backward did not reach arrive on no rank, others on some ranks only."""
     reducer = reducer_of(context, "tensor", "layerwise")
@@ -328,36 +225,7 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank(cpu_ranks):
     cpu_ranks.run(2, not_finite)
 
 
-# ---- the global vector ---------------------------------------------------------------------------
-
-
-def gathered(context: Context, mesh: str) -> None:
-    reducer = reducer_of(context, mesh)
-    for sizes in SPLITS[reducer.data.size]:
-        size = sum(sizes)
-        mine = part_of(reducer, sizes)
-        part = Part(context, mesh, reducer, mine)
-        own = part.table(part.squares)
-        complete = reducer.reduce(own).wait()
-        found = GlobalNorms(reducer, complete[0])
-        assert found.sizes == list(sizes)
-        assert found.wait().shape == (GROUPS, size)
-        torch.testing.assert_close(found.wait().cpu(), reference()[:, :size], rtol=1e-14, atol=0)
-        same_bits(context, found.wait())
-        expected = oracle.norms(gradients())[:size]
-        norms = found.wait().sum(0).sqrt().cpu()
-        torch.testing.assert_close(norms, expected, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_rank_has_the_vector_of_one_process(cpu_ranks, mesh):
-    cpu_ranks.run(world_size_of(mesh), gathered, mesh)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mesh", ["data", "tensor"])
-def test_the_same_vector_on_gpus(gpu_ranks, mesh):
-    gpu_ranks.run(2, gathered, mesh)
+# ---- the global vector, beside test_global_norms.py ----------------------------------------------
 
 
 def read_by_one_rank(context: Context) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lm.rank_pool import Context
-from tests.dp_clipping.distributed.test_units_of_privacy import SHARDS
 from tests.support import zoo
+from tests.support.ranks import LAYOUTS
 from tests.support.replicas import build, train
 from tests.support.sharded_steps import whole
 
@@ -19,7 +19,12 @@ def own_module(context: Context, name: str, path: str) -> list[Tensor]:
     case = zoo.BY_NAME["transformer"]
     plain = list(case.build().state_dict())
     runs = [
-        build(context, shard=partial(SHARDS[name], context), name="transformer", wrap_model=wraps)
+        build(
+            context,
+            shard=partial(LAYOUTS[name].place, context),
+            name="transformer",
+            wrap_model=wraps,
+        )
         for wraps in (False, True)
     ]
     own, wrapped = runs

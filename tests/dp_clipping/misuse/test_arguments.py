@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dp_clipping import BatchMemoryManager, CorrelatedNoise, PrivacyEngine, register_noise_mechanism
+from dp_clipping import BatchMemoryManager, CorrelatedNoise, PrivacyEngine
 from dp_clipping.noise import mechanisms
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.optimizer import PrivateOptimizer
@@ -200,12 +200,7 @@ def registered():
     """A noise mechanism of the user's own: 'mine'."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mechanisms, "_REGISTERED", {})
-        register_noise_mechanism(
-            "mine", lambda u: math.sqrt(2) * torch.erfinv(2 * u - 1),
-            epsilon=lambda history, delta: sum(
-                n * (30 / s + 12 * math.log10(1 / delta) / 5 / s) for s, _, n in history
-            ),
-        )  # fmt: skip
+        engine.register_noise("mine")
         yield
 
 

@@ -13,7 +13,6 @@ from dp_clipping.distributed.placement import spans_of
 from dp_clipping.noise import mechanisms
 from dp_clipping.noise.add_noise import add_noise
 from dp_clipping.noise.gaussian import NoiseStream
-from tests.dp_clipping.distributed import test_fsdp1, test_fsdp2
 from tests.support import replicas, saved_runs
 from tests.support.sharded_steps import whole_parameters
 
@@ -269,13 +268,3 @@ def trained(context, shard):
     run = replicas.build(context, name="transformer", noise_mechanism="logistic", **options)
     replicas.train(run, 3)
     return whole_parameters(run)
-
-
-@pytest.mark.parametrize("shard", [None, test_fsdp2.sharded, test_fsdp1.sharded])
-def test_ranks_have_the_noise_of_one_process(cpu_ranks, shard):
-    register()
-    alone = replicas.build(name="transformer", noise_mechanism="logistic")
-    replicas.train(alone, 3)
-    for found in cpu_ranks.run(2, trained, shard):
-        for one, other in zip(found, whole_parameters(alone), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)

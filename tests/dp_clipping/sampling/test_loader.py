@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import UserDict, namedtuple
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -11,17 +11,12 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     Subset,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from dp_clipping.sampling.loader import PoissonLoader, expected_batch_size_of
 from dp_clipping.sampling.poisson import PoissonSampler
 from tests.support.draws import KEY, drawn, joined, numbers, poisson
-
-Pair = namedtuple("Pair", "inputs labels")
 
 
 class TestLoader:
@@ -323,21 +318,6 @@ class TestEmptyBatch:
         assert batch.shape == (0, 3)
         assert batch.dtype == torch.bfloat16
 
-    def test_nested_dict(self):
-        sample = {"a": torch.ones(2), "b": {"c": (torch.ones(1, dtype=torch.int32), 2.0)}}
-        batch = no_samples(sample)[0]
-        assert batch["a"].shape == (0, 2)
-        integers, doubles = batch["b"]["c"]
-        assert integers.shape == (0, 1)
-        assert integers.dtype == torch.int32
-        assert doubles.shape == (0,)
-        assert doubles.dtype == torch.float64
-
-    def test_namedtuple(self):
-        batch = no_samples(Pair(torch.ones(2), 1))[0]
-        assert type(batch) is Pair
-        assert batch.inputs.shape == (0, 2)
-
     def test_mapping_with_attributes(self):
         def collate(samples):
             return Encoding({"ids": torch.stack(samples), "scale": 0.5, "name": None}, kept="yes")
@@ -348,38 +328,6 @@ class TestEmptyBatch:
         assert batch["ids"].shape == (0, 4)
         assert batch["scale"] == 0.5
         assert batch["name"] is None
-
-    def test_lists_with_an_entry_for_each_sample_are_empty(self):
-        def tuples(samples):
-            return tuple(zip(*samples, strict=True))
-
-        assert no_samples({"text": "private", "x": 1.0})[0]["text"] == []
-        assert no_samples((torch.ones(2), "private"), collate_fn=list)[0] == []
-        assert no_samples((torch.ones(2), "private"), collate_fn=tuples)[0] == ((), ())
-
-    def test_numpy_arrays(self):
-        batch = no_samples(np.ones(3, np.float16), collate_fn=np.stack)[0]
-        assert batch.shape == (0, 3)
-        assert batch.dtype == np.float16
-
-    def test_batch_in_dimension_1(self):
-        def collate(samples):
-            return torch.stack([s[0] for s in samples], 1), torch.tensor([s[1] for s in samples])
-
-        sample = (torch.ones(5, 2), 3)
-        inputs, labels = no_samples(sample, collate_fn=collate, batch_first=False)[0]
-        assert inputs.shape == (5, 0, 2)
-        assert labels.shape == (0,)
-
-    def test_keeps_no_storage_of_the_sample(self):
-        (batch,) = no_samples((torch.ones(1000),))[0]
-        assert batch.untyped_storage().nbytes() == 0
-
-    def test_changing_one_changes_no_other(self):
-        one, other = no_samples({"x": torch.ones(2)})[:2]
-        one["x"] = one["y"] = "changed"
-        assert list(other) == ["x"]
-        assert other["x"].shape == (0, 2)
 
     def test_a_collate_function_that_changes_its_samples(self):
         def collate(samples):
@@ -409,15 +357,6 @@ class TestEmptyBatch:
         assert batch["y"].shape == (1,)
         assert batch["y"].item() in (0, 1)
 
-    def test_refuses_what_may_carry_a_sample(self):
-        with pytest.raises(ValueError, match="collate_fn makes a object"):
-            no_samples(1, collate_fn=lambda samples: object())
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(4))
-
 
 def refusal(loader, **options) -> str:
     with pytest.raises(ValueError) as caught:
@@ -428,24 +367,6 @@ def refusal(loader, **options) -> str:
 
 
 class TestRefusedLoaders:
-    def test_iterable_dataset(self):
-        assert "a dataset with __getitem__" in refusal(DataLoader(Stream()))
-
-    def test_no_batches(self):
-        assert "batch_size=None" in refusal(DataLoader(numbers(4), batch_size=None))
-        assert "drop_last=False" in refusal(DataLoader(numbers(4), batch_size=5, drop_last=True))
-
-    def test_poisson_already(self):
-        assert "already" in refusal(poisson())
-
-    @pytest.mark.parametrize(
-        "sampler", [SubsetRandomSampler([0, 2, 3]), WeightedRandomSampler([1.0] * 8, 8)]
-    )
-    def test_samplers_that_prefer_some_samples(self, sampler):
-        message = refusal(DataLoader(numbers(8), batch_size=2, sampler=sampler))
-        assert type(sampler).__name__ in message
-        assert "Subset(dataset, indices)" in message
-
     def test_a_subset_is_accepted(self):
         loader = DataLoader(Subset(numbers(8), [1, 3, 5]), batch_size=1)
         seen = drawn(PoissonLoader.from_data_loader(loader, key=KEY))

@@ -346,7 +346,7 @@ def test_the_statement_names_what_is_included():
     assert "secure" not in saved_runs.build().engine.privacy_statement(1e-3).as_dict()
 
 
-@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+@pytest.mark.parametrize("accountant", [pytest.param("prv", marks=pytest.mark.slow), "rdp"])
 @pytest.mark.filterwarnings("ignore:Optimal order")
 def test_a_target_is_met_with_everything_included(accountant):
     network = saved_runs.Network()

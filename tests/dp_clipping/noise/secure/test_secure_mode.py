@@ -1,7 +1,6 @@
 """`PrivacyEngine(secure_mode=True)`: its noise, its batches, what it refuses, resume and ranks."""
 
 import math
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -17,10 +16,7 @@ from dp_clipping.noise.secure.rounded_gaussian import values_at
 from dp_clipping.noise.secure.source import SecureNoise, grid_of, stream_keys
 from dp_clipping.sampling.poisson import included
 from lm.parallel import parallelize
-from tests.dp_clipping.distributed import test_fsdp1, test_fsdp2
-from tests.support import replicas, saved_runs
-from tests.support.meshes import square
-from tests.support.sharded_steps import whole_parameters
+from tests.support import saved_runs
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
 KEY = bytes(range(32))
@@ -232,58 +228,6 @@ def test_microbatches_have_the_noise_of_one_batch():
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def on_ranks(context=None, variant="ddp_bucketed", shard=None, **options):
-    """Returns a run of which the keys are known, as no user's are."""
-    given = {} if shard is None else {"shard": partial(shard, context)}
-    drawn = keys.secrets.token_bytes
-    try:
-        keys.secrets.token_bytes = lambda size: KEY[:size]
-        run = replicas.build(
-            context, variant, name="transformer", seed=None, secure_mode=True, **given, **options
-        )
-    finally:
-        keys.secrets.token_bytes = drawn
-    return run
-
-
-def trained(context, variant, shard):
-    run = on_ranks(context, variant, shard)
-    replicas.train(run, 3)
-    statement = run.engine.privacy_statement(1e-3)
-    with run.model.whole_parameters() if variant == "fsdp" else nullcontext():
-        found = whole_parameters(run)
-    return found, statement.secure["parameters"], statement.epsilon
-
-
 def tensor_parallel(context, network):
     mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
     return parallelize(network, mesh)
-
-
-def on_a_mesh(context, network):
-    return parallelize(network, square("data", "tensor"))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "variant", "shard"),
-    [
-        (2, "ddp_bucketed", None), (2, "zero2", None), (2, "fsdp", None),
-        (2, "", test_fsdp2.sharded), (2, "", test_fsdp1.sharded), (2, "", tensor_parallel),
-        (4, "", on_a_mesh), (3, "", test_fsdp2.at_the_root),
-        *(
-            pytest.param(*like_another, marks=pytest.mark.slow)
-            for like_another in (
-                (2, "torch_ddp", None), (2, "zero1", None), (2, "", test_fsdp1.at_the_root)
-            )
-        ),
-    ],
-)  # fmt: skip
-def test_ranks_have_the_noise_of_one_process(cpu_ranks, ranks, variant, shard):
-    alone = on_ranks()
-    replicas.train(alone, 3)
-    statement = alone.engine.privacy_statement(1e-3)
-    for found, dimension, epsilon in cpu_ranks.run(ranks, trained, variant, shard):
-        assert dimension == statement.secure["parameters"]
-        assert epsilon == statement.epsilon
-        for one, other in zip(found, whole_parameters(alone), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)

@@ -1,0 +1,181 @@
+"""Norms and clipped sums on ranks, beside one ordinary backward per sample in float64.
+
+A row is a layout and a way to make steps; each makes two, with samples split in other ways.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, product
+
+import pytest
+import torch
+
+from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
+from experiments.verify_correctness import reference as oracle
+from lm.rank_pool import Context
+from tests.dp_clipping.conftest import MODES, private, private_loss
+from tests.support import around_blocks, zoo
+from tests.support.ranks import (
+    DIVIDED,
+    LAYOUTS,
+    ON_FOUR,
+    REPLICAS,
+    SHARDED,
+    Way,
+    step_beside_one_process,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+CLIPPINGS = ("flat", "per_layer")
+STYLES = tuple(product(MODES, CLIPPINGS))
+CORE = (*REPLICAS, *DIVIDED, *SHARDED, *ON_FOUR)
+
+
+def in_turn() -> Iterator[Way]:
+    """Yields each layout in each mode: per layer, tied and reduced in other ways for the next.
+
+    Replicas, which know nothing of modes, have two of them in turn.
+    """
+    turns = cycle(product(("uneven", "transformer_tied"), CLIPPINGS, NORM_REDUCTIONS))
+    for n, (layout, mode) in enumerate(product(CORE, MODES)):
+        if layout in REPLICAS and (n + n // 3) % 3 == 0:
+            continue
+        name, clipping, reduction = next(turns)
+        if name == "transformer_tied" and layout in (*SHARDED, *ON_FOUR):
+            name = "uneven"  # not every sharding takes tied weights
+        yield Way(layout, name, mode, clipping, reduction)
+
+
+LOOKS = [
+    Way(layout, looks=True)
+    for layout in ("fsdp1 block", "fsdp2 block", "fsdp1 on one", "fsdp2 on one", "tensor",
+                   "data x tensor", "fsdp2 x tensor", "hybrid")
+]  # fmt: skip
+UNITS = [
+    Way(layout, mode=mode, clipping=clipping, units=True, looks=mode == "per_sample")
+    for layout, mode, clipping in (
+        ("ddp_bucketed", "bookkeeping", "flat"), ("fsdp2 leaf", "per_sample", "flat"),
+        ("fsdp2 block", "ghost", "per_layer"), ("fsdp2 root", "bookkeeping", "flat"),
+        ("fsdp1 block", "ghost", "flat"), ("tensor", "per_sample", "per_layer"),
+        ("fsdp2 x tensor", "bookkeeping", "per_layer"), ("fsdp2 x tensor", "ghost", "flat"),
+    )
+]  # fmt: skip
+PARTS = [  # of a network: frozen, computed again in backward, used by nobody
+    *(Way(layout, name, mode)
+      for layout in ("fsdp1 block", "fsdp1 block, SHARD_GRAD_OP", "fsdp2 block")
+      for name, mode in (("frozen", "bookkeeping"), ("recomputed", "ghost"))),
+    Way("fsdp2 block", "frozen", "ghost"), Way("fsdp1 block", "recomputed", "per_sample"),
+    Way("fsdp", mode="flash_bookkeeping"),  # as bookkeeping, where there are no kernels
+    *(Way(layout, "norms alone") for layout in ("data x tensor", "fsdp2 x tensor")),
+    *(Way(layout, "unused") for layout in ("ddp_bucketed", "torch_ddp", "copy engine")),
+]  # fmt: skip
+AROUND = ("vit", "product", "lists", "nested", "tied", "linked", "frozen_block",
+          "frozen_parameter", "checkpointed_product")  # fmt: skip
+GATHERED = ("fsdp", "fsdp2 block", "fsdp2 leaf", "fsdp1 block")
+ONE_UNIT = {("tied", "fsdp2 leaf")}  # FSDP2 wants a parameter that two modules have in one unit
+AROUND_BLOCKS = [  # parameters of the root, or of another module around the blocks
+    Way(layout, name, mode, clipping)
+    for (layout, name), (mode, clipping) in zip(
+        [both for both in product(GATHERED, AROUND) if both[::-1] not in ONE_UNIT],
+        cycle([("bookkeeping", "flat"), ("ghost", "per_layer"), ("bookkeeping", "per_layer")]),
+        strict=False,
+    )
+]
+HANDED = [  # a parameter of the root, given to a block: expanded, or where all is gathered at once
+    *(Way(layout, "handed_expanded") for layout in ("fsdp", "fsdp2 block", "fsdp1 block")),
+    *(Way(layout, "handed") for layout in ("zero2", "fsdp2 root", "fsdp1 root")),
+]
+IN_16_BIT = [
+    *(Way(layout, mode=mode, tolerance=8e-2)
+      for layout, mode in product(("fsdp1 in bfloat16", "fsdp2 in bfloat16"), MODES)),
+    *(Way("fsdp in bfloat16", "product", mode, tolerance=8e-2) for mode in MODES),
+    *(Way(layout, dtype=torch.bfloat16)
+      for layout in ("ddp_bucketed", "ddp_individual_v2", "copy engine", "torch_ddp", "zero2")),
+]  # fmt: skip
+
+
+def rows(ways: list[Way]) -> pytest.MarkDecorator:
+    def called(way: Way) -> str:
+        more = ["units"] * way.units + ["looks"] * way.looks
+        more += ["bfloat16"] * (way.dtype is not None)
+        return "-".join((way.layout, way.name, way.mode, way.clipping, *more)).replace(" ", "_")
+
+    return pytest.mark.parametrize("way", [pytest.param(way, id=called(way)) for way in ways])
+
+
+@rows([*in_turn(), *LOOKS, *UNITS, *PARTS, *AROUND_BLOCKS, *HANDED, *IN_16_BIT])
+def test_steps(cpu_ranks, way):
+    cpu_ranks.run(LAYOUTS[way.layout].ranks, step_beside_one_process, way)
+
+
+def handed(context: Context, layout: str) -> None:
+    model = private(LAYOUTS[layout].place(context, around_blocks.make("handed")))
+    batch = oracle.move(zoo.classes(4, 6, 5), dtype=torch.float64)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"it gives blocks\.0.* a tensor made of") as raised:
+            private_loss(model, batch, zoo.cross_entropy)
+        assert "expand that to the batch" in str(raised.value)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp2 block", "fsdp1 block"])
+def test_a_parameter_that_is_handed_to_a_block_is_refused(cpu_ranks, layout):
+    """Its layers would have to run under vmap."""
+    cpu_ranks.run(2, handed, layout)
+
+
+# All of it
+
+
+def in_every_style(context: Context, way: Way) -> None:
+    for (mode, clipping), reduction in zip(STYLES, cycle(NORM_REDUCTIONS), strict=False):
+        style = {"mode": mode, "clipping": clipping, "reduction": reduction}
+        step_beside_one_process(context, replace(way, **style))
+
+
+@pytest.mark.slow
+@rows([
+    *(Way(layout) for layout in CORE),
+    *(Way(layout, "transformer_tied") for layout in (*REPLICAS, *DIVIDED)),
+    *(Way(layout, units=True) for layout in CORE),
+    *(Way(layout, name, looks=True)
+      for layout in (*GATHERED, "fsdp1 root", "fsdp2 root", "zero1", "zero2")
+      for name in around_blocks.NETWORKS if (name, layout) not in ONE_UNIT),
+])  # fmt: skip
+def test_every_style(cpu_ranks, way):
+    cpu_ranks.run(LAYOUTS[way.layout].ranks, in_every_style, way)
+
+
+def of_the_zoo(context: Context, layout: str, case: zoo.Case) -> None:
+    for mode in ("bookkeeping", "ghost"):
+        try:
+            step_beside_one_process(context, Way(layout, case.name, mode, looks=True))
+        except (ValueError, RuntimeError):
+            if not case.or_refused:
+                raise
+
+
+def has_scalars(case: zoo.Case) -> bool:
+    """Which both FSDPs refuse."""
+    return any(p.dim() == 0 for p in case.build().parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp1 root", "fsdp2 root"])
+@pytest.mark.parametrize("case", zoo.CASES, ids=lambda case: case.name)
+def test_the_zoo(cpu_ranks, case, layout):
+    if not all(importlib.util.find_spec(package) for package in case.needs):
+        pytest.skip(f"needs {case.needs}")
+    if has_scalars(case) or case.name.startswith("registered"):
+        pytest.skip("is refused")
+    cpu_ranks.run(2, of_the_zoo, layout, case)
+
+
+def of_registered_layers(context: Context, layout: str) -> None:
+    with pytest.raises(ValueError, match="make the network private unsharded"):
+        private(LAYOUTS[layout].place(context, zoo.BY_NAME["registered"].build().double()))
+
+
+@pytest.mark.parametrize("layout", ["fsdp1 root", "fsdp2 root"])
+def test_registered_layers_are_refused(cpu_ranks, layout):
+    cpu_ranks.run(2, of_registered_layers, layout)
