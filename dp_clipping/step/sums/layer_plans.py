@@ -66,9 +66,7 @@ class PlainPlans:
 
     def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
         """Returns whether G [d, p] is kept rather than its factors."""
-        if self._policy.two_passes:
-            return False
-        return self._policy.dense_always or tokens * (outputs + inputs) >= outputs * inputs
+        return not self._policy.two_passes and tokens * (outputs + inputs) >= outputs * inputs
 
 
 class FusedPlans:

@@ -23,7 +23,6 @@ from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
 from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.recorder import (
     DENSE,
-    FACTORS,
     LINEAR,
     NORMALIZED,
     Left,
@@ -141,8 +140,6 @@ class Plain:
                 ]
             else:
                 value = left.value[0] if left.kind is DENSE else left.value
-                if left.kind is FACTORS and self.context.policy.dense_always:
-                    value = value.dense()
                 found.append((left.records[0], value, left))
         return found
 

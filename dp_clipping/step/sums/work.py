@@ -31,7 +31,7 @@ from dp_clipping.layers.recorder import DENSE, FACTORS, Joint, Left, Summand, Tr
 from dp_clipping.planning.cost_model import SUM_BYTES
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.step_norms import norms_of
-from dp_clipping.step.sums.uses import Uses
+from dp_clipping.step.sums.uses import Uses, gradients_left
 from dp_clipping.torch_compat import VERSION, allocated, current_stream
 from dp_clipping.trials.randomness import RandomStates
 
@@ -111,7 +111,7 @@ class Work:
         self.arithmetic, self.plans, self.compiled = arithmetic, plans, compiled
         self.norms, self.versions = norms_of(context, batch_size), Kept()
         self._sharding, self._shards = context.sharding, context.sums
-        self._two_passes = context.policy.two_passes
+        self._two_passes, self._is_dense = context.policy.two_passes, context.policy.dense_always
         self._uses = Uses(batch_size, self.versions)
         self._joining: Joint | None = None  # whose uses are taken together
         self.forget()
@@ -188,6 +188,10 @@ class Work:
                 "model.reset_batch_layouts() before a forward that differs"
             )
         if self.is_summing and self.taken.issuperset(records):
+            return
+        if self._is_dense and kind is not DENSE:
+            for record, gradients in gradients_left(kind, records, value, self.batch_size):
+                self.take(DENSE, (record,), (gradients, None), (gradients,))
             return
         if records[0].joint is not self._joining:
             self._uses.add(kind, records, value, tensors)
