@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import accumulation_dtype, stored_dtype
-from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.layers import tensor_parallel
@@ -46,21 +45,17 @@ CHANGED = (
 
 def _first_call(self: torch.nn.Module, handle: LayerState, x: Tensor) -> Tensor:
     """Computes `nn.Linear`, or Hugging Face's `Conv1D`, whose weight is [p, d]."""
-    weight, bias, transposed = self.weight, self.bias, handle.kind == "conv1d"
-    if is_sharded(weight):
-        call = tensor_parallel.linear(handle, x, weight, bias, transposed)
-        given, weight, bias = call.x, call.weight, call.bias
-    else:
-        call, given = None, tensor_parallel.plain(handle, x)
-    layout, x = handle.batched(given)
+    transposed = handle.kind == "conv1d"
+    call = tensor_parallel.linear(handle, x, self.weight, self.bias, transposed)
+    layout, x = handle.batched(call.x)
     if torch.compiler.is_compiling():
-        y = _run_compiled(handle, x, weight, bias, layout, transposed)
+        y = _run_compiled(handle, x, call.weight, call.bias, layout, transposed)
     else:
         site = handle.site(Linear, x, layout, transposed=transposed)
-        if call is None:
-            handle.keep(given, site)
-        y = site.use(handle.private_step, x, weight, bias)
-    return y if call is None else call.leave(y)
+        if call.mesh is None:
+            handle.keep(call.x, site)
+        y = site.use(handle.private_step, x, call.weight, call.bias)
+    return call.leave(y)
 
 
 forward = forward_of("linear", _first_call)

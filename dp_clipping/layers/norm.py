@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients_plain
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
@@ -34,13 +33,9 @@ COPIES: dict[str, Callable[[Tensor, Tensor], tuple]] = {
 
 
 def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) -> Tensor:
-    weight, bias, kind = self.weight, getattr(self, "bias", None), handle.kind
-    if is_sharded(weight):
-        call = tensor_parallel.norm(handle, x, weight, bias)
-        given, weight, bias = call.x, call.weight, call.bias
-    else:
-        call, given = None, tensor_parallel.plain(handle, x)
-    layout, x = handle.batched(given)
+    call = tensor_parallel.norm(handle, x, self.weight, getattr(self, "bias", None))
+    weight, bias, kind = call.weight, call.bias, handle.kind
+    layout, x = handle.batched(call.x)
     shape = list(weight.shape)
     if kind in COPIES and x.shape[-1:] != weight.shape:
         raise ValueError(
@@ -61,10 +56,10 @@ def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) 
     else:
         reads = attrgetter(setting)
         site = handle.site(function, x, layout, options=options, settings=eps, reads=reads)
-        if call is None:
-            handle.keep(given, site)
+        if call.mesh is None:
+            handle.keep(call.x, site)
         y = site.use(handle.private_step, x, weight, bias)
-    return y if call is None else call.leave(y)
+    return call.leave(y)
 
 
 forward = forward_of("norm", _first_call)

@@ -82,20 +82,6 @@ Summand = tuple[Any, tuple[Tensor, ...], tuple[int, ...]]
 """G, or its factors, of one parameter; the tensors that it is made of, and their versions."""
 
 
-class LayerPlanner(Protocol):
-    """Plans what becomes of linear layers.
-
-    Attributes:
-        calls: a layer adds (weight, shape and dtype of its input, outputs) for each use.
-    """
-
-    calls: list[tuple[Trainable, torch.Size, torch.dtype, int]]
-
-    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
-        """Returns whether a linear layer's G [d, p] is kept rather than its factors."""
-        ...
-
-
 class Recorder(Protocol):
     """The private step that a layer's calls belong to; `step.private_step` implements it.
 
@@ -108,10 +94,10 @@ class Recorder(Protocol):
         fused: the step runs on kernels, which take `NORMALIZED`.
         is_compiled: a part of the network is compiled.
         policy: how the mode works (`modes.Policy`).
-        plans: what becomes of linear layers.
+        plans: what becomes of linear layers. To `plans.calls` a layer adds (weight, shape and dtype
+            of its input, outputs) for each use of one in `planned` (`handle.Site`).
         slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
         leaves: parameter -> what stands for it in this forward, where FSDP has gathered it.
-        shards_parameters: FSDP or tensor parallelism has a part in this step.
     """
 
     batch_size: int
@@ -119,12 +105,9 @@ class Recorder(Protocol):
     fused: bool
     is_compiled: bool
     policy: Any
-    plans: LayerPlanner
+    plans: Any
     slots: dict[str, dict[str, Tensor]]
     leaves: dict[Parameter, Tensor]
-
-    @property
-    def shards_parameters(self) -> bool: ...
 
     def slot(self, parameter: Trainable) -> Tensor:
         """Returns the input [B, *parameter] whose gradient is G, summed over all uses."""

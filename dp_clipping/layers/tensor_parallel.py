@@ -91,7 +91,9 @@ class ShardedCall:
 def linear(
     layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 ) -> ShardedCall:
-    """Returns the call for y = x Wᵀ + b; `transposed`: W, a DTensor, is stored [p, d]."""
+    """Returns the call for y = x Wᵀ + b; `transposed`: W is stored [p, d]."""
+    if not is_sharded(weight):
+        return ShardedCall(plain(layer, x), weight, bias)
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
@@ -134,7 +136,9 @@ def embedding(
 
 
 def norm(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ShardedCall:
-    """Returns the call of a normalisation, whose weights, DTensors, are whole on every rank."""
+    """Returns the call of a normalisation, whose weights, if DTensors, are whole on every rank."""
+    if not is_sharded(weight):
+        return ShardedCall(plain(layer, x), weight, bias)
     from torch.distributed.tensor import Replicate
 
     mesh, placement = _placement(layer, weight, "weight")

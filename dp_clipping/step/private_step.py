@@ -140,10 +140,6 @@ class PrivateStep:
             return self.padding if self.fill is None else self.fill
         return self.padding | self.fill
 
-    @property
-    def shards_parameters(self) -> bool:
-        return self.context.sharding is not None
-
     def slot(self, parameter: Trainable) -> Tensor:
         """Returns the slot of a parameter, which all layers that use it share."""
         if parameter not in self._slots:

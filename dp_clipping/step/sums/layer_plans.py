@@ -113,10 +113,6 @@ class FusedPlans:
             stored_dtype(dtype).itemsize,
         )  # fmt: skip
 
-    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
-        """Returns False: the plan decides when factors arrive."""
-        return False
-
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
         """Returns a linear layer's slots in a compiled region; None: one for each parameter."""
         forecast = self._forecast

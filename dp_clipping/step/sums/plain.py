@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import (
-    ACCUMULATED,
     Weights,
     full_float32,
     only,
@@ -17,14 +16,11 @@ from dp_clipping.clipping.accumulation import (
     weighted_sum,
 )
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
-from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients_plain
 from dp_clipping.layers.linear_factors import Grams, LinearFactors
 from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
-from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.recorder import (
-    DENSE,
+    FACTORS,
     LINEAR,
-    NORMALIZED,
     Left,
     Summand,
     Trainable,
@@ -32,6 +28,7 @@ from dp_clipping.layers.recorder import (
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
+from dp_clipping.step.sums.uses import gradients_left
 
 
 class Plain:
@@ -114,33 +111,20 @@ class Plain:
         found: list[tuple[Trainable, Any, Left]] = []
         kept = () if plans is None else plans.kept_as_they_are
         for left in lefts:
-            if left.kind is LINEAR:
-                y, a, how = left.value
-                if y.ndim != 3 or how.layout is not None:
-                    y, a = how.tokens(y, a, self.batch_size)
-                if (weight := how.weight) is not None:
-                    value: Any
-                    is_kept = plans is None or weight in kept
-                    if is_kept or not plans.prefers_dense(y.shape[1], y.shape[2], a.shape[2]):
-                        value = LinearFactors(a, y, how.transposed)
-                    else:
-                        value = gradients_of(a, y) if how.transposed else gradients_of(y, a)
-                    found.append((weight, value, left))
-                if how.bias is not None:
-                    total = y.sum(1, dtype=ACCUMULATED.get(y.dtype, torch.float32))
-                    found.append((how.bias, total, left))
-            elif left.kind is NORMALIZED:
-                use, records = left.value
-                dtype = ACCUMULATED.get(use.x.dtype, torch.float32)
-                formed = norm_layer_gradients_plain(use, dtype)
-                found += [
-                    (record, gradients, left)
-                    for record, gradients in zip(records, formed, strict=True)
-                    if record is not None
-                ]
-            else:
-                value = left.value[0] if left.kind is DENSE else left.value
-                found.append((left.records[0], value, left))
+            kind, records, value = left.kind, left.records, left.value
+            if kind is FACTORS:
+                found.append((records[0], value, left))
+                continue
+            if kind is LINEAR and (weight := value[2].weight) is not None:
+                y, a = value[:2]
+                if y.ndim != 3 or value[2].layout is not None:
+                    y, a = value[2].tokens(y, a, self.batch_size)
+                is_kept = plans is None or weight in kept
+                if is_kept or not plans.prefers_dense(y.shape[1], y.shape[2], a.shape[2]):
+                    found.append((weight, LinearFactors(a, y, value[2].transposed), left))
+                    records = records[1:]
+            formed = gradients_left(kind, records, value, self.batch_size)
+            found += [(record, gradients, left) for record, gradients in formed]
         return found
 
     # ---- coefficients ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.clipping.accumulation import accumulation_dtype, stored_dtype
+from dp_clipping.clipping.accumulation import ACCUMULATED, accumulation_dtype, stored_dtype
 from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients_plain
 from dp_clipping.layers.handle import Site
 from dp_clipping.layers.projection import Linear, gradients_of
@@ -85,11 +85,12 @@ def gradients_left(
 ) -> Iterator[tuple[Trainable, Tensor]]:
     """Yields G of some parameters that a use has left something for."""
     if kind is LINEAR:
-        given, x, site = value
-        y, a = site.tokens(given, x, batch_size)
+        y, a, site = value
+        if y.ndim != 3 or site.layout is not None:
+            y, a = site.tokens(y, a, batch_size)
         for record in records:
             if record is site.bias:
-                yield record, y.sum(1, dtype=accumulation_dtype(y.dtype))
+                yield record, y.sum(1, dtype=ACCUMULATED.get(y.dtype, torch.float32))
             else:
                 yield record, gradients_of(a, y) if site.transposed else gradients_of(y, a)
     elif kind is NORMALIZED:
