@@ -490,29 +490,6 @@ def composable_replicas() -> tuple[type, ...]:
 # ---- vmap ----------------------------------------------------------------------------------------
 
 
-class Vmap:
-    """The `torch.vmap` that runs now: its number of samples, and tensors of one sample in it."""
-
-    def __init__(self, level: int, batch_size: int):
-        self._level, self.batch_size = level, batch_size
-
-    def unwrap(self, x: Tensor) -> tuple[Tensor, int | None]:
-        """Returns the tensor of all samples, and which dimension counts them; None: x has none."""
-        return torch._C._functorch._unwrap_batched(x, self._level)
-
-    def wrap(self, rows: Tensor) -> Tensor:
-        """Returns rows [B, ..] as vmap presents them: one sample's."""
-        return torch._C._functorch._add_batch_dim(rows, 0, self._level)
-
-
-def can_leave_vmap() -> bool:
-    """Returns whether torch has what `Vmap` and `outside_of_vmap` are made of."""
-    names = ("_unwrap_batched", "_add_batch_dim", "peek_interpreter_stack", "CVmapInterpreterPtr",
-             "pop_dynamic_layer_stack", "push_dynamic_layer_stack", "TransformType")  # fmt: skip
-    functorch = getattr(torch._C, "_functorch", None)
-    return all(hasattr(functorch, name) for name in names)
-
-
 def is_of_vmap(x: Tensor) -> bool:
     """Returns whether a tensor is what vmap shows of one sample; False where torch cannot tell."""
     functorch = getattr(torch._C, "_functorch", None)
@@ -532,35 +509,6 @@ transforms_run: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", in_transform
 )
 """`in_transform`, without a function in Python."""
-
-
-def current_vmap() -> Vmap | None:
-    """Returns the vmap that runs now; None outside of it.
-
-    Raises:
-        RuntimeError: another transform of `torch.func` runs.
-    """
-    functorch = torch._C._functorch
-    innermost = functorch.peek_interpreter_stack()
-    if innermost is None:
-        return None
-    if innermost.key() != functorch.TransformType.Vmap or innermost.level() != 1:
-        raise RuntimeError("a captured layer is called under a transform within torch.vmap")
-    return Vmap(innermost.level(), functorch.CVmapInterpreterPtr(innermost).batchSize())
-
-
-@contextmanager
-def outside_of_vmap() -> Iterator[None]:
-    """Enters a context in which the running vmap, if one runs, has no effect."""
-    functorch = torch._C._functorch
-    if functorch.peek_interpreter_stack() is None:
-        yield
-        return
-    layer = functorch.pop_dynamic_layer_stack()
-    try:
-        yield
-    finally:
-        functorch.push_dynamic_layer_stack(layer)
 
 
 # ---- compilation and profiling -------------------------------------------------------------------

@@ -24,12 +24,10 @@ from dp_clipping.capture.calls import (
     with_signature_of,
     without_repr,
 )
-from dp_clipping.capture.layer_kinds import FORWARDS, Arithmetic, inner_layer, kind_of
+from dp_clipping.capture.layer_kinds import ALL, Arithmetic, inner_layer, kind_of
 from dp_clipping.capture.ownership import (
     CONTAINERS,
-    called_by,
     can_be_apart,
-    own_names,
     owned,
     trainable_names,
 )
@@ -41,11 +39,9 @@ from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.inner_call import Inner
 from dp_clipping.layers.recorder import Recorder, Trainable
 from dp_clipping.layers.registered.registry import refuse_where_unfit
-from dp_clipping.layers.vmap import children
 from dp_clipping.torch_compat import (
     any_compiled,
     any_size,
-    can_leave_vmap,
     every_module,
     own_parameters,
     plain_name,
@@ -92,7 +88,7 @@ class Capture:
         self.network, self.sharding = network, sharding
         self._whole: set[nn.Module] = set()
         self._unfit: set[nn.Module] = set()  # subclasses of layers that compute otherwise
-        # Under vmap for what they do with child layers, and the weights of those that they read.
+        # Modules that compute with copies of weights of layers in them, too.
         self._widened: dict[nn.Module, list[Parameter]] = {}
         self._session: Recorder | None = None
         self._originals = {  # FSDP puts others in their place
@@ -123,78 +119,69 @@ class Capture:
     def _install(self) -> None:
         """Replaces the forwards of all modules that own trainable parameters.
 
-        A module that owns bare parameters runs under vmap. Its child layers are captured like any
-        others, and run outside of vmap where possible.
+        A module that owns bare parameters runs on the whole batch, and the child layers that it
+        calls are captured like any others; or it takes its children under vmap.
         """
         whole_samples = self.sharding is None or self.sharding.tensor_group is None
-        may_be_apart = whole_samples and can_leave_vmap() and not self.is_compiled
-        gathered = frozenset() if self.sharding is None else self.sharding.gathered
-        may_be_inner = whole_samples and not self.is_compiled
+        is_plain = whole_samples and not self.is_compiled
         self.handles: list[LayerState] = []
         self._copied: dict[Trainable, tuple[nn.Module, str]] = {}
-        covered: set[nn.Module] = set()
-        inside: set[nn.Module] = set()  # of modules whose children run outside of vmap
-        called: set[nn.Module] = set()  # by their own code
+        covered: set[nn.Module] = set()  # by a module around them
         for name, module in self.network.named_modules():
-            if module in covered:
+            is_widened = module in self._widened
+            owns = any(p.requires_grad for p in owned(module))
+            if module in covered or not (is_widened or owns):
                 continue
-            if module in self._widened:
+            if isinstance(module, CONTAINERS) and not is_widened:
+                continue
+            kind = "vectorized" if is_widened else kind_of(module)
+            if kind == "attention" and module in self._whole:
                 kind = "vectorized"
-            elif isinstance(module, CONTAINERS):
-                continue
-            elif any(p.requires_grad for p in owned(module)):
-                kind = kind_of(module)
-                if kind == "attention" and module in self._whole:
-                    kind = "vectorized"
-            elif module in called or (module in gathered and module in inside):
-                kind = "child"
-            else:
-                continue
             if kind == "registered":
                 refuse_where_unfit(plain_name(name), module, self.sharding)
             inner = None
-            if kind == "vectorized" and may_be_inner and module not in self._unfit:
-                inner = None if module in self._widened else inner_layer(module)
+            if kind == "vectorized" and is_plain and not is_widened and module not in self._unfit:
+                inner = inner_layer(module)
                 kind = kind if inner is None else inner.kind
-            is_apart = kind == "vectorized" and may_be_apart and self._can_be_apart(module)
+            under_vmap = kind == "vectorized" and (module in self._whole or not is_plain)
+            may_be_apart = kind == "vectorized" and not under_vmap
+            is_apart = may_be_apart and can_be_apart(module, self.sharding is not None)
             if is_apart:
-                inside.update(child for child in module.modules() if child is not module)
-                called.update(c for c in called_by(module) if any(True for _ in c.parameters()))
+                covered.update(self._taken_by(module))
             elif kind in ("vectorized", "attention", "recurrent"):
                 self._refuse_gathered(module)
                 covered.update(module.modules())
             name = plain_name(name) + (" (FSDP)" if is_fsdp1(module) else "")
-            self._replace_forward(name, kind, module, is_apart, module in inside, inner)
-            if module in inside and module in gathered:
-                children.let_calls_leave_vmap(module)
+            self._replace_forward(name, kind, module, is_apart, under_vmap, inner)
         self.arithmetic = Arithmetic(
             (plain_name(name), module)
             for name, module in self.network.named_modules()
             if "_private" in vars(module)
         )
 
-    def _can_be_apart(self, module: nn.Module) -> bool:
-        return module not in self._whole and can_be_apart(module, self.sharding is not None)
+    def _taken_by(self, module: nn.Module) -> list[nn.Module]:
+        """Returns the layers in a module all of whose parameters are captured with it."""
+        taken = set(self._widened.get(module, ()))
+        trained = {m: {p for p in owned(m) if p.requires_grad} for m in module.modules()}
+        return [m for m, own in trained.items() if m is not module and own and own <= taken]
 
     def _replace_forward(
-        self,
-        name: str,
-        kind: str,
-        module: nn.Module,
-        is_apart: bool,
-        is_inside: bool,
+        self, name: str, kind: str, module: nn.Module, is_apart: bool, under_vmap: bool,
         inner: Inner | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         takes_all = kind in ("vectorized", "attention") and not is_apart
         read = self._widened.get(module, ())
         owns = is_apart or kind == "registered"
         names = trainable_names(module, takes_all, owns, read, kind == "vectorized")
         parameters = {n: self.record[self._originals[owner_of(module, n)]] for n in names}
         handle = LayerState(name, kind, module, names, parameters)
-        handle.children_apart, handle.is_own = is_apart, set(names) <= set(own_names(module))
-        run = FORWARDS[kind] if inner is None else inner_call.arithmetic_of(FORWARDS[kind], inner)
-        run = children.leaves_vmap(run) if is_inside else run
+        handle.children_apart = is_apart
+        if under_vmap:
+            handle.operations = None
+        run = ALL[kind].forward
+        handle.learns_outputs, handle.is_linear = ALL[kind].learns_outputs, ALL[kind].is_linear
         if inner is not None:
+            run = inner_call.arithmetic_of(run, inner)
             handle.inner, handle.inner_forward, run = inner, run, inner_call.forward
         bound: Any = types.MethodType(run, module)
         if isinstance(module, nn.EmbeddingBag):
@@ -237,7 +224,7 @@ class Capture:
                 one.trigger = trigger
 
     def make_whole(self, handles: Collection[LayerState]) -> None:
-        """Runs these modules under vmap, their children too; where samples are is forgotten.
+        """Runs these modules under vmap, with their children; where samples are is forgotten.
 
         All layers get a new state.
         """
@@ -252,22 +239,29 @@ class Capture:
         for handle in self.handles:
             handle.private_step = self._session
 
-    def widen(self, modules: Collection[nn.Module]) -> bool:
-        """Runs these modules under vmap, because a layer that they call needs it.
+    def widen(self, modules: Collection[nn.Module], layers: Collection[str]) -> bool:
+        """Lets these modules compute with copies of the parameters of layers that they call.
 
-        Those that are run so already take their children with them. Returns False, and does
-        nothing, if they have done so too, or if ranks share the network's parameters.
+        A module that does so already runs under vmap with its children. Returns False, and does
+        nothing, if they all do, or if ranks share the network's parameters.
         """
-        known = {module for module in modules if module in self._widened or self._is_apart(module)}
-        if self.sharding is not None or not modules or known & self._whole:
+        mine = [handle for handle in self.handles if handle.name in layers]
+        weights = [one.parameter for handle in mine for one in handle.parameters().values()]
+        is_known = all(module in self._whole for module in modules)
+        if self.sharding is not None or not modules or is_known:
             return False
-        self._whole |= known
-        self._widened |= {module: [] for module in modules if module not in known}
+        for module in modules:
+            before = self._widened.setdefault(module, [])
+            inside = {id(p) for p in module.parameters()} - set(map(id, before))
+            found = [p for p in dict.fromkeys(weights) if id(p) in inside]
+            before += found
+            if not found:
+                self._whole.add(module)
         self.make_whole(())
         return True
 
     def let_read(self, weights: dict[nn.Module, list[Parameter]]) -> None:
-        """Runs these modules under vmap, with weights of other layers that their code reads."""
+        """Lets these modules compute with copies of the weights of layers that their code reads."""
         if weights:
             self._widened |= weights
             self.make_whole(())
@@ -302,10 +296,6 @@ class Capture:
             "own, and the layers in it that ranks gather one by one would have to run under "
             f"torch.vmap with it, since {why}, or use {instead}"
         )
-
-    def _is_apart(self, module: nn.Module) -> bool:
-        handle = vars(module).get("_private")
-        return handle is not None and handle.kind == "vectorized"
 
     def remove(self) -> None:
         """Restores the modules' own forwards, and 16-bit gradients of 16-bit parameters."""
@@ -388,7 +378,7 @@ class Capture:
 
     @property
     def apart(self) -> list[LayerState]:
-        """Returns the modules under vmap whose children run outside of vmap."""
+        """Returns the vectorized modules whose child layers are captured themselves."""
         return [handle for handle in self.handles if handle.children_apart]
 
     @property
@@ -446,32 +436,20 @@ class Capture:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             modules = every_module(self.network)
             stack.enter_context(same_randomness(modules, self.trigger.device))
-            calls: list[LayerState] = []  # that run now
-
-            def entered(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-                handle = module._private
-                handle.is_inside = bool(calls) and calls[-1].children_apart
-                calls.append(handle)
-                return before(module, args, kwargs)
-
-            def left(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-                calls.pop()
-                return after(module, args, kwargs, output)
 
             for module in modules:
                 if self.sharding is not None and isinstance(module, nn.EmbeddingBag):
                     hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
                     stack.callback(hook.remove)
                 if "_private" in module.__dict__:
-                    enter = before if after is None else entered
                     handle = module._private
                     if handle.inner is not None:
                         stack.callback(setattr, handle, "around", handle.around)
-                        handle.around = (enter, None if after is None else left)
+                        handle.around = (before, after)
                         continue
-                    hook = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+                    hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
                     stack.callback(hook.remove)
                     if after is not None:
-                        hook = module.register_forward_hook(left, with_kwargs=True)
+                        hook = module.register_forward_hook(after, with_kwargs=True)
                         stack.callback(hook.remove)
             yield

@@ -8,86 +8,56 @@ from torch import nn
 
 from dp_clipping.capture.rms_norms import rms_norm_kind
 from dp_clipping.distributed.dtensor import plain_type
-from dp_clipping.layers import convolution, group_norm, linear, norm
-from dp_clipping.layers.attention import module as attention
-from dp_clipping.layers.embedding import bag
-from dp_clipping.layers.embedding import module as embedding
 from dp_clipping.layers.inner_call import Inner, inner_of
-from dp_clipping.layers.recurrent import cells
-from dp_clipping.layers.recurrent import kinds as recurrent_kinds
-from dp_clipping.layers.recurrent import module as recurrent
 from dp_clipping.layers.registered import module as registered
+from dp_clipping.layers.registered.built_in import KINDS, Kind
 from dp_clipping.layers.registered.registry import is_registered
-from dp_clipping.layers.vmap import children
 from dp_clipping.layers.vmap import module as vectorized
 
-FORWARDS = {
-    "linear": linear.forward,
-    "conv1d": linear.forward,
-    "convolution": convolution.forward,
-    "embedding": embedding.forward,
-    "embedding_bag": bag.forward,
-    "group_norm": group_norm.forward,
-    "rms_norm": norm.forward,
-    **dict.fromkeys(norm.COPIES, norm.forward),
-    "layer_norm": norm.forward,
-    "recurrent": recurrent.forward,
-    "cell": cells.forward,
-    "attention": attention.forward,
-    "registered": registered.forward,
-    "vectorized": vectorized.forward,
-    "child": children.forward,
+ALL = {
+    kind.name: kind
+    for kind in (
+        *KINDS,
+        Kind("registered", registered.forward, learns_outputs=True),
+        Kind("vectorized", vectorized.forward, learns_outputs=True),
+    )
 }
-LINEAR, EMBEDDING = nn.Linear.forward, nn.Embedding.forward  # as PyTorch has them
-RMS_NORM, LAYER_NORM = nn.RMSNorm.forward, nn.LayerNorm.forward
+"""All kinds by name; `vectorized` is right for any module."""
+
 READ = {"weight", "bias", "__getattr__", "__getattribute__"}
 
 
 def kind_of(module: nn.Module) -> str:
-    """Returns which of `FORWARDS` computes what this module does; `vectorized` is right for any.
+    """Returns the name of the kind that computes what this module does.
 
     Raises:
         ValueError: its class computes its weight in a property, so no parameter is what it reads.
     """
-    names = {name for name, _ in module.named_parameters(recurse=False)}
-    if recurrent_kinds.is_plain(module) and not replaced_methods(module):
-        return "recurrent"
-    if recurrent_kinds.is_plain_cell(module) and not replaced_methods(module):
-        return "cell"
-    if attention.is_plain(module, plain_type(module)) and not replaced_methods(module):
-        return "attention"
+    plain: Any = plain_type(module)
+    is_plain = not replaced_methods(module)
+    if is_plain and (found := _of_kinds(module, plain, names_parameters=True)):
+        return found
     is_parametrized = nn.utils.parametrize.is_parametrized(module)
-    if is_registered(module) and not is_parametrized and not replaced_methods(module):
+    if is_registered(module) and not is_parametrized and is_plain:
         return "registered"
+    names = {name for name, _ in module.named_parameters(recurse=False)}
     if "weight" not in names or names - {"weight", "bias"} or is_parametrized:
         return "vectorized"
-    plain: Any = plain_type(module)
     if _reads_otherwise(plain):
         raise ValueError(
             f"{plain.__name__} reads its weight or bias through a property or __getattr__ of its "
             "own, so what it computes with is no parameter: register that computation with "
             'torch.nn.utils.parametrize.register_parametrization(layer, "weight", ...)'
         )
-    if replaced_methods(module):
+    if not is_plain:
         return "vectorized"
-    method = plain.forward
-    if method is LINEAR:
-        return "linear"
-    if method is EMBEDDING:
-        return "embedding"
-    if bag.is_plain(module, plain):
-        return "embedding_bag"
-    if convolution.is_plain(plain):
-        return "convolution"
-    if group_norm.is_plain(module, plain):
-        return "group_norm"
-    if method is RMS_NORM:
-        return "rms_norm"
-    if method is LAYER_NORM:
-        return "layer_norm"
-    if plain.__name__ == "Conv1D" and plain.__module__ == "transformers.pytorch_utils":
-        return "conv1d"
-    return rms_norm_kind(module, plain) or "vectorized"
+    found = _of_kinds(module, plain, names_parameters=False)
+    return found or rms_norm_kind(module, plain) or "vectorized"
+
+
+def _of_kinds(module: nn.Module, plain: Any, names_parameters: bool) -> str | None:
+    mine = (kind for kind in KINDS if kind.names_parameters == names_parameters)
+    return next((kind.name for kind in mine if kind.is_of(module, plain)), None)
 
 
 def inner_layer(module: nn.Module) -> Inner | None:

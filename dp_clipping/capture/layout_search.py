@@ -6,7 +6,7 @@ norm.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.capture.network import (
-    CapturedNetwork,
-    LayerCall,
-    expanded_input,
-    expanded_output,
-    plain_run,
-)
+from dp_clipping.capture.network import CapturedNetwork, LayerCall, plain_run
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import Sequences
 from dp_clipping.layers import tensor_parallel
@@ -33,18 +27,18 @@ from dp_clipping.layers.handle import (
     LayerState,
     LayoutUnknown,
     NeedsVmap,
+    expanded_input,
+    expanded_output,
     product_dtype,
     rows_unknown,
 )
 from dp_clipping.layers.recorder import Joint, Trainable
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.layers.vmap.objects import Effects, Objects, Path
 from dp_clipping.layers.vmap.refusals import refuse_transforms
 from dp_clipping.torch_compat import (
     TorchDispatchMode,
     is_dtype_cast,
     is_in_backward,
-    tree_leaves,
 )
 
 UNSURE = "unsure"
@@ -52,9 +46,6 @@ NETWORK = "\0"  # no module has this name: the network's outputs
 
 OF_SOME_NUMBERS = ("bernoulli", "bernoulli_", "multinomial", "binary_cross_entropy", "poisson",
                    "binomial")  # fmt: skip
-
-# Kinds whose weights are those of linear layers.
-LINEAR = {"linear", "conv1d", "attention", "recurrent", "cell"}
 
 
 class Search:
@@ -70,6 +61,11 @@ class Search:
         self.output_layouts: dict[tuple[int, ...], list[Layout | None]] = {}
         self.last_outputs: tuple[int, ...] = ()
 
+    @property
+    def routes(self) -> bool:
+        """Returns whether the network picks or sorts rows by their values."""
+        return bool(self._routing)
+
     def forget(self) -> None:
         """Discards where the samples are and how often parameters are used."""
         self._uses.clear()
@@ -78,10 +74,9 @@ class Search:
         for handle in self.capture.handles:
             handle.layouts.clear()
             handle.output_layouts.clear()
-            if handle.whole_batch:
-                handle.whole_batch.clear()
-            handle.effects.clear()
-            handle.one_by_one = ""
+            if handle.operations:
+                handle.operations.clear()
+            handle.one_by_one = handle.whole_because = ""
 
     def establish(
         self, few: tuple[tuple, dict], more: tuple[tuple, dict], other: tuple[tuple, dict]
@@ -131,7 +126,7 @@ class Search:
         joints: list[set[Trainable]] = []
         for handle in self.capture.handles:
             own = set(handle.parameters().values())
-            if handle.kind not in LINEAR:
+            if not handle.is_linear:
                 others |= own
             if not own.isdisjoint(several):
                 linked = [joint for joint in joints if not joint.isdisjoint(own)]
@@ -219,29 +214,10 @@ class Search:
                     f"{name} is called with its samples in different places "
                     f"({known[dims]}, {layouts}): use two modules, or one layout",
                 )
-        if handle.kind == "vectorized":
-            self._learn_effects(handle, dims, few, more, other)
-        if handle.kind == "vectorized" and not handle.is_inside:
+        if handle.kind == "vectorized" and handle.operations is None:
             given, made = handle.layouts[dims], handle.output_layouts[dims]
             if all(x.kind == "shared" for x in given) and any(x.kind != "shared" for x in made):
                 raise rows_unknown(handle.name)
-
-    def _learn_effects(self, handle: LayerState, dims: tuple[int, ...], *calls: LayerCall) -> None:
-        """Learns where a module reads and writes tensors of the samples in objects."""
-        inputs = _layouts_in_objects([call.held for call in calls])
-        inputs = {path: layout for path, layout in inputs.items() if layout.kind != "shared"}
-        outputs = _layouts_in_objects([call.left for call in calls])
-        if not inputs and not any(call.has_effects for call in calls):
-            return
-        known: Effects = handle.effects.setdefault(dims, Effects({}, {}))
-        for places, found in zip(known, (inputs, outputs), strict=True):
-            for path, layout in found.items():
-                if places.setdefault(path, layout) != layout:
-                    raise NeedsVmap(
-                        handle.name,
-                        f"{handle.name or 'the network'} is called with other samples in one "
-                        "object: use two objects, or one layout",
-                    )
 
     def _refuse_routed(self, layer: str, name: str, layouts: tuple[Layout, ...]) -> None:
         """Refuses flattened samples where rows are picked by value: they may fit by chance."""
@@ -272,7 +248,6 @@ class Search:
     def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list[LayerCall]]:
         """Returns name of a layer -> its calls in a plain forward of `batch_size` samples."""
         calls: dict[str, list[LayerCall]] = {}
-        objects: list[Objects] = []  # before the calls that run now
         shared: list[str] = []
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -288,14 +263,6 @@ class Search:
             shapes = [_if_flattened(x, batch_size, handle) for x in inputs]
             call = LayerCall(shapes, [], dtype)
             calls.setdefault(handle.name, []).append(call)
-            if handle.kind == "vectorized":
-                objects.append(Objects(module, args, kwargs))
-                known = {id(x) for x in tree_leaves((args, kwargs))}
-                call.held = {
-                    path: _if_flattened(x, batch_size)
-                    for path, x in objects[-1].tensors.items()
-                    if id(x) not in known
-                }
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
             expanded = expanded_input(handle, layouts, inputs, batch_size)
             if expanded is not None:
@@ -308,13 +275,6 @@ class Search:
                 return output
             call = calls[handle.name][-1]
             self._note_backwards(handle, tensors_of(output))  # of packed sequences, too
-            if handle.kind == "vectorized":
-                before = objects.pop()
-                call.has_effects = before.has_changed()
-                call.left = {
-                    path: _if_flattened(x, batch_size)
-                    for path, x in Objects(module, args, kwargs).left_since(before).items()
-                }
             outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
             call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]
             dims = tuple(x.dim() for x in call.inputs)
@@ -337,19 +297,6 @@ class Search:
 def _can_be_differentiated(handle: LayerState) -> bool:
     """Returns whether gradients of what a module computes have gradients of their own."""
     return handle.kind == "vectorized" and not handle.children_apart
-
-
-def _layouts_in_objects(runs: list[dict[Path, Tensor]]) -> dict[Path, Layout]:
-    """Returns where the samples are in tensors that objects hold in all three runs.
-
-    Tensors in which none can be found are left out.
-    """
-    few, more, other = runs
-    found: dict[Path, Layout] = {}
-    for path in few.keys() & more.keys() & other.keys():
-        with suppress(ValueError):
-            found[path] = find_layout(few[path], more[path], "an object", other[path])
-    return found
 
 
 def _refuse_packed(handle: LayerState, module: nn.Module, inputs: tuple) -> None:

@@ -1,19 +1,16 @@
 """The interface of a captured network for steps and searches, and calls of its layers."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, expand_shared
+from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder, Trainable
-from dp_clipping.layers.vmap.objects import Objects, Path, exchanged
-from dp_clipping.torch_compat import tensors_in, tree_map
 from dp_clipping.trials.draws import without_dropout
 
 
@@ -52,7 +49,7 @@ class CapturedNetwork(Protocol):
 
     def make_whole(self, handles: Collection[LayerState]) -> None: ...
 
-    def widen(self, modules: Collection[nn.Module]) -> bool: ...
+    def widen(self, modules: Collection[nn.Module], layers: Collection[str]) -> bool: ...
 
     def let_read(self, weights: dict[nn.Module, list[Parameter]]) -> None: ...
 
@@ -80,72 +77,11 @@ class LayerCall:
     """Inputs and outputs of one call of a layer; meta tensors where their shapes suffice.
 
     `product_dtype` is the dtype in which a matrix product of the first input would be computed.
-
-    Attributes:
-        held: of a module under vmap: place -> tensor in an object, beside inputs, before the call.
-        left: place -> tensor that the call has put there.
-        has_effects: the call has changed objects.
     """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     product_dtype: torch.dtype | None
-    held: dict[Path, Tensor] = field(default_factory=dict)
-    left: dict[Path, Tensor] = field(default_factory=dict)
-    has_effects: bool = False
-
-
-def expanded_input(
-    handle: LayerState, layouts: Sequence[Layout], inputs: list[Tensor], batch_size: int
-) -> tuple[tuple, dict] | None:
-    """Returns a layer's arguments with a shared input expanded to the batch; None if it has none.
-
-    A forward pre-hook returns this. Inside of vmap nothing is expanded: the code around the layer
-    sees single samples there.
-    """
-    if handle.is_inside:
-        return None
-    if not handle.learns_outputs and layouts and layouts[0].kind == "shared":
-        return (expand_shared(inputs[0], batch_size),), {}
-    return None
-
-
-def expanded_output(
-    handle: LayerState, layouts: Sequence[Layout], output: Any, batch_size: int
-) -> Any:
-    """Returns an output whose shared tensors are expanded to the batch, as under vmap."""
-    if handle.kind != "vectorized" or handle.is_inside:
-        return output
-    if not any(x.kind == "shared" for x in layouts):
-        return output
-    places = iter(layouts)
-
-    def expanded(y: Any) -> Any:
-        if not isinstance(y, Tensor):
-            return y
-        layout = next(places, None)
-        is_shared = layout is not None and layout.kind == "shared"
-        return expand_shared(y, batch_size) if is_shared else y
-
-    return tree_map(expanded, output)
-
-
-@contextmanager
-def undone_if_it_fails(
-    module: nn.Module, args: tuple, kwargs: dict
-) -> Iterator[tuple[tuple, dict]]:
-    """Surrounds a call, and puts back what it has left in objects, if it raises.
-
-    Yields the arguments for another call then, with copies of tensors, which it may have changed.
-    """
-    objects = Objects(module, args, kwargs)
-    copies = {id(x): x.clone() for x in tensors_in((args, kwargs))}
-    try:
-        yield exchanged(args, copies), kwargs
-    except Exception:
-        objects.put_back()
-        objects.show(copies)
-        raise
 
 
 @contextmanager

@@ -1,8 +1,15 @@
-"""Tests which modules can run with their child layers outside of vmap, before a step does so.
+"""Decides how each module that owns parameters runs in steps, before one does.
 
-A module cannot if its own code computes with a child's weight, calls a child with a tensor that
-belongs to no sample, or raises an error. One forward shows this. Such a module runs under vmap
-together with its children, which is right for any module but slower.
+`weights_read_elsewhere` and `callers_of` find modules whose code needs weights of other layers.
+`unfit_modules` tries each module on the whole batch (`layers.vmap.whole_batch`), in plain forwards
+of two batch sizes. It runs under vmap with its child layers instead if
+
+    in one of its operators samples have no place of their own,
+    its code raises an error beside copies of the parameters, or
+    results or G are others than autograd's.
+
+A module under vmap whose code that cannot run takes one sample after another, and must then compute
+what it does for a batch. What a trial leaves in objects is put back.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -15,340 +22,307 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.capture.network import CapturedNetwork, expanded_output, plain_run, trials
-from dp_clipping.capture.ownership import bare
+from dp_clipping.capture.network import CapturedNetwork, plain_run, trials
+from dp_clipping.capture.ownership import owned
 from dp_clipping.capture.samples.batch import map_tensors
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.attention.core import fits
-from dp_clipping.layers.batch_layout import FEW, MORE, is_close
-from dp_clipping.layers.handle import LayerState, LayoutUnknown, NeedsVmap
-from dp_clipping.layers.vmap.children import Record
-from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
+from dp_clipping.layers.batch_layout import FEW, MORE, Layout, is_close
+from dp_clipping.layers.handle import (
+    LayerState,
+    NeedsVmap,
+    expanded_input,
+    expanded_output,
+)
+from dp_clipping.layers.tensor_parallel import local
+from dp_clipping.layers.vmap.module import every_sample, on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
 from dp_clipping.layers.vmap.refusals import escapes_named
-from dp_clipping.layers.vmap.whole_batch import Call, Operation, UnknownOperation, learned
-from dp_clipping.torch_compat import current_vmap, every_module, is_passed_on, tensors_in
+from dp_clipping.layers.vmap.whole_batch import (
+    Call,
+    Noted,
+    Own,
+    UnknownOperation,
+    learn,
+    replaced,
+)
+from dp_clipping.torch_compat import every_module, is_passed_on, tensors_in, version_of
 from dp_clipping.trials.draws import without_dropout
 from dp_clipping.trials.randomness import RandomStates
 
+Arguments = tuple[tuple, dict]
 
-def unfit_modules(capture: CapturedNetwork, arguments: tuple, batch_size: int) -> list[LayerState]:
-    """Returns the modules that must run under vmap with their children.
+MOST = 16  # operators one after another of parameters and tensors that all samples share
+
+
+def unfit_modules(
+    capture: CapturedNetwork, few: Arguments, more: Arguments, routes: bool = False
+) -> list[LayerState]:
+    """Returns the modules that must run otherwise than they are captured.
 
     Args:
-        arguments: positional and keyword arguments of a forward of `batch_size` samples.
+        few, more: arguments of forwards of `FEW` and of `MORE` samples.
+        routes: rows are picked by their values, so that flattened samples may fit by chance.
     """
-    attentions: list[Any] = [
-        module
-        for module in capture.network.modules()
-        if "_private" in vars(module) and module._private.kind == "attention"
-    ]
-    found: list[LayerState] = [
-        m._private for m in attentions if not fits(m.batch_first, m._private.layouts)
-    ]
-    found += [handle for handle in capture.inner if handle.is_misfit]
-    if not any(handle.kind == "vectorized" for handle in capture.handles):
+    found: list[LayerState] = [handle for handle in capture.inner if handle.is_misfit]
+    modules: list[Any] = [m for m in capture.network.modules() if "_private" in vars(m)]
+    attentions = [m for m in modules if m._private.kind == "attention"]
+    found += [m._private for m in attentions if not fits(m.batch_first, m._private.layouts)]
+    mine = [handle for handle in capture.handles if handle.kind == "vectorized"]
+    if not mine:
         return found
-    _run_with(partial(_try, found, capture, batch_size), capture.handles, capture, arguments)
-    return found
-
-
-def _run_with(
-    trial: Callable[..., Any], handles: list[LayerState], capture: CapturedNetwork, arguments: tuple
-) -> None:
-    """Runs a plain forward of the network, in which `trial` gets the calls of these modules."""
-    args, kwargs = arguments
-    with (
-        trials(handles, trial), escapes_named(capture.network), plain_run(capture, args, kwargs),
-    ):  # fmt: skip
-        pass
-
-
-def _try(
-    unfit: list[LayerState], capture: CapturedNetwork, batch_size: int,
-    every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
-) -> Any:  # fmt: skip
-    """Runs a module in a plain forward, and adds it to `unfit` if it cannot run under vmap.
-
-    Args:
-        every_sample: runs the module under vmap: see `layers.vmap.module`.
-    """
-    handle: LayerState = vars(module)["_private"]
-    if handle in unfit:
-        return plain_forward(module, *args, **kwargs)
-    refuse_iterators(handle.name, args, kwargs)
-    if not handle.children_apart:
-        return _try_rows(capture, module, every_sample, batch_size, args, kwargs)
-    copied_args, copied_kwargs = map_tensors(Tensor.clone, (args, kwargs))
-    start, record = Objects(module, args, kwargs), Record()
-    with record.recording():
-        plain, is_random = _plain_and_random(capture, module, args, kwargs)
-    end = Objects(module, args, kwargs)
-    layouts = handle.output_layouts.get(tuple(x.dim() for x in tensors_in((args, kwargs))), ())
-    start.put_back()
-    try:
-        run = partial(every_sample, batch_size=batch_size, args=copied_args, kwargs=copied_kwargs)
-        expected = expanded_output(handle, layouts, plain, batch_size)
-        with record.answering(compares=not is_random):
-            is_fit = _agrees(module, run, batch_size, expected, is_random)
-        if not is_fit:
-            handle.whole_because = (
-                "its code computes with a weight of one of them, or otherwise for one sample than "
-                "for a batch: call that layer, and treat samples apart"
-            )
-            unfit.append(handle)
-    except Exception as error:  # with its children under vmap it may run, or that raises the error
-        if is_passed_on(error):
-            raise
-        handle.whole_because = _why(error)
-        unfit.append(handle)
-    end.put_back()
-    return plain
+    on_batch = unsettled = [handle for handle in mine if handle.operations is not None]
+    for _ in range(MOST):
+        if not unsettled:
+            break
+        small, large = _Trial(capture, few, FEW).note(), _Trial(capture, more, MORE).note()
+        unsettled = [
+            handle
+            for handle in unsettled
+            if not _learns(handle, small.get(handle, []), large.get(handle, []), routes)
+        ]
+    for handle in unsettled:
+        handle.whole_because = "it has many operators of parameters and tensors without samples"
+    _Trial(capture, few, FEW).compare()
+    return found + [handle for handle in on_batch if handle.whole_because]
 
 
 def _why(error: Exception) -> str:
-    """Returns why a module's code failed without its child layers, and what to do."""
-    if isinstance(error, LayoutUnknown):
-        return (
-            f"it gives {error} a tensor made of its parameters alone, without samples: expand that "
-            "to the batch, as in self.table.expand(len(x), -1, -1)"
-        )
+    """Returns why a module's code cannot run beside copies of its parameters, and what to do."""
+    if isinstance(error, UnknownOperation):
+        return f"{error}: compute with its parameters in a module without such layers"
     first = str(error).strip().partition("\n")[0]
     return (
-        f"its code does not run without them ({type(error).__name__}: {first}): compute with its "
-        "parameters in a module without such layers"
+        f"its code does not run beside copies of its parameters ({type(error).__name__}: {first}): "
+        "compute with them in a module without such layers"
     )
 
 
-def _plain_and_random(
-    capture: CapturedNetwork, module: nn.Module, args: tuple, kwargs: dict
-) -> tuple[Any, bool]:
-    """Returns what a plain forward of a module does, and whether it draws random numbers."""
-    states = RandomStates(every_module(capture.network), capture.trigger.device)
-    plain = plain_forward(module, *args, **kwargs)
-    return plain, states.have_moved
+class _Trial:
+    """Plain forwards of one batch in which modules run otherwise than they do.
 
+    Each module is called once in each: ranks gather the layers in it, and some count their calls.
 
-def _try_rows(
-    capture: CapturedNetwork, module: nn.Module, every_sample: Callable[..., Any], batch_size: int,
-    args: tuple, kwargs: dict,
-) -> Any:  # fmt: skip
-    """Runs a module under vmap with its children; returns a row for each sample.
-
-    Raises:
-        NeedsVmap: its samples run one after another, or it has effects, and it computes otherwise
-            with one sample than with a batch.
+    Args:
+        arguments: of a forward of `size` samples.
     """
-    handle: LayerState = vars(module)["_private"]
-    dims = tuple(x.dim() for x in tensors_in((args, kwargs)))
-    layouts = handle.output_layouts.get(dims, ())
-    if not any(layout.kind == "dimension" for layout in layouts):
-        return plain_forward(module, *args, **kwargs)
-    effects = handle.effects.get(dims)
-    given = args, kwargs
-    copied_args, copied_kwargs = map_tensors(Tensor.clone, given) if effects is None else given
-    start = Objects(module, args, kwargs)
-    try:
-        copies = _copies(module, batch_size)
-        found = every_sample(module, copies, batch_size, copied_args, copied_kwargs)
-    except Exception as error:  # the step will say so
-        if is_passed_on(error):
-            raise
-        start.put_back()
-        return plain_forward(module, *args, **kwargs)
-    end = Objects(module, args, kwargs)
-    is_right = not handle.one_by_one and effects is None
-    if not is_right:
-        start.put_back()
-        plain, is_random = _plain_and_random(capture, module, args, kwargs)
-        expected = expanded_output(handle, layouts, plain, batch_size)
-        wanted = tensors_in(expected)
-        is_right = is_random or _are_close(tensors_in(found), wanted)
-        end.put_back()
-    if not is_right:
-        raise NeedsVmap(
-            handle.name,
-            f"{handle.name or 'the network'} ({type(module).__name__}) computes something else of "
-            "a sample alone than beside other samples, or of tensors that it keeps in objects "
-            "(a limit of rows for each expert, or a mean over the batch, for example), so the "
-            "sample has no gradient of its own: let what it computes of a sample depend on that "
-            "sample alone",
-        )
-    if all(layout.kind != "shared" for layout in layouts):
+
+    def __init__(self, capture: CapturedNetwork, arguments: Arguments, size: int):
+        self._capture, self._arguments, self._size = capture, arguments, size
+        self._wanted: dict[LayerState, list[list[Tensor]]] = {}
+
+    def note(self) -> dict[LayerState, list[list[Noted]]]:
+        """Returns the operators that are not known, of each call of each module."""
+        found: dict[LayerState, list[list[Noted]]] = {}
+
+        def noted(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+            handle: LayerState = vars(module)["_private"]
+            refuse_iterators(handle.name, args, kwargs)
+            call = Call(handle.title(module), self._size, handle.operations or {}, learns=True)
+            run = partial(on_whole_batch, module, call, self._copies(module))
+            outputs = self._tried(run, module, args, kwargs)
+            found.setdefault(handle, []).append(call.noted)
+            return outputs
+
+        self._run(noted)
         return found
-    start.put_back()
-    return plain_forward(module, *args, **kwargs)
+
+    def compare(self) -> None:
+        """Compares what modules compute, and G, with what autograd does; notes those that differ.
+
+        Raises:
+            NeedsVmap: a module under vmap computes otherwise with one sample than with a batch.
+        """
+        self._run(self._of_autograd)
+        self._run(self._of_copies)
+
+    def _run(self, trial: Callable[..., Any]) -> None:
+        capture, (args, kwargs) = self._capture, self._arguments
+        mine = [handle for handle in capture.handles if handle.kind == "vectorized"]
+        with (
+            trials(mine, trial), escapes_named(capture.network),
+            plain_run(capture, args, kwargs, self._before),
+        ):  # fmt: skip
+            pass
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        handle: LayerState = vars(module)["_private"]
+        given = handle.tensors((args, kwargs))
+        if handle.learns_outputs and any(isinstance(x, Own) for x in given):
+            raise UnknownOperation(
+                f"it gives {handle.name} a tensor made of its parameters alone, without samples: "
+                "expand that to the batch, as in self.table.expand(len(x), -1, -1)"
+            )
+        inputs = [local(x) for x in given]
+        layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
+        return expanded_input(handle, layouts, inputs, self._size)
+
+    def _plain(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        layouts = _output_layouts(module, args, kwargs)
+        outputs = plain_forward(module, *args, **kwargs)
+        return expanded_output(vars(module)["_private"], layouts, outputs, self._size)
+
+    def _copies(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns the parameters that a module captures, expanded to the batch."""
+        names = vars(module)["_private"].trainable
+        own = {name: getattr(*owner_of(module, name)).detach() for name in names}
+        return {n: p.expand(self._size, *p.shape).requires_grad_() for n, p in own.items()}
+
+    def _tried(
+        self, run: Callable[[tuple, dict], Any], module: nn.Module, args: tuple, kwargs: dict
+    ) -> Any:
+        """Runs a module on the whole batch; as it is, if it cannot."""
+        handle: LayerState = vars(module)["_private"]
+        if handle.operations is None or handle.whole_because:
+            return self._plain(module, args, kwargs)
+        objects = Objects(module, args, kwargs)
+        before = [(x, version_of(x), x.detach().clone()) for x in tensors_in((args, kwargs))]
+        try:
+            return run(args, kwargs)
+        except Exception as error:
+            if is_passed_on(error):
+                raise
+            handle.whole_because = _why(error)
+            if self._capture.sharding is not None:
+                self._capture.make_whole([handle])  # refuses layers in it that would run again
+                raise
+        objects.put_back()
+        with torch.no_grad():
+            for x, version, value in before:
+                if version_of(x) != version:
+                    x.copy_(value)
+        return self._plain(module, args, kwargs)
+
+    def _of_autograd(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Runs a module as it is; takes the gradient of each sample by a backward of its own."""
+        handle: LayerState = vars(module)["_private"]
+        if handle.operations is None:
+            return self._of_each_sample(module, args, kwargs)
+        own = {n: x[0].detach().clone().requires_grad_() for n, x in self._copies(module).items()}
+        layouts = _output_layouts(module, args, kwargs)
+        with replaced(module, own):
+            outputs = self._plain(module, args, kwargs)
+        found = tensors_in(outputs)
+        rows = [_gradients(found, layouts, own, self._size, i) for i in range(self._size)]
+        stacked = list(map(torch.stack, zip(*rows, strict=True)))
+        self._wanted.setdefault(handle, []).append([*map(_kept, found), *stacked])
+        return outputs
+
+    def _of_copies(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Runs a module on the whole batch; compares it with the run before."""
+        handle: LayerState = vars(module)["_private"]
+        copies = {n: x.clone().requires_grad_() for n, x in self._copies(module).items()}
+        call = Call(handle.title(module), self._size, handle.operations or {})
+        layouts = _output_layouts(module, args, kwargs)
+
+        def run(args: tuple, kwargs: dict) -> Any:
+            outputs = on_whole_batch(module, call, copies, args, kwargs)
+            found = tensors_in(outputs)
+            together = _gradients(found, layouts, copies, self._size)
+            if not _are_close([*map(_kept, found), *together], self._wanted[handle].pop(0)):
+                raise UnknownOperation("its results or gradients are not those of each sample")
+            return outputs
+
+        return self._tried(run, module, args, kwargs)
+
+    def _of_each_sample(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Runs a module as it is, and then under vmap with its child layers."""
+        handle: LayerState = vars(module)["_private"]
+        layouts = _output_layouts(module, args, kwargs)
+        if not any(layout.kind == "dimension" for layout in layouts):
+            return self._plain(module, args, kwargs)
+        given = map_tensors(Tensor.clone, (args, kwargs))
+        start = Objects(module, args, kwargs)
+        states = RandomStates(every_module(self._capture.network), self._capture.trigger.device)
+        plain = self._plain(module, args, kwargs)
+        end, is_random = Objects(module, args, kwargs), states.have_moved
+        start.put_back()
+        try:
+            found = every_sample(module, self._copies(module), self._size, *given)
+        except ValueError:
+            raise
+        except Exception as error:  # the step will say so
+            if is_passed_on(error):
+                raise
+            end.put_back()
+            return plain
+        if not is_random and not _are_close(tensors_in(found), tensors_in(plain)):
+            raise NeedsVmap(
+                handle.name,
+                f"{handle.title(module)} computes something else of a sample alone than beside "
+                "other samples, or of tensors that it keeps in objects (a limit of rows for each "
+                "expert, or a mean over the batch, for example), so the sample has no gradient of "
+                "its own: let what it computes of a sample depend on that sample alone",
+            )
+        return plain  # with what vmap has left in objects, which code outside may read
+
+
+def _output_layouts(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Layout, ...]:
+    handle: LayerState = vars(module)["_private"]
+    dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
+    return handle.output_layouts.get(dims, ())
+
+
+def _kept(x: Tensor) -> Tensor:
+    return x.detach().clone().nan_to_num(0, 0, 0)  # of an attention mask, say
+
+
+def _gradients(
+    outputs: list[Tensor], layouts: tuple[Layout, ...], parameters: dict[str, Tensor], size: int,
+    sample: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Returns gradients of parameters for fixed gradients of outputs, or of one sample in these.
+
+    Args:
+        layouts: of the outputs; shared ones have been expanded to the batch.
+    """
+    inputs = list(parameters.values())
+    ys, given = [], []
+    for y, layout in zip(outputs, layouts, strict=False):
+        if not y.requires_grad:
+            continue
+        gradient = torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y)
+        if sample is not None:
+            layout = Layout() if layout.kind == "shared" else layout
+            rows = layout.batch_first(gradient, size)
+            only = torch.zeros_like(rows)
+            only[sample] = rows[sample]
+            gradient = layout.restore(only)
+        ys.append(y)
+        given.append(gradient)
+    if not ys:
+        return list(map(torch.zeros_like, inputs))
+    found = torch.autograd.grad(ys, inputs, given, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+
+
+def _learns(
+    handle: LayerState, few: list[list[Noted]], more: list[list[Noted]], routes: bool
+) -> bool:
+    """Learns the operators of a module's calls; returns whether no other run is needed for it."""
+    known = handle.operations
+    if handle.whole_because or known is None:
+        return True
+    try:
+        if len(few) != len(more):
+            raise UnknownOperation("it is called more often for some samples than for others")
+        return all(learn(known, *pair, routes) for pair in zip(few, more, strict=True))
+    except UnknownOperation as error:
+        handle.whole_because = _why(error)
+    return True
 
 
 def _are_close(found: list[Tensor], wanted: list[Tensor]) -> bool:
     if [y.shape for y in found] != [y.shape for y in wanted]:
         return False
-    return all(is_close(*pair) for pair in zip(found, wanted, strict=True))
-
-
-def _copies(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
-    own = {name: getattr(*owner_of(module, name)) for name in vars(module)["_private"].trainable}
-    return {name: p.detach().expand(batch_size, *p.shape) for name, p in own.items()}
-
-
-def _agrees(
-    module: nn.Module, run: Callable[..., Any], batch_size: int, expected: Any, is_random: bool
-) -> bool:
-    """Returns whether a run from the module's own parameters computes what a plain forward does."""
-    others = {id(p) for p in module.parameters() if p.requires_grad}
-    own = (getattr(*owner_of(module, name)) for name in vars(module)["_private"].trainable)
-    with _Uses(others - {id(p) for p in (*own, *bare(module))}) as uses:
-        found = tensors_in(run(module, _copies(module, batch_size)))
-    wanted = tensors_in(expected)
-    if uses.found or [y.shape for y in found] != [y.shape for y in wanted]:
-        return False
-    return is_random or _are_close(found, wanted)
-
-
-class _Uses(TorchFunctionMode):
-    """Records whether code under vmap computes with one of the given parameters."""
-
-    def __init__(self, parameters: set[int]):
-        super().__init__()
-        self._parameters, self.found = parameters, False
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        # Outside of vmap the layer itself uses its parameter. Reading a dtype or shape is no use.
-        if not self.found and tensors_in(result):
-            given = tensors_in((args, kwargs or {}))
-            self.found = current_vmap() is not None and any(
-                id(x) in self._parameters for x in given
-            )
-        return result
-
-
-def learn_whole_batches(capture: CapturedNetwork, few: tuple, more: tuple) -> None:
-    """Learns which modules can compute with their own parameters without vmap.
-
-    Args:
-        few, more: arguments of forwards of `FEW` and of `MORE` samples.
-    """
-    candidates = [handle for handle in capture.handles if _may_do_without_vmap(handle)]
-    sharding = capture.sharding
-    splits = sharding is not None and sharding.tensor_group is not None
-    if not candidates or splits or capture.is_compiled:
-        return
-    runs: list[dict[tuple, list[list[Operation]]]] = []
-    for arguments, size in ((few, FEW), (more, MORE)):
-        runs.append({})
-        _run_with(partial(_note_operations, runs[-1], size), candidates, capture, arguments)
-    for handle, dims in runs[0]:
-        if handle.whole_batch is None:
-            continue
-        calls = [run.get((handle, dims), []) for run in runs]
-        try:
-            found = {learned(*pair) for pair in zip(*calls, strict=True)}
-        except (UnknownOperation, ValueError):
-            continue
-        if len(found) == 1:
-            handle.whole_batch[dims] = found.pop()
-    learnt = [handle for handle in candidates if handle.whole_batch]
-    if learnt:
-        _run_with(_compare, learnt, capture, few)
-
-
-def _may_do_without_vmap(handle: LayerState) -> bool:
-    """Returns whether a module owns all that it trains, and no known output is without samples."""
-    if handle.kind != "vectorized" or handle.whole_batch is None or handle.inner is not None:
-        return False
-    handle.whole_batch.clear()
-    layouts = [layout for found in handle.output_layouts.values() for layout in found]
-    is_shared = any(layout.kind == "shared" for layout in layouts)
-    return not is_shared and handle.is_own
-
-
-def _note_operations(
-    found: dict[tuple, list[list[Operation]]], batch_size: int,
-    every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
-) -> Any:  # fmt: skip
-    """Runs a module in a plain forward, and records the operations with its parameters."""
-    handle: LayerState = vars(module)["_private"]
-    again, start = map_tensors(Tensor.clone, (args, kwargs)), Objects(module, args, kwargs)
-    call, record = Call(batch_size, None), Record()
-    with record.recording():
-        outputs = plain_forward(module, *args, **kwargs)
-    end = Objects(module, args, kwargs)
-    start.put_back()
-    try:
-        with record.answering():
-            on_whole_batch(module, call, dict.fromkeys(handle.trainable), *again)
-    except Exception as error:
-        if is_passed_on(error):
-            raise
-        handle.whole_batch = None
-        return outputs
-    finally:
-        end.put_back()
-    dims = tuple(x.dim() for x in handle.tensors(again))
-    found.setdefault((handle, dims), []).append(call.operations)
-    return outputs
-
-
-def _compare(every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Runs a module in a plain forward of `FEW` samples.
-
-    Discards what was learned about the module if outputs, inputs of child layers or G differ from
-    those under vmap.
-    """
-    handle: LayerState = vars(module)["_private"]
-    dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
-    known = (handle.whole_batch or {}).get(dims)
-    if known is None:
-        return plain_forward(module, *args, **kwargs)
-    again, start = map_tensors(Tensor.clone, (args, kwargs)), Objects(module, args, kwargs)
-    record = Record()
-    with record.recording():
-        outputs = plain_forward(module, *args, **kwargs)
-    end = Objects(module, args, kwargs)
-    under_vmap = partial(every_sample, batch_size=FEW)
-    without_vmap = partial(on_whole_batch, call=Call(FEW, known))
-    try:
-        runs = []
-        for run in (under_vmap, without_vmap):
-            start.put_back()
-            runs.append(_outputs_and_gradients(run, record, module, *again))
-        is_right = all(is_close(*pair) for pair in zip(*runs, strict=True))
-    except Exception as error:
-        if is_passed_on(error):
-            raise
-        is_right = False
-    if not is_right:
-        handle.whole_batch = None
-    end.put_back()
-    return outputs
-
-
-@torch.enable_grad()
-def _outputs_and_gradients(
-    run: Callable[..., Any], record: Record, module: nn.Module, args: tuple, kwargs: dict
-) -> list[Tensor]:
-    """Returns the outputs of a run, what it leaves in objects, inputs of child layers, and G.
-
-    G is that for fixed gradients of all these; child layers answer from the record.
-    """
-    args, kwargs = map_tensors(lambda x: x.detach().clone(), (args, kwargs))
-    copies = {n: c.clone().requires_grad_() for n, c in _copies(module, FEW).items()}
-    before = Objects(module, args, kwargs)
-    with record.answering():
-        outputs = tensors_in(run(module, copies=copies, args=args, kwargs=kwargs))
-    left = Objects(module, args, kwargs).left_since(before)
-    outputs += [left[path] for path in sorted(left, key=str)]
-    outputs += [x.nan_to_num(0, 0, 0) for x in record.inputs]  # an attention mask, say
-    ends = [y for y in outputs if y.requires_grad]
-    given = [torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y) for y in ends]
-    found = torch.autograd.grad(ends, list(copies.values()), given, allow_unused=True)
-    zeros = map(torch.zeros_like, copies.values())
-    return outputs + [z if g is None else g for g, z in zip(found, zeros, strict=True)]
+    pairs = zip(found, wanted, strict=True)
+    return all(
+        is_close(*[torch.view_as_real(y) if y.is_complex() else y for y in p]) for p in pairs
+    )
 
 
 def callers_of(
-    capture: CapturedNetwork, arguments: tuple, layers: Collection[str]
+    capture: CapturedNetwork, arguments: Arguments, layers: Collection[str]
 ) -> list[nn.Module]:
     """Returns the modules whose code calls one of these layers in a plain forward."""
     found: list[nn.Module] = []
@@ -371,17 +345,18 @@ def callers_of(
 
 @torch.enable_grad()
 def weights_read_elsewhere(
-    capture: CapturedNetwork, arguments: tuple
+    capture: CapturedNetwork, arguments: Arguments
 ) -> dict[nn.Module, list[Parameter]]:
     """Returns the weights that code outside of their owners computes with, by that code's module.
 
-    Weights of layers that are also called are left out.
+    Weights of layers that are also called are left out, unless the module owns parameters: these
+    come with all parameters of their layer.
     """
-    called: set[Parameter] = set()
+    called: dict[Parameter, nn.Module] = {}
 
     def note(module: nn.Module, running: list[nn.Module]) -> None:
         if (handle := vars(module).get("_private")) is not None:
-            called.update(one.parameter for one in handle.parameters().values())
+            called.update((one.parameter, module) for one in handle.parameters().values())
 
     args, kwargs = arguments
     with (
@@ -389,8 +364,15 @@ def weights_read_elsewhere(
         capture.tried(args, kwargs),
     ):  # fmt: skip
         pass
-    found = {m: [p for p in weights if p not in called] for m, weights in reads.found.items()}
-    return {module: weights for module, weights in found.items() if weights}
+    found: dict[nn.Module, list[Parameter]] = {}
+    for module, weights in reads.found.items():
+        handle = vars(module).get("_private")
+        for weight in weights:
+            if weight not in called:
+                found.setdefault(module, []).append(weight)
+            elif handle is not None and handle.kind == "vectorized":
+                found.setdefault(module, []).extend(owned(called[weight]))
+    return found
 
 
 @contextmanager

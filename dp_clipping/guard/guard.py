@@ -21,7 +21,6 @@ from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
 from dp_clipping.capture.vmap_trial import (
     callers_of,
-    learn_whole_batches,
     unfit_modules,
     weights_read_elsewhere,
 )
@@ -257,9 +256,9 @@ class LayoutDiscovery:
         self._is_known, self._is_provisional = True, size < FEW
 
     def _establish(self, arguments: list[tuple]) -> None:
-        """Finds the layouts, and which modules run under vmap because layers in them need it.
+        """Finds the layouts, and how modules run that compute with parameters of their own.
 
-        Modules whose children cannot run outside of vmap run with them.
+        Modules that cannot run on the whole batch run under vmap, with their children.
         """
         capture, refusal = self._capture, None
         if self._sharding is None:
@@ -270,7 +269,7 @@ class LayoutDiscovery:
             except NeedsVmap as error:
                 refusal = refusal or error
                 callers = [m for run in arguments for m in callers_of(capture, run, error.layers)]
-                if not capture.widen(dict.fromkeys(callers)):
+                if not capture.widen(dict.fromkeys(callers), error.layers):
                     raise refusal from error
             except CalledDifferently:
                 raise
@@ -280,8 +279,6 @@ class LayoutDiscovery:
                 if self._search.differentiated:
                     capture.let_differentiate(self._search.differentiated)
                 elif not unfit:
-                    if not self._search.packs:
-                        learn_whole_batches(capture, *arguments[:2])
                     return
                 else:
                     capture.make_whole(unfit)
@@ -299,7 +296,7 @@ class LayoutDiscovery:
             return capture.apart
         try:
             self._search.establish(few, more, other)
-            return unfit_modules(capture, few, FEW)
+            return unfit_modules(capture, few, more, self._search.routes)
         except CalledDifferently:
             raise
         except ValueError as error:
@@ -314,17 +311,19 @@ class LayoutDiscovery:
             return capture.apart
 
     def _check_again_if_unknown(self, batch: Batch) -> int | None:
-        try:
-            return self._check(batch)
-        except LayoutUnknown as error:
-            if self._sharding is not None:
-                raise ValueError(
-                    "the network returns other tensors than in the first batch, and other ranks "
-                    "cannot repeat the search now: call model.reset_batch_layouts() on every "
-                    "rank before a forward that differs"
-                ) from error
-            self.look(batch)
-            return self._check(batch)
+        """Checks a batch; where a module has to run otherwise for it, searches and checks again."""
+        for _ in self._capture.handles:
+            try:
+                return self._check(batch)
+            except LayoutUnknown as error:
+                if self._sharding is not None:
+                    raise ValueError(
+                        "the network returns other tensors than in the first batch, and other "
+                        "ranks cannot repeat the search now: call model.reset_batch_layouts() on "
+                        "every rank before a forward that differs"
+                    ) from error
+                self.look(batch)
+        return self._check(batch)
 
     def _check(self, batch: Batch) -> int | None:
         """Returns the number of the check; None: a sample alone has no company."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.layers.batch_layout import TRIMMED, Layout
+from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.trials.draws import without_dropout
 from dp_clipping.trials.perturb import LARGE, Perturbed, enlarged, half, one_more, thirds
 from dp_clipping.trials.probe import Probe
@@ -33,7 +34,12 @@ CAUSES = {
     "normalises gradients over it, for example), so the sample has no gradient of its own; use "
     "statistics of the sample, or fixed ones",
 }
-OWN = ("operand", "result")  # of a module's own parameters, without vmap
+OWN = ("operand", "result")  # of a module's own parameters, on the whole batch
+CAUSES |= dict.fromkeys(
+    OWN,
+    "what {layer} computes with parameters of its own has samples in another order than the batch, "
+    "or depends on others of them: keep their order there, or make the network private unsharded",
+)
 
 LayoutsOf = Callable[[list[Tensor]], Sequence[Layout | None]]
 
@@ -90,18 +96,23 @@ class Company:
         probe = Probe(network, self._on_any_rank)
         for perturbed in changes:
             changed = probe.differing(perturbed) or []
-            self._use_vmap({layer for layer, what, _ in changed if what in OWN})
-            changed = [key for key in changed if key[1] not in OWN]
+            others = [key for key in changed if key[1] not in OWN]
+            if changed and not others and self._capture.sharding is None:
+                self._use_vmap({layer for layer, *_ in changed})
+            changed = others or changed
             self._refuse(_cause(changed[0], probe.base, probe.beside) if changed else None)
 
     def _use_vmap(self, layers: set[str]) -> None:
-        """Moves modules under vmap whose code mixes the rows of samples, as one that sorts them.
+        """Moves modules under vmap whose own operators mix the rows of samples, as one that sorts.
 
         Under vmap such code has one sample.
+
+        Raises:
+            LayoutUnknown: where the samples are has to be found again.
         """
-        for handle in self._capture.handles:
-            if handle.name in layers:
-                handle.whole_batch = None
+        handles = [handle for handle in self._capture.handles if handle.name in layers]
+        self._capture.make_whole(handles)
+        raise LayoutUnknown(handles[0].name)
 
     def _on_any_rank(self, flag: bool) -> bool:
         return any(self._of_all_ranks(flag))

@@ -10,26 +10,24 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.capture.checks.summaries import summary
-from dp_clipping.capture.network import (
-    CapturedNetwork,
-    expanded_input,
-    expanded_output,
-    trials,
-    undone_if_it_fails,
-)
+from dp_clipping.capture.network import CapturedNetwork, trials
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.clipping.accumulation import full_float32
-from dp_clipping.distributed.dtensor import is_sharded
+from dp_clipping.distributed.dtensor import is_sharded, owner_of
 from dp_clipping.layers.batch_layout import Layout, all_tokens
-from dp_clipping.layers.handle import LayerState, LayoutUnknown
+from dp_clipping.layers.handle import (
+    LayerState,
+    LayoutUnknown,
+    expanded_input,
+    expanded_output,
+)
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
-from dp_clipping.layers.vmap.whole_batch import Call
+from dp_clipping.layers.vmap.whole_batch import Call, UnknownOperation
 from dp_clipping.torch_compat import (
     every_module,
     flush_ready_nodes,
     is_in_backward,
-    is_passed_on,
     tree_map,
     version_of,
 )
@@ -129,8 +127,6 @@ class Observer:
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = module._private
-            if handle.kind == "child":  # what it sees, its layers do
-                return None
             if rounding is not None:
                 args, kwargs = _rounded_arguments(args, kwargs, rounding)
             if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
@@ -149,14 +145,13 @@ class Observer:
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             handle: LayerState = module._private
-            if handle.kind == "child":
-                return output
             key = dims[module].pop()
             if handle.learns_outputs:
                 layouts = list(handle.output_layouts.get(key, ()))
             else:
                 layouts = list(handle.layouts.get(key, ()))
-            output = expanded_output(handle, layouts, output, batch_size)
+            if handle.trial is None or is_in_backward():  # else it has been expanded
+                output = expanded_output(handle, layouts, output, batch_size)
             places = iter(layouts)
 
             def note(y: Any) -> Any:
@@ -170,7 +165,7 @@ class Observer:
                 if layout is None or not y.is_floating_point() or is_sharded(y):
                     return y
                 if layout.kind == "shared":
-                    if handle.is_inside or y.shape[:1] != (batch_size,):
+                    if y.shape[:1] != (batch_size,):
                         return y  # no sample has a gradient of its own there
                     layout = Layout("dimension", 0)
                 trigger = self._anchor(y.dtype, y.device)
@@ -195,7 +190,7 @@ class Observer:
                 return note(output)
             return tree_map(note, output, is_leaf=lambda y: isinstance(y, PackedSequence))
 
-        handles = [handle for handle in self._capture.handles if handle.whole_batch]
+        handles = [handle for handle in self._capture.handles if handle.operations]
         with (
             self._capture.looked_at(before, after),
             trials(handles, partial(self._with_own_parameters, seen, triggers, batch_size)),
@@ -204,23 +199,21 @@ class Observer:
         self._last_input = None
 
     def _with_own_parameters(
-        self, seen: Seen, triggers: list[Tensor], batch_size: int,
-        every_sample: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict,
+        self, seen: Seen, triggers: list[Tensor], batch_size: int, module: nn.Module, args: tuple,
+        kwargs: dict,
     ) -> Any:  # fmt: skip
         """Runs a module in a plain forward, and records the operators of its own parameters.
 
-        Without vmap each of them takes a sample's copy of the parameter for a row of the batch.
+        Each of them takes a sample's copy of the parameter for a row of the batch.
         """
         handle: LayerState = vars(module)["_private"]
-        dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
-        known = (handle.whole_batch or {}).get(dims)
-        if known is None or is_in_backward():
+        if is_in_backward():
             return plain_forward(module, *args, **kwargs)
 
-        def watch(what: str, x: Tensor, dim: int) -> Tensor:
-            layout = Layout("dimension", dim)
+        def watch(what: str, x: Tensor, layout: Layout) -> Tensor:
             if what == "operand":
                 seen.add(handle.name, "operand", summary(x, layout, batch_size))
+            if what == "operand" or not x.is_floating_point():
                 return x
             trigger = self._anchor(x.dtype, x.device)
             x = x.add_(trigger) if what == "written" else x + trigger
@@ -233,17 +226,13 @@ class Observer:
                 x.register_hook(arrived)
             return x
 
-        call = Call(batch_size, known, watch)
+        own = {name: getattr(*owner_of(module, name)).detach() for name in handle.trainable}
+        copies = {name: p.expand(batch_size, *p.shape) for name, p in own.items()}
+        call = Call(handle.title(module), batch_size, handle.operations, watch=watch)
         try:
-            with undone_if_it_fails(module, args, kwargs) as again:
-                return on_whole_batch(module, call, dict.fromkeys(handle.trainable), args, kwargs)
-        except Exception as error:  # it computes otherwise: from now on it runs under vmap
-            if is_passed_on(error):
-                raise
-            if self._capture.sharding is not None:  # whose ranks call each layer equally often
-                raise LayoutUnknown(handle.name) from error
-            handle.whole_batch = None
-            return plain_forward(module, *again[0], **again[1])
+            return on_whole_batch(module, call, copies, args, kwargs)
+        except UnknownOperation as error:  # it computes otherwise
+            raise LayoutUnknown(handle.name) from error
 
     def _of_input(self, x: Tensor, layout: Layout, batch_size: int) -> Summary:
         """Returns the summary of a layer's input; layers that read one tensor in turn share it."""

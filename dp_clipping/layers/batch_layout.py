@@ -66,6 +66,10 @@ class Layout:
             x = rearrange(x, "b t ... -> (t b) ...")
         return x.movedim(0, self.dim) if self.dim else x  # no view: it may be changed in place
 
+    def joined(self, x: Tensor) -> Tensor:
+        """Returns the inverse of `split`."""
+        return x if self.kind in ("dimension", "alone") else x.flatten(self.dim, self.dim + 1)
+
     def of_units(self, what: str) -> "Layout":
         """Returns the layout of units of k examples, from that of examples.
 

@@ -1,6 +1,6 @@
 """State of a captured layer: its private step, and where its samples are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.layers.batch_layout import Layout, all_tokens, bag_tensors, first_tokens
 from dp_clipping.layers.recorder import Recorder, Trainable
-from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves
+from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves, tree_map
 from dp_clipping.trials.schedule import Schedule
 
 # What arrives at the slots of a linear layer in a compiled region: see linear.py.
@@ -23,9 +23,6 @@ FACTOR_SLOTS = ("y", "a", "count")
 
 FIRST = Layout()  # samples are counted by the first dimension
 OWN = ("weight", "bias")
-
-# Kinds whose outputs may have samples elsewhere than their inputs.
-OUTPUTS_LEARNED = ("vectorized", "child", "recurrent", "cell", "attention", "registered")
 
 Forward = Callable[..., Any]
 
@@ -169,26 +166,23 @@ class LayerState:
 
     Attributes:
         name: the name of the module in the network.
-        kind: the file of `layers` that has its forward.
-        children_apart: it runs under vmap, and its child layers outside of it (`vmap.children`).
-        is_own: all that it captures are bare parameters of its own.
-        is_inside: a module under vmap calls it now, in a plain forward.
-        trial: takes a call of a module under vmap in a plain forward that tries it; or None.
+        kind: the name of its kind of layers (`registered.built_in`).
+        learns_outputs, is_linear: of the kind.
+        children_apart: of a vectorized module: its child layers are captured themselves.
+        trial: takes a call of a vectorized module in a plain forward that tries it; or None.
         inner: the layer that its class is derived from, if that is what is captured (`inner_call`);
             `inner_forward` runs it.
         around: functions called before and after its calls now, where `inner` is set.
-        whole_because: why its child layers cannot run outside of vmap, and what to do; or "".
+        whole_because: why it cannot run on the whole batch, and what to do; or "".
         is_misfit: `inner` is set, and it has computed with its parameters otherwise.
         trainable: names of the parameters it captures, relative to the module.
         has_last: for a bag: its offsets end with the number of ids.
         schedule: for a registered layer: of the comparisons of its function with single samples.
         products: for a registered layer: shapes of a sample -> the parameters for which its
             function returns products at these shapes.
-        whole_batch: for a module that can run without vmap (`vmap.whole_batch`): number of
-            dimensions of each input -> operations with its own parameters; None: it cannot.
-        effects: for a module under vmap: number of dimensions of each input -> where it reads and
-            writes tensors in objects (`vmap.objects.Effects`), if it does.
-        one_by_one: why its samples run one after another; "": they run under vmap.
+        operations: of a vectorized module that runs on the whole batch (`vmap.whole_batch`): the
+            operators of its own parameters; None: it runs under vmap with its child layers.
+        one_by_one: why its samples run one after another; "": they run together.
         own_forward: a forward that the module had in place of its class's; None: it had none.
         private_step: the private step that its calls belong to; None: it runs without privacy.
         sites: dimensions, dtype and autocast dtype of an input -> how the layer is used so. They
@@ -217,7 +211,7 @@ class LayerState:
         self.slots: dict[str, Tensor] = {}
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
-        self.children_apart = self.is_inside = self.is_own = False
+        self.children_apart = self.learns_outputs = self.is_linear = False
         self.trial: Callable[..., Any] | None = None
         self.inner: Any = None
         self.inner_forward: Callable[..., Any] | None = None
@@ -225,14 +219,12 @@ class LayerState:
         self.whole_because, self.is_misfit = "", False
         self.schedule = Schedule()
         self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
-        self.whole_batch: dict[tuple[int, ...], tuple] | None = {}
-        self.effects: dict[tuple[int, ...], Any] = {}
+        self.operations: dict[Any, Any] | None = {}
         self.one_by_one = ""
 
-    @property
-    def learns_outputs(self) -> bool:
-        """Returns whether `output_layouts` are searched for. Otherwise samples stay in place."""
-        return self.kind in OUTPUTS_LEARNED
+    def title(self, module: nn.Module) -> str:
+        """Returns the name of the module and of its class, for messages."""
+        return f"{self.name or 'the network'} ({type(module).__name__})"
 
     def tensors(self, tree: Any, whole: bool = False) -> list[Tensor]:
         """Returns the tensors of a call, or of what it returns, in which samples are looked for.
@@ -301,14 +293,6 @@ class LayerState:
         """Returns the layouts of the outputs of a call with these inputs."""
         return self._of_units(self.output_layouts[tuple(x.dim() for x in inputs)])
 
-    def effects_of(self, inputs: list[Tensor]) -> Any:
-        """Returns where a call with these inputs reads and writes tensors in objects, or None."""
-        return self.effects.get(tuple(x.dim() for x in inputs))
-
-    def of_units(self, layout: Layout) -> Layout:
-        """Returns the layout of a private step's samples, from that of examples."""
-        return self._of_units((layout,))[0]
-
     def layouts_of_examples(
         self, inputs: list[Tensor]
     ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
@@ -368,6 +352,36 @@ def expand_shared(x: Tensor, batch_size: int) -> Tensor:
     """Returns x [1, ..] as [B, ..]; anything else gets a new first dimension."""
     x = x if x.dim() > 1 and x.shape[0] == 1 else x.unsqueeze(0)
     return x.expand(batch_size, *x.shape[1:])
+
+
+def expanded_input(
+    handle: LayerState, layouts: Sequence[Layout], inputs: list[Tensor], batch_size: int
+) -> tuple[tuple, dict] | None:
+    """Returns a layer's arguments with a shared input expanded to the batch; None if it has none.
+
+    A forward pre-hook returns this.
+    """
+    if not handle.learns_outputs and layouts and layouts[0].kind == "shared":
+        return (expand_shared(inputs[0], batch_size),), {}
+    return None
+
+
+def expanded_output(
+    handle: LayerState, layouts: Sequence[Layout], output: Any, batch_size: int
+) -> Any:
+    """Returns an output of a vectorized module whose shared tensors are expanded to the batch."""
+    if handle.kind != "vectorized" or not any(x.kind == "shared" for x in layouts):
+        return output
+    places = iter(layouts)
+
+    def expanded(y: Any) -> Any:
+        if not isinstance(y, Tensor):
+            return y
+        layout = next(places, None)
+        is_shared = layout is not None and layout.kind == "shared"
+        return expand_shared(y, batch_size) if is_shared else y
+
+    return tree_map(expanded, output)
 
 
 def has_rows(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -> bool:

@@ -164,7 +164,7 @@ def refuse_split_rows(layer: Layer, inputs: list[Tensor], outputs: list[Tensor])
     Where they gather or scatter tokens (sequence parallel), plain layers between two such have only
     some of each sample's, and nothing in them shows it.
     """
-    if layer.kind in ("vectorized", "child", "convolution"):
+    if layer.kind in ("vectorized", "convolution"):
         return
     given, returned = inputs[0].shape, outputs[0].shape[:-1]
     if layer.kind != "embedding":

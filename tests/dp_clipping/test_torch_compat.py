@@ -288,36 +288,6 @@ def test_composable_replicas(monkeypatch):
     assert torch_compat.composable_replicas() == ()
 
 
-# ---- vmap ----------------------------------------------------------------------------------------
-
-
-def test_leaving_vmap(monkeypatch):
-    seen = []
-
-    def one(row):
-        vmap = torch_compat.current_vmap()
-        rows, dim = vmap.unwrap(row)
-        with torch_compat.outside_of_vmap():
-            assert torch_compat.current_vmap() is None
-            rows = rows.movedim(dim, 0)
-            rows = rows - rows.mean(0)  # what no function of one sample can do
-        seen.append(vmap.batch_size)
-        assert vmap.unwrap(torch.ones(2))[1] is None
-        return vmap.wrap(rows)
-
-    x = torch.randn(3, 2)
-    torch.testing.assert_close(torch.vmap(one, in_dims=1)(x.t()), x - x.mean(0))
-    assert seen == [3]
-    assert torch_compat.current_vmap() is None
-    assert torch_compat.can_leave_vmap()
-    with pytest.raises(RuntimeError, match="transform within"):
-        torch.vmap(torch.vmap(lambda y: torch_compat.current_vmap()))(x)
-    with pytest.raises(RuntimeError, match="transform within"):
-        torch.func.grad(lambda y: torch_compat.current_vmap())(x)
-    monkeypatch.delattr(torch._C._functorch, "_unwrap_batched")
-    assert not torch_compat.can_leave_vmap()
-
-
 # ---- compilation and profiling -------------------------------------------------------------------
 
 

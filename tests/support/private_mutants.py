@@ -57,6 +57,7 @@ DERIVATIVES = "tests/dp_clipping/test_second_derivatives.py"
 KEPT = "tests/dp_clipping/capture/checks/test_kept.py"
 OPTIMIZER = "tests/dp_clipping/test_optimizer.py"
 AGREEMENT = "tests/dp_clipping/distributed/test_agreement.py"
+WHOLE_BATCH = "tests/dp_clipping/layers/vmap/test_whole_batch.py"
 VMAP_TRIAL = "tests/dp_clipping/capture/test_vmap_trial.py"
 RANKS = "tests/dp_clipping/ranks/test_steps.py"
 TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
@@ -120,11 +121,17 @@ ROWS = [
     ("ranks look at their own samples alone", "distributed/agreement.py",
      "dist.all_reduce(total, group=self._group)", "pass", AGREEMENT, "noise_alone and True-one"),
     # ---- modules around layers
-    ("a child layer is given anything under vmap", "layers/vmap/children.py",
-     "if self._compares and not", "if False and not", VMAP_TRIAL),
-    ("hooks that gather run under vmap", "capture/capture.py",
-     "if module in inside and module in gathered:", "if False:", RANKS,
-     "fsdp-product"),
+    ("G beside copies is not compared", "capture/vmap_trial.py",
+     "if not _are_close([*map(_kept, found), *together], self._wanted[handle].pop(0)):",
+     "if False:", WHOLE_BATCH, "wrong_place"),
+    ("flattened samples may fit by chance", "layers/vmap/whole_batch.py",
+     'if routes and not kinds <= {"shared", "dimension"}:', "if False:", WHOLE_BATCH, "picked"),
+    ("a parameter's gradient may come of anything", "layers/vmap/whole_batch.py",
+     "value = _Unseen.apply(copies, value, name)", "pass", WHOLE_BATCH, "does_not_come"),
+    ("copies are those of other samples", "layers/vmap/whole_batch.py",
+     "return copies.squeeze(place + 1).movedim(0, place)",
+     "return copies.flip(0).squeeze(place + 1).movedim(0, place)", WHOLE_BATCH,
+     "norms_and_sums and joins"),
     # ---- accounts for any noise
     ("rounding of FFTs is not charged", "accounting/pld.py",
      "rest, last = delta - steps * ROUNDING, math.inf", "rest, last = delta, math.inf", PLD),
@@ -469,13 +476,12 @@ ROWS = [
     ("what cancels is taken for a mistake", "layers/registered/one_alone.py",
      "+ ROUNDINGS * rounding", "+ 0 * rounding", ALONE),
     ("products lose tokens", "layers/registered/module.py",
-     "self.step.take(LINEAR, (record,), (y, a, Site(Tap, record)), (y, a))",
-     "self.step.take(LINEAR, (record,), (y[:, :1], a[:, :1], Site(Tap, record)), (y, a))",
+     "(y, a, Site(Tap, record)), (y, a))", "(y[:, :1], a[:, :1], Site(Tap, record)), (y, a))",
      OF_USERS),
     ("changes in place go unnoticed", "layers/registered/module.py",
      "return y.detach()", "return y.data", OF_USERS),
     ("examples of a unit are averaged", "layers/registered/module.py",
-     "g = _units(g, k).sum(1, dtype=accumulation_dtype(g.dtype))", "g = _units(g, k).mean(1)",
+     "_units(g, k).sum(1, dtype=accumulation_dtype(g.dtype))", "_units(g, k).mean(1)",
      UNITS, "registered"),
     # ---- distributed
     ("shared parameters are counted on every rank", "distributed/norm_reduce.py",
@@ -561,18 +567,19 @@ ROWS = [
     ("a trial leaves what it wrote", "guard/state.py",
      "            objects.put_back()\n", "            pass\n", OBJECTS, "real_forward"),
     ("a plain call finds what a failed one has left", "capture/vmap_trial.py",
-     "        start.put_back()\n        return plain_forward(module, *args, **kwargs)\n    end",
-     "        return plain_forward(module, *args, **kwargs)\n    end", VMAP_TRIAL, "finds_nothing"),
+     "            end.put_back()\n            return plain\n", "            return plain\n",
+     VMAP_TRIAL, "finds_nothing"),
     ("no memory is a reason to take samples in turn", "layers/vmap/module.py",
      "        if is_passed_on(error):\n            raise\n", "", VMAP_TRIAL, "passed_on"),
     ("trials of a module leave what they wrote", "capture/vmap_trial.py",
-     "    end.put_back()\n    return plain", "    return plain", OBJECTS, "state_of_one_step"),
+     "        objects.put_back()\n        with torch", "        with torch", VMAP_TRIAL,
+     "half_way"),
     ("objects keep one sample", "layers/vmap/module.py",
-     "self._kept.show(whole)", "pass", OBJECTS, "state_of_one_step"),
+     "if leaves_samples(left):", "if False:", OBJECTS, "one_sample_after_another"),
     ("samples in turn have one copy of the parameters", "layers/vmap/module.py",
      "own = {name: values[n] for", "own = {name: values[0] for", VMAP, "another"),
     ("samples in turn may compute otherwise than together", "capture/vmap_trial.py",
-     "is_right = is_random or _are_close(tensors_in(found), wanted)", "is_right = True",
+     "if not is_random and not _are_close(tensors_in(found), wanted):", "if False:",
      VMAP, "see_each_other and capacity"),
     ("arguments may carry from step to step", "guard/left.py",
      "        self._refuse_read(objects, left, args, kwargs)\n", "", OBJECTS, "carries_from"),

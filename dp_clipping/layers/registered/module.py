@@ -6,7 +6,6 @@ function and delivers G or its factors, as the arithmetic of any other layer doe
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dp_clipping.clipping.accumulation import accumulation_dtype, only
-from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, Site, check_size
 from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
@@ -33,55 +31,51 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if handle.private_step is None:
         return plain_forward(self, *args, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
-    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[n] for n in places]
-    layouts, (of_output, *others) = handle.layouts_of_examples(tensors)
-    if others or of_output.kind == "shared":
-        raise ValueError(
-            f"{_called(handle, self)} returns {len(others) + 1} tensors, or one that is the same "
-            "for all samples, and register_layer is for layers that return one tensor with a row "
-            "for each sample: give it x.expand(len(batch), ..), or leave out register_layer"
-        )
-    for x, layout in zip(tensors, layouts, strict=True):
-        check_size(x, layout, handle, handle.rows)
-    use = Use(self, handle, leaves, structure, places, layouts, of_output, handle.rows)
-    own = {name: p.parameter.detach() for name, p in handle.parameters().items()}
-    y = use.run(own, leaves)
-    products, records = use.products(y, tensors), handle.parameters()
-    for name in [name for name in records if name in products]:
-        use.announce(records[name], *products[name])
+    use, records = Use(self, leaves, structure), handle.parameters()
+    tensors = [leaves[n] for n in use.places]
+    y = use.run({name: p.detach() for name, p in use.trainable.items()}, leaves)
+    for name, product in use.products(y, tensors).items():
+        use.announce(records[name], *product)
     triggers = {handle.private_step.trigger(record) for record in records.values()}
     return Tap.apply(y, use, *(x.detach() for x in tensors), *triggers)
 
 
-def _called(handle: LayerState, module: nn.Module) -> str:
-    return f"{handle.name or 'the network'} ({type(module).__name__})"
-
-
-@dataclass
 class Use:
     """One call of a registered layer.
 
+    Args:
+        leaves, structure: its arguments, flattened.
+
     Attributes:
-        leaves, structure: its arguments, flattened; `places` says which of them are tensors.
+        places: of the tensors among the arguments.
         layouts, of_output: where examples are in these, and in the output.
         rows: number of examples.
+        trainable: name -> parameter.
     """
 
-    module: nn.Module
-    handle: LayerState
-    leaves: list[Any]
-    structure: Any
-    places: list[int]
-    layouts: tuple[Layout, ...]
-    of_output: Layout
-    rows: int
-
-    def __post_init__(self) -> None:
-        self.arithmetic = arithmetic_of(self.module)
-        self.step: Any = self.handle.private_step
+    def __init__(self, module: nn.Module, leaves: list[Any], structure: Any):
+        handle: LayerState = vars(module)["_private"]
+        self.module, self.handle, self.structure = module, handle, structure
+        self.step: Any = handle.private_step
+        self.title, self.rows, self.arithmetic = (
+            handle.title(module),
+            handle.rows,
+            arithmetic_of(module),
+        )
+        self.places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[n] for n in self.places]
+        self.layouts, (self.of_output, *others) = handle.layouts_of_examples(tensors)
+        if others or self.of_output.kind == "shared":
+            raise ValueError(
+                f"{self.title} returns {len(others) + 1} tensors, or one that is the same for all "
+                "samples, and register_layer is for layers that return one tensor with a row for "
+                "each sample: give it x.expand(len(batch), ..), or leave out register_layer"
+            )
+        for x, layout in zip(tensors, self.layouts, strict=True):
+            check_size(x, layout, handle, self.rows)
+        self.trainable = {name: one.parameter for name, one in handle.parameters().items()}
         # Tensors are saved by autograd, which notices what is changed in place.
-        self.leaves = [None if isinstance(x, Tensor) else x for x in self.leaves]
+        self.leaves = [None if isinstance(x, Tensor) else x for x in leaves]
 
     def run(self, parameters: dict[str, Tensor], leaves: list[Any]) -> Tensor:
         """Runs the layer's own forward with these parameters and arguments."""
@@ -106,8 +100,8 @@ class Use:
             found = self._run(self.arithmetic.gradients, tensors, gradient)
             self._refuse_shapes(found, len(gradient))
             return found
-        rows, shapes = len(gradient), {n: tuple(p.shape) for n, p in self._trainable.items()}
-        who = f"registered for {_called(self.handle, self.module)}"
+        rows, shapes = len(gradient), {n: tuple(p.shape) for n, p in self.trainable.items()}
+        who = f"registered for {self.title}"
 
         def norm() -> Mapping[str, Tensor]:
             found = self._run(self.arithmetic.norm, tensors, gradient)
@@ -124,10 +118,6 @@ class Use:
         sums = LayerSums(norm, weighted_sum, rows, gradient, (gradient, *tensors))
         nbytes = (gradient.nbytes + sum(x.nbytes for x in tensors)) // max(1, len(shapes))
         return {name: NormAndSum(sums, name, nbytes) for name in shapes}
-
-    @property
-    def _trainable(self) -> dict[str, nn.Parameter]:
-        return {name: one.parameter for name, one in self.handle.parameters().items()}
 
     def _run(self, function: Any, tensors: list[Tensor], *first: Tensor) -> Any:
         """Returns function(layer, *first, *args, **kwargs)."""
@@ -151,7 +141,7 @@ class Use:
         except TypeError as problem:
             of_forward = ", ".join(list(signature(type(self.module).forward).parameters)[1:])
             raise ValueError(
-                f"the function registered for {_called(self.handle, self.module)} cannot be called "
+                f"the function registered for {self.title} cannot be called "
                 f"({problem}): it takes (layer, gradient, {of_forward}), and a weighted_sum "
                 f"(layer, gradient, c, {of_forward})"
             ) from error
@@ -163,7 +153,7 @@ class Use:
 
     def _refuse_shapes(self, found: Any, rows: int) -> None:
         """Raises ValueError unless there is G, or a product, for each trainable parameter."""
-        who = f"the function registered for {_called(self.handle, self.module)}"
+        who = f"the function registered for {self.title}"
         if not isinstance(found, Mapping):
             raise ValueError(
                 f'{who} returns {type(found).__name__}: return a dictionary, as {{"weight": G}}'
@@ -171,7 +161,7 @@ class Use:
         unknown = found.keys() - dict(self.module.named_parameters()).keys()
         if unknown:
             raise ValueError(f"{who} returns {sorted(unknown)[0]!r}, which is no parameter of it")
-        for name, parameter in self.handle.parameters().items():
+        for name, parameter in self.trainable.items():
             if name not in found:
                 raise ValueError(
                     f"{who} returns nothing for {name!r}: return its per-sample gradients, or "
@@ -217,7 +207,7 @@ class Use:
             known[key] = {
                 name: (g.activations.shape[1], g.activations.dtype)
                 for name, g in self.call(gradient, rows).items()
-                if isinstance(g, LinearProduct)
+                if isinstance(g, LinearProduct) and name in self.trainable
             }
         return known[key]
 

@@ -55,17 +55,13 @@ def _compare_norms(use: Any, name: str, found: NormAndSum, samples: range) -> No
     norms, slack = found.sums.norms[name], found.sums.slack
     c = norms.new_zeros(use.rows, dtype=torch.float32)
     c[list(samples)] = torch.linspace(0.2, 0.9, len(samples), device=c.device)
-    expected, size = (
-        torch.zeros_like(use.handle.parameter(name).parameter, dtype=torch.float64),
-        0.0,
-    )
+    expected, size = torch.zeros_like(use.trainable[name], dtype=torch.float64), 0.0
     for i in samples:
         g = use.row(found, i).double()
         own, given = float(g.norm()), float(norms[i])
         if own < float("inf") and not abs(given - own) <= slack / 2 * own + TINY:
             raise ValueError(
-                f"the norm registered for {use.handle.name or 'the network'} "
-                f"({type(use.module).__name__}) is wrong: for {name!r} of sample {i} it is "
+                f"the norm registered for {use.title} is wrong: for {name!r} of sample {i} it is "
                 f"{given:.8g}, and what weighted_sum returns for that sample alone has the norm "
                 f"{own:.8g}; return that norm to {slack / 2:.0e} of itself, in float64 where "
                 "tokens cancel, or leave out register_layer, and torch.vmap computes it"
@@ -75,10 +71,9 @@ def _compare_norms(use: Any, name: str, found: NormAndSum, samples: range) -> No
     error = float((found.sums.sum_of(name, c).double() - expected).norm())
     if size < float("inf") and not error <= slack * size + TINY:
         raise ValueError(
-            f"the weighted_sum registered for {use.handle.name or 'the network'} "
-            f"({type(use.module).__name__}) is wrong: for {name!r} the sum of {len(samples)} "
-            f"samples differs by {error:.3g} from their gradients, multiplied by their "
-            "coefficients: return the sum of c_i G_i, as (c @ gradients.flatten(1))"
+            f"the weighted_sum registered for {use.title} is wrong: for {name!r} the sum of "
+            f"{len(samples)} samples differs by {error:.3g} from their gradients, multiplied by "
+            "their coefficients: return the sum of c_i G_i, as (c @ gradients.flatten(1))"
         )
 
 
@@ -93,7 +88,7 @@ def _alone(
     leaves = list(use.leaves)
     for n, x, layout in zip(use.places, tensors, use.layouts, strict=True):
         leaves[n] = x if layout.kind == "shared" else _only(x, layout, use.rows, i)
-    own = {n: p.parameter.detach().requires_grad_() for n, p in use.handle.parameters().items()}
+    own = {n: p.detach().requires_grad_() for n, p in use.trainable.items()}
     with torch.enable_grad(), full_float32(layers=True):
         y = use.run(own, leaves)
         gy = _only(gradient, use.of_output, use.rows, i).to(y.dtype)
@@ -117,9 +112,8 @@ def _only(x: Tensor, layout: Any, rows: int, i: int) -> Tensor:
 
 def _message(use: Any, name: str, i: int, error: float, size: float) -> str:
     return (
-        f"the function registered for {use.handle.name or 'the network'} "
-        f"({type(use.module).__name__}) is wrong: for {name!r} of sample {i} it differs by "
-        f"{error:.3g} from the gradient of that sample alone, whose norm is {size:.3g}; return "
+        f"the function registered for {use.title} is wrong: for {name!r} of sample {i} it differs "
+        f"by {error:.3g} from the gradient of that sample alone, whose norm is {size:.3g}; return "
         "that gradient, of the sample's own inputs alone (a layer that draws random numbers "
         "cannot be registered: draw them outside of it), or leave out register_layer, and "
         "torch.vmap computes it"

@@ -2,18 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from dp_clipping.distributed.dtensor import plain_type
+from dp_clipping.layers.registered.built_in import KINDS
 
-BUILT_IN = (
-    nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d,
-    nn.ConvTranspose2d, nn.ConvTranspose3d, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
-    nn.InstanceNorm3d, nn.LayerNorm, nn.RMSNorm, nn.LSTM, nn.GRU, nn.RNN,
-    nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.MultiheadAttention,
-)  # fmt: skip
 EXAMPLE = (
     "register_layer(Scale, lambda layer, gradient, x: "
     '{"scale": (gradient * x).flatten(1, -2).sum(1)})'
@@ -106,7 +102,7 @@ def register_layer(
             f"give a subclass of nn.Module and a function: {EXAMPLE}, or two: "
             "register_layer(Scale, norm=.., weighted_sum=..)"
         )
-    for kind in BUILT_IN:
+    for kind in chain.from_iterable(kind.classes for kind in KINDS):
         if issubclass(cls, kind) and cls.forward is kind.forward:
             raise ValueError(
                 f"{cls.__name__} computes what nn.{kind.__name__} does, which has per-sample "

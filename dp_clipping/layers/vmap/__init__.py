@@ -1,11 +1,9 @@
-"""Modules without arithmetic of their own, run under `torch.vmap`.
+"""Modules without arithmetic of their own: every sample has a copy of their parameters.
 
 Files:
 
-    module                every sample with a copy of the parameters
-    whole_batch           a module that adds or multiplies with its own parameters: without vmap
+    module                the ways in which such a module runs in a step
+    whole_batch           its own operators on the whole batch, beside the copies
     objects               what calls leave in objects: put back after trials
-    children              child layers of such a module, which run outside of vmap
-    attention             attention in such a module, which runs outside of vmap
-    refusals              names what code under vmap cannot do
+    refusals              names what code under `torch.vmap` cannot do
 """

@@ -1,21 +1,18 @@
 """Objects that a call can read and write beside its inputs and outputs.
 
 They are reachable from a module's attributes and from arguments: lists, dicts, sets, dataclasses,
-caches, objects with attributes or slots. A module under vmap gets one sample of the tensors in
-them, and what it leaves in them becomes tensors of the whole batch again. A call that is only tried
-leaves them as they were.
+caches, objects with attributes or slots. A call that is only tried leaves them as they were.
 """
 
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterator
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.torch_compat import (
     own_buffers,
     own_modules,
@@ -33,18 +30,6 @@ OTHERS = {"torch", "numpy", "dp_clipping", "ddp", "opacus", "builtins", "logging
 OWN = frozenset(vars(nn.Module())) | {  # what `nn.Module` and private training keep in a module
     "_private", "forward", "zero_grad", "__reduce_ex__", "_compiled_call_impl",
 }  # fmt: skip
-
-
-class Effects(NamedTuple):
-    """The places where a module reads and writes sample tensors beside inputs and outputs.
-
-    Attributes:
-        inputs: places of tensors that have rows of the samples when it is called.
-        outputs: places of tensors that it leaves.
-    """
-
-    inputs: dict[Path, Layout]
-    outputs: dict[Path, Layout]
 
 
 class Objects:

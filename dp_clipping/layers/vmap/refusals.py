@@ -6,9 +6,10 @@ A plain forward of the same code has run before, so vmap is the cause of an erro
 import linecache
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,22 @@ def _place_of(error: BaseException) -> str:
         return ""
     line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}, {line}: "
+
+
+def leaves_samples(left: Sequence[dict[Any, Tensor]]) -> bool:
+    """Returns whether calls for single samples leave tensors that differ, or have gradients.
+
+    Args:
+        left: place -> tensor that a sample's call has left there.
+    """
+    if not any(left):
+        return False
+    first = left[0]
+    return any(
+        one.keys() != first.keys()
+        or any(x.requires_grad or not torch.equal(x, first[path]) for path, x in one.items())
+        for one in left
+    )
 
 
 def refuse_transforms(name: str) -> None:

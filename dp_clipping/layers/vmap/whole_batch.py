@@ -1,34 +1,46 @@
-"""A module's own parameters, in its forward on the whole batch, without vmap.
+"""Runs a module on the whole batch, with a copy of its own parameters for each sample.
 
     w [C], x [B, T, C]      y = w · x = v · x,  with v [B, 1, C] a copy of w for every sample
 
 The copies are one tensor expanded to [B, *parameter]; under ordinary autograd their gradient is G.
-So an operator between a parameter and a tensor of the batch needs no vmap, if it is known which
-dimension of the tensor counts the samples. That is learned from forwards of two batch sizes, as it
-is for layers (`batch_layout`), for every such operator in the order of the calls:
+Child layers that the module calls get tensors of the batch, and deliver their own gradients.
+
+So each operator between a parameter and tensors of the batch must know which dimension of these
+counts the samples. That is learned from forwards of two batch sizes, as it is for layers
+(`batch_layout`), for every such operator in the order of the calls:
 
     w + x, w - x, w · x, x / w      the copies are laid beside the samples of x
     w.expand(B, ..), w.repeat       the copies are what is returned
-    w.view(..), w[:n], w.to(..)     of parameters alone: the same for each copy
+    any other, as x @ w             runs under `torch.vmap`, by itself
+    of parameters alone             likewise, also with tensors that all samples share
 
-`capture.vmap_trial` compares results and G with those under vmap, before a step relies on it, and
-`guard.observer` looks at the rows of each such operator when it looks at those of layers: a row
-that is another sample's there would get that sample's copy. A module that computes anything else
-with a parameter, in the trial or in a later step, runs under vmap.
+`capture.vmap_trial` compares results and G with autograd's before a step relies on them, and
+`guard.observer` looks at the rows of each operator when it looks at those of layers: a row that is
+another sample's there would get that sample's copy. A module in which samples have no place of
+their own in an operator runs under vmap as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dp_clipping.distributed.dtensor import owner_of
-from dp_clipping.layers.batch_layout import FEW, MORE
-from dp_clipping.torch_compat import own_parameters, tree_leaves, tree_map
+from dp_clipping.layers.batch_layout import Layout, find_layout
+from dp_clipping.torch_compat import (
+    own_parameters,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 _OPERATORS = ("add", "sub", "mul", "div")  # as Python's +, -, *, / and their in-place forms call
 ELEMENTWISE = {getattr(owner, name) for owner in (torch, Tensor) for name in _OPERATORS}
@@ -36,30 +48,42 @@ IN_PLACE = {getattr(Tensor, f"{name}_") for name in _OPERATORS}
 EXPANDING = {Tensor.expand, Tensor.expand_as, Tensor.repeat, torch.broadcast_to}
 SAME_ORDER = {Tensor.view, Tensor.reshape, Tensor.unsqueeze, Tensor.squeeze, Tensor.flatten}
 SAME_ORDER |= {torch.reshape, torch.unsqueeze, torch.squeeze, torch.flatten}
+ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 FACTS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__}
 _FACTS = ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "itemsize")
 FACTS |= {getattr(Tensor, name).__get__ for name in _FACTS}
+CREATING = {Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor}
+ALONE = Layout("alone")  # [B, *shape], of what has no samples elsewhere: copies of a parameter
+
+Key = tuple[int, Callable[..., Any], tuple[int, ...]]
+"""The number of an operator in a call, the operator, and dimensions of its tensors."""
 
 
 class UnknownOperation(Exception):
-    """A module computes with a parameter of its own otherwise than it is known to."""
+    """A module computes with a parameter of its own otherwise than it is known to; says how."""
 
 
 class Operation(NamedTuple):
-    """An operation between a parameter and a tensor of the batch.
+    """Where the samples are in an operator's tensors, but parameters, and in its results."""
 
-    Attributes:
-        function: of torch.
-        shape: of the tensor; of the result where it is the parameter that is expanded. Once it has
-            been learned, the number of its dimensions and the one that counts the samples.
-    """
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
 
-    function: Callable[..., Any]
-    shape: tuple[int, ...]
+    @property
+    def is_constant(self) -> bool:
+        return all(layout.kind == "shared" for layout in (*self.inputs, *self.outputs))
 
 
-Watch = Callable[[str, Tensor, int], Tensor]
-"""`watch(what, x, dim)` -> x, or x + 0: an operator's `"operand"`, before the operator, and its
+class Noted(NamedTuple):
+    """An operator that is not known yet: its tensors, but parameters, and its results."""
+
+    key: Key
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+Watch = Callable[[str, Tensor, Layout], Tensor]
+"""`watch(what, x, layout)` -> x, or x + 0: an operator's `"operand"`, before the operator, and its
 `"result"`; `"written"` is a result that is the operand itself, and returned as such."""
 
 
@@ -67,169 +91,251 @@ class Call:
     """One forward of a module whose own parameters are `Own`.
 
     Args:
-        batch_size: rows of the batch.
-        known: the operations of the parameters with the batch, in order; None: the call is a trial.
-        watch: sees the tensors of the batch in these operations.
+        name: of the module, and its class.
+        rows: of the batch.
+        known: the operators of the parameters with tensors of the batch.
+        learns: others are noted, and their results are tensors without copies.
+        watch: sees the tensors of the batch in known operators.
 
     Attributes:
-        operations: those so far.
-        name: of the module, and its class.
-        is_over: the forward has returned.
+        noted: operators that were not known.
     """
 
+    _running: ClassVar[list[Call]] = []
+
     def __init__(
-        self, batch_size: int, known: tuple[Operation, ...] | None, watch: Watch | None = None
+        self,
+        name: str,
+        rows: int,
+        known: Mapping[Key, Operation],
+        learns: bool = False,
+        watch: Watch | None = None,
     ):
-        self.batch_size, self.operations = batch_size, list[Operation]()
-        self.name, self.is_over = "", False
-        self._known, self._watch = known, watch
+        self.name, self.rows, self._known = name, rows, known
+        self._learns, self._watch = learns, watch
+        self.noted: list[Noted] = []
+        self._number = 0
 
-    def refusal(self) -> RuntimeError:
-        return RuntimeError(
-            f"{self.name} computes with a parameter of its own in a torch.autograd.Function, "
-            "through code that is not PyTorch's operators, or after its forward has returned, so "
-            "its per-sample gradients would miss that: return what is computed of the parameter "
-            "from forward, as return y, self.scale * y, and call model.reset_batch_layouts() "
-            "before a forward that computes otherwise than the first one"
-        )
+    @staticmethod
+    def running() -> Call | None:
+        return Call._running[-1] if Call._running else None
 
-    def refuse_if_over(self) -> None:
-        if self.is_over:
-            raise self.refusal()
+    @contextmanager
+    def of(self, module: nn.Module, copies: Mapping[str, Tensor]) -> Iterator[None]:
+        """Enters a context in which the module's own parameters are `Own`, with these copies."""
+        own = {name: Own.of(rows, self.name) for name, rows in copies.items()}
+        Call._running.append(self)
+        try:
+            with replaced(module, own):
+                yield
+        finally:
+            Call._running.pop()
 
-    def watched(self, what: str, x: Tensor, dim: int) -> Tensor:
-        return x if self._watch is None else self._watch(what, x, dim)
+    def compute(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Returns what an operator computes of parameters, and of other tensors if it has some.
 
-    def dim_of(self, function: Callable[..., Any], shape: torch.Size) -> int:
-        """Returns which dimension of this shape counts the samples; in a trial it is looked for."""
-        number = len(self.operations)
-        self.operations.append(Operation(function, tuple(shape)))
-        if self._known is None:
-            return 0
-        if number == len(self._known):
-            raise UnknownOperation
-        expected, (dims, dim) = self._known[number]
-        if expected is not function or len(shape) != dims or shape[dim] != self.batch_size:
-            raise UnknownOperation
-        return dim
+        Raises:
+            UnknownOperation: where samples are in it is not known.
+        """
+        is_pair = len(args) == 2 and not kwargs and all([isinstance(x, Tensor) for x in args])
+        leaves, structure = (list(args), None) if is_pair else tree_flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        others = [x for x in tensors if not isinstance(x, Own)]
+        for x in tensors:
+            if isinstance(x, Own) and not x.copies.requires_grad and _value(x).requires_grad:
+                raise UnknownOperation("a torch.autograd.Function computes with a parameter")
+        if not others and function not in EXPANDING:
+            return self._of_parameters(function, leaves, structure)
+        key = (self._number, function, tuple([x.dim() for x in tensors]))
+        self._number += 1
+        known = self._known.get(key)
+        if known is None:
+            return self._note(key, others, leaves, structure)
+        if known.is_constant:
+            return self._of_parameters(function, leaves, structure)
+        for x, layout in zip(others, known.inputs, strict=True):
+            if layout.kind == "dimension" and x.shape[layout.dim] != self.rows:
+                raise UnknownOperation("one of its tensors has another number of rows")
+        if function in EXPANDING and isinstance(leaves[0], Own):
+            return self._expanded(function, leaves, structure, known.outputs[0])
+        is_in_place = function in IN_PLACE and leaves[0] is others[0]
+        is_beside = is_pair and (function in ELEMENTWISE or is_in_place)
+        if is_beside and known.inputs[0].kind == "dimension":
+            return self._beside_samples(function, leaves, others[0], known.inputs[0])
+        return self._of_each_sample(function, leaves, structure, known)
 
-    def check_end(self, outputs: Any) -> None:
-        """Raises UnknownOperation if operations are missing, or if a parameter is returned."""
-        is_short = self._known is not None and len(self.operations) < len(self._known)
-        if is_short or any(isinstance(y, Own) for y in tree_leaves(outputs)):
-            raise UnknownOperation
+    def _note(self, key: Key, inputs: list[Tensor], leaves: list[Any], structure: Any) -> Any:
+        _, function, _ = key
+        if not self._learns:
+            raise UnknownOperation(f"it calls {_name(function)}, and did not in the first batch")
+        inputs = [x.detach().clone() if function in IN_PLACE else x.detach() for x in inputs]
+        results = _call(function, map(_value, leaves), structure)
+        outputs = [y.detach() for y in tree_leaves(results) if isinstance(y, Tensor)]
+        self.noted.append(Noted(key, inputs, outputs))
+        return results
+
+    def _watched(self, what: str, x: Tensor, layout: Layout) -> Tensor:
+        return x if self._watch is None else self._watch(what, x, layout)
+
+    def _expanded(
+        self, function: Callable[..., Any], leaves: list[Any], structure: Any, layout: Layout
+    ) -> Tensor:
+        """Returns a parameter that is expanded to the batch: copies, one for each sample."""
+        with torch.no_grad():
+            shape = _call(function, map(_value, leaves), structure).shape
+        copies = laid_beside(leaves[0].copies, len(shape), layout.dim)
+        pairs = zip(reversed(copies.shape), reversed(shape), strict=False)
+        if shape[layout.dim] != self.rows or any(a not in (1, b) for a, b in pairs):
+            raise UnknownOperation("it repeats a parameter otherwise than for each sample")
+        copies = copies.expand(shape)
+        if function is Tensor.repeat:  # which may be written to
+            copies = copies.clone()
+        return self._watched("result", copies, layout)
+
+    def _beside_samples(
+        self, function: Callable[..., Any], leaves: list[Any], x: Tensor, layout: Layout
+    ) -> Tensor:
+        """Returns an elementwise operator of a parameter and a tensor of the batch."""
+        own = leaves[1] if leaves[0] is x else leaves[0]
+        self._watched("operand", x, layout)
+        copies = laid_beside(own.copies, x.dim(), layout.dim)
+        y = function(*[copies if one is own else one for one in leaves])
+        if not own.dim():  # a number widens nothing
+            y = y.to(torch.result_type(x, _value(own)))
+        return self._watched("written" if y is x else "result", y, layout)
+
+    def _of_parameters(
+        self, function: Callable[..., Any], leaves: list[Any], structure: Any
+    ) -> Any:
+        """Returns what is computed of parameters alone: the same function of each sample's copies.
+
+        What is no tensor, as a number, is the same for all of them, and has no gradient.
+        """
+        _refuse_writing(function, leaves, structure)
+        with torch.no_grad():
+            results = _call(function, map(_value, leaves), structure)
+        if function in SAME_ORDER:
+            own = leaves[0]
+            return Own.of(own.copies.reshape(len(own.copies), *results.shape), self.name)
+        parts, made = tree_flatten(results)
+        places = [n for n, y in enumerate(parts) if isinstance(y, Tensor)]
+        if not places or function in CREATING:
+            return results
+        layouts = {n: ALONE for n, x in enumerate(leaves) if isinstance(x, Own)}
+        rows = _under_vmap(function, leaves, structure, layouts, (ALONE,) * len(places))
+        for n, row in zip(places, rows, strict=True):
+            parts[n] = Own.of(row, self.name)
+        return tree_unflatten(parts, made)
+
+    def _of_each_sample(
+        self, function: Callable[..., Any], leaves: list[Any], structure: Any, known: Operation
+    ) -> Any:
+        """Returns what an operator computes of each sample and its copies."""
+        _refuse_writing(function, leaves, structure)
+        layouts: dict[int, Layout] = {}
+        rows, where = list(leaves), iter(known.inputs)
+        for n, x in enumerate(leaves):
+            layout = ALONE if isinstance(x, Own) else next(where) if isinstance(x, Tensor) else None
+            if layout is None or layout.kind == "shared":
+                continue
+            layouts[n] = layout
+            if layout is not ALONE:
+                self._watched("operand", x, layout)
+                rows[n] = layout.split(x, self.rows)
+        found = _under_vmap(function, rows, structure, layouts, known.outputs)
+        ys = [
+            self._watched("result", layout.joined(y), layout)
+            for y, layout in zip(found, known.outputs, strict=True)
+        ]
+        return ys[0] if len(ys) == 1 else tuple(ys)
+
+
+def _under_vmap(
+    function: Callable[..., Any], leaves: list[Any], structure: Any, layouts: dict[int, Layout],
+    outputs: tuple[Layout, ...],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Returns an operator's tensors for each sample.
+
+    Args:
+        layouts: place among `leaves` -> where samples are in a tensor that has some.
+        outputs: where they are in what is returned.
+    """
+
+    def of_sample(*rows: Tensor) -> tuple[Tensor, ...]:
+        mine = list(leaves)
+        for (n, layout), row in zip(layouts.items(), rows, strict=True):
+            mine[n] = row.unsqueeze(layout.dim) if layout.kind == "dimension" else row
+        found = tree_leaves(_call(function, mine, structure))
+        ys = [y for y in found if isinstance(y, Tensor)]
+        if any(
+            y.shape[at.dim] != 1
+            for y, at in zip(ys, outputs, strict=True)
+            if at.kind == "dimension"
+        ):
+            raise UnknownOperation(f"{_name(function)} returns no row for a sample")
+        pairs = zip(ys, outputs, strict=True)
+        return tuple(y.squeeze(at.dim) if at.kind == "dimension" else y for y, at in pairs)
+
+    given = [leaves[n].copies if isinstance(leaves[n], Own) else leaves[n] for n in layouts]
+    run = torch.vmap(
+        of_sample,
+        in_dims=tuple(layout.sample_dim() for layout in layouts.values()),
+        out_dims=tuple(layout.sample_dim() for layout in outputs),
+        randomness="different",
+    )
+    # Other kernels do not notice under vmap that a mask needs a gradient.
+    with sdpa_kernel(SDPBackend.MATH) if function in ATTENTION else nullcontext():
+        return run(*given)
 
 
 class Own(Tensor):
-    """A parameter, or what was computed of parameters alone, in one call of its module.
+    """A parameter, or what was computed of parameters alone, in a call of its module.
 
     Operators get to `__torch_function__`. A gradient of the value itself would come of something
     that does not, and be missing in G: it is refused.
 
     Attributes:
-        call: the call.
-        copies: [B, *shape], its value for each sample; None: the values alone are computed with.
+        copies: [B, *shape], its value for each sample.
     """
 
-    call: Call
-    copies: Tensor | None
+    copies: Tensor
 
     @staticmethod
-    def of(value: Tensor, call: Call, copies: Tensor | None) -> Own:
-        value = value.detach()  # `requires_grad` is asked for, and it has none of its own
-        if copies is not None and copies.requires_grad:
-            value = _Unseen.apply(copies, value, call)
-        elif value.is_floating_point():
-            value.requires_grad_()
+    def of(copies: Tensor, name: str) -> Own:
+        value = copies[0].detach()
+        if copies.requires_grad:
+            value = _Unseen.apply(copies, value, name)
         own = value.as_subclass(Own)
-        own.call, own.copies = call, copies
+        own.copies = copies
         return own
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs, call = kwargs or {}, Call.running()
         if function in FACTS:
             return function(*map(_value, args), **kwargs)
-        leaves = tree_leaves((args, kwargs))
-        owns = [x for x in leaves if isinstance(x, Own)]
-        for own in owns:
-            own.call.refuse_if_over()
-        others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Own)]
-        if not owns or not args:
-            raise UnknownOperation
-        if function in EXPANDING and args[0] is owns[0]:
-            return _expanded(owns[0], function, args, kwargs)
-        if not others:
-            return _of_parameters(owns, function, args, kwargs)
-        is_pair = len(owns) == len(others) == 1 and len(args) == 2 and not kwargs
-        is_elementwise = function in ELEMENTWISE or (function in IN_PLACE and args[0] is others[0])
-        if is_pair and is_elementwise:
-            return _beside_samples(owns[0], others[0], function, args)
-        raise UnknownOperation
+        if call is None:
+            return function(*tree_map(_value, args), **tree_map(_value, kwargs))
+        return call.compute(function, args, kwargs)
 
 
 class _Unseen(torch.autograd.Function):
     """A parameter's value, whose gradient is refused: it should have come to the copies."""
 
     @staticmethod
-    def forward(ctx: Any, copies: Tensor, value: Tensor, call: Call) -> Tensor:
-        ctx.call = call
+    def forward(ctx: Any, copies: Tensor, value: Tensor, name: str) -> Tensor:
+        ctx.name = name
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise ctx.call.refusal()
-
-
-def _expanded(own: Own, function: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """Returns a parameter that is expanded to the batch: copies, one for each sample."""
-    given = [_value(x) for x in args]
-    with torch.no_grad():
-        shape = function(*given, **kwargs).shape
-    dim = own.call.dim_of(function, shape)
-    if own.copies is None:
-        return own.call.watched("result", function(*given, **kwargs), dim)
-    copies = laid_beside(own.copies, len(shape), dim)
-    if any(a not in (1, b) for a, b in zip(reversed(copies.shape), reversed(shape), strict=False)):
-        raise UnknownOperation  # `repeat` of several values
-    copies = copies.expand(shape)
-    return copies.clone() if function is Tensor.repeat else copies  # which may be written to
-
-
-def _of_parameters(owns: list[Own], function: Callable, args: tuple, kwargs: dict) -> Any:
-    """Returns what is computed of parameters alone: the same function of each sample's copies."""
-    call, name = owns[0].call, getattr(function, "__name__", "_")
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    if is_in_place or name == "__setitem__" or "out" in kwargs:  # it writes to the parameter
-        raise UnknownOperation
-    with torch.no_grad():
-        value = function(*tree_map(_value, args), **tree_map(_value, kwargs))
-    if not isinstance(value, Tensor):
-        raise UnknownOperation
-    copies = [own.copies for own in owns if own.copies is not None]
-    if not copies:
-        return Own.of(value, call, None)
-    if function in SAME_ORDER and len(copies) == 1:
-        return Own.of(value, call, copies[0].reshape(len(copies[0]), *value.shape))
-
-    def of_sample(*rows: Tensor) -> Tensor:
-        left = iter(rows)
-        put = lambda x: next(left) if isinstance(x, Own) else x  # noqa: E731
-        return function(*tree_map(put, args), **tree_map(put, kwargs))
-
-    return Own.of(value, call, torch.vmap(of_sample, randomness="different")(*copies))
-
-
-def _beside_samples(own: Own, x: Tensor, function: Callable, args: tuple) -> Tensor:
-    """Returns an elementwise operator of a parameter and a tensor of the batch."""
-    dim = own.call.dim_of(function, x.shape)
-    if own.copies is None:
-        own.call.watched("operand", x, dim)
-        y = function(*map(_value, args))
-        return own.call.watched("written" if y is x else "result", y, dim)
-    copies = laid_beside(own.copies, x.dim(), dim)
-    y = function(*[copies if arg is own else arg for arg in args])
-    return y if own.dim() else y.to(torch.result_type(x, _value(own)))  # a number widens nothing
+        raise RuntimeError(
+            f"{ctx.name} computes with a parameter of its own in a torch.autograd.Function, "
+            "through code that is not PyTorch's operators, or after its forward has returned, so "
+            "its per-sample gradients would miss that: return what is computed of the parameter "
+            "from forward, as return y, self.scale * y, and call model.reset_batch_layouts() "
+            "before a forward that computes otherwise than the first one"
+        )
 
 
 def laid_beside(copies: Tensor, dims: int, dim: int) -> Tensor:
@@ -243,8 +349,29 @@ def laid_beside(copies: Tensor, dims: int, dim: int) -> Tensor:
         return copies.reshape(len(copies), *(1,) * (behind - len(shape)), *shape)
     place = len(shape) - behind - 1
     if shape[place] != 1:
-        raise UnknownOperation
+        raise UnknownOperation("a parameter has a dimension of its own in the place of the samples")
     return copies.squeeze(place + 1).movedim(0, place)
+
+
+def _call(function: Callable[..., Any], leaves: Iterable[Any], structure: Any) -> Any:
+    """Calls a function; without a structure the leaves are its arguments."""
+    if structure is None:
+        return function(*leaves)
+    args, kwargs = tree_unflatten(list(leaves), structure)
+    return function(*args, **kwargs)
+
+
+def _refuse_writing(function: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
+    """Raises UnknownOperation for an operator that writes to a tensor."""
+    name = _name(function)
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    has_out = structure is not None and tree_unflatten(leaves, structure)[1].get("out") is not None
+    if is_in_place or name == "__setitem__" or has_out:
+        raise UnknownOperation(f"{name} writes to a tensor")
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "an operator")
 
 
 def _value(x: Any) -> Any:
@@ -252,43 +379,66 @@ def _value(x: Any) -> Any:
 
 
 @contextmanager
-def replaced(module: nn.Module, call: Call, copies: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Enters a context in which the module's own parameters are `Own`, with these copies.
+def replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Enters a context in which a module has these tensors in the place of parameters.
 
     FSDP1 lays plain tensors over parameters, as attributes that are found first: these too.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for path, rows in copies.items():
+        for path, tensor in tensors.items():
             owner, name = owner_of(module, path)
-            own = Own.of(getattr(owner, name), call, rows)
             places: tuple[dict[str, Any], ...] = (own_parameters(owner), vars(owner))
             for place in places:
                 if name in place:
                     before.append((place, name, place[name]))
-                    place[name] = own
+                    place[name] = tensor
         yield
     finally:
-        for place, name, parameter in before:
+        for place, name, parameter in reversed(before):
             place[name] = parameter
 
 
-def learned(few: list[Operation], more: list[Operation]) -> tuple[Operation, ...]:
-    """Returns the operations that calls with `FEW` and with `MORE` samples have in common.
+def learn(
+    known: dict[Key, Operation], few: list[Noted], more: list[Noted], routes: bool = False
+) -> bool:
+    """Adds the operators that calls with `FEW` and with `MORE` samples have in common to `known`.
+
+    Args:
+        routes: rows are picked by their values, so that flattened samples may fit by chance.
+
+    Returns False at one of tensors that all samples share: operators behind it are others once
+    it is known, since its result has copies then.
 
     Raises:
-        UnknownOperation: it is not one dimension that counts the samples, or the calls differ.
+        UnknownOperation: samples have no place of their own in an operator, or the calls differ.
     """
-    if len(few) != len(more):
-        raise UnknownOperation
-    found = []
-    for one, other in zip(few, more, strict=True):
-        sizes = list(zip(one.shape, other.shape, strict=False))
-        grown = [n for n, pair in enumerate(sizes) if pair == (FEW, MORE)]
-        others = [n for n, (a, b) in enumerate(sizes) if a != b]
-        if one.function is not other.function or len(one.shape) != len(other.shape):
-            raise UnknownOperation
-        if len(grown) != 1 or others != grown:
-            raise UnknownOperation
-        found.append(Operation(one.function, (len(one.shape), grown[0])))
-    return tuple(found)
+    for one, other in zip_longest(few, more):
+        if one is None or other is None or one.key != other.key:
+            raise UnknownOperation("it calls other operators for a batch of another size")
+        name = _name(one.key[1])
+        try:
+            operation = Operation(
+                *(
+                    tuple(
+                        find_layout(*pair, f"a tensor of {name}")
+                        for pair in zip(*sides, strict=True)
+                    )
+                    for sides in ((one.inputs, other.inputs), (one.outputs, other.outputs))
+                )
+            )
+        except ValueError as error:
+            raise UnknownOperation(str(error)) from error
+        kinds = {layout.kind for layout in (*operation.inputs, *operation.outputs)}
+        if routes and not kinds <= {"shared", "dimension"}:
+            raise UnknownOperation(f"{name} gets flattened samples, some rows of which were picked")
+        if known.setdefault(one.key, operation) != operation:
+            raise UnknownOperation(f"samples are in other places in other calls of {name}")
+        if operation.is_constant:
+            return False
+        is_made = all(layout.kind == "shared" for layout in operation.inputs)
+        if any(layout.kind == "shared" for layout in operation.outputs) or (
+            is_made and one.key[1] not in EXPANDING
+        ):
+            raise UnknownOperation(f"{name} has rows of samples on one side alone")
+    return True

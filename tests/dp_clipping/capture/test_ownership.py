@@ -1,4 +1,4 @@
-"""Whose parameters are whose, and which children so run outside of their parent's vmap."""
+"""Whose parameters are whose, and which children are captured themselves."""
 
 import torch
 from torch import nn
@@ -25,15 +25,14 @@ def test_kinds():
     assert [kind_of(x) for x in layers] == ["linear", "embedding", "layer_norm", "vectorized"]
 
 
-def test_children_are_captured_themselves_or_under_vmap():
+def test_children_are_captured_themselves_or_with_their_parent():
     network = block(
         layers=nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.ReLU())]), act=nn.ReLU(),
         frozen=nn.Linear(3, 3).requires_grad_(False),
     )  # fmt: skip
     linear = ("linear", False, ("weight", "bias"))
     assert states(network) == {
-        "": ("vectorized", True, ("scale",)), "layers.0": ("child", False, ()),
-        "layers.0.0": linear, "frozen": ("child", False, ()),
+        "": ("vectorized", True, ("scale",)), "layers.0.0": linear,
     }  # fmt: skip
     everything = ("scale", "layers.0.0.weight", "layers.0.0.bias")
     assert states(network, whole=True) == {"": ("vectorized", False, everything)}

@@ -1,4 +1,4 @@
-"""Modules that cannot leave their child layers outside of vmap are found in one forward."""
+"""Modules that cannot run on the whole batch are found before a step, and trials leave no trace."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from torch import nn
 from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.vmap_trial import callers_of, unfit_modules, weights_read_elsewhere
-from dp_clipping.layers.batch_layout import FEW
 from dp_clipping.layers.handle import NeedsVmap
 from dp_clipping.torch_compat import in_transform
 from tests.dp_clipping.conftest import private
@@ -20,14 +19,14 @@ def owner(function, **members) -> nn.Module:
     return nn.Sequential(Net(function, **members), nn.Linear(3, 2))
 
 
-def tried(network: nn.Module) -> list[str]:
-    """Names of the modules that are unfit."""
+def tried(network: nn.Module) -> dict[str, str]:
+    """Names of the modules that cannot run on the whole batch, and why."""
     capture = Capture(network)
     arguments = [((torch.randn(n, 3),), {}) for n in (2, 3, 2)]
     Search(capture).establish(*arguments)
-    found = unfit_modules(capture, arguments[0], FEW)
+    found = unfit_modules(capture, *arguments[:2])
     assert all(handle.trial is None for handle in capture.handles)
-    return [handle.name for handle in found]
+    return {handle.name: handle.whole_because for handle in found}
 
 
 @pytest.mark.parametrize(
@@ -37,40 +36,72 @@ def tried(network: nn.Module) -> list[str]:
         lambda net, x: net.a(x.to(net.a.weight.dtype)) * net.scale,
         lambda net, x: net.a(x) * net.scale + torch.rand(len(x), 3),
         lambda net, x: net.a(x + net.scale).add_(1),
+        lambda net, x: net.a(x) + net.a(net.scale),  # which is given a row for each sample
+        lambda net, x: net.a(x) * net.scale * float(net.scale.sum()),
+        lambda net, x: net.a(x).clamp(min=float(x.detach().max())) * net.scale,
     ],
 )
 def test_fit(function):
-    assert tried(owner(function)) == []
+    assert tried(owner(function)) == {}
 
 
 @pytest.mark.parametrize(
-    "function",
+    ("function", "why"),
     [
-        lambda net, x: nn.functional.linear(x, net.a.weight) * net.scale,  # a child's weight
-        lambda net, x: net.a(x) * net.a.weight.detach().sum() * net.scale,
-        lambda net, x: net.a(x) + net.a(net.scale),  # no sample
-        lambda net, x: net.a(x) * (net.scale if len(x) > 1 else 2 * net.scale),  # other values
-        lambda net, x: net.a(x) * net.scale * float(net.scale.sum()),  # cannot run
-        lambda net, x: net.a(x - x.mean(0)) * net.scale,  # other values for the child
-        lambda net, x: net.a(x) * net.scale if len(x) > 1 else net.a(net.a(x)) * net.scale,
+        (
+            lambda net, x: net.a(x) * (net.scale if len(x) > 2 else 2 * net.scale * x),
+            "another size",
+        ),
+        (lambda net, x: net.a(x) * rounded(net.scale), "does not run beside copies"),
+        (lambda net, x: net.a(with_first(x, net.scale)), "__setitem__ writes"),
+        (lambda net, x: net.a(x) + sum(n * net.scale * torch.ones(3) for n in range(40)), "many"),
     ],
 )
-def test_unfit(function):
-    assert tried(owner(function)) == ["0"]
+def test_unfit(function, why):
+    found = tried(owner(function))
+    assert found.keys() == {"0"}
+    assert why in found["0"]
+
+
+class Rounded(torch.autograd.Function):
+    """Does not tell PyTorch which operators it is made of."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach().as_subclass(torch.Tensor).round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def with_first(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns x · w with another first column, which no operator on the whole batch writes."""
+    y = x * scale
+    y[:, 0] = scale[0]
+    return y
+
+
+def rounded(scale: torch.Tensor) -> torch.Tensor:
+    return Rounded.apply(scale)
 
 
 def test_nothing_to_try():
     network = nn.Sequential(nn.Linear(3, 2))
     network[0].register_forward_hook(lambda *_: pytest.fail("no forward is needed"))
     capture = Capture(network)
-    assert unfit_modules(capture, ((torch.randn(2, 3),), {}), FEW) == []
+    assert unfit_modules(capture, *[((torch.randn(n, 3),), {}) for n in (2, 3)]) == []
 
 
 def test_rows_that_no_argument_counts():
+    latents = zoo.Net(lambda net, x: net.latents(len(x)).sum(1, True) + x, latents=zoo.Latents())
+    assert tried(latents) == {}
+    capture = Capture(latents)
+    capture.make_whole([h for h in capture.handles if h.kind == "vectorized"])
     with pytest.raises(
         NeedsVmap, match="latents returns rows for each sample, and none of its arg"
     ):
-        tried(zoo.Net(lambda net, x: net.latents(len(x)).sum(1, True) + x, latents=zoo.Latents()))
+        Search(capture).establish(*[((torch.randn(n, 3),), {}) for n in (2, 3, 2)])
 
 
 def test_who_calls_a_layer():
@@ -85,7 +116,7 @@ def test_who_calls_a_layer():
     ("function", "is_read"),
     [
         (lambda net, x: x @ net.a.weight, True),
-        (lambda net, x: net.a(x) @ net.a.weight, False),  # it is called as well
+        (lambda net, x: net.a(x) @ net.a.weight, True),  # it is called as well
         (lambda net, x: x * net.a.weight.detach().sum(), False),
         (lambda net, x: x.to(net.a.weight.dtype) * len(net.a.weight), False),
         (lambda net, x: net.a(x), False),
@@ -96,7 +127,13 @@ def test_weights_that_other_code_reads(function, is_read):
     found = weights_read_elsewhere(Capture(network), ((torch.randn(2, 3),), {}))
     weight = network[0].a.weight
     assert list(found) == [network[0]] * is_read
-    assert all(x is weight for weights in found.values() for x in weights)
+    own = {weight, network[0].a.bias}
+    assert all(weight in weights and own.issuperset(weights) for weights in found.values())
+
+
+def test_the_weight_of_a_called_layer_is_not_read_by_a_module_without_parameters():
+    network = zoo.Net(lambda net, x: net.a(x) @ net.a.weight, a=nn.Linear(3, 3))
+    assert weights_read_elsewhere(Capture(network), ((torch.randn(2, 3),), {})) == {}
 
 
 class Failing(nn.Module):
@@ -114,7 +151,7 @@ class Failing(nn.Module):
         if in_transform() or (self.also_alone and len(x) == 1):
             raise RuntimeError("vmap: for one sample")
         self.kept.clear()
-        return x * self.scale
+        return with_first(x, self.scale)
 
 
 class Once(nn.Module):
@@ -127,7 +164,7 @@ class Once(nn.Module):
     def forward(self, x):
         if in_transform():
             raise self.error
-        return x * self.scale
+        return with_first(x, self.scale)
 
 
 MEMORY = (
@@ -154,4 +191,10 @@ def test_what_fails_half_way_leaves_nothing_to_the_call_after_it():
 
 
 def test_a_plain_call_after_one_that_fails_finds_nothing():
-    assert tried(nn.Sequential(nn.Linear(3, 3), Failing(also_alone=True))) == []
+    capture = Capture(nn.Sequential(nn.Linear(3, 3), Failing(also_alone=True)))
+    capture.make_whole([h for h in capture.handles if h.kind == "vectorized"])
+    arguments = [((torch.randn(n, 3),), {}) for n in (2, 3, 2)]
+    Search(capture).establish(*arguments)
+    for _ in range(2):
+        assert unfit_modules(capture, *arguments[:2]) == []
+        assert capture.network[1].kept == []

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dp_clipping import LinearProduct, register_layer
-from dp_clipping.layers.recorder import LINEAR
+from dp_clipping.layers.recorder import DENSE, LINEAR
 from dp_clipping.layers.registered import module as registered
 from dp_clipping.step.sums.work import Work
 from experiments.verify_correctness import reference as oracle
@@ -38,12 +38,12 @@ def expected(network: nn.Module, batch) -> dict:
     return oracle.clipped_sum(oracle.per_sample_gradients(network, batch, zoo.product), 0.5)
 
 
-def test_products_are_delivered_as_factors(monkeypatch):
-    delivered = {}
+def test_products_are_delivered_as_they_are(monkeypatch):
+    kinds = {}
     take = Work.take
 
     def note(self, kind, records, value, tensors):
-        delivered[records[0].name] = kind
+        kinds.update((record.name, kind) for record in records)
         take(self, kind, records, value, tensors)
 
     monkeypatch.setattr(Work, "take", note)
@@ -51,7 +51,8 @@ def test_products_are_delivered_as_factors(monkeypatch):
     network = nn.Sequential(Gate(40, 30), Dense(30, 30))
     plain = copy.deepcopy(network)
     assert_close(sums(network, batch), expected(plain, batch), 1e-4)
-    assert delivered["0.weight"] is LINEAR
+    assert {name for name, kind in kinds.items() if kind == LINEAR} == {"0.weight"}
+    assert set(kinds.values()) == {LINEAR, DENSE}
 
 
 @pytest.mark.parametrize("mode", MODES)

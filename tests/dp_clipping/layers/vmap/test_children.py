@@ -1,4 +1,4 @@
-"""Child layers of a module that owns bare parameters: exact outside of vmap, else under it."""
+"""Child layers of a module that owns bare parameters have their own arithmetic."""
 
 import pytest
 import torch
@@ -6,9 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, LayoutUnknown
-from dp_clipping.layers.vmap.children import leaves_vmap
 from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, clipped_sums, private, private_loss
 from tests.support import zoo
@@ -158,9 +155,8 @@ def own_values_into_a_child() -> nn.Module:
 
 APART = (
     vision, scaled_block, in_rows, without_rule, twice, frozen, checkpointed, structured,
-    hidden_call, weight_of_a_child, tied,
+    hidden_call, weight_of_a_child, tied, own_values_into_a_child,
 )  # fmt: skip
-WHOLE = (own_values_into_a_child,)
 
 
 def batch_of(size: int = 4, dtype: torch.dtype = torch.float64):
@@ -173,7 +169,7 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("build", [*APART, *WHOLE], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", APART, ids=lambda build: build.__name__)
 def test_gradients_are_those_of_one_sample_at_a_time(build, mode):
     network, batch = zoo.seeded(build).double(), batch_of()
     gradients = oracle.per_sample_gradients(network, batch, loss)
@@ -185,7 +181,7 @@ def test_gradients_are_those_of_one_sample_at_a_time(build, mode):
         torch.testing.assert_close(model.per_sample_gradient_norms, norms, rtol=1e-9, atol=0)
         assert_close(sums, oracle.clipped_sum(gradients, limit), 1e-9)
         model.zero_grad()
-    assert bool(model.capture.apart) == (build in APART)
+    assert model.capture.apart
 
 
 def test_other_batch_sizes_and_no_samples():
@@ -253,17 +249,3 @@ def test_a_network_compiled_takes_children_along():
     clipped_sums(model, batch, loss)
     norms = oracle.norms(gradients)
     torch.testing.assert_close(model.per_sample_gradient_norms, norms, rtol=1e-9, atol=0)
-
-
-def test_a_sample_in_an_unknown_place_is_looked_for_again():
-    layer = nn.Linear(3, 3)
-    handle = layer._private = LayerState("a.b", "linear", layer, ("weight", "bias"))
-    handle.trial, handle.layouts = print, {(2,): (Layout("dimension", 0),)}
-    run = leaves_vmap(lambda layer, x: nn.Linear.forward(layer, x))
-    x = torch.randn(4, 3)
-    with pytest.raises(LayoutUnknown, match=r"a\.b"):
-        torch.vmap(lambda row: run(layer, row))(x)  # [3]
-    with pytest.raises(LayoutUnknown, match=r"a\.b"):
-        torch.vmap(lambda row: run(layer, row.expand(2, 3)))(x)
-    found = torch.vmap(lambda row: run(layer, row[None])[0])(x)
-    torch.testing.assert_close(found, nn.Linear.forward(layer, x))

@@ -332,6 +332,30 @@ def test_a_loss_may_read_what_a_block_has_kept():
         torch.testing.assert_close(model.per_sample_gradient_norms[n], norm)
 
 
+class Remembers(nn.Module):
+    """Runs one sample after another, and keeps what it computes of each, or a constant."""
+
+    def __init__(self, keeps_samples: bool):
+        super().__init__()
+        self.w, self.keeps_samples, self.last = nn.Parameter(torch.randn(4, 4)), keeps_samples, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for n in range(len(x)):
+            y[n] = x[n] @ self.w if x[n].sum() > 0 else x[n]
+        self.last = y if self.keeps_samples else torch.arange(4.0)
+        return y
+
+
+def test_objects_that_keep_samples_are_refused_where_they_run_one_sample_after_another():
+    x = torch.randn(4, 4)
+    model = private(nn.Sequential(nn.Linear(4, 4), Remembers(keeps_samples=False)))
+    model(x)
+    assert "one sample after another" in model.plan_table()
+    with pytest.raises(ValueError, match=r"1 \(Remembers\) leaves what it computes of a sample"):
+        private(nn.Sequential(nn.Linear(4, 4), Remembers(keeps_samples=True)))(x)
+
+
 class Recalls(nn.Module):
     """Adds what it was given in the object of an argument, and leaves its own there."""
 

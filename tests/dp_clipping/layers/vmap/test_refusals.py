@@ -46,6 +46,7 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.maximum(x, self.scale)
+        y[:, 0] = self.scale[0]  # which the whole batch's operators do not write
         self.look(y)
         return y
 

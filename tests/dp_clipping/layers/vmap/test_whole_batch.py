@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.capture import vmap_trial
-from dp_clipping.layers.vmap import module
+from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.vmap.whole_batch import (
     Call,
+    Noted,
     Operation,
     Own,
     UnknownOperation,
     laid_beside,
-    learned,
-    replaced,
+    learn,
 )
 from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
@@ -57,6 +57,33 @@ def tokens(net: Net, x: Tensor) -> Tensor:
     return net.linear(torch.cat((first, x, second), 1) + net.positions[:, : x.shape[1] + 2])
 
 
+def attention(net: Net, x: Tensor) -> Tensor:
+    y = net.linear(x).unsqueeze(1)
+    return F.scaled_dot_product_attention(y, y, y, attn_mask=net.mask.tanh()).squeeze(1)
+
+
+def into_a_row(net: Net, x: Tensor) -> Tensor:
+    y = net.linear(x).clone()
+    y[:, 0] = net.w
+    return y
+
+
+class Twice(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
 torch.manual_seed(0)
 # Samples [4, 5] of the batch, or [4, 4, 5] with as many tokens as samples
 WITHOUT_VMAP = {
@@ -78,15 +105,35 @@ WITHOUT_VMAP = {
         scaled(lambda n, x: (n.linear(x.transpose(0, 1)) + n.p[:, None]).transpose(0, 1),
                p=bare(4, 5)), (4, 5)),
     "alone": (lambda: nn.Sequential(nn.Linear(5, 5), Net(lambda n, x: x * n.s, s=bare(5))), (4, 5)),
-}  # fmt: skip
-UNDER_VMAP = {
     "a product": (scaled(lambda n, x: n.linear(x) @ n.w, w=bare(5, 5)), (4, 5)),
-    "linear": (scaled(lambda n, x: F.linear(n.linear(x), n.w), w=bare(5, 5)), (4, 5)),
-    "the larger one": (
-        scaled(lambda n, x: torch.maximum(n.linear(x), n.w), w=bare(5)), (4, 5)),
+    "linear": (scaled(lambda n, x: F.linear(n.linear(x), n.w, n.b), w=bare(5, 5), b=bare(5)),
+               (4, 5)),
+    "tokens first": (scaled(lambda n, x: (n.w @ x).relu() + n.linear(x), w=bare(4, 4)), (4, 5)),
+    "the larger one": (scaled(lambda n, x: torch.maximum(n.linear(x), n.w), w=bare(5)), (4, 5)),
     "a mask of its own": (
         scaled(lambda n, x: n.linear(x) * (n.w * torch.ones(5, dtype=x.dtype)), w=bare(5)),
         (4, 5)),
+    "flattened": (
+        scaled(lambda n, x: (n.linear(x).flatten(0, 1) * n.w).unflatten(0, x.shape[:2]),
+               w=bare(5)), (4, 5)),
+    "several results": (
+        scaled(lambda n, x: n.linear(x) * torch.linalg.qr(n.w)[0].diagonal() * len(n.w),
+               w=bare(5, 5)), (4, 5)),
+    "attention": (scaled(attention, mask=bare(4, 4)), (4, 5)),
+    "numbers": (scaled(lambda n, x: n.linear(x) * n.s * n.s.sum().item(), s=bare(5)), (5,)),
+    "choices": (
+        scaled(lambda n, x: n.linear(x) * (n.s if n.s.sum() > 9 else -n.s), s=bare(5)), (5,)),
+    "given to a layer": (
+        scaled(lambda n, x: n.linear(x) + n.linear(n.table.expand(len(x), -1, -1)),
+               table=bare(4, 5)), (4, 5)),
+    "of a layer alone": (scaled(lambda n, x: x + n.linear(n.table), table=bare(4, 5)), (4, 5)),
+}  # fmt: skip
+UNDER_VMAP = {
+    "written to a row": (scaled(into_a_row, w=bare(5)), (4, 5)),
+    "a function": (
+        scaled(lambda n, x: n.linear(x) * Twice.apply(n.w), w=bare(5)), (4, 5)),
+    "another number of calls": (
+        scaled(lambda n, x: n.linear(torch.stack([one * n.w for one in x])), w=bare(5)), (4, 5)),
 }  # fmt: skip
 
 
@@ -114,17 +161,15 @@ def twins(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("name", WITHOUT_VMAP)
 def test_norms_and_sums_without_vmap(name, mode):
     build, shape = WITHOUT_VMAP[name]
-    with patch.object(module, "every_sample", side_effect=module.every_sample) as under_vmap:
-        (handle,) = check(*twins(build), shape, mode, steps=2)
-    assert handle.whole_batch
-    assert under_vmap.call_count <= 2  # in trials
+    (handle,) = check(*twins(build), shape, mode, steps=2)
+    assert handle.operations
 
 
 @pytest.mark.parametrize("name", UNDER_VMAP)
 def test_what_else_is_computed_runs_under_vmap(name):
     build, shape = UNDER_VMAP[name]
     (handle,) = check(*twins(build), shape, "bookkeeping")
-    assert not handle.whole_batch
+    assert handle.operations is None
 
 
 class Changing(nn.Module):
@@ -139,7 +184,7 @@ class Changing(nn.Module):
         return self.first(x) @ self.scale if self.other else self.first(x) * self.scale
 
 
-def test_a_module_that_computes_otherwise_later_runs_under_vmap_from_then_on():
+def test_a_module_that_computes_otherwise_later_is_looked_at_again():
     network, plain = twins(Changing)
     model, found = private(network, "bookkeeping", 0.5), []
     for other in (False, True, False):
@@ -150,35 +195,38 @@ def test_a_module_that_computes_otherwise_later_runs_under_vmap_from_then_on():
         assert_close(clipped_sums(model, batch), oracle.clipped_sum(gradients, 0.5), 1e-9)
         model.clear_gradients()
         (handle,) = [h for h in model.capture.handles if h.kind == "vectorized"]
-        found.append(bool(handle.whole_batch))
-    assert found == [True, False, False]
+        found.append(len(handle.operations))
+    assert found == [2, 3, 3]
 
 
-def test_samples_that_are_looked_for_in_the_wrong_place_are_noticed():
+@pytest.mark.parametrize(
+    "run", [lambda n, x: n.linear(x) * n.scale, lambda n, x: n.linear(x * n.scale)],
+    ids=["returned", "given to a layer"],
+)  # fmt: skip
+def test_samples_that_are_looked_for_in_the_wrong_place_are_noticed(run):
     """Two tokens, as many as there are samples in the trial."""
-    build = scaled(lambda n, x: n.linear(x) * n.scale, scale=bare(5))
+    build = scaled(run, scale=bare(5))
 
-    def wrong(few, more):
-        return tuple(replaced_dim(operation) for operation in learned(few, more))
+    def wrong(known, few, more, routes):
+        everything = learn(known, few, more, routes)
+        for key in known:
+            known[key] = Operation((Layout("dimension", 1),), (Layout("dimension", 1),))
+        return everything
 
-    def replaced_dim(operation: Operation) -> Operation:
-        dims, dim = operation.shape
-        return operation._replace(shape=(dims, 1 - dim))
-
-    with patch.object(vmap_trial, "learned", wrong):
+    with patch.object(vmap_trial, "learn", wrong):
         (handle,) = check(*twins(build), (2, 5), "bookkeeping")
-    assert handle.whole_batch is None
+    assert handle.operations is None
 
 
-def test_units_of_several_examples_run_under_vmap():
-    build = scaled(lambda n, x: n.linear(x) * n.scale, scale=bare(5))
+@pytest.mark.parametrize("name", WITHOUT_VMAP)
+def test_units_of_several_examples(name):
+    build, shape = WITHOUT_VMAP[name]
     network, plain = twins(build)
     model = private(network, "bookkeeping", 0.5, examples_per_unit=2)
-    batch = torch.randn(6, 4, 5).double(), torch.randn(6, 4, 2).double()
+    x = torch.randn(6, *shape, dtype=torch.float64)
+    batch = x, torch.randn_like(plain(x))
     units = oracle.unit_gradients(oracle.per_sample_gradients(plain, batch, zoo.product), 2)
-    with patch.object(module, "every_sample", side_effect=module.every_sample) as under_vmap:
-        assert_close(clipped_sums(model, batch), oracle.clipped_sum(units, 0.5), 1e-9)
-    assert under_vmap.call_count == 3  # two of them in trials
+    assert_close(clipped_sums(model, batch), oracle.clipped_sum(units, 0.5), 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -210,16 +258,30 @@ def test_a_parameter_that_has_samples_of_its_own_is_not_known():
     [
         ([(2, 5)], []),
         ([(2, 5)], [(3, 6)]),
-        ([(2, 5)], [(2, 5)]),
-        ([(4, 5)], [(6, 5)]),
         ([(2, 5)], [(3, 1, 5)]),
+        ([(2, 5)], [(5, 5)]),
     ],
-    ids=["fewer", "two grow", "none grows", "flattened", "other dimensions"],
+    ids=["fewer", "two grow", "other dimensions", "no samples"],
 )
 def test_what_is_not_learned(few, more):
-    runs = [[Operation(torch.add, shape) for shape in run] for run in (few, more)]
+    runs = [
+        [Noted((0, torch.add, (1, len(shape))), *[[torch.zeros(shape)]] * 2) for shape in run]
+        for run in (few, more)
+    ]
     with pytest.raises(UnknownOperation):
-        learned(*runs)
+        learn({}, *runs)
+
+
+def test_flattened_samples_are_not_learned_where_rows_are_picked():
+    runs = [
+        [Noted((0, torch.add, (1, 2)), *[[torch.arange(4.0 * size).view(-1, 2)]] * 2)]
+        for size in (2, 3)
+    ]
+    known = {}
+    assert learn(known, *runs)
+    assert [one.inputs for one in known.values()] == [(Layout("sample_major"),)]
+    with pytest.raises(UnknownOperation, match="picked"):
+        learn({}, *runs, routes=True)
 
 
 def test_parameters_are_there_again_after_an_error():
@@ -227,7 +289,8 @@ def test_parameters_are_there_again_after_an_error():
     scale = net.scale
 
     def run() -> None:
-        with replaced(net, Call(2, None), {"scale": None}):
+        copies = {"scale": scale.detach().expand(2, 5).requires_grad_()}
+        with Call("a net", 2, {}, learns=True).of(net, copies):
             assert isinstance(net.scale, Own)
             assert net.scale.shape == (5,)
             assert net.scale.requires_grad
@@ -236,6 +299,7 @@ def test_parameters_are_there_again_after_an_error():
     with pytest.raises(RuntimeError, match="size"):
         run()
     assert net.scale is scale
+    assert Call.running() is None
 
 
 def sorted_by(run: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
@@ -279,7 +343,7 @@ def test_a_module_that_sorts_its_samples_runs_under_vmap(name, mode):
         torch.testing.assert_close(found, oracle.norms(gradients), rtol=1e-9, atol=0)
         model.clear_gradients()
     (handle,) = [h for h in model.capture.handles if h.kind == "vectorized"]
-    assert handle.whole_batch is None
+    assert handle.operations is None
 
 
 def test_tokens_in_the_place_of_samples_are_noticed_when_a_batch_is_checked():
@@ -340,6 +404,28 @@ UNSEEN = {
 }
 
 
+class Signs(torch.autograd.Function):
+    """Computes with operators, without gradients, and has a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w.sign() + 0
+
+    @staticmethod
+    def backward(ctx, gradients):
+        return gradients
+
+
+def test_what_a_function_makes_of_a_parameter_has_no_copies():
+    copies = torch.randn(5).expand(2, 5).requires_grad_()
+    net, x = Net(lambda n, x: Signs.apply(n.w) * x, w=bare(5)), torch.zeros(2, 5)
+    with (
+        Call("a net", 2, {}, learns=True).of(net, {"w": copies}),
+        pytest.raises(UnknownOperation, match=r"autograd\.Function"),
+    ):
+        net(x)
+
+
 class Hiding(nn.Module):
     def __init__(self, run):
         super().__init__()
@@ -368,7 +454,7 @@ def test_dropout_of_a_parameter_differs_between_samples():
     model = private(network, "per_sample", 1e6)
     clipped_sums(model, (torch.ones(9, 64).double(), torch.ones(9, 64).double()))
     (handle,) = model.capture.handles
-    assert handle.whole_batch
+    assert handle.operations
     found = network.scale.grad  # the number of samples in which it was kept, times two
     assert set(found.tolist()) <= {2.0 * n for n in range(10)}
     assert len(found.unique()) > 3
@@ -385,7 +471,7 @@ def test_a_number_changes_no_dtype(dtype):
     network = Net(run, scale=nn.Parameter(torch.tensor(1.5, dtype=torch.float64)))
     model = private(network, "bookkeeping", 0.5)
     clipped_sums(model, (torch.randn(SAMPLES, 5, dtype=dtype), torch.randn(SAMPLES, 5)))
-    assert model.capture.handles[0].whole_batch
+    assert model.capture.handles[0].operations
     assert set(dtypes) == {dtype}
 
 
@@ -397,4 +483,4 @@ def test_repeated_copies_may_be_written_to():
 
     build = scaled(run, token=bare(4, 5))
     (handle,) = check(*twins(build), (4, 5), "bookkeeping")
-    assert handle.whole_batch
+    assert handle.operations
