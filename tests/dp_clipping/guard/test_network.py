@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.samples.batch import tensors_of
@@ -869,3 +871,39 @@ def test_equal_numbers_stay_equal_in_runs_with_errors(name, mixing):
         pytest.raises(ValueError, match="depends on the other samples") if mixing else nullcontext()
     ):
         model(torch.randn(8, 6, 5), second)
+
+
+# ---- ranks that gather parameters together
+
+
+def noisy(net, x):
+    return net.second(torch.rrelu(net.first(x), training=True))
+
+
+def with_rank_0s_mean(net, x):
+    """Mixes on one rank alone, on which the batch is smaller."""
+    return net.second(net.first(x - x.mean(0) if len(x) == 4 else x))
+
+
+ON_RANKS = {
+    "apart": (lambda net, x: net.second(net.first(x)), False),
+    "noise by values": (noisy, False),
+    "centred": (lambda net, x: net.second(net.first(x - x.mean(0))), True),
+    "their number": (lambda net, x: net.second(net.first(x) / len(x)), True),
+    "centred on one rank": (with_rank_0s_mean, True),
+}
+
+
+def on_ranks(context, name):
+    function, mixes = ON_RANKS[name]
+    network = zoo.seeded(lambda: Function(function))
+    mesh = DeviceMesh.from_group(context.group, "cpu")
+    model = private(fully_shard(network, mesh=mesh))
+    x = torch.randn(4 + context.rank, 5)
+    with pytest.raises(ValueError, match="on the other samples") if mixes else nullcontext():
+        step(model, x)
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_all_ranks_of_a_sharded_network_refuse_what_one_of_them_finds(cpu_ranks, name):
+    cpu_ranks.run(2, on_ranks, name)
