@@ -579,7 +579,7 @@ ROWS = [
     ("samples in turn have one copy of the parameters", "layers/vmap/module.py",
      "own = {name: values[n] for", "own = {name: values[0] for", VMAP, "another"),
     ("samples in turn may compute otherwise than together", "capture/vmap_trial.py",
-     "if not is_random and not _are_close(tensors_in(found), wanted):", "if False:",
+     "if not is_random and not _are_close(tensors_in(found), tensors_in(plain)):", "if False:",
      VMAP, "see_each_other and capacity"),
     ("arguments may carry from step to step", "guard/left.py",
      "        self._refuse_read(objects, left, args, kwargs)\n", "", OBJECTS, "carries_from"),
