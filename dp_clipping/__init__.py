@@ -36,9 +36,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dp_clipping.capture.layer_kinds import register_layer
     from dp_clipping.clipping.coefficients import register_clipping_function
     from dp_clipping.engine import PrivacyEngine
-    from dp_clipping.layers.registered.registry import LinearProduct, register_layer
+    from dp_clipping.layers.registered.registry import LinearProduct
     from dp_clipping.modes import MODES
     from dp_clipping.noise.correlated import CorrelatedNoise
     from dp_clipping.noise.mechanisms import register_noise_mechanism
@@ -61,7 +62,7 @@ _HOMES = {
     "check_clipping_function": "dp_clipping.verification.contributions",
     "register_clipping_function": "dp_clipping.clipping.coefficients",
     "register_noise_mechanism": "dp_clipping.noise.mechanisms",
-    "register_layer": "dp_clipping.layers.registered.registry",
+    "register_layer": "dp_clipping.capture.layer_kinds",
 }
 
 

@@ -24,7 +24,7 @@ from dp_clipping.capture.calls import (
     with_signature_of,
     without_repr,
 )
-from dp_clipping.capture.layer_kinds import ALL, Arithmetic, inner_layer, kind_of
+from dp_clipping.capture.layer_kinds import ALL, Computation, inner_layer, kind_of
 from dp_clipping.capture.ownership import (
     CONTAINERS,
     can_be_apart,
@@ -153,7 +153,7 @@ class Capture:
                 covered.update(module.modules())
             name = plain_name(name) + (" (FSDP)" if is_fsdp1(module) else "")
             self._replace_forward(name, kind, module, is_apart, under_vmap, inner)
-        self.arithmetic = Arithmetic(
+        self.arithmetic = Computation(
             (plain_name(name), module)
             for name, module in self.network.named_modules()
             if "_private" in vars(module)

@@ -1,19 +1,99 @@
-"""Chooses the arithmetic of a captured layer, and checks that it still fits in later steps."""
+"""The kinds of layers, and which of them a module is: a new kind is a row of `KINDS`.
+
+`Computation` checks that modules still compute the same in later steps, and `register_layer` adds
+users' own classes.
+"""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from dp_clipping.capture.rms_norms import rms_norm_kind
 from dp_clipping.distributed.dtensor import plain_type
+from dp_clipping.layers import convolution, group_norm, linear, norm
+from dp_clipping.layers.attention import module as attention
+from dp_clipping.layers.embedding import bag
+from dp_clipping.layers.embedding import module as embedding
 from dp_clipping.layers.inner_call import Inner, inner_of
+from dp_clipping.layers.recurrent import cells
+from dp_clipping.layers.recurrent import kinds as recurrent_kinds
+from dp_clipping.layers.recurrent import module as recurrent
 from dp_clipping.layers.registered import module as registered
-from dp_clipping.layers.registered.built_in import KINDS, Kind
-from dp_clipping.layers.registered.registry import is_registered
+from dp_clipping.layers.registered.registry import (
+    Arithmetic,
+    GradientFunction,
+    NormFunction,
+    SumFunction,
+    is_registered,
+    register,
+)
 from dp_clipping.layers.vmap import module as vectorized
 
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layers.
+
+    Attributes:
+        name: its name in messages and in a `LayerState`.
+        forward: runs a layer of it, in place of its class's forward.
+        is_of: (module, its class) -> whether the module computes exactly what the kind does. No
+            method of the module itself has been replaced, and its parameters are its own.
+        classes: PyTorch's classes of it, which `register_layer` refuses.
+        names_parameters: its parameters have other names than weight and bias.
+        learns_outputs: samples are looked for in its outputs; else they stay where they are.
+        is_linear: its weights are those of products, so that several uses of one can be joined.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    is_of: Callable[[nn.Module, Any], bool] = lambda module, plain: False
+    classes: tuple[type[nn.Module], ...] = ()
+    names_parameters: bool = False
+    learns_outputs: bool = False
+    is_linear: bool = False
+
+
+def has_forward_of(kind: type[nn.Module]) -> Callable[[nn.Module, Any], bool]:
+    """Returns what tells a class that has the forward of this one, as PyTorch has it."""
+    forward = kind.forward
+    return lambda module, plain: plain.forward is forward
+
+
+def _is_conv1d_of_transformers(module: nn.Module, plain: type) -> bool:
+    return (plain.__name__, plain.__module__) == ("Conv1D", "transformers.pytorch_utils")
+
+
+KINDS = (
+    Kind(
+        "recurrent", recurrent.forward, lambda module, _: recurrent_kinds.is_plain(module),
+        recurrent_kinds.LAYERS, names_parameters=True, learns_outputs=True, is_linear=True,
+    ),
+    Kind(
+        "cell", cells.forward, lambda module, _: recurrent_kinds.is_plain_cell(module),
+        recurrent_kinds.CELLS, names_parameters=True, learns_outputs=True, is_linear=True,
+    ),
+    Kind(
+        "attention", attention.forward, attention.is_plain, (nn.MultiheadAttention,),
+        names_parameters=True, learns_outputs=True, is_linear=True,
+    ),
+    Kind("linear", linear.forward, has_forward_of(nn.Linear), (nn.Linear,), is_linear=True),
+    Kind("embedding", embedding.forward, has_forward_of(nn.Embedding), (nn.Embedding,)),
+    Kind("embedding_bag", bag.forward, bag.is_plain, (nn.EmbeddingBag,)),
+    Kind(
+        "convolution", convolution.forward, lambda _, plain: convolution.is_plain(plain),
+        convolution.KINDS,
+    ),
+    Kind("group_norm", group_norm.forward, group_norm.is_plain, group_norm.KINDS),
+    Kind("rms_norm", norm.forward, has_forward_of(nn.RMSNorm), (nn.RMSNorm,)),
+    Kind("layer_norm", norm.forward, has_forward_of(nn.LayerNorm), (nn.LayerNorm,)),
+    Kind("conv1d", linear.forward, _is_conv1d_of_transformers, is_linear=True),
+    *(Kind(name, norm.forward) for name in norm.COPIES),  # which `capture.rms_norms` knows
+)  # fmt: skip
 ALL = {
     kind.name: kind
     for kind in (
@@ -96,7 +176,7 @@ def _reads_otherwise(kind: Any) -> bool:
     return any(READ & vars(c).keys() for c in before)
 
 
-class Arithmetic:
+class Computation:
     """Records what captured modules compute with, to be compared in each step.
 
     Args:
@@ -133,3 +213,67 @@ def _signature(module: nn.Module) -> tuple[Any, Any, Callable, frozenset[str], s
     kind: Any = type(module)
     own, methods = module.__dict__, _methods(kind)
     return own.get("forward"), kind, kind.forward, methods, own.keys() & methods
+
+
+EXAMPLE = (
+    "register_layer(Scale, lambda layer, gradient, x: "
+    '{"scale": (gradient * x).flatten(1, -2).sum(1)})'
+)
+
+
+def register_layer(
+    cls: type[nn.Module],
+    fn: GradientFunction | None = None,
+    *,
+    norm: NormFunction | None = None,
+    weighted_sum: SumFunction | None = None,
+) -> None:
+    """Gives a layer class arithmetic of its own, in every mode; without it `torch.vmap` runs it.
+
+    Give one function, which computes per-sample gradients G [B, *parameter.shape], or two, which
+    never form them. They are called in backward with the layer, the gradient of its output and the
+    arguments of its forward. Their tensors have the samples in front: [B, ...], and [B, T, ...]
+    where the network has flattened samples and tokens into one dimension. They return a dictionary
+    with an entry for each parameter that the class itself owns; those of frozen parameters are left
+    out.
+
+    ========================================================== =====================================
+    function                                                   entries
+    ========================================================== =====================================
+    `fn(layer, gradient, *args, **kwargs)`                     G [B, *parameter.shape], or a
+                                                               `LinearProduct` for a weight
+    `norm(layer, gradient, *args, **kwargs)`                   ‖G_i‖ [B], float32 or float64
+    `weighted_sum(layer, gradient, c, *args, **kwargs)`        Σ_i c_i G_i [*parameter.shape], for
+                                                               c [B]; float32 or float64
+    ========================================================== =====================================
+
+    G_i must depend on sample i alone. In batches 1, 2, 4, 8, ... the gradients of some samples are
+    compared with autograd's for each of these alone, norms with those of what is summed, and a
+    function that is wrong is refused. With two functions the guarantee needs more than that: a norm
+    that is too small in a batch that is not looked at lets that sample contribute more than C.
+
+    Args:
+        cls: a module class that returns one tensor. Its subclasses are not registered with it.
+        fn, norm, weighted_sum: of PyTorch's operators.
+
+    Raises:
+        ValueError: for a class that has arithmetic of its own, or another function already.
+    """
+    own = Arithmetic(fn, norm, weighted_sum)
+    complete = (
+        callable(fn)
+        if norm is weighted_sum is None
+        else (fn is None and callable(norm) and callable(weighted_sum))
+    )
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and complete):
+        raise ValueError(
+            f"give a subclass of nn.Module and a function: {EXAMPLE}, or two: "
+            "register_layer(Scale, norm=.., weighted_sum=..)"
+        )
+    for kind in chain.from_iterable(kind.classes for kind in KINDS):
+        if issubclass(cls, kind) and cls.forward is kind.forward:
+            raise ValueError(
+                f"{cls.__name__} computes what nn.{kind.__name__} does, which has per-sample "
+                "gradients already: leave register_layer out"
+            )
+    register(cls, own)

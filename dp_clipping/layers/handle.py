@@ -166,7 +166,7 @@ class LayerState:
 
     Attributes:
         name: the name of the module in the network.
-        kind: the name of its kind of layers (`registered.built_in`).
+        kind: the name of its kind of layers (`capture.layer_kinds`).
         learns_outputs, is_linear: of the kind.
         children_apart: of a vectorized module: its child layers are captured themselves.
         trial: takes a call of a vectorized module in a plain forward that tries it; or None.

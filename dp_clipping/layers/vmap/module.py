@@ -180,7 +180,9 @@ def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, .
             given.append(rows)
             found.append(call(own, *rows))
             if call.handle.private_step is None:
-                left.append(Objects(*call.roots).left_since(objects))
+                mine = {id(p) for p in own.values()}  # PyTorch's recurrent layers list them
+                others = Objects(*call.roots).left_since(objects)
+                left.append({path: x for path, x in others.items() if id(x) not in mine})
     if leaves_samples(left):
         raise ValueError(
             f"{call.handle.title(call.module)} leaves what it computes of a sample in an object, "
