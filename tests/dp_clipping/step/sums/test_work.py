@@ -116,7 +116,9 @@ class Step:
             kept_as_they_are={self.records[name] for name in stay},
         )  # fmt: skip
         capture = SimpleNamespace(trained=everyone, members=members, trigger=torch.zeros(()))
-        policy = SimpleNamespace(two_passes=two_passes, per_layer=len(members) > 1)
+        policy = SimpleNamespace(
+            two_passes=two_passes, per_layer=len(members) > 1, dense_always=False
+        )
         context = SimpleNamespace(
             capture=capture, policy=policy, reducer=NormReducer(), timer=Timer(),
             sharding=None if modules is None else sharding_of(everyone, modules),
