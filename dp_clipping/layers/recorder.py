@@ -85,8 +85,10 @@ Summand = tuple[Any, tuple[Tensor, ...], tuple[int, ...]]
 class Recorder(Protocol):
     """The private step that a layer's calls belong to; `step.private_step` implements it.
 
-    In forward a layer gets its slots and plans here. In backward it gives `take`, once per
-    parameter, G or what G follows from.
+    In forward a layer gets the trigger that makes autograd visit it, and notes products in `plans`.
+    In backward it gives `take`, for each use of a parameter, G or what G follows from. Uses of a
+    parameter that has several are joined there (`step.sums.uses`). In a compiled region, and where
+    a module computes with copies of its parameters, slots take the place of both.
 
     Attributes:
         batch_size: samples of the batch: units, if a unit of privacy has several examples.
