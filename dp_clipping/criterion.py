@@ -109,9 +109,9 @@ class PrivateCriterion(nn.Module):
 
     def _real(self, losses: Tensor) -> Tensor:
         """Returns the losses of samples, of a batch in mode `no_dp`."""
-        usage = self.model.step_state.usage
-        real = losses[: usage.real_of(len(losses))]
-        fill = usage.fill_of(len(real), None)
+        ticket = self.model.step_state.ticket
+        real = losses[: ticket.real_of(len(losses))]
+        fill = ticket.fill_of(len(real), None)
         return real if fill is None else real[~fill.to(real.device)]
 
     def for_model(self, model: Any) -> "PrivateCriterion":

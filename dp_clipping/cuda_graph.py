@@ -191,18 +191,18 @@ class GraphedStep:
 
     def _is_alike(self) -> bool:
         """Returns whether the coming step is like all others: then it may be captured."""
-        state, usage = self.model.step_state, self.model.step_state.usage
-        if usage.rows is None:
+        state, ticket = self.model.step_state, self.model.step_state.ticket
+        if ticket.rows is None:
             raise ValueError(
                 "a graphed step needs batches of one shape: take them from "
                 "BatchMemoryManager(.., optimizer=optimizer, pad_batches=True)"
             )
-        if state.is_open or state.microbatches.skips_next or not usage.real:
+        if state.is_open or state.microbatches.skips_next or not ticket.samples:
             return False
-        return self._eager_steps >= EAGER and not self.model.passes.looks_at(usage.real)
+        return self._eager_steps >= EAGER and not self.model.passes.looks_at(ticket.samples)
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
-        before, is_empty = self.optimizer.steps, not self.model.step_state.usage.real
+        before, is_empty = self.optimizer.steps, not self.model.step_state.ticket.samples
         with as_in_a_capture():
             result = self.body(*args, **kwargs)
         self._eager_steps += 0 if is_empty else self.optimizer.steps - before
@@ -224,9 +224,9 @@ class _Captured:
         self._modules = list(self.model.capture.network.modules())
         leaves, self._spec = tree_flatten((args, kwargs))
         self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
-        rows = self.state.usage.rows
+        rows = self.state.ticket.rows
         self._numbers = torch.arange(rows, device=step.device)
-        self._padding = self._numbers >= self.state.usage.real
+        self._padding = self._numbers >= self.state.ticket.samples
         self._streams = StreamTable(len(self.model.capture.parameters), step.device)
         self._held: list[Any] = []
         self._coming: tuple[Any, list[NoiseStream]] = None, []  # of which key and step; its streams
@@ -288,7 +288,7 @@ class _Captured:
         self._graph.replay()
         # While the device computes: the next step's begins without this.
         self._coming = (noise.key, number + 1), noise.streams(number + 1)
-        real = self.state.usage.real
+        real = self.state.ticket.samples
         self.state.norms = [
             BatchNorms(one.norms.clone(), one.squared.clone(), one.nonfinite + 0).first(real)
             for one in self._norms
@@ -317,7 +317,7 @@ class _Captured:
         for static, given in zip(self._inputs, leaves, strict=True):
             if isinstance(static, Tensor):
                 static.copy_(given, non_blocking=True)
-        torch.ge(self._numbers, self.state.usage.real, out=self._padding)
+        torch.ge(self._numbers, self.state.ticket.samples, out=self._padding)
 
     def _refuse_changes(self) -> None:
         changed = [

@@ -387,7 +387,7 @@ def _additions(run: PrivateRun) -> int:
     """Returns in how many additions a unit's contribution to this step takes part, at most."""
     assert run.certificate is not None
     state, each = run.model.step_state, run.settings["examples_per_unit"]
-    largest = state.usage.largest
+    largest = state.ticket.largest
     if largest is not None and any(len(one.norms) * each > largest for one in state.norms):
         largest = None  # parts were put together again
     part = None if largest is None else max(1, largest // each)

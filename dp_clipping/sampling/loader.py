@@ -27,7 +27,7 @@ from dp_clipping.sampling.collate import CollateWithEmpty
 from dp_clipping.sampling.collate_check import CheckedCollate, sending
 from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler, Scheme, Uncopied
 from dp_clipping.sampling.units import Units
-from dp_clipping.sampling.usage import SampleUsage
+from dp_clipping.sampling.usage import SampleUsage, Ticket
 
 ENDED = (
     "no batch is left: the steps that target_epsilon is for are taken, and stop=True ends the "
@@ -171,7 +171,7 @@ class PoissonLoader(Uncopied, DataLoader):
     @property
     def holds_dummy(self) -> bool:
         """Returns whether the last batch is the made-up sample of `rand_on_empty`."""
-        return self.usage.holds_dummy
+        return self.usage.ticket.is_dummy
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -189,8 +189,7 @@ class PoissonLoader(Uncopied, DataLoader):
                 if number == epoch.start:
                     warnings.warn(ENDED, stacklevel=2)
                 return
-            self.hand_over(number, yielded.popleft())
-            self.usage.compare(batch, alone)
+            self.hand_over(number, yielded.popleft(), batch, alone)
             yield batch
             self.check_last(epoch)
 
@@ -245,11 +244,16 @@ class PoissonLoader(Uncopied, DataLoader):
         return epoch
 
     def hand_over(
-        self, number: int, drawn: Drawn, *, first: bool = True, last: bool = True
-    ) -> None:
+        self, number: int, drawn: Drawn, batch: Any, alone: Any, *, first: bool = True,
+        last: bool = True, rows: int | None = None, largest: int | None = None,
+    ) -> None:  # fmt: skip
         """Announces batch `number`, or its `first` or `last` microbatch, before it is yielded.
 
-        Without rows it is a made-up one, if `rand_on_empty`.
+        Args:
+            drawn: its samples; without any it is a made-up one, if `rand_on_empty`.
+            batch: what is yielded.
+            alone: samples of it that were collated alone; None: there are none.
+            rows, largest: as of `Ticket`.
         """
         if first and self.on_batch is not None:
             self.on_batch(number)
@@ -264,9 +268,10 @@ class PoissonLoader(Uncopied, DataLoader):
                 "the rest: call optimizer.step() once after each microbatch, it skips all but the "
                 "last"
             )
-        self.usage.number = number
-        is_dummy = self.rand_on_empty and not drawn.rows
-        self.usage.hand_over(drawn.rows, is_dummy=is_dummy, fill=drawn.fill)
+        self.usage.hand_over(Ticket(
+            drawn.rows, number, rows, drawn.fill, self.rand_on_empty and not drawn.rows, largest,
+            None if alone is None else (batch, alone),
+        ))  # fmt: skip
         if last:
             self.position = number + 1
 

@@ -16,6 +16,7 @@ from dp_clipping.sampling.collate_check import sending
 from dp_clipping.sampling.loader import PoissonLoader, kept_options
 from dp_clipping.sampling.poisson import Drawn, PoissonSampler, Uncopied
 from dp_clipping.sampling.units import fill_of
+from dp_clipping.sampling.usage import Ticket
 
 
 class BatchMemoryManager:
@@ -100,7 +101,7 @@ class BatchMemoryManager:
     ) -> None:
         self._entered.pop().leave()
         if self.pad_batches:
-            self.optimizer.step_state.usage.pad(None)
+            self.optimizer.step_state.usage.end_padding()
 
 
 class MicrobatchSampler(Sampler[list[int]]):
@@ -196,13 +197,14 @@ class MicrobatchLoader(Uncopied, DataLoader):
                 left = place.left or yielded.popleft()
                 if poisson:
                     before = poisson.usage.steps
-                    poisson.hand_over(place.number, left[0], first=first, last=len(left) == 1)
-                    poisson.usage.largest = self.batch_sampler.max_size
-                    poisson.usage.compare(batch, alone)
+                    poisson.hand_over(
+                        place.number, left[0], batch, alone, first=first, last=len(left) == 1,
+                        rows=self._rows, largest=self.batch_sampler.max_size,
+                    )  # fmt: skip
                     place.steps = before if first else place.steps
                 self.real = left.popleft().rows
-                if self._rows is not None:
-                    self._optimizer.step_state.usage.pad(self._rows, self.real)
+                if not poisson and self._rows is not None:
+                    self._optimizer.step_state.usage.ticket = Ticket(self.real, rows=self._rows)
                 place.left = left
                 self._optimizer.signal_skip_step(do_skip=bool(left))
                 yield batch
@@ -212,7 +214,7 @@ class MicrobatchLoader(Uncopied, DataLoader):
                     poisson.check_last(epoch)
                 place.number += not left
             if self._rows is not None:  # the last microbatch is done
-                self._optimizer.step_state.usage.pad(None)
+                self._optimizer.step_state.usage.end_padding()
         finally:
             self.leave(place)
 

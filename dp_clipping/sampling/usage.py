@@ -1,6 +1,7 @@
 """Ensures that each sampled example contributes to exactly one optimizer step."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,56 @@ BOTH_OUTPUTS = (
     "make a module private whose forward returns both outputs, as def forward(self, real, fake): "
     "return self.body(real), self.body(fake), and call backward() of the sum of their losses"
 )
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a loader says of the (micro)batch that it yields.
+
+    Attributes:
+        samples: how many there are.
+        number: the number of the batch; None: it is not of a Poisson loader.
+        rows: the rows of the batch, if zeros follow its samples; None: there are none.
+        fill: bool for each sample, True where it only fills up a unit of privacy; None: there is no
+            such one.
+        is_dummy: it is the made-up sample of `rand_on_empty`. Its gradient must be masked: were it
+            added, taking away the only real sample of a batch could move the sum by 2C.
+        largest: the most samples that a part of the batch has on a rank, if `BatchMemoryManager`
+            splits it; None: it is not split, or not by that.
+        alone: the (micro)batch, and samples of it that were collated alone (a
+            `collate_check.Alone`); None: their lengths are those of the batch, or are not due.
+    """
+
+    samples: int = 0
+    number: int | None = None
+    rows: int | None = None
+    fill: Tensor | None = None
+    is_dummy: bool = False
+    largest: int | None = None
+    alone: tuple[Any, Any] | None = None
+
+    def real_of(self, rows: int) -> int:
+        """Returns the number of a batch's rows that are samples, which come first.
+
+        Raises ValueError for a part of a batch in which zeros follow them.
+        """
+        if self.rows is None:
+            return rows
+        if rows != self.rows:
+            raise ValueError(
+                f"forward of {rows} samples, and with pad_batches=True the loader has yielded "
+                f"{self.rows} rows, of which only the first are samples: give the model the whole "
+                "batch in the loader's order, or use pad_batches=False"
+            )
+        return self.samples
+
+    def fill_of(self, rows: int, padding: Tensor | None) -> Tensor | None:
+        """Returns which rows only fill up a unit, or are padding; None: each unit is full."""
+        if self.fill is None:
+            return None
+        found = torch.ones(rows, dtype=torch.bool)
+        found[: len(self.fill)] = self.fill
+        return found if padding is None else found.to(padding.device)
 
 
 class SampleUsage:
@@ -33,26 +84,13 @@ class SampleUsage:
         left: those of them that no backward has used.
         uses: backwards since they were handed out; all ranks count alike.
         steps: how often something was released.
-        number: the number of the batch that was yielded last; None: without one.
         unused_from: the number of the batch after the last one that is in a step.
         is_unused: a batch of the iteration in progress was yielded and is in no step yet.
         pending: the number of a batch that is to be in the next step: it was yielded in training,
             or as the first of an iteration, and is in no step yet; None: there is none.
         is_firm: that batch was yielded in training.
         has_passed: batches of the iteration in progress were passed over in evaluation.
-        holds_dummy: what was handed out is the made-up sample of `rand_on_empty`. Its gradient must
-            be masked: were it added, taking away the only real sample of a batch could move the sum
-            by 2C.
-        rows: the rows of the batch that was yielded last, if zeros follow its samples; None: there
-            are none.
-        real: the first of these rows, which are samples.
-        largest: the most samples that a part of this batch has on a rank, if `BatchMemoryManager`
-            splits it; None: it is not split, or not by that.
-        fill: bool for each sample of the (micro)batch that was yielded last, True where it only
-            fills up a unit of privacy; None: there is no such one.
-        alone: the (micro)batch that was yielded last, and samples of it that were collated alone
-            (a `collate_check.Alone`); None: their lengths are those of the batch, are not due, or
-            were taken.
+        ticket: what the loader says of the batch that it has yielded last.
     """
 
     def __init__(self) -> None:
@@ -64,18 +102,12 @@ class SampleUsage:
         self._parts: list[Sequence[Slice | None]] = []  # of the batch, that backwards have used
         self.uses = 0
         self.steps = 0
-        self.number: int | None = None
         self.unused_from = 0
         self.is_unused = False
         self.pending: int | None = None
         self.is_firm = False
         self.has_passed = False
-        self.holds_dummy = False
-        self.rows: int | None = None
-        self.real = 0
-        self.largest: int | None = None
-        self.fill: Tensor | None = None
-        self.alone: tuple[Any, Any] | None = None
+        self.ticket = Ticket()
 
     def expect(self, number: int, *, in_training: bool, first: bool) -> None:
         """Records that batch `number` is about to be yielded, as the `first` of an iteration.
@@ -96,45 +128,31 @@ class SampleUsage:
 
     def restart(self, position: int) -> None:
         """Records that batch `position` is the next one, whatever was yielded before."""
-        self.number, self.unused_from, self.is_unused = None, position, False
+        self.ticket, self.unused_from, self.is_unused = Ticket(), position, False
         self.pending, self.is_firm = None, False
 
-    def hand_over(self, samples: int, is_dummy: bool = False, fill: Tensor | None = None) -> None:
-        """Records a batch that the loader is about to yield."""
-        self.handed = self.left = samples
-        self.fill = fill
-        self.holds_dummy = is_dummy
+    def hand_over(self, ticket: Ticket) -> None:
+        """Records a batch that a Poisson loader is about to yield."""
+        self.ticket = ticket
+        self.handed = self.left = ticket.samples
         self._parts = []
         self.uses = 0
         self.is_unused = True
-        self.rows = self.largest = self.alone = None
 
-    def compare(self, batch: Any, alone: Any) -> None:
-        """Records samples of the batch that were collated alone, for the forward to compare."""
-        self.alone = None if alone is None else (batch, alone)
+    def end_padding(self) -> None:
+        """Declares all rows as samples from here on."""
+        self.ticket = replace(self.ticket, rows=None)
 
-    def pad(self, rows: int | None, real: int = 0) -> None:
-        """Declares the first `real` of `rows` rows as samples; None: all are, from here on."""
-        self.rows, self.real = rows, real
-
-    def real_of(self, rows: int) -> int:
-        """Returns the number of a batch's rows that are samples, which come first.
-
-        Raises ValueError for a part of a batch in which zeros follow them.
-        """
-        if self.rows is None:
-            return rows
-        if rows != self.rows:
-            raise ValueError(
-                f"forward of {rows} samples, and with pad_batches=True the loader has yielded "
-                f"{self.rows} rows, of which only the first are samples: give the model the whole "
-                "batch in the loader's order, or use pad_batches=False"
-            )
-        return self.real
+    def take_alone(self) -> tuple[Any, Any] | None:
+        """Returns the batch with those of its samples that were collated alone, once."""
+        found = self.ticket.alone
+        if found is not None:
+            self.ticket = replace(self.ticket, alone=None)
+        return found
 
     def refuse_parts(self, rows: int) -> None:
         """Raises ValueError for a forward of a part of a batch: it may hold parts of units."""
-        handed = self.handed if self.rows is None else self.rows
+        handed = self.handed if self.ticket.rows is None else self.ticket.rows
         if handed is not None and rows != handed:
             raise ValueError(
                 f"forward of {rows} examples, and the loader has yielded {handed}, units of "
@@ -143,17 +161,9 @@ class SampleUsage:
                 "max_physical_batch_size=.., optimizer=optimizer)"
             )
 
-    def fill_of(self, rows: int, padding: Tensor | None) -> Tensor | None:
-        """Returns which rows only fill up a unit, or are padding; None: each unit is full."""
-        if self.fill is None:
-            return None
-        found = torch.ones(rows, dtype=torch.bool)
-        found[: len(self.fill)] = self.fill
-        return found if padding is None else found.to(padding.device)
-
     def is_part(self, rows: int) -> bool:
         """Returns whether a forward of so many rows has a part of the batch."""
-        return self.handed is not None and self.rows is None and rows < self.handed
+        return self.handed is not None and self.ticket.rows is None and rows < self.handed
 
     def use(
         self,
@@ -199,7 +209,7 @@ class SampleUsage:
 
         `BatchMemoryManager` skips steps too. What follows there is another microbatch.
         """
-        if self.largest is None:
+        if self.ticket.largest is None:
             self._parts = []
 
     def _are_apart(self, slices: Sequence[Slice | None]) -> bool:
@@ -255,8 +265,8 @@ class SampleUsage:
         """Records that a step is about to be released: its batch cannot be used again."""
         self.steps += 1
         self.pending, self.is_firm = None, False
-        if self.number is not None:
-            self.unused_from = self.number + 1
+        if self.ticket.number is not None:
+            self.unused_from = self.ticket.number + 1
         self.take_back()
 
     def take_back(self) -> None:
@@ -270,5 +280,6 @@ class SampleUsage:
     def forget(self) -> None:
         """Stops counting: another loader (Opacus's BatchMemoryManager) takes the batches."""
         self._parts = []
-        self.handed = self.largest = self.pending = self.alone = None
+        self.ticket = replace(self.ticket, largest=None, alone=None)
+        self.handed = self.pending = None
         self.is_unused = self.is_firm = False

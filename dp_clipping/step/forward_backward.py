@@ -157,14 +157,14 @@ class ForwardBackward:
         before = Objects(args, kwargs)
         batch_of = partial(self._establishment.batch_of, args, kwargs)
         given = batch = self._own_errors_first(batch_of, args, kwargs)
-        if given.bags and self.state.usage.rows is not None:
+        if given.bags and self.state.ticket.rows is not None:
             raise ValueError(
                 "pad_batches=True adds a row of zeros for each sample that a batch lacks, and ids "
                 "with offsets have no rows: leave it out, as BatchMemoryManager(data_loader=loader,"
                 " max_physical_batch_size=.., optimizer=optimizer), or give nn.EmbeddingBag ids "
                 "[batch, tokens] of one length, padded with padding_idx"
             )
-        real = self.state.usage.real_of(given.size)
+        real = self.state.ticket.real_of(given.size)
         each = self._examples_per_unit(given.size)
         if not given.size:
             args, kwargs = given.stand_in()
@@ -177,7 +177,7 @@ class ForwardBackward:
         padding = self.padding
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
-        fill = None if each == 1 else self.state.usage.fill_of(batch.size, padding)
+        fill = None if each == 1 else self.state.ticket.fill_of(batch.size, padding)
         fill = None if fill is None else fill.to(self.capture.trigger.device)
         lengths = self._lengths(seen, given.size)
         is_compiled = self.capture.is_compiled  # asked once: it looks at every module
@@ -259,7 +259,7 @@ class ForwardBackward:
             rows: its rows.
         """
         self._unlooked -= self._unlooked > 0
-        found, self.state.usage.alone = self.state.usage.alone, None
+        found = self.state.usage.take_alone()
         if found is None or self._unlooked:
             return []
         lengths: list[Lengths] = []
@@ -322,7 +322,7 @@ class ForwardBackward:
         state = self.state
         if private_step is not state.pending:
             raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
-        is_empty = private_step.is_empty or state.usage.holds_dummy
+        is_empty = private_step.is_empty or state.ticket.is_dummy
         samples = 0 if is_empty else private_step.real
         part = state.microbatches.accumulating
         try:
@@ -351,16 +351,16 @@ class ForwardBackward:
 
     def looks_at(self, samples: int) -> bool:
         """Returns whether the next batch, of this size, will be checked: its step takes longer."""
-        return self._establishment.is_due(samples) or self.state.usage.alone is not None
+        return self._establishment.is_due(samples) or self.state.ticket.alone is not None
 
     def begin_replay(self, clip_norms: Callable[[], list[float]]) -> None:
         """Opens a step whose sums a CUDA graph forms, as forward and backward of a batch would."""
         check_still_fixed(self._normalizations)
         self.capture.arithmetic.refuse_changes()
-        usage = self.state.usage
-        self._establishment.count(usage.real)
+        samples = self.state.ticket.samples
+        self._establishment.count(samples)
         self._drop_pending()
-        usage.use(usage.real, self._is_so_on_any_rank)
+        self.state.usage.use(samples, self._is_so_on_any_rank)
         self._gradients.begin_backward()
         self._open_step(clip_norms)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dp_clipping.sampling.usage import SampleUsage
+from dp_clipping.sampling.usage import SampleUsage, Ticket
 
 
 class Phase(Enum):
@@ -139,6 +139,11 @@ class StepState:
         self.microbatches = Microbatches()
         self.refuses_late = False
         self.refusal: str | None = None
+
+    @property
+    def ticket(self) -> Ticket:
+        """Returns what the loader says of the batch that it has yielded last."""
+        return self.usage.ticket
 
     @property
     def is_idle(self) -> bool:

@@ -25,6 +25,7 @@ from dp_clipping.clipping.statistics import norm_statistics
 from dp_clipping.guard.lengths import DependsOnLength
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.planning.cost_model import GRAM
+from dp_clipping.sampling.usage import Ticket
 from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.verification.one_by_one import (
     Reference,
@@ -167,7 +168,7 @@ def _check_lengths(run: PrivateRun, batch: Any, loss: Loss | None) -> None:
             samples = [dataset[i] for i in range(min(SAMPLES, len(dataset)))]
             whole, alone = collate.some_of(samples)
             if alone is not None and _kinds(whole) == _kinds(batch):
-                stage.step_state.usage.compare(whole, alone)
+                stage.step_state.usage.ticket = Ticket(alone=(whole, alone))
                 whole = changed(whole, lambda x: x.to(stage.clip_norms.device))
                 loss_of(loss, stage, run.criterion.for_model(stage), whole)
                 for check in stage.step_state.pending.checks:

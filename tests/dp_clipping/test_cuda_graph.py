@@ -15,6 +15,7 @@ from dp_clipping import BatchMemoryManager, PrivacyEngine, cuda_graph
 from dp_clipping.cuda_graph import EAGER, GraphedStep, as_in_a_capture, refuse
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable, add_noise_to_all_kernel_launch
+from dp_clipping.sampling.usage import Ticket
 from experiments.networks.models import LSTMClassifier, TransformerClassifier, WideResNet
 from tests.support import zoo
 
@@ -109,8 +110,7 @@ def train(run: SimpleNamespace, steps: int, graphed: bool, zero_first: bool = Fa
 
 def hand_over(run: SimpleNamespace, real: int = 4) -> None:
     """Announces a batch, as a loader does before it yields one."""
-    run.model.step_state.usage.hand_over(real)
-    run.model.step_state.usage.pad(ROWS, real)
+    run.model.step_state.usage.hand_over(Ticket(real, rows=ROWS))
 
 
 def weights(run: SimpleNamespace) -> torch.Tensor:

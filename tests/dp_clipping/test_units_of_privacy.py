@@ -139,7 +139,7 @@ class TestSteps:
         for factor in (1.0, 1e6):
             run = build(sample_rate=1.0, steps=1)
             for x, y in run.loader:
-                fill = run.loader.usage.fill
+                fill = run.loader.usage.ticket.fill
                 assert fill.sum() == 2
                 x = x.where(~fill[:, None], factor * x)
                 run.criterion(run.model(x), y).backward()

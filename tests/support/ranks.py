@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp import wrap
 from dp_clipping.model import PrivateModel
+from dp_clipping.sampling.usage import Ticket
 from experiments.verify_correctness import reference as oracle
 from lm.parallel import DATA, TENSOR, parallelize
 from lm.rank_pool import Context
@@ -304,7 +305,7 @@ def step_beside_one_process(context: Context, way: Way) -> None:
         zeros = 0 if way.units else 2 * step
         real = rows.stop - rows.start
         model.clear_gradients()
-        model.step_state.usage.pad(real + zeros, real)
+        model.step_state.usage.ticket = Ticket(real, rows=real + zeros)
         mine = [torch.cat((x[rows], torch.zeros_like(x[:zeros]))).to(context.device) for x in batch]
         private_loss(model, (mine[0], mine[1]), case.per_sample_loss).backward()
         model.finish_synchronization()

@@ -217,7 +217,7 @@ def train(
         elif not zero_grad:
             run.optimizer.zero_grad()
         run.criterion(run.model(inputs), targets).backward()
-        real = run.optimizer.model.step_state.usage.real_of(len(numbers))
+        real = run.optimizer.model.step_state.ticket.real_of(len(numbers))
         pieces.append(numbers[:real].tolist())
         before = run.optimizer.steps
         run.optimizer.step()

@@ -71,7 +71,7 @@ def test_a_checkpoint_knows_which_batches_were_used(tmp_path):
     load(resumed, tmp_path / "run.pt")
     assert resumed.loader.position == 6
     train(resumed, 1)
-    assert resumed.loader.usage.number == 6
+    assert resumed.loader.usage.ticket.number == 6
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from torch.utils.data import (
 from dp_clipping import PrivacyEngine
 from dp_clipping.sampling.loader import PoissonLoader
 from dp_clipping.sampling.memory_manager import BatchMemoryManager, split
+from dp_clipping.sampling.usage import Ticket
 from tests.support import zoo
 from tests.support.replicas import build, parameters, train
 
@@ -463,7 +464,7 @@ class TestPadded:
         assert joined(train(run, 3, 2, pad=True)) == [[0], [1, 2], [3], [4, 5], [6]]
         train(alone, 3)
         np.testing.assert_allclose(parameters(run), parameters(alone), rtol=0, atol=1e-6)
-        assert run.model.step_state.usage.rows is None, "other batches are as they are"
+        assert run.model.step_state.ticket.rows is None, "other batches are as they are"
 
     def test_what_is_printed_is_of_the_samples(self):
         run, seen = build(batch_size=3), 0
@@ -534,8 +535,7 @@ class TestPadded:
         x, y, _ = next(iter(run.loader))
         found = []
         for real in range(1, 4):
-            usage.pad(4, real)
-            usage.handed = usage.left = 4
+            usage.hand_over(Ticket(real, rows=4))
             rows = torch.cat((x[:real], torch.zeros_like(x[: 4 - real])))
             targets = torch.cat((y[:real], torch.zeros_like(y[: 4 - real])))
             run.criterion(run.model(rows), targets).backward()

@@ -119,7 +119,7 @@ class TestLoader:
         )
         for (batch,) in loader:
             expected = fill_of(batch.tolist(), 3)
-            found = loader.usage.fill
+            found = loader.usage.ticket.fill
             assert (found is None) == (expected is None)
             assert found is None or found.tolist() == expected.tolist()
             assert loader.usage.handed == len(batch)

@@ -8,7 +8,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchM
 from torch.utils.data import DataLoader
 
 from dp_clipping import BatchMemoryManager
-from dp_clipping.sampling.usage import SampleUsage
+from dp_clipping.sampling.usage import SampleUsage, Ticket
 from tests.support.engine import backward, build, data, fixed, step
 
 TWICE = "a sample is in one backward of one step only"
@@ -172,7 +172,7 @@ def test_the_last_batch_of_an_epoch_that_was_left_is_the_first_of_the_next():
             if i == 2:
                 break
             step(run, batch)
-            numbers.append(run.loader.usage.number)
+            numbers.append(run.loader.usage.ticket.number)
     assert numbers == [0, 1, 2, 3, 4, 5]
 
 
@@ -368,13 +368,10 @@ def test_without_poisson_batches_nothing_is_counted():
 
 def test_rows_that_are_no_samples():
     usage = SampleUsage()
-    assert usage.real_of(5) == 5
-    usage.pad(4, 3)
-    assert usage.real_of(4) == 3
+    assert usage.ticket.real_of(5) == 5
+    usage.hand_over(Ticket(3, rows=4))
+    assert usage.ticket.real_of(4) == 3
     with pytest.raises(ValueError, match=r"forward of 2 samples.* 4 rows.*pad_batches=False"):
-        usage.real_of(2)
-    usage.hand_over(5)
-    assert usage.real_of(5) == 5, "of a loader that does not pad"
-    usage.pad(4, 3)
-    usage.pad(None)
-    assert usage.real_of(5) == 5
+        usage.ticket.real_of(2)
+    usage.end_padding()
+    assert usage.ticket.real_of(5) == 5

@@ -10,6 +10,7 @@ from torch.nn.utils import rnn
 
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.losses.private_loss import PrivateLoss
+from dp_clipping.sampling.usage import Ticket
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.torch_compat import hooks_of
 from tests.dp_clipping.conftest import assert_exact, private, private_loss
@@ -149,7 +150,7 @@ def test_a_compiled_network_refuses_packed_sequences_with_the_call_that_works():
 
 def test_bags_with_offsets_have_no_rows_of_zeros():
     model = private(nn.EmbeddingBag(9, 2, mode="sum"))
-    model.step_state.usage.pad(4, 3)
+    model.step_state.usage.ticket = Ticket(3, rows=4)
     with pytest.raises(ValueError, match=r"pad_batches=True adds a row.*leave it out"):
         model(torch.arange(4), torch.tensor([0, 1, 2, 3]))
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.sampling.usage import SampleUsage
+from dp_clipping.sampling.usage import SampleUsage, Ticket
 from dp_clipping.step.state import BatchNorms, Microbatches, Phase, StepSettings, StepState
 from tests.support import zoo
 
@@ -113,7 +113,7 @@ class TestSamples:
     def test_a_dropped_step_gives_its_samples_back_and_a_counted_one_does_not(self):
         usage = SampleUsage()
         state = at(OPEN, usage=usage)
-        usage.hand_over(5)
+        usage.hand_over(Ticket(5))
         usage.use(5)
         state.drop()
         assert usage.left == 5
@@ -122,13 +122,6 @@ class TestSamples:
         state.count()
         state.drop()
         assert usage.left == 0
-
-    def test_a_made_up_sample_is_known_as_such(self):
-        usage = SampleUsage()
-        usage.hand_over(0, is_dummy=True)
-        assert usage.holds_dummy
-        usage.hand_over(3)
-        assert not usage.holds_dummy
 
     @pytest.mark.parametrize("phase", Phase)
     def test_a_draw_begins_when_the_last_one_is_used(self, phase):
@@ -143,7 +136,7 @@ class TestSamples:
 
     def test_a_draw_may_stay_unused_in_evaluation(self):
         state = StepState()
-        state.usage.hand_over(4)
+        state.usage.hand_over(Ticket(4))
         with pytest.raises(RuntimeError, match="batch 1 of the loader begins before"):
             state.begin_batch(1, in_training=True)
         state.begin_batch(1, in_training=False)

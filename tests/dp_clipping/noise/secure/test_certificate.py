@@ -1,6 +1,7 @@
 """What the account of secure noise includes, against examples in which it is spent."""
 
 import math
+from dataclasses import replace
 from statistics import NormalDist
 
 import mpmath
@@ -139,7 +140,8 @@ def test_units_and_parts_that_were_joined_again_are_counted_as_they_are_added():
     most = run.engine._account.certificate.most_units
     assert step_of(run, 20)["most additions"] == 10 + -(-most // 10) + 1
     x, y = next(iter(run.loader))
-    run.optimizer.step_state.usage.largest = 20  # of a batch that has more in a backward
+    usage = run.optimizer.step_state.usage
+    usage.ticket = replace(usage.ticket, largest=20)  # of a batch that has more in a backward
     run.criterion(run.model(x), y).backward()
     run.optimizer.step()
     assert run.engine.privacy_statement(1e-5).secure["most additions"] == most
