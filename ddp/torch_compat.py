@@ -7,6 +7,7 @@ interfaces, its function does without, or raises a RuntimeError that names it.
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,16 +24,16 @@ def _missing(api: str) -> RuntimeError:
     return RuntimeError(f"torch {torch.__version__} has no {api}, needed here: use torch {CHECKED}")
 
 
-def version_of(x: Tensor) -> int:
-    """Returns the number of in-place changes of a tensor, `Tensor._version`.
+def without_versions(_x: Tensor) -> int:
+    """Stands for `version_of` where torch does not count changes."""
+    raise _missing("Tensor._version")
 
-    Raises:
-        RuntimeError: if torch does not count them.
-    """
-    try:
-        return x._version
-    except AttributeError as error:
-        raise _missing("Tensor._version") from error
+
+version_of: Callable[[Tensor], int] = (
+    attrgetter("_version") if hasattr(Tensor, "_version") else without_versions
+)
+"""Returns the number of in-place changes of a tensor; without a frame of Python, as it is asked
+twice for each gradient."""
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -59,6 +60,18 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
         return module._buffers
     except AttributeError as error:
         raise _missing("Module._buffers") from error
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Returns the dict that holds a module's own submodules, `Module._modules`.
+
+    Raises:
+        RuntimeError: if modules have no such dict.
+    """
+    try:
+        return module._modules
+    except AttributeError as error:
+        raise _missing("Module._modules") from error
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

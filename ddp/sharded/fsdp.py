@@ -69,15 +69,6 @@ IN_BACKWARD = (
     "{what} in a backward, where fsdp has freed the parameter: call it behind "
     "finish_gradient_synchronization()"
 )
-NO_ORDER = (
-    "rank {rank} has no batch in model.join(), and has made no training forward before, so it does "
-    "not know in which order fsdp gathers blocks: give it one batch at least, or use "
-    'wrap("zero2", module)'
-)
-REENTRANT = (
-    "fsdp in model.join(): {name} is computed again in reentrant checkpointing, which a rank "
-    "without batches cannot follow: use checkpoint(..., use_reentrant=False)"
-)
 ON_ONE_RANK = (
     "outside of its block's forward each use of a parameter is a call of all ranks: to look at "
     "parameters on one rank, let all enter `with model.whole_parameters():`"
@@ -105,7 +96,6 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     """
 
     options = (*DataParallel.options, "units", "param_dtype")
-    always_gathers = True
 
     def __init__(
         self,
@@ -144,7 +134,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_whole:
             return self.module(*args, **kwargs)
-        if self.step.backward.has_failed() and not in_backward():
+        if self.step.has_failed():
             self.step.discard(self)
         self._has_agreed = False  # on this forward, all ranks
         try:
@@ -283,12 +273,17 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         place = {i: place for place, i in enumerate(order)}
         return sorted(self.unit_of, key=lambda bucket: max(place[i] for i in bucket.members))
 
-    def may_launch(self) -> bool:
-        """Returns whether the gathers have started that come before this bucket on every rank.
+    def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
+        """Launches a bucket once the gathers have started that come before it on every rank.
 
         A bucket waits until backward has entered its block; one of no block, the next one's.
         """
-        return not in_backward() or self._is_next()
+        if everything or not in_backward():
+            super().launch_buckets(everything)
+        launched = -1
+        while launched < self.schedule.launched and self._is_next():
+            launched = self.schedule.launched
+            super().launch_buckets(most=1)
 
     def _is_next(self) -> bool:
         names = (self.unit_of[b].name for b in self.schedule.buckets[self.schedule.launched :])
@@ -332,42 +327,6 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
             self.gradient_dtype = torch.float32  # of what adds up, in place of `param_dtype`
         with super().no_sync():
             yield
-
-    # ---- join(): the calls of a rank without data, in the order in which others compute ---------
-
-    def obstacle_to_following(self) -> str:
-        way = {self.root, *self.way_back.blocks}
-        if self.order.blocks is None or not self.way_back.blocks:
-            return NO_ORDER.format(rank=dist.get_rank(self.process_group))
-        for block in self.order.blocks:
-            if block not in way and any(unit.is_trainable for unit in block.units):
-                return REENTRANT.format(name=block.name)
-        return super().obstacle_to_following()
-
-    def follow_forward(self, synchronises: bool) -> None:
-        if synchronises:
-            super().follow_forward(synchronises)
-        else:
-            self._agree_on_forward("a forward under no_sync()")
-        trained, inside = self.way_back.blocks, [self.root]
-
-        def leave(block: Block) -> None:
-            output = torch.ones((), requires_grad=True) * 1 if block in trained else None
-            self.leave(block, output)
-
-        self.enter(self.root)
-        for block in self.order.blocks or []:
-            while inside[-1] is block or inside[-1] not in (self.root, *block.around):
-                leave(inside.pop())
-            self.enter(block)
-            inside.append(block)
-        for block in reversed(inside):
-            leave(block)
-
-    def follow_backward(self) -> None:
-        while self.way_back.ahead:
-            self.way_back.go_on(self.start)
-        self._end_backward()
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 

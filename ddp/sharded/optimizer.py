@@ -90,7 +90,6 @@ class ShardedModel(Protocol):
     reductions: int
 
     def exchange(self, status: str) -> list[str]: ...
-    def announce_step(self, optimizer: Optimizer, settings: list[dict[str, Any]]) -> None: ...
     def refuse_unfinished(self) -> None: ...
     def begin_step(self, units: list[FlatUnit]) -> None: ...
     def publish(self, unit: FlatUnit) -> None: ...
@@ -282,7 +281,6 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: if one has failed, here or in its last step, or takes another step.
         """
         self._has_agreed = True
-        self.model.announce_step(self, self._settings())
         agree(self.model.exchange, self._act(), self._broken)
 
     def _act(self) -> str:
@@ -326,7 +324,8 @@ class ShardedOptimizer(Optimizer):
             ValueError: if it is that of another network; nothing is changed then.
         """
         # As they were when it was wrapped: inside of `whole_parameters` others are in the network.
-        names = self.model.gradients.names
+        gradients = self.model.gradients
+        names = dict(zip(gradients.parameters, gradients.names, strict=True))
         found = entries(state_dict, self.param_groups, names, self._make)
         piece_of = {
             unit.parameters[piece.member]: piece for unit, own, _ in self._parts for piece, _ in own

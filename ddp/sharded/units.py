@@ -156,13 +156,13 @@ class GatheredUnit(FlatUnit):
 
     def dtype_of(self, gradients: Gradients) -> torch.dtype:
         """Returns the dtype of a reduction, the widest of the slices' and of those of `.grad`."""
-        members = [gradients.index[p] for p in self.parameters]
-        return reduce(torch.promote_types, map(gradients.dtypes.of, members), self.shard.dtype)
+        dtypes = [gradients.dtypes.all[gradients.index_of(p)] for p in self.parameters]
+        return reduce(torch.promote_types, dtypes, self.shard.dtype)
 
     def bucket(self, gradients: Gradients) -> Bucket:
         """Returns the bucket of this unit's gradients."""
-        members = tuple(gradients.index[p] for p in self.parameters)
-        nbytes = sum(p.numel() for p in self.parameters) * self.dtype_of(gradients).itemsize
+        members = tuple(gradients.index_of(p) for p in self.parameters)
+        nbytes = self.layout.numel * self.dtype_of(gradients).itemsize
         return Bucket(members, self.layout.offsets, self.layout.numel, nbytes)
 
     def collect(self, gradients: Gradients, members: Sequence[int]) -> Tensor:
@@ -186,7 +186,7 @@ class GatheredUnit(FlatUnit):
     def take_stand_in_away(self, gradients: Gradients, member: int) -> None:
         """Takes a stand-in out of `.grad`, and notes whether what it stands for is kept."""
         parameter = self.parameters[member]
-        i = gradients.index[parameter]
+        i = gradients.index_of(parameter)
         self._absent = i in gradients.stand_ins
         gradient = gradients.stand_ins.get(i, parameter.grad)
         if gradient is None:
@@ -202,7 +202,7 @@ class GatheredUnit(FlatUnit):
         parameter = self.parameters[member]
         if parameter.grad is None and member in self.kept:
             if self._absent:
-                gradients.stand_ins[gradients.index[parameter]] = self.stand_in(member)
+                gradients.stand_ins[gradients.index_of(parameter)] = self.stand_in(member)
             else:
                 parameter.grad = self.stand_in(member)
 

@@ -484,9 +484,9 @@ class WholeOnDemand(nn.Module):
             return super().load_state_dict(state_dict, strict=strict)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
-        self.__getstate__()
+        self.__reduce__()
 
-    def __getstate__(self) -> NoReturn:
+    def __reduce__(self) -> NoReturn:
         raise RuntimeError(
             "a network that fsdp has divided cannot be copied or pickled, because this rank has "
             "slices of it only: save model.state_dict() on one rank, after calling it on all"

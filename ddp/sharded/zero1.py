@@ -16,7 +16,6 @@ What remains: a bucket's gradients stay allocated, though only 1/W of them is us
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -62,7 +61,6 @@ class Zero1DDP(Sharded, BucketedDDP):
     """
 
     options = (*DataParallel.options, "bucket_size_mb")
-    reduction_type: ClassVar[type[Reduction]] = ShardReduction
     reduction: ShardReduction
 
     def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 200, **options):
@@ -71,9 +69,12 @@ class Zero1DDP(Sharded, BucketedDDP):
         self._gathers: list[dist.Work] = []
         super().__init__(module, bucket_size_mb=bucket_size_mb, **options)
 
+    def make_reduction(self, name: str) -> Reduction:
+        return ShardReduction(name, self.world_size)
+
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Divides the network once, because state belongs to slices; then only orders buckets."""
-        self._flats.clear()
+        self.flats.clear()
         if not self.units:
             self._divide(gradients, order)
         position = {i: place for place, i in enumerate(order)}
@@ -87,7 +88,6 @@ class Zero1DDP(Sharded, BucketedDDP):
     def launch(self, bucket: Bucket) -> dist.Work:
         buffer, unit = self.fill(bucket), self._unit_of[bucket.members]
         own = self.receiver(unit.layout.slice_of(buffer, unit.rank))
-        self.count(collectives=1, nbytes=bucket.nbytes)
         unit.gradient = own  # once the collective has finished
         return self.reduce_slices(own, buffer)
 
@@ -108,8 +108,7 @@ class Zero1DDP(Sharded, BucketedDDP):
     def deactivate(self) -> None:
         """Leaves gradients as this rank's part, which another wrapper of the network can reduce."""
         self.wait_for(*self.schedule.in_flight)
-        for i in list(self.gradients.reduced):
-            self.gradients.make_local(i)
+        self.gradients.make_local(*self.gradients.reduced)
         super().deactivate()
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
@@ -136,7 +135,7 @@ class Zero1DDP(Sharded, BucketedDDP):
             for gradient, p in zip(gradients, parameters, strict=True)
         ]
         place_of: dict[int, tuple[FlatUnit, int]] = {}
-        for bucket in plan_buckets(by_both_dtypes, order, self._bucket_bytes):
+        for bucket in plan_buckets(by_both_dtypes, order, self.bucket_bytes):
             unit = FlatUnit([parameters[i] for i in bucket.members], self.process_group)
             unit.values = unit.flatten()
             unit.shard = unit.layout.slice_of(unit.values, unit.rank)
@@ -174,7 +173,7 @@ class Zero1DDP(Sharded, BucketedDDP):
 
     def _convert(self, unit: FlatUnit, members: tuple[int, ...]) -> None:
         """Converts reduced gradients after a change of `gradient_dtype`."""
-        dtype = self.gradients.dtypes.of(members[0])
+        dtype = self.gradients.dtypes.all[members[0]]
         if unit.gradient is None or unit.gradient.dtype == dtype:
             return
         for i, stand_in in zip(members, unit.cast_gradient(dtype), strict=True):

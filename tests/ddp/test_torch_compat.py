@@ -26,12 +26,13 @@ def test_it_imports_nothing_of_the_package():
 
 
 def test_versions_count_changes():
+    """`without_versions` takes the place of `version_of` where torch counts none."""
     x = torch.zeros(2)
     before = torch_compat.version_of(x)
     x.add_(1)
     assert torch_compat.version_of(x) == before + 1
     with pytest.raises(RuntimeError, match=r"torch .* has no Tensor\._version.*2\.11 to 2\.13"):
-        torch_compat.version_of(object())
+        torch_compat.without_versions(x)
 
 
 def test_own_parameters_and_buffers():
@@ -42,6 +43,7 @@ def test_own_parameters_and_buffers():
     for function, api in (
         (torch_compat.own_parameters, "Module._parameters"),
         (torch_compat.own_buffers, "Module._buffers"),
+        (torch_compat.own_modules, "Module._modules"),
     ):
         with pytest.raises(RuntimeError, match=f"has no {api}"):
             function(SimpleNamespace())
