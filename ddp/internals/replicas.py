@@ -89,7 +89,7 @@ class Replicas:
                 for buffer, values in zip(message, received, strict=True):
                     self._write(buffer, values, places[id(buffer)])
         if receives:
-            self._remember(self._module.buffers())
+            self._remember([b for own in owners for b in own.values() if b is not None])
 
     def _received(self, message: list[Tensor]) -> list[Tensor]:
         """Returns rank 0's values of tensors of one dtype, sent as one flat tensor."""
