@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp.internals.gradients import Gradients
-from ddp.sharded.layout import FlatUnit, Piece, not_whole
+from ddp.sharded.layout import FlatUnit, Piece
 from ddp.sharded.state import IMPLEMENTATIONS, Part, cut, entries, gather, told_to_train
 
 NOT_ELEMENTWISE = (
@@ -34,19 +33,11 @@ NOT_ELEMENTWISE = (
 )
 
 
-PLAIN = (
-    "{name} steps whole parameters, and of one of shape {shape} this rank has its own slice only, "
-    "or the gradient of that: build it by model.make_optimizer({name}, lr=...), with the wrapper "
-    "that reduced the gradients; if that was deleted, wrap the network and run a backward again"
-)
-
-
 NOT_REDUCED = (
     "a parameter of shape {shape} has a gradient that is this rank's alone: call "
     "finish_gradient_synchronization() between backward() and optimizer.step(); to change reduced "
     "gradients, write to those that model.gradient_pieces() returns"
 )
-
 
 FAILED = (  # the error comes last: messages between ranks are cut
     "optimizer.step() has failed on rank {rank}, and nothing has changed on any rank: {error}"
@@ -56,7 +47,6 @@ BROKEN = (
     "their slices: load a checkpoint on all ranks, by optimizer.load_state_dict() too: {error}"
 )
 
-
 NOT_THE_SAME = (
     "ranks are about to do different things, and nothing has changed on any of them: {acts}. {cure}"
 )
@@ -65,17 +55,6 @@ ON_ALL = (
     "Every forward is a call of all ranks: to evaluate on one rank, let all enter `with "
     "model.whole_parameters():`"
 )
-
-
-@register_optimizer_step_pre_hook
-def refuse_plain(optimizer: Optimizer, *_arguments: Any) -> None:
-    """Raises RuntimeError before a plain optimizer steps what is not whole, gradient or value."""
-    if isinstance(optimizer, ShardedOptimizer):
-        return
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if (p := not_whole(parameters)) is not None:
-        name, shape = type(optimizer).__name__, list(p.shape)
-        raise RuntimeError(PLAIN.format(name=name, shape=shape))
 
 
 GROUPS = 4  # of units, each stepped at once
@@ -186,6 +165,8 @@ class ShardedOptimizer(Optimizer):
         TypeError: for an optimizer that looks at a whole tensor's shape or norm.
         ValueError: for a parameter that the model does not train.
     """
+
+    steps_slices = True  # layout.py refuses others
 
     def __init__(
         self, model: ShardedModel, cls: Callable[..., Optimizer], params: Any, **options: Any

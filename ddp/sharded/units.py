@@ -26,8 +26,8 @@ from torch.nn import Parameter
 
 from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
-from ddp.sharded.layout import FlatUnit, StandIn, note_not_whole
-from ddp.sharded.whole import Place, Values, hide, reveal, unlike
+from ddp.sharded.layout import FlatUnit, StandIn
+from ddp.sharded.whole import Place, Values, hide_all, reveal, unlike
 from ddp.torch_compat import all_gather, copy_, own_parameters, refuse_writes, version_of
 
 NOT_TOGETHER = (
@@ -89,9 +89,9 @@ class GatheredUnit(FlatUnit):
         self._views = self.layout.views(self.values)
         nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, device=flat.device)
         self._nothing = nothing.to(dtype)  # all that C++ sees of them
-        note_not_whole(self._nothing)
         refuse_writes(self._nothing)
-        weakref.finalize(self, note_not_whole, self.values).atexit = False  # stale from then on
+        stale = self.parameters, self._places, self._nothing  # once this has gone
+        weakref.finalize(self, hide_all, *stale).atexit = False
         self._work: dist.Work | None = None
         self._is_shown = False
         self._stand_ins: dict[int, Tensor] = {}
@@ -148,7 +148,6 @@ class GatheredUnit(FlatUnit):
         if known is None or known.dtype != dtype or version_of(known):
             one = torch.full((), torch.nan, dtype=dtype, device=parameter.device)
             known = self._stand_ins[member] = one.expand(parameter.shape).as_subclass(StandIn)
-            note_not_whole(one)
         return known
 
     def addresses(self) -> set[int]:
@@ -228,9 +227,7 @@ class GatheredUnit(FlatUnit):
 
     def _hide(self) -> None:
         self._is_shown = False
-        for parameter, place in zip(self.parameters, self._places, strict=True):
-            parameter.data = self._nothing.expand(parameter.shape)
-            hide(parameter, place)
+        hide_all(self.parameters, self._places, self._nothing)
 
     @torch.no_grad()
     def _keep_written(self) -> None:

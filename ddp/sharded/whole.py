@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 
+from ddp.sharded.layout import refuse_plain, stepping_optimizer
 from ddp.torch_compat import (
     own_parameters,
     register_tree,
@@ -192,10 +193,13 @@ def _divided(cls: type[Parameter]) -> type[Parameter]:
     return made
 
 
-def hide(parameter: Parameter, place: Place) -> None:
-    """Makes a parameter a stand-in."""
-    parameter.__class__ = _divided(type(parameter))
-    parameter._place = place  # type: ignore[attr-defined]  # of its class now
+def hide_all(parameters: list[Parameter], places: list[Place], nothing: Tensor) -> None:
+    """Makes parameters stand-ins, whose memory is that of `nothing`, one element."""
+    for parameter, place in zip(parameters, places, strict=True):
+        if not isinstance(parameter, Divided):
+            parameter.data = nothing.expand(parameter.shape)
+            parameter.__class__ = _divided(type(parameter))
+            parameter._place = place  # type: ignore[attr-defined]  # of its class now
 
 
 def reveal(parameter: Parameter, name: str) -> None:
@@ -259,6 +263,8 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _write(func: Any, name: str, targets: list[Divided], args: tuple, kwargs: dict) -> Any:
     """Calls a function that writes to whole parameters, and keeps slices of what it leaves."""
+    if optimizer := stepping_optimizer():
+        refuse_plain(targets[0], optimizer)
     what = f"{targets[0]._place.name}.{name}(arguments {_digest((args, kwargs)):08x})"
     if name == "__set__":
         if args[1] is args[0]:

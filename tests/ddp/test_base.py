@@ -77,6 +77,12 @@ def test_every_module_is_listed():
             assert path.stem == "__init__" or path.name in text, path
 
 
+def test_no_hook_is_on_all_modules_or_optimizers_of_the_process():
+    code = "".join(path.read_text() for path in FOLDER.rglob("*.py"))
+    assert "register_module_" not in code
+    assert "import register_optimizer_step" not in code
+
+
 def test_what_a_variant_refuses_is_a_behaviour_of_the_tests():
     code = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for name, rows in REFUSED.items():
