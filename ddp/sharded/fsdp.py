@@ -120,14 +120,16 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.blocks = blocks_of(self.module, self._classes, self.process_group, self._param_dtype)
         self.root = self.blocks[0]
         units = [unit for block in self.blocks for unit in block.units if unit.is_trainable]
-        self.place_of = {p: (u, member) for u in units for member, p in enumerate(u.parameters)}
         self.units: list[FlatUnit] = [*units]
         self.order = CallOrder(self.process_group)
         self._new_way = self.way_back = WayBack()  # of the last forward; of the last backward
         self._is_ahead = False  # the optimizer has started the gathers of the next forward
         self._backward = -1  # the number of the one that runs, not of those inside of it
         self._has_agreed = False
-        return super().describe_gradients()
+        gradients = super().describe_gradients()
+        place_of = {id(p): (u, member) for u in units for member, p in enumerate(u.parameters)}
+        self.places = [place_of[id(p)] for p in gradients.parameters]
+        return gradients
 
     # ---- parameters ----------------------------------------------------------------------------
 
@@ -210,6 +212,9 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         while way.ahead > place:  # several, if the loss does not depend on some of them
             way.go_on(self.start)
             self.launch_buckets()
+        for unit in way.blocks[place].units:
+            if unit.kept:
+                unit.forget_cleared(self.gradients)
         self.gather(way.blocks[place])
 
     def gather(self, block: Block) -> None:
@@ -268,7 +273,7 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Returns a bucket for each unit, in the order in which the last gradients of each come."""
-        units = dict.fromkeys(unit for unit, _ in self.place_of.values())
+        units = dict.fromkeys(unit for unit, _ in self.places)
         self.unit_of = {unit.bucket(self.gradients): unit for unit in units}
         place = {i: place for place, i in enumerate(order)}
         return sorted(self.unit_of, key=lambda bucket: max(place[i] for i in bucket.members))
@@ -278,11 +283,13 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
         A bucket waits until backward has entered its block; one of no block, the next one's.
         """
-        if everything or not in_backward():
+        if everything:
             super().launch_buckets(everything)
-        launched = -1
-        while launched < self.schedule.launched and self._is_next():
-            launched = self.schedule.launched
+        for bucket in self.schedule.buckets[self.schedule.launched :]:
+            if not self.schedule.ready.issuperset(bucket.members):
+                return
+            if in_backward() and not self._is_next():
+                return
             super().launch_buckets(most=1)
 
     def _is_next(self) -> bool:
@@ -291,13 +298,14 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     def before_accumulation(self, i: int) -> None:
         self.wait_for(self.schedule.bucket_of[i])
-        unit, member = self.place_of[self.gradients.parameters[i]]
-        unit.take_stand_in_away(self.gradients, member)
+        unit, member = self.places[i]
+        unit.take_stand_in_away(self.gradients, i, member)
         super().before_accumulation(i)
 
     def after_accumulation(self, i: int) -> None:
-        unit, member = self.place_of[self.gradients.parameters[i]]
-        unit.put_stand_in_back(self.gradients, member)
+        unit, member = self.places[i]
+        if member in unit.kept:
+            unit.put_stand_in_back(self.gradients, i, member)
         super().after_accumulation(i)
         unit.awaited.discard(member)
         # Backward uses a parameter no more once its gradient is there, but one in another

@@ -153,15 +153,15 @@ class GatheredUnit(FlatUnit):
     def addresses(self) -> set[int]:
         return {one.untyped_storage().data_ptr() for one in self._stand_ins.values()}
 
-    def dtype_of(self, gradients: Gradients) -> torch.dtype:
-        """Returns the dtype of a reduction, the widest of the slices' and of those of `.grad`."""
-        dtypes = [gradients.dtypes.all[gradients.index_of(p)] for p in self.parameters]
-        return reduce(torch.promote_types, dtypes, self.shard.dtype)
-
     def bucket(self, gradients: Gradients) -> Bucket:
-        """Returns the bucket of this unit's gradients."""
+        """Returns the bucket of this unit's gradients, and settles the dtype of their reduction.
+
+        That is the widest of the slices' and of those of `.grad`.
+        """
         members = tuple(gradients.index_of(p) for p in self.parameters)
-        nbytes = self.layout.numel * self.dtype_of(gradients).itemsize
+        dtypes = [gradients.dtypes.all[i] for i in members]
+        self._reduced_in = reduce(torch.promote_types, dtypes, self.shard.dtype)
+        nbytes = self.layout.numel * self._reduced_in.itemsize
         return Bucket(members, self.layout.offsets, self.layout.numel, nbytes)
 
     def collect(self, gradients: Gradients, members: Sequence[int]) -> Tensor:
@@ -170,9 +170,10 @@ class GatheredUnit(FlatUnit):
         A stand-in takes the place of each, also where this rank has none.
         """
         is_absent = [p.grad is None for p in self.parameters]
-        for member in range(len(members)):
-            self.take_stand_in_away(gradients, member)
-        flat = self.shard.new_empty(self.layout.numel, dtype=self.dtype_of(gradients))
+        for member, i in enumerate(members):
+            if is_absent[member] or isinstance(self.parameters[member].grad, StandIn):
+                self.take_stand_in_away(gradients, i, member)
+        flat = self.shard.new_empty(self.layout.numel, dtype=self._reduced_in)
         copy_(self.layout.views(flat), [gradients.local(i) for i in members])
         for member, i in enumerate(members):
             if is_absent[member]:
@@ -182,10 +183,9 @@ class GatheredUnit(FlatUnit):
                 self.parameters[member].grad = self.stand_in(member)
         return flat
 
-    def take_stand_in_away(self, gradients: Gradients, member: int) -> None:
+    def take_stand_in_away(self, gradients: Gradients, i: int, member: int) -> None:
         """Takes a stand-in out of `.grad`, and notes whether what it stands for is kept."""
         parameter = self.parameters[member]
-        i = gradients.index_of(parameter)
         self._absent = i in gradients.stand_ins
         gradient = gradients.stand_ins.get(i, parameter.grad)
         if gradient is None:
@@ -196,12 +196,19 @@ class GatheredUnit(FlatUnit):
             gradients.stand_ins.pop(i, None)
             parameter.grad = None
 
-    def put_stand_in_back(self, gradients: Gradients, member: int) -> None:
+    def forget_cleared(self, gradients: Gradients) -> None:
+        """Keeps nothing of gradients that were set to None since a backward under `no_sync`."""
+        for member in list(self.kept):
+            parameter = self.parameters[member]
+            if parameter.grad is None and gradients.index_of(parameter) not in gradients.stand_ins:
+                self.kept.discard(member)
+
+    def put_stand_in_back(self, gradients: Gradients, i: int, member: int) -> None:
         """Undoes `take_stand_in_away`, if backward has brought None."""
         parameter = self.parameters[member]
-        if parameter.grad is None and member in self.kept:
+        if parameter.grad is None:
             if self._absent:
-                gradients.stand_ins[gradients.index_of(parameter)] = self.stand_in(member)
+                gradients.stand_ins[i] = self.stand_in(member)
             else:
                 parameter.grad = self.stand_in(member)
 

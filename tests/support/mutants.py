@@ -476,7 +476,7 @@ MUTANTS = [
     ),
     Mutant(
         "a backward without a gradient forgets what was reduced",
-        (("sharded/fsdp.py", "unit.put_stand_in_back(self.gradients, member)", "pass"),),
+        (("sharded/fsdp.py", "unit.put_stand_in_back(self.gradients, i, member)", "pass"),),
         ("tests/ddp/test_hooks.py", "fsdp and none"),
     ),
     Mutant(
@@ -491,8 +491,7 @@ MUTANTS = [
     ),
     Mutant(
         "a reduction frees a block that backward is still in",
-        (("sharded/fsdp.py", "while launched < self.schedule.launched and self._is_next():",
-          "while launched < self.schedule.launched:"),),
+        (("sharded/fsdp.py", "if in_backward() and not self._is_next():", "if False:"),),
         ("tests/ddp/sharded/test_fsdp_networks.py", "order_of_the_wire"),
     ),
     Mutant(
