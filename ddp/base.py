@@ -25,12 +25,9 @@ have the reduced values. internals/ holds what a step needs beside this: skip it
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from ddp.buckets import Bucket, Gradient, plan_buckets
 from ddp.internals.interface import Interface
-from ddp.internals.ownership import activate
 
 
 class DataParallel(Interface):
@@ -46,18 +43,6 @@ class DataParallel(Interface):
 
     options: ClassVar[tuple[str, ...]] = ("reduce", "process_group", "find_unused_parameters")
     launches_in_backward: ClassVar[bool] = True  # False: all in finish_gradient_synchronization
-
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        reduce: str = "mean",
-        process_group: dist.ProcessGroup | None = None,
-        find_unused_parameters: bool = False,
-    ):
-        super().__init__(module, reduce, process_group, find_unused_parameters)
-        self.adopt_order(list(reversed(range(len(self.gradients.parameters)))))
-        activate(self)  # autograd calls before_accumulation and after_accumulation from now on
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Returns which gradients are reduced together; the default reduces each alone."""

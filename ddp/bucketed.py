@@ -5,9 +5,7 @@ tensor inside the library. One contiguous buffer is one transfer, at the full ra
 
 The idea: when a gradient is ready, copy it into its slice of a flat buffer, at once, while it is
 still in the cache, and let `.grad` be a view of that slice. When the bucket is full, one all-reduce
-averages the buffer. Nothing is copied back: the optimizer reads the views. Buckets are launched
-in one fixed order, that in which gradients become ready. The last ones are small, because backward
-cannot hide their communication any more.
+averages the buffer. Nothing is copied back: the optimizer reads the views.
 
 A buffer lives as long as its views. `zero_grad(set_to_none=True)` drops them, before the next
 forward; with `set_to_none=False` autograd adds straight into the buffer, and the copy disappears.

@@ -3,11 +3,9 @@
 Every rank computes the same plan from the same model, so it can be tested alone and it is the
 reason why collectives, which match by call order, always meet their counterparts.
 
-Three rules, each of which public hand-built versions often miss:
-
-- a bucket holds one dtype, because a flat buffer and a collective do;
-- buckets follow the order in which gradients become ready, so that the first is complete early;
-- the last buckets are small. Communication after the last gradient is ready cannot overlap
+- A bucket holds one dtype, because a flat buffer and a collective do.
+- Buckets follow the order in which gradients become ready, so that the first is complete early.
+- The last buckets are small. Communication after the last gradient is ready cannot overlap
   the backward pass, so no bucket takes more than half of the bytes that are still to come.
   A gradient that is larger than a bucket travels alone and does not count: a token embedding,
   often the last to be ready, would otherwise let the bucket before it be as large as itself.
@@ -94,5 +92,4 @@ def _lay_out(group: list[int], gradients: Sequence[Gradient]) -> Bucket:
     unit = max(1, ALIGNMENT_BYTES // gradients[group[0]].itemsize)
     padded = [-(-gradients[i].numel // unit) * unit for i in group]
     *offsets, numel = accumulate(padded, initial=0)
-    nbytes = sum(gradients[i].nbytes for i in group)
-    return Bucket(tuple(group), tuple(offsets), numel, nbytes)
+    return Bucket(tuple(group), tuple(offsets), numel, sum(gradients[i].nbytes for i in group))

@@ -246,16 +246,6 @@ def number_of_backward() -> int:
         raise _missing("torch._C._current_graph_task_id") from error
 
 
-def keeps_graph() -> bool:
-    """Returns whether the backward that is running now was called with `retain_graph=True`.
-
-    `torch._C._autograd._get_current_graph_task_keep_graph`. Without it, True: the graph may be
-    kept.
-    """
-    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if keeps is None else keeps()
-
-
 def without_torch_functions() -> AbstractContextManager:
     """Enters a context in which functions of PyTorch treat subclasses of tensors as tensors.
 

@@ -52,9 +52,10 @@ class Interface(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        reduce: str,
-        process_group: dist.ProcessGroup | None,
-        find_unused_parameters: bool,
+        *,
+        reduce: str = "mean",
+        process_group: dist.ProcessGroup | None = None,
+        find_unused_parameters: bool = False,
     ):
         super().__init__()
         self.module = module
@@ -76,6 +77,8 @@ class Interface(nn.Module):
         self.step = Step(self.gradients, self.schedule, self.watch)
         self.hooks = self.make_hooks()
         weakref.finalize(self, _leave, self.hooks, self.gradients).atexit = False
+        self.adopt_order(list(reversed(range(len(self.gradients.parameters)))))
+        activate(self)  # autograd calls before_accumulation and after_accumulation from now on
 
     def make_reduction(self, name: str) -> Reduction:
         return Reduction(name, self.world_size)

@@ -12,6 +12,8 @@ What the variants have in common:
 
 - layout.py: how parameters lie in a flat buffer, and which part of it a rank owns
 - optimizer.py: an optimizer whose ranks step their own slices, and agree on it before
+- binding.py: parameters that stay views of flat buffers, in zero1 and zero2
+- elementwise.py: which optimizers can step slices
 - state.py: its whole checkpoint, to be skipped at the first reading
 - interface.py: the methods that a training loop calls
 

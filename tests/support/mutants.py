@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "buckets launched in forward order",
         (
-            ("base.py", "list(reversed(range(len(self.gradients.parameters))))",
+            ("internals/interface.py", "list(reversed(range(len(self.gradients.parameters))))",
              "list(range(len(self.gradients.parameters)))"),
             ("internals/step.py", "if not self._order_is_observed:", "if False:"),
         ),
@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "a reduced slice is added again by every rank",
-        (("sharded/zero1.py", "whole = unit.own_gradient_behind(reduced, member)",
+        (("sharded/binding.py", "whole = unit.own_gradient_behind(reduced, member)",
           "whole = unit.gather(unit.gradient)[member]"),),
         ("tests/ddp/test_accumulation.py", "zero1"),
     ),
@@ -323,7 +323,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters that another wrapper has moved are not taken back",
-        (("sharded/zero1.py", "self._bind(units)  # another", "pass  # another"),),
+        (("sharded/zero1.py", "bind(units)  # another", "pass  # another"),),
         ("tests/ddp/sharded/test_zero1.py", "stay_views"),
     ),
     Mutant(
@@ -427,7 +427,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters that moved are read while others are written",
-        (("sharded/zero1.py", "parameter.detach().clone()", "parameter.detach()"),),
+        (("sharded/binding.py", "parameter.detach().clone()", "parameter.detach()"),),
         ("tests/ddp/sharded/test_zero1.py", "exchange_their_memory"),
     ),
     Mutant(
