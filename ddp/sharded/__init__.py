@@ -25,6 +25,6 @@ What `fsdp` has beside, with units.py to be read first:
 - whole.py: whole parameters on demand: where they are used outside of their block's forward, for
   evaluation, and for checkpoints
 
-Beside them, what PyTorch has: torch_zero1.py (ZeroRedundancyOptimizer) and torch_fsdp.py
-(fully_shard).
+torch_compat.py has interfaces of PyTorch without a public name. Beside them is what PyTorch has:
+torch_zero1.py (ZeroRedundancyOptimizer) and torch_fsdp.py (fully_shard).
 """

@@ -43,12 +43,12 @@ from ddp.sharded.call_order import CallOrder, WayBack
 from ddp.sharded.interface import Sharded
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import agree
+from ddp.sharded.torch_compat import in_transform
 from ddp.sharded.units import Block, GatheredUnit, blocks_of, cast, wait_for
 from ddp.sharded.whole import WholeOnDemand
 from ddp.torch_compat import (
     at_end_of_backward,
     in_backward,
-    in_transform,
     number_of_backward,
     without_torch_functions,
 )

@@ -20,7 +20,8 @@ from ddp.internals.interface import trainable
 from ddp.internals.step import Step
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer, refuse_not_reduced
-from ddp.torch_compat import gather_on_hosts, gloo_beside, reduce_scatter
+from ddp.sharded.torch_compat import gather_on_hosts, gloo_beside
+from ddp.torch_compat import reduce_scatter
 
 STATUS_BYTES = 400  # of a message to other ranks
 

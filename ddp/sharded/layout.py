@@ -24,7 +24,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp.buckets import ALIGNMENT_BYTES
-from ddp.torch_compat import OperatorsOnly, all_gather, version_of, without_dispatch, written_by
+from ddp.sharded.torch_compat import OperatorsOnly, without_dispatch, written_by
+from ddp.torch_compat import all_gather, version_of
 
 DIVIDED = (
     "{function}: gradients are divided among ranks, and .grad stands for one without its values: "

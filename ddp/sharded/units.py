@@ -27,8 +27,9 @@ from torch.nn import Parameter
 from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
 from ddp.sharded.layout import FlatUnit, StandIn
+from ddp.sharded.torch_compat import copy_, refuse_writes
 from ddp.sharded.whole import Place, Values, hide_all, reveal, unlike
-from ddp.torch_compat import all_gather, copy_, own_parameters, refuse_writes, version_of
+from ddp.torch_compat import all_gather, own_parameters, version_of
 
 NOT_TOGETHER = (
     "the {what} of {name} has failed. With fsdp each forward and backward is a call of all ranks, "

@@ -29,12 +29,8 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 
 from ddp.sharded.layout import refuse_plain, stepping_optimizer
-from ddp.torch_compat import (
-    own_parameters,
-    register_tree,
-    version_of,
-    without_torch_functions,
-)
+from ddp.sharded.torch_compat import register_tree
+from ddp.torch_compat import own_parameters, version_of, without_torch_functions
 
 GONE = (
     "{name} has no values, because the wrapper that has divided it is deleted: build another "

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ddp import torch_compat
+from ddp.sharded import torch_compat as sharded_compat
 from lm.rank_pool import Context
 from tests.support.private_torch import imported_by, private_uses
 
@@ -93,7 +94,7 @@ def test_copying_with_and_without_foreach(monkeypatch):
     assert hasattr(torch, "_foreach_copy_")
     for _ in range(2):
         targets = [torch.zeros(2), torch.zeros(3)]
-        torch_compat.copy_(targets, [torch.ones(2).bfloat16(), torch.full((3,), 2.0)])
+        sharded_compat.copy_(targets, [torch.ones(2).bfloat16(), torch.full((3,), 2.0)])
         assert [x.tolist() for x in targets] == [[1, 1], [2, 2, 2]]
         monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
 
@@ -162,15 +163,15 @@ def gathered_on_hosts(context: Context) -> None:
     with_cpu = dist.new_group(ranks)
     if context.rank not in ranks:
         return
-    beside = torch_compat.gloo_beside(group)
-    assert beside is torch_compat.gloo_beside(group)
+    beside = sharded_compat.gloo_beside(group)
+    assert beside is sharded_compat.gloo_beside(group)
     assert beside.options._timeout == timedelta(seconds=91)
-    assert torch_compat.gloo_beside(with_cpu) is None
+    assert sharded_compat.gloo_beside(with_cpu) is None
     for each in (group, with_cpu):
         everyone = torch.empty(2, 1, dtype=torch.int64)
-        torch_compat.gather_on_hosts(everyone, torch.tensor([context.rank]), each).wait()
+        sharded_compat.gather_on_hosts(everyone, torch.tensor([context.rank]), each).wait()
         assert everyone.flatten().tolist() == ranks
-    known, _ = torch_compat._beside, gc.collect()
+    known, _ = sharded_compat._beside, gc.collect()
     before = len(known)
     del beside, each
     dist.destroy_process_group(group)
