@@ -29,7 +29,7 @@ def plain(name: str) -> str:
 
 
 def options_in(name: str) -> list[str]:
-    """Returns the options of `ddp.wrap` that a name turns on: `ddp_bucketed+sparse_embeddings`."""
+    """Returns the options of `ddp.wrap` that a name turns on: `ddp+find_unused_parameters`."""
     return class_of(name).partition(_NUMBER)[0].split(_OPTION)[1:]
 
 

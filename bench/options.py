@@ -61,9 +61,8 @@ class Options:
         "of these); or of those that shard the model: fsdp2 (PyTorch's FSDP2, gathered block by "
         "block), fsdp2_root (all at once), tp (tensor parallel on all ranks), fsdp2_tp (FSDP2 x "
         "two tensor-parallel ranks; 4 ranks or more). Ranks of a tensor axis share a batch. "
-        "NAME+OPTION is a row of its own with that option on: ddp_copy_engine+sparse_embeddings "
-        "exchanges only those rows of the token embedding's gradient that some rank looked up "
-        "(ddp_bucketed and ddp_individual_v2 have this option too)"))
+        "NAME+OPTION is a row of its own with that option on: ddp_bucketed+find_unused_parameters "
+        "agrees in each step on the parameters that some rank used"))
     bucket_size_mb: float | None = option(None, metavar="MIB", check=positive, help=(
         "gradient bytes reduced together, in MiB, for every implementation that batches "
         "(default: each one's own: 200 for ddp_individual_v2, ddp_bucketed, zero1 and zero2, 100 "

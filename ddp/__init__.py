@@ -10,12 +10,10 @@ The steps, in the order of reading:
 
 The second part, sharded/: what every rank holds in common is divided among the ranks.
 
-sparse_embeddings.py is an option of steps 3 to 5: the last gradient, in fewer bytes.
 none.py is the floor of every comparison, torch_ddp.py is PyTorch's own.
 
 Skip at the first reading: internals/ (robustness, one object per concern), torch_compat.py (PyTorch
-interfaces without a public name), join.py (ranks with different numbers of batches), and buckets.py
-before step 3.
+interfaces without a public name), and buckets.py before step 3.
 """
 
 import importlib.util
@@ -67,8 +65,7 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
         name: a key of `IMPLEMENTATIONS`, or `path/to/file.py:ClassName`.
         module: the network, on its device already.
         options: `reduce`, `process_group`, `find_unused_parameters`; `bucket_size_mb` where
-            gradients are batched, None for one bucket per dtype; there also `sparse_embeddings`, to
-            exchange those rows of an embedding's gradient alone that some rank used.
+            gradients are batched, None for one bucket per dtype.
 
     Raises:
         ValueError: for an unknown name, or ranks with different models.

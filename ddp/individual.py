@@ -27,11 +27,10 @@ class IndividualDDP(DataParallel):
         work = dist.all_reduce(
             gradient, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True
         )
-        self.count(collectives=1, nbytes=gradient.nbytes)
         return work, gradient
 
     def wait(self, bucket: Bucket, handle: tuple[dist.Work, Tensor]) -> None:
         work, gradient = handle
         work.wait()
-        if self.reduce == "mean":
+        if self.reduction.name == "mean":
             gradient.div_(self.world_size)

@@ -14,34 +14,33 @@ one ring per tensor within the group, and the number of launches it saves depend
 import torch.distributed as dist
 from torch import nn
 
-from ddp.buckets import Bucket, Gradient, mebibytes
-from ddp.sparse_embeddings import SparseEmbeddings
+from ddp.base import DataParallel
+from ddp.buckets import Bucket, Gradient, plan_buckets
+from ddp.internals.options import mebibytes
 from ddp.torch_compat import coalesced_all_reduce
 
 
-class IndividualV2DDP(SparseEmbeddings):
+class IndividualV2DDP(DataParallel):
     """Reduces groups of gradients in place, with one coalesced all-reduce per group.
 
     Args:
         bucket_size_mb: a group is sent when its next gradient would exceed this many MiB; None for
             one group per dtype.
-        sparse_embeddings: exchange the used rows of an embedding's gradient alone.
     """
 
+    options = (*DataParallel.options, "bucket_size_mb")
+
     def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 200, **options):
-        self._bucket_bytes = mebibytes(bucket_size_mb)
+        self.bucket_size_mb, self.bucket_bytes = bucket_size_mb, mebibytes(bucket_size_mb)
         super().__init__(module, **options)
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
-        return self.plan_with_embeddings(gradients, order, self._bucket_bytes)
+        return plan_buckets(gradients, order, self.bucket_bytes)
 
     def launch(self, bucket: Bucket) -> dist.Work:
         # gloo writes from a thread of its own: versions of `.grad` shall tell of users alone.
-        rows = self.pack(bucket)
-        gradients = [self.gradient(i).data for i in bucket.members] if rows is None else [rows]
-        self.count(collectives=1, nbytes=sum(gradient.nbytes for gradient in gradients))
+        gradients = [self.gradient(i).data for i in bucket.members]
         return coalesced_all_reduce(gradients, self.reduction.op, self.process_group)
 
     def wait(self, bucket: Bucket, handle: dist.Work) -> None:
         handle.wait()
-        self.unpack(bucket)

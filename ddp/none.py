@@ -6,18 +6,16 @@ longer for two reasons: exposed communication, and kernels of the model that run
 transfer.
 """
 
-from torch import nn
-
 from ddp.base import DataParallel
 from ddp.buckets import Bucket
+from ddp.internals.gradients import Reduction
 
 
 class NoCommunication(DataParallel):
     """Runs the hooks and bookkeeping of the other variants, and reduces no gradient."""
 
-    def __init__(self, module: nn.Module, **options):
-        super().__init__(module, **options)
-        self.reduction.contributors = 1  # no other rank contributes
+    def make_reduction(self, name: str) -> Reduction:
+        return Reduction(name, contributors=1)
 
     def launch(self, bucket: Bucket) -> None:
         pass
@@ -25,6 +23,5 @@ class NoCommunication(DataParallel):
     def wait(self, bucket: Bucket, handle: None) -> None:
         pass
 
-    def take_last_values(self) -> None:
-        """Takes buffers alone: what the ranks have trained stays apart."""
-        self.replicas.broadcast_buffers()
+    def stats(self) -> dict[str, int]:
+        return {**super().stats(), "collectives": 0, "bytes": 0}

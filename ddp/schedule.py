@@ -5,19 +5,20 @@ gradients of different parameters would be summed without any error. So a comple
 back until its predecessors in the plan are launched; the plan is the same on every rank.
 """
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddp.buckets import Bucket
 
 
 class Schedule:
-    """The buckets of a plan, and which of them are complete, launched and under way.
+    """The buckets of a plan, and which of them are complete, launched and in flight.
 
     A round launches every bucket once. A step has a round for each backward that reduces.
 
     Attributes:
         arrivals: how often each gradient became ready in this step, first arrival first.
+        ready: the gradients that became ready in this round.
+        launched: number of buckets launched in this round, and index of the next one.
         in_flight: what `launch` returned, for each bucket that was not waited for.
     """
 
@@ -31,19 +32,9 @@ class Schedule:
 
     def begin_round(self) -> None:
         self.ready: set[int] = set()
-        self.launched = 0  # number of buckets launched, and index of the next one
+        self.launched = 0
         self.in_flight: dict[Bucket, Any] = {}
 
     def arrive(self, i: int) -> None:
         self.arrivals[i] = self.arrivals.get(i, 0) + 1
         self.ready.add(i)
-
-    def to_launch(self, everything: bool, may_launch: Callable[[], bool]) -> Iterator[Bucket]:
-        """Yields the next buckets of the plan while they are complete; `everything`: all."""
-        while self.launched < len(self.buckets):
-            bucket = self.buckets[self.launched]
-            is_complete = self.ready.issuperset(bucket.members) and may_launch()
-            if not (everything or is_complete):
-                return
-            yield bucket
-            self.launched += 1

@@ -48,8 +48,7 @@ class SynchronousDDP(DataParallel):
         (i,) = bucket.members
         gradient = self.gradient(i)
         dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=self.process_group)
-        self.count(collectives=1, nbytes=gradient.nbytes)
-        if self.reduce == "mean":
+        if self.reduction.name == "mean":
             gradient.div_(self.world_size)
 
     def wait(self, bucket: Bucket, handle: None) -> None:

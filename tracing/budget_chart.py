@@ -117,7 +117,7 @@ def _finish(axes: Axes, found: Mapping[str, Budget], longest: float) -> None:
 
 
 def _broken(name: str) -> str:
-    """Breaks a long name before its option: `ddp_bucketed+sparse_embeddings`."""
+    """Breaks a long name before its option: `ddp_bucketed+find_unused_parameters`."""
     return name.replace("+", "\n+") if len(name) > 20 else name
 
 

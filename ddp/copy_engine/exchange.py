@@ -1,6 +1,5 @@
 """The all-reduce of one bucket by copies: which bytes move where, and in what order."""
 
-import torch
 from torch import Tensor
 
 from ddp.copy_engine.peer_memory import PeerMemory
@@ -11,14 +10,13 @@ class Exchange:
 
     Args:
         memory: the memory of all ranks.
-        start, numel, dtype: the range begins at byte `start` and holds `numel` elements.
+        start: the byte at which the range begins.
+        mine: that range of this rank's memory, as a tensor [numel].
         scratch: bytes for what is pulled; it may be shared by exchanges on one stream.
     """
 
-    def __init__(
-        self, memory: PeerMemory, start: int, numel: int, dtype: torch.dtype, scratch: Tensor
-    ):
-        self.numel = numel
+    def __init__(self, memory: PeerMemory, start: int, mine: Tensor, scratch: Tensor):
+        numel, dtype = mine.numel(), mine.dtype
         me, size = memory.rank, memory.world_size
         low, high = chunk_of(me, numel, size)
         # Each rank begins with another peer, so that no GPU serves all others at once.

@@ -48,7 +48,6 @@ class CopyEngineDDP(BucketedDDP):
     Args:
         bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
             bucket per dtype.
-        sparse_embeddings: exchange the used rows of an embedding's gradient alone.
 
     Raises:
         Unavailable: on every rank, without GPUs of one host that can read each other's memory.
@@ -69,7 +68,7 @@ class CopyEngineDDP(BucketedDDP):
         sizes = [_aligned(self._bytes_of(bucket)) for bucket in buckets]
         *starts, end = accumulate(sizes, initial=0)
         self._start_of = dict(zip(buckets, starts, strict=True))
-        self._exchange_of: dict[Bucket, Exchange] = {}
+        self._exchanges: dict[Bucket, Exchange] = {}
         if self._memory is None or end > self._capacity:  # the first plan, or a wider type
             self._close()
             self._capacity = end + ALIGNMENT_BYTES * len(gradients)
@@ -81,35 +80,25 @@ class CopyEngineDDP(BucketedDDP):
         """Frees nothing: peers hold the addresses of this memory."""
 
     def launch(self, bucket: Bucket) -> torch.cuda.Event | None:
-        buffer, nbytes = self.pack_or_fill(bucket)
-        self.count(collectives=1, nbytes=nbytes)
+        buffer = self.fill(bucket)
         scale = 1 / self.world_size if self.reduce == "mean" else 1.0
         with self.side_stream(), record_function("communication: copy engines"):
-            self._exchange(bucket, buffer).run(scale)
+            if bucket not in self._exchanges:
+                memory, start, scratch = self._memory, self._start_of[bucket], self._pulled
+                self._exchanges[bucket] = Exchange(memory, start, buffer, scratch)
+            self._exchanges[bucket].run(scale)
             return self.record_event()
 
     def wait(self, bucket: Bucket, handle: torch.cuda.Event | None) -> None:
         if handle is not None:
             torch.cuda.current_stream().wait_event(handle)
-        self.unpack(bucket)
 
     def allocate(self, bucket: Bucket) -> Tensor:
-        return self.allocate_rows(bucket, bucket.numel)
-
-    def allocate_rows(self, bucket: Bucket, numel: int) -> Tensor:
-        """Returns the beginning of the bucket's range: used rows need no memory of their own."""
+        """Returns the bucket's range of this rank's memory."""
         if self._memory is None:
             self._open()
-        memory, start = self._memory, self._start_of[bucket]
-        return memory.view(memory.rank, start, numel, self.gradients.dtypes.of(bucket.members[0]))
-
-    def _exchange(self, bucket: Bucket, buffer: Tensor) -> Exchange:
-        exchange, numel = self._exchange_of.get(bucket), buffer.numel()
-        if exchange is None or exchange.numel != numel:  # the first, or of other rows
-            start, memory = self._start_of[bucket], self._memory
-            exchange = Exchange(memory, start, numel, buffer.dtype, self._pulled)
-            self._exchange_of[bucket] = exchange
-        return exchange
+        memory, dtype = self._memory, self.gradients.dtypes.all[bucket.members[0]]
+        return memory.view(memory.rank, self._start_of[bucket], bucket.numel, dtype)
 
     # ---- memory and streams --------------------------------------------------------------------
 
@@ -127,7 +116,7 @@ class CopyEngineDDP(BucketedDDP):
         if self._memory is not None:
             if self._pulled.is_cuda:
                 torch.cuda.synchronize(self._pulled.device)
-            self._memory, self._exchange_of = None, {}
+            self._memory, self._exchanges = None, {}
 
     def _check_available(self, device: torch.device) -> None:
         reason = why_not(device, self.process_group)
@@ -153,7 +142,7 @@ class CopyEngineDDP(BucketedDDP):
                     parameter.grad = parameter.grad.clone()
 
     def _bytes_of(self, bucket: Bucket) -> int:
-        return bucket.numel * self.gradients.dtypes.of(bucket.members[0]).itemsize
+        return bucket.numel * self.gradients.dtypes.all[bucket.members[0]].itemsize
 
 
 def _aligned(nbytes: int) -> int:

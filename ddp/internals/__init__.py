@@ -1,13 +1,15 @@
-"""The parts of `ddp.base.DataParallel`, one per concern; a first reading can skip them.
+"""What a step of `ddp.base.DataParallel` needs beside it, one concern a file.
 
+A first reading can skip them.
+
+- interface.py: the objects below, and the methods of a wrapper that take no part in a step
 - replicas.py: every rank has the same model and the values of rank 0
 - gradients.py, dtypes.py: what each `.grad` holds, and in which dtype
 - hooks.py: how autograd reports gradients
 - step.py, unused.py: incomplete and failed steps, parameters without a gradient
-- lookups.py: which rows of an embedding's gradient can differ from zero
+- record.py: what a step has sent
 - watch.py: parameters that change when they must not
 - ownership.py: several wrappers of one network
-- wrapper.py: copies, pickles, statistics
-- manual_gradients.py: the seam for private training
-- optimizer.py: the optimizer of a replicated network, and the norm of its gradient
+- copies.py: copies and pickles
+- options.py: checks of options
 """

@@ -19,52 +19,37 @@ class GradientDtypes:
 
     Attributes:
         least: the narrowest dtype of a `.grad`; None: each parameter's own `grad_dtype`.
-        given: the parameters that have another `grad_dtype` than their own now, and their own.
+        all: the dtype of each gradient, by index.
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
         self._parameters = parameters
         self._own = [p.grad_dtype for p in parameters]
-        self.least: torch.dtype | None = None
-        self.given: dict[Parameter, torch.dtype | None] = {}
+        self.set_least(None)
 
-    def of(self, i: int) -> torch.dtype:
-        """Returns the dtype of gradient `i`."""
-        own = self._own[i] or self._parameters[i].dtype
-        return own if self.least is None else torch.promote_types(own, self.least)
+    def set_least(self, least: torch.dtype | None) -> None:
+        self.least = least
+        own = [dtype or p.dtype for dtype, p in zip(self._own, self._parameters, strict=True)]
+        self.all = own if least is None else [torch.promote_types(dtype, least) for dtype in own]
 
-    def all(self) -> list[torch.dtype]:
-        return [self.of(i) for i in range(len(self._parameters))]
-
-    def give(self, i: int) -> None:
-        """Sets `grad_dtype` of parameter `i`, and converts its gradient if there is one."""
-        parameter, own = self._parameters[i], self._own[i]
-        dtype = own if self.least is None else self.of(i)
-        if dtype == own:
-            self.given.pop(parameter, None)
-        else:
-            self.given[parameter] = own
-        give_dtype(parameter, dtype)
-
-    def give_all(self) -> None:
-        for i in range(len(self._parameters)):
-            self.give(i)
+    def give(self, *indices: int) -> None:
+        """Sets `grad_dtype` of these parameters, default all, and converts their gradients."""
+        for i in indices or range(len(self._parameters)):
+            _give(self._parameters[i], self._own[i] if self.least is None else self.all[i])
 
     def conform(self, *indices: int) -> None:
         """Sets `grad_dtype` anew after someone has set the parameter's own; default: of all."""
         if self.least is not None:
-            for i in indices or range(len(self._parameters)):
-                self.give(i)
+            self.give(*indices)
+
+    def give_back(self) -> None:
+        """Sets `grad_dtype` of each parameter to what it was."""
+        if self.least is not None:
+            for parameter, own in zip(self._parameters, self._own, strict=True):
+                _give(parameter, own)
 
 
-def give_back(given: dict[Parameter, torch.dtype | None]) -> None:
-    """Sets `grad_dtype` of each parameter to what it was, and empties `given`."""
-    while given:
-        give_dtype(*given.popitem())
-
-
-def give_dtype(parameter: Parameter, dtype: torch.dtype | None) -> None:
-    """Allows `parameter.grad` to be of `dtype` (None: any), and converts an existing one."""
+def _give(parameter: Parameter, dtype: torch.dtype | None) -> None:
     if parameter.grad_dtype != dtype:
         gradient, parameter.grad = parameter.grad, None
         parameter.grad_dtype = dtype

@@ -28,17 +28,13 @@ class Reduction:
     """
 
     def __init__(self, name: str, contributors: int):
-        self.name, self.contributors = name, contributors
+        self.contributors = contributors
+        self.choose(name)
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @name.setter
-    def name(self, value: str) -> None:
-        if value not in REDUCTIONS:
-            raise ValueError(f"reduce: {value!r} is unknown, choose one of {', '.join(REDUCTIONS)}")
-        self._name = value
+    def choose(self, name: str) -> None:
+        if name not in REDUCTIONS:
+            raise ValueError(f"reduce: {name!r} is unknown, choose one of {', '.join(REDUCTIONS)}")
+        self.name = name
 
     @property
     def op(self) -> dist.ReduceOp.RedOpType:
@@ -56,7 +52,7 @@ class Gradients:
     """The gradients of the trainable parameters of `module`, by index.
 
     Attributes:
-        parameters, names, index: the parameters; of each, its names and its index.
+        parameters, names: the parameters, and of each its names in the network.
         reduced: indices of those whose `.grad` is the reduced value.
         stand_ins: zeros that are reduced for a parameter without a gradient on this rank.
         absent: what a stand-in is filled with. Zero; NaN in a step that is being discarded, so that
@@ -65,9 +61,10 @@ class Gradients:
 
     def __init__(self, module: nn.Module, reduction: Reduction):
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.names = full_names(module)
-        self.index = {p: i for i, p in enumerate(self.parameters)}
+        names = full_names(module)
+        self.names = [names[p] for p in self.parameters]
         self.dtypes = GradientDtypes(self.parameters)
+        self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._reduction = reduction
         self.reduced: set[int] = set()
         self.begin_step()
@@ -78,71 +75,79 @@ class Gradients:
 
     def describe(self) -> list[Gradient]:
         """Returns the sizes and dtypes from which a plan is made."""
-        dtypes = self.dtypes.all()
         return [
             Gradient(p.numel(), str(dtype), dtype.itemsize)
-            for p, dtype in zip(self.parameters, dtypes, strict=True)
+            for p, dtype in zip(self.parameters, self.dtypes.all, strict=True)
         ]
 
-    def index_of(self, parameter: Parameter, caller: str) -> int:
-        if parameter not in self.index:
-            raise ValueError(f"{caller}: not a trainable parameter of the wrapped module")
-        return self.index[parameter]
-
-    def name(self, i: int) -> str:
-        return self.names[self.parameters[i]]
+    def index_of(self, parameter: Tensor) -> int:
+        """Returns the index of a parameter; -1 of any other tensor."""
+        return self._index.get(id(parameter), -1)
 
     def show(self, indices: Iterable[int]) -> str:
-        return ", ".join(self.name(i) for i in indices)
+        return ", ".join(self.names[i] for i in indices)
 
     def local(self, i: int) -> Tensor:
         """Returns this rank's part of gradient `i`: its contiguous `.grad`, or zeros."""
-        parameter = self.parameters[i]
         if i in self.stand_ins:
             return self.stand_ins[i]
+        parameter = self.parameters[i]
         if parameter.grad is None:
-            dtype = self.dtypes.of(i)
+            dtype = self.dtypes.all[i]
             self.stand_ins[i] = parameter.new_full(parameter.shape, self.absent, dtype=dtype)
             return self.stand_ins[i]
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()  # ranks may hold different strides
         return parameter.grad
 
-    def make_local(self, i: int) -> None:
-        """Makes `.grad` this rank's part again, in the dtype that is reduced."""
-        self.dtypes.conform(i)
-        self._take_back_share(i)
+    def replace(self, i: int, tensor: Tensor) -> None:
+        """Makes `tensor`, which has the values of `local(i)`, that gradient or what stands for it.
+
+        A flat buffer's slice, or a stand-in of a divided gradient (sharded/layout.py).
+        """
+        if i in self.stand_ins:
+            self.stand_ins[i] = tensor
+        elif self.parameters[i].grad is not None:
+            self.parameters[i].grad = tensor
+
+    def make_local(self, *indices: int) -> None:
+        """Makes each `.grad` this rank's part again, in the dtype that is reduced."""
+        self.dtypes.conform(*indices)
+        for i in self.reduced.intersection(indices):
+            self.reduced.discard(i)
+            held = self.stand_ins.get(i, self.parameters[i].grad)
+            if held is not None:
+                self.replace(i, self._reduction.share_of(i, held))
 
     def settle(self, i: int) -> None:
-        """Notes that a backward has added to `.grad`, which holds this rank's part alone."""
+        """Notes that a backward has added to `.grad`, which holds this rank's part alone.
+
+        Raises:
+            RuntimeError: for a gradient that is sparse or of another dtype than is reduced.
+        """
+        gradient = self.parameters[i].grad
+        assert gradient is not None
+        if gradient.dtype != self.dtypes.all[i] or gradient.layout != torch.strided:
+            self._refuse(i, gradient)
         if i in self.stand_ins:  # unused here in an earlier backward, used elsewhere perhaps
-            self._take_back_share(i)
-            self.parameters[i].grad.add_(self.stand_ins.pop(i))
+            self.make_local(i)
+            gradient.add_(self.stand_ins.pop(i))
         self.reduced.discard(i)
 
-    def _take_back_share(self, i: int) -> None:
-        if i in self.reduced:
-            self.reduced.discard(i)
-            if i in self.stand_ins:
-                self.stand_ins[i] = self._reduction.share_of(i, self.stand_ins[i])
-            elif (gradient := self.parameters[i].grad) is not None:
-                self.parameters[i].grad = self._reduction.share_of(i, gradient)
-
-    def refuse(self, i: int) -> None:
-        """Raises RuntimeError for a gradient that is sparse or of another dtype than is reduced."""
-        gradient = self.parameters[i].grad
+    def _refuse(self, i: int, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
             raise RuntimeError(
-                f"{self.name(i)} has a sparse gradient, which no variant reduces: "
+                f"{self.names[i]} has a sparse gradient, which no variant reduces: "
                 "build its embedding with sparse=False"
             )
-        if gradient.dtype != (dtype := self.dtypes.of(i)):  # rounded already: no sum in `dtype`
-            what = f"{self.name(i)} has a gradient of {gradient.dtype} in place of {dtype}"
-            if self.dtypes.least is None:
-                raise RuntimeError(f"{what}: set the parameter's grad_dtype before it is wrapped")
-            raise RuntimeError(
-                f"gradient_ready: {what}: call before_gradient, then assign one of that type"
-            )
+        what = (
+            f"{self.names[i]} has a gradient of {gradient.dtype} in place of {self.dtypes.all[i]}"
+        )
+        if self.dtypes.least is None:
+            raise RuntimeError(f"{what}: set the parameter's grad_dtype before it is wrapped")
+        raise RuntimeError(
+            f"gradient_ready: {what}: call before_gradient, then assign one of that type"
+        )
 
     def adopt_stand_ins(self, used: set[int]) -> None:
         """Makes a reduced stand-in the `.grad`, if a rank has used the parameter."""

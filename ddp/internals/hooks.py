@@ -1,63 +1,22 @@
 """Calls a wrapper when autograd is about to change a gradient, and when it is final."""
 
 import weakref
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ddp.internals.gradients import Gradients
+from ddp.internals.step import Step
 from ddp.internals.watch import Watch
-from ddp.torch_compat import at_end_of_backward, in_backward
+from ddp.torch_compat import version_of
 
 TensorsOrNone = tuple[Tensor | None, ...]
 
 
-@dataclass
-class Backward:
-    """A backward in progress. One that fails leaves `running` or `is_entered` set.
-
-    Attributes:
-        running: from its first gradient to its end.
-        is_entered: from the gradient of an output of the wrapped network to its end.
-        reduces: whether the one that was entered reduces gradients, so that other ranks may have
-            launched some.
-    """
-
-    running: bool = False
-    is_entered: bool = False
-    reduces: bool = False
-
-    def enter(self, reduces: bool) -> None:
-        """Called by autograd when it has the gradient of an output."""
-        self.is_entered, self.reduces = True, reduces
-        at_end_of_backward(self._leave)
-
-    def has_failed(self) -> bool:
-        """Returns whether the last backward has not come to its end."""
-        return self.running or (self.is_entered and not in_backward())  # that computes again
-
-    def forget(self) -> None:
-        self.running = self.is_entered = False
-
-    def _leave(self) -> None:
-        self.is_entered = False
-
-
-class Listener(Protocol):
-    """The interface that the hooks call; `ddp.base.DataParallel` implements it."""
-
-    is_active: bool
-    gradients: Gradients
-    watch: Watch
-
-    def before_accumulation(self, i: int) -> None: ...
-    def after_accumulation(self, i: int) -> None: ...
-
-
 class AutogradHooks:
-    """Calls `listener.before_accumulation(i)` and `listener.after_accumulation(i)`.
+    """Calls `wrapper.before_accumulation(i)` and `wrapper.after_accumulation(i)`.
 
     Both hooks sit on the node that accumulates a parameter's gradient. The second one runs when
     all `register_post_accumulate_grad_hook` hooks of the parameter have run, those that a user adds
@@ -66,45 +25,46 @@ class AutogradHooks:
     stream on which the gradient is accumulated, so that a collective started there is queued
     behind the accumulation. `torch.autograd.grad` accumulates nothing and runs neither.
 
-    A node also runs when its gradient is None, as a custom `autograd.Function` may return it.
-    Hooks hold the listener weakly. They do nothing while `listener.is_active` is False.
+    A node also runs when its gradient is None, as a custom `autograd.Function` may return it. The
+    first method is called only where `.grad` holds something. Hooks hold the wrapper weakly.
     """
 
-    def __init__(self, listener: Listener, backward: Backward):
-        self._listener, self._backward = weakref.ref(listener), backward
-        parameters = listener.gradients.parameters
+    def __init__(self, wrapper: Any, gradients: Gradients, step: Step, watch: Watch):
+        self._wrapper = weakref.ref(wrapper)
+        self._gradients, self._step, self._watch = gradients, step, watch
         # Kept here: parameters hold their nodes weakly, and graphs come and go.
-        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
-        self._handles = []
+        self._nodes = [get_gradient_edge(parameter).node for parameter in gradients.parameters]
+        self._handles: list = []
+
+    def attach(self) -> None:
         for i, node in enumerate(self._nodes):
             before, after = self._hooks_of(i)
             self._handles += [node.register_prehook(before), node.register_hook(after)]
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _active_listener(self) -> Listener | None:
-        listener = self._listener()
-        return listener if listener is not None and listener.is_active else None
+        while self._handles:
+            self._handles.pop().remove()
 
     def _hooks_of(self, i: int):
+        parameter, find_wrapper = self._gradients.parameters[i], self._wrapper
+        step, watch, gradients = self._step, self._watch, self._gradients
+        began = watch.began
+
         def before(_gradients: TensorsOrNone) -> None:
-            if (listener := self._active_listener()) is None:
-                return
-            if not self._backward.running:
-                self._backward.running = True
-                at_end_of_backward(self._end_backward)
-            listener.watch.accumulation_begins(listener.gradients.parameters[i])
-            listener.before_accumulation(i)
+            if not step.in_backward:
+                step.begin_backward()
+            began[i] = version_of(parameter)
+            if parameter.grad is not None or i in gradients.stand_ins:
+                with torch.no_grad():
+                    find_wrapper().before_accumulation(i)
 
         def after(_inputs: TensorsOrNone, _gradients: TensorsOrNone) -> None:
-            if (listener := self._active_listener()) is None:
-                return
-            listener.watch.raise_if_changed_by_hook(listener.gradients.parameters[i])
-            listener.after_accumulation(i)
+            if version_of(parameter) != began[i]:
+                watch.raise_changed_by_hook(i)
+            if torch.is_grad_enabled():  # as with create_graph=True
+                with torch.no_grad():
+                    find_wrapper().after_accumulation(i)
+            else:
+                find_wrapper().after_accumulation(i)
 
         return before, after
-
-    def _end_backward(self) -> None:
-        self._backward.running = False

@@ -4,34 +4,20 @@ Two wrappers over one parameter would both reduce its `.grad` in place, and the 
 wrong. There are two cases:
 
 - The same network is wrapped again, as in a notebook, while the first wrapper is alive: both can
-  be used, in turn. The one that runs a training forward is active; the other's hooks do nothing.
+  be used, in turn. The one that runs a training forward is active; the other has no hooks.
 - Two networks share some parameters, as an actor and a critic on one trunk: refused when the
   second one is wrapped, since only the backward distinguishes their gradients.
 """
 
 import gc
 import weakref
-from typing import Protocol
+from typing import Any
 
 from torch import nn
-from torch.nn import Parameter
 
-from ddp.internals.dtypes import give_back
-from ddp.internals.gradients import Gradients, full_names
-from ddp.internals.hooks import AutogradHooks
+from ddp.internals.gradients import full_names
 
-
-class Owner(Protocol):
-    """A wrapper that reduces gradients while it is active."""
-
-    module: nn.Module
-    is_active: bool
-
-    def is_in_mid_step(self) -> bool: ...
-    def deactivate(self) -> None: ...
-
-
-_wrappers: weakref.WeakSet[Owner] = weakref.WeakSet()  # all that are alive
+_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()  # all that are alive
 
 
 def shared_with_another(module: nn.Module) -> str | None:
@@ -43,12 +29,12 @@ def shared_with_another(module: nn.Module) -> str | None:
 
 
 def _shared(module: nn.Module) -> str | None:
-    names = _trainable(module)
+    names = full_names(module)
     for other in list(_wrappers):
         if other.module is module:
             continue
-        for parameter, theirs in _trainable(other.module).items():
-            if parameter in names:
+        for parameter, theirs in full_names(other.module).items():
+            if parameter.requires_grad and parameter in names:
                 return (
                     f"{names[parameter]} is a parameter of another wrapped network too, as "
                     f"{theirs}, and each wrapper would reduce its gradient: wrap one nn.Module "
@@ -57,39 +43,26 @@ def _shared(module: nn.Module) -> str | None:
     return None
 
 
-def _trainable(module: nn.Module) -> dict[Parameter, str]:
-    return {p: name for p, name in full_names(module).items() if p.requires_grad}
-
-
-def enter(wrapper: Owner, hooks: AutogradHooks, gradients: Gradients) -> None:
-    """Registers `wrapper`. When it is freed, its hooks are removed and its dtypes restored."""
-    _wrappers.add(wrapper)
-    weakref.finalize(wrapper, _leave, hooks, gradients.dtypes.given).atexit = False
-
-
-def _leave(hooks: AutogradHooks, given_dtypes: dict) -> None:
-    hooks.remove()
-    give_back(given_dtypes)
-
-
-def activate(wrapper: Owner, abandon: bool = False) -> None:
-    """Makes `wrapper` the one whose hooks work, among those of its network.
-
-    Args:
-        abandon: forget a step that the other has not finished, as for a new wrapper.
+def activate(wrapper: Any) -> None:
+    """Makes `wrapper` the one that has hooks, among those of its network.
 
     Raises:
-        RuntimeError: if the other has not finished its step, unless `abandon`.
+        RuntimeError: if another one has not finished its step.
     """
-    if wrapper.is_active and not abandon:
-        return
+    if not wrapper.is_active:
+        take_over(wrapper.module)
+        _wrappers.add(wrapper)
+        wrapper.is_active = True
+        wrapper.hooks.attach()
+
+
+def take_over(module: nn.Module, abandon: bool = False) -> None:
+    """Deactivates the wrapper of a network, which may forget an unfinished step if `abandon`."""
     for other in list(_wrappers):
-        if other is wrapper or other.module is not wrapper.module or not other.is_active:
-            continue
-        if other.is_in_mid_step() and not abandon:
-            raise RuntimeError(
-                f"this network has another wrapper ({type(other).__name__}), which has not "
-                "finished its step: call finish_gradient_synchronization() on that one first"
-            )
-        other.deactivate()
-    wrapper.is_active = True
+        if other.module is module and other.is_active:
+            if other.is_in_mid_step() and not abandon:
+                raise RuntimeError(
+                    f"this network has another wrapper ({type(other).__name__}), which has not "
+                    "finished its step: call finish_gradient_synchronization() on that one first"
+                )
+            other.deactivate()

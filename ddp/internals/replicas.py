@@ -5,12 +5,14 @@ crash inside the collective library or, worst, mix gradients of different parame
 therefore describes its model to all others once, and every rank raises the same error.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ddp.torch_compat import own_buffers, version_of
+from ddp.torch_compat import version_of
 
 MESSAGE_BYTES = 32 << 20  # tensors are flattened into messages of at most this size
 
@@ -33,15 +35,12 @@ class Replicas:
     - A buffer that the network itself writes to is written to here, and counted.
 
     Rank 0 writes nothing.
-
-    Attributes:
-        source: the rank whose values the others receive, another one than 0 only in join().
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup):
         self._module, self._group = module, group
-        self.source = 0
-        self._remember_buffers()
+        self._last: dict[int, tuple[Tensor, int]] = {}  # buffers, and their versions
+        self._remember(module.buffers())
 
     def make_equal(self, obstacle: str | None) -> None:
         """Overwrites all parameters and buffers with those of rank 0.
@@ -65,54 +64,48 @@ class Replicas:
         for rank, theirs in enumerate(models):
             if difference := first_difference(models[0], theirs, rank):
                 raise ValueError(f"the ranks hold different models: {difference}")
-        self.broadcast_everything()
+        with torch.no_grad():
+            tensors = [*self._module.parameters(), *self._module.buffers()]
+            for message in in_messages([t.detach() for t in tensors]):
+                if len(message) == 1 and message[0].is_contiguous():
+                    dist.broadcast(message[0], group=self._group, group_src=0)
+                    continue
+                for tensor, values in zip(message, self._received(message), strict=True):
+                    tensor.copy_(values)
+        self._remember(self._module.buffers())
 
     @torch.no_grad()
-    def broadcast_everything(self) -> None:
-        tensors = [*self._module.parameters(), *self._module.buffers()]
-        for message in in_messages([t.detach() for t in tensors]):
-            if len(message) == 1 and message[0].is_contiguous():
-                dist.broadcast(message[0], group=self._group, group_src=self.source)
-                continue
-            for tensor, values in zip(message, self._received(message), strict=True):
-                tensor.copy_(values)
-        self._remember_buffers()
-
-    @torch.no_grad()
-    def broadcast_buffers(self) -> None:
-        places, receives = self._places_of_buffers(), dist.get_rank(self._group) != self.source
-        for message in in_messages([buffer for buffer, _ in places.values()]):
+    def broadcast_buffers(self, owners: list[dict[str, Tensor | None]]) -> None:
+        """Overwrites buffers with rank 0's; `owners`: of each module, the dictionary of its own."""
+        places: dict[int, list[tuple[dict, str]]] = {}  # of each buffer, where it is
+        for own in owners:
+            for name, buffer in own.items():
+                places.setdefault(id(buffer), []).append((own, name))
+        buffers = {id(b): b for own in owners for b in own.values() if b is not None}
+        receives = dist.get_rank(self._group) != 0
+        for message in in_messages(list(buffers.values())):
             received = self._received(message)
             if receives:
                 for buffer, values in zip(message, received, strict=True):
-                    self._write(buffer, values, places[id(buffer)][1])
+                    self._write(buffer, values, places[id(buffer)])
         if receives:
-            self._remember_buffers()
+            self._remember([b for own in owners for b in own.values() if b is not None])
 
     def _received(self, message: list[Tensor]) -> list[Tensor]:
-        """Returns the source's values of tensors of one dtype, sent as one flat tensor."""
+        """Returns rank 0's values of tensors of one dtype, sent as one flat tensor."""
         flat = torch.cat([t.reshape(-1) for t in message])
-        dist.broadcast(flat, group=self._group, group_src=self.source)
+        dist.broadcast(flat, group=self._group, group_src=0)
         parts = flat.split([t.numel() for t in message])
         return [part.view(t.shape) for t, part in zip(message, parts, strict=True)]
 
-    def _places_of_buffers(self) -> dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]]:
-        """Returns each buffer once, and where in the network it is."""
-        places: dict[int, tuple[Tensor, list]] = {}
-        for owner in self._module.modules():
-            for name, buffer in own_buffers(owner).items():
-                if buffer is not None:
-                    places.setdefault(id(buffer), (buffer, []))[1].append((owner, name))
-        return places
+    def _remember(self, buffers: Iterable[Tensor]) -> None:
+        self._last = {id(b): (b, version_of(b)) for b in buffers}
 
-    def _remember_buffers(self) -> None:
-        self._last = {id(b): (b, version_of(b)) for b in self._module.buffers()}
-
-    def _write(self, buffer: Tensor, values: Tensor, places: list[tuple[nn.Module, str]]) -> None:
+    def _write(self, buffer: Tensor, values: Tensor, places: list[tuple[dict, str]]) -> None:
         if id(buffer) not in self._last:
             new = torch.empty_like(buffer).copy_(values)
-            for owner, name in places:
-                own_buffers(owner)[name] = new
+            for own, name in places:
+                own[name] = new
         elif self._last[id(buffer)][1] == version_of(buffer):
             buffer.data.copy_(values)
         else:

@@ -1,74 +1,31 @@
-"""Tracks one step, and raises errors that say why it is incomplete or has failed."""
+"""One step, from its first forward or gradient to `finish_gradient_synchronization`.
+
+Every event of a step (a forward, an arriving gradient, the end of a backward, a failure) has a
+method here, so that the allowed orders are defined in this class alone.
+"""
 
 import warnings
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
-from ddp.internals.hooks import Backward
-from ddp.internals.ownership import Owner, activate
+from ddp.internals.ownership import activate
+from ddp.internals.record import Record
 from ddp.internals.unused import agree_on_use, parameters_reached_by, tensors_in
 from ddp.internals.watch import Watch
 from ddp.schedule import Schedule
-
-
-class Variant(Owner, Protocol):
-    """The interface that a step calls; `ddp.base.DataParallel` implements it."""
-
-    training: bool
-    process_group: dist.ProcessGroup
-    find_unused_parameters: bool
-    require_backward_grad_sync: bool
-    gradients_come_by_hand: bool
-    launches_in_backward: ClassVar[bool]
-
-    def adopt_order(self, order: list[int]) -> None: ...
-    def agree(self) -> None: ...
-    def launch_buckets(self, everything: bool = False) -> None: ...
-    def wait_for(self, *buckets: Bucket) -> None: ...
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A bucket that was launched once `ready` gradients had arrived; names in bucket order."""
-
-    ready: int
-    nbytes: int
-    names: tuple[str, ...]
-
-
-@dataclass
-class Record:
-    """Counts a step's collectives and bytes, and each launch with the gradients ready by then.
-
-    Attributes:
-        noted: of the bytes, those that belong to a launch that was noted, or to none.
-    """
-
-    collectives: int = 0
-    nbytes: int = 0
-    noted: int = 0
-    buckets: int = 0
-    launches: list[tuple[int, int, Bucket]] = field(default_factory=list)  # ready, bytes, bucket
-
-    def note_launch(self, ready: int, bucket: Bucket) -> None:
-        """Notes a launch; its bytes are those just counted, or the bucket's if none were."""
-        sent, self.noted = self.nbytes - self.noted, self.nbytes
-        self.launches.append((ready, sent or bucket.nbytes, bucket))
+from ddp.torch_compat import at_end_of_backward, in_backward, version_of
 
 
 class Step:
-    """One step, from its first forward or gradient to `finish_gradient_synchronization`.
-
-    Every event of a step (a forward, an arriving gradient, the end of a backward, a failure) has a
-    method here, so that the allowed orders are defined in this class alone.
+    """The state of a wrapper's step; methods take the wrapper, which is a `DataParallel`.
 
     Attributes:
         unfinished: something has happened that `finish_gradient_synchronization` must complete.
+        in_backward: a backward has begun and has not come to its end; it may have failed.
+        awaits_backward: a synchronising forward has had no backward yet.
         by_hand: some gradients of this step did not come from autograd's hook.
         record, finished: what this step has sent, and what the last finished one had.
     """
@@ -76,29 +33,27 @@ class Step:
     def __init__(self, gradients: Gradients, schedule: Schedule, watch: Watch):
         self._gradients, self._schedule, self._watch = gradients, schedule, watch
         self._order_is_observed = False
-        self.backward = Backward()
         self.finished = Record()
         self.begin()
 
     def begin(self) -> None:
-        self.unfinished = False
-        self.backward.forget()
+        self.unfinished = self.by_hand = self.in_backward = False
         self.record = Record()
         self._used: set[int] = set()  # got a local gradient, under no_sync() too
         self._reached: set[int] = set()  # the forwards of this step lead to these
-        self.by_hand = False
-        self._backward_reduces: bool | None = None  # as the last forward decided
-        self._awaits_backward = False  # a synchronising forward has had no backward yet
+        self._reduces: bool | None = None  # whether the next backward does: the last forward's word
+        self.awaits_backward = False
+        self._entered_to_reduce = False  # the backward that has begun does, so other ranks launch
         self._gradients.begin_step()
         self._schedule.begin_step()
         self._watch.end_step()
 
     def is_in_the_middle(self) -> bool:
-        return bool(self._schedule.arrivals or self._schedule.launched or self.backward.running)
+        return bool(self._schedule.arrivals or self._schedule.launched or self.in_backward)
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def begin_forward(self, variant: Variant) -> bool:
+    def begin_forward(self, wrapper: Any) -> bool:
         """Returns whether buffers are to be synchronised: in training, and not under `no_sync`.
 
         Raises:
@@ -107,138 +62,143 @@ class Step:
         """
         if not torch.is_grad_enabled():
             return False
-        self._watch.raise_if_replaced(variant.module)
-        if not variant.training:  # one rank alone may call it: no communication
+        self._watch.raise_if_replaced(wrapper.module)
+        synchronises = wrapper.require_backward_grad_sync
+        if not wrapper.training:  # one rank alone may call it: no communication
             self._raise_if_changed()
-            synchronizes = variant.require_backward_grad_sync
-            self._backward_reduces = synchronizes or self._awaits_backward
+            self._reduces = synchronises or self.awaits_backward
             return False
-        activate(variant)
-        self._raise_if_changed(discard_in=variant)
+        activate(wrapper)
+        self._raise_if_changed(discard_in=wrapper)
         self._gradients.dtypes.conform()
-        if self.backward.has_failed():
-            self.discard(variant)
-        if variant.require_backward_grad_sync:
-            self._complete_rounds(variant)
-            self.unfinished = self._awaits_backward = True
-        self._backward_reduces = self._awaits_backward
-        return variant.require_backward_grad_sync
+        if self.has_failed():
+            self.discard(wrapper)
+        if synchronises:
+            self._complete_rounds(wrapper)
+            self.unfinished = self.awaits_backward = True
+        self._reduces = self.awaits_backward
+        return synchronises
 
-    def end_forward(self, variant: Variant, output: Any) -> None:
-        if torch.is_grad_enabled() and not variant.gradients_come_by_hand:
-            reduces = bool(self._backward_reduces)
-            for x in tensors_in(output):
-                if x.grad_fn is not None:
-                    x.register_hook(lambda _gradient: self.backward.enter(reduces))
-        trains = variant.training and torch.is_grad_enabled()
-        if trains and variant.find_unused_parameters and self._awaits_backward:
-            index = self._gradients.index
-            self._reached |= {index[p] for p in parameters_reached_by(output) if p in index}
+    def end_forward(self, wrapper: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or wrapper.gradients_come_by_hand:
+            return
+        reduces = bool(self._reduces)
+        for x in tensors_in(output):
+            if x.grad_fn is not None:
+                x.register_hook(lambda _gradient: self.begin_backward(reduces))
+        if wrapper.find_unused_parameters and wrapper.training and self.awaits_backward:
+            self._reached |= set(map(self._gradients.index_of, parameters_reached_by(output)))
 
-    def _raise_if_changed(self, discard_in: Variant | None = None) -> None:
+    def _raise_if_changed(self, discard_in: Any = None) -> None:
         """Raises if an optimizer has stepped with gradients that were not reduced."""
-        if not self.backward.running and (complaint := self._watch.complaint()):
+        if not in_backward() and (complaint := self._watch.complaint()):
             if discard_in is not None:
                 self.discard(discard_in)
             raise RuntimeError(complaint)
 
-    def _complete_rounds(self, variant: Variant) -> None:
+    def _complete_rounds(self, wrapper: Any) -> None:
         """Issues the collectives that other ranks have issued, before buffers are broadcast."""
-        if variant.find_unused_parameters and not self.by_hand:
-            # Others may have launched what this rank has not even begun.
-            if self.unfinished and self._missing() and variant.launches_in_backward:
-                variant.launch_buckets(everything=True)
-        else:
-            self.discard_partial(variant)
-        variant.wait_for(*self._schedule.in_flight)
+        if not wrapper.find_unused_parameters or self.by_hand:
+            self.discard_partial(wrapper)
+        elif self.unfinished and self._missing() and wrapper.launches_in_backward:
+            wrapper.launch_buckets(everything=True)  # others may have, where this rank has none
+        wrapper.wait_for(*self._schedule.in_flight)
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def arrive(self, variant: Variant, i: int) -> bool:
+    def begin_backward(self, reduces: bool | None = None) -> None:
+        """Called with the gradient of an output, or with the first one of a parameter."""
+        if not self.in_backward:
+            self.in_backward = True
+            self._entered_to_reduce = bool(self._reduces if reduces is None else reduces)
+            at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.in_backward = False
+
+    def has_failed(self) -> bool:
+        """Returns whether the last backward has not come to its end."""
+        return self.in_backward and not in_backward()
+
+    def arrive(self, wrapper: Any, i: int) -> bool:
         """Notes that `.grad` of `i`, or its absence, is final; returns whether it is reduced now.
 
         Autograd's node runs without a gradient too, where a custom function returns None. It
         counts as zero, and with `find_unused_parameters` as unused on this rank.
         """
-        parameter = self._gradients.parameters[i]
+        parameter, schedule = self._gradients.parameters[i], self._schedule
         if parameter.grad is not None:
-            self._gradients.refuse(i)
-            variant.wait_for(self._schedule.bucket_of[i])
+            if schedule.bucket_of[i] in schedule.in_flight:
+                wrapper.wait_for(schedule.bucket_of[i])
             self._gradients.settle(i)
             self._used.add(i)
-        if not self._this_backward_reduces(variant):
+        if not self.in_backward or self._reduces is None:
+            self.by_hand |= not self.in_backward
+            reduces = wrapper.require_backward_grad_sync
+        else:
+            reduces, self.awaits_backward = self._reduces, False
+        if not reduces:
             return False
-        if not variant.find_unused_parameters:
+        if not wrapper.find_unused_parameters:
             self._used.add(i)
-            if self._schedule.launched == len(self._schedule.buckets):
-                variant.wait_for(*self._schedule.in_flight)
-                self._schedule.begin_round()  # a second backward before finish
-        self._watch.gradient_arrived(parameter)
+            if schedule.launched == len(schedule.buckets):
+                wrapper.wait_for(*schedule.in_flight)
+                schedule.begin_round()  # a second backward before finish
+        self._watch.arrived[i] = version_of(parameter)
         self.unfinished = True
-        self.by_hand |= not self.backward.running
-        self._schedule.arrive(i)
-        self._mark_unreached_ready(variant)
+        schedule.arrive(i)
+        if self._reached and len(schedule.arrivals) == 1:  # others stay away: buckets complete
+            schedule.ready |= set(range(len(self._gradients.parameters))) - self._reached
         return True
-
-    def _this_backward_reduces(self, variant: Variant) -> bool:
-        if not self.backward.running or self._backward_reduces is None:
-            return variant.require_backward_grad_sync
-        self._awaits_backward = False
-        return self._backward_reduces
-
-    def _mark_unreached_ready(self, variant: Variant) -> None:
-        """Marks parameters that no forward of this step uses as ready, so that buckets complete."""
-        if variant.find_unused_parameters and self._reached and len(self._schedule.arrivals) == 1:
-            self._schedule.ready |= set(range(len(self._gradients.parameters))) - self._reached
 
     # ---- finish --------------------------------------------------------------------------------
 
-    def is_complete(self, variant: Variant) -> bool:
+    def is_complete(self, wrapper: Any) -> bool:
         """Returns False for a step in which all parameters are frozen: nothing to reduce.
 
         Raises:
             RuntimeError: naming parameters that got no gradient, or one that was changed before
                 its gradient was reduced; the step is discarded.
         """
-        self._raise_if_changed(discard_in=variant)
-        if variant.find_unused_parameters:
+        self._raise_if_changed(discard_in=wrapper)
+        if wrapper.find_unused_parameters:
             return True
-        trainable = any(p.requires_grad for p in self._gradients.parameters)
+        trainable = any([p.requires_grad for p in self._gradients.parameters])
         if not self._schedule.arrivals and not trainable:
             self.begin()
             return False
-        self._raise_if_incomplete(variant)
+        if missing := self._missing():
+            self._raise_incomplete(wrapper, missing)
         return True
 
-    def end(self, variant: Variant) -> None:
+    def end(self, wrapper: Any) -> None:
         """Ends a round: reduces unused or late gradients, and completes the step."""
         used, anything_late = self._used, bool(self._used - self._gradients.reduced)
-        if variant.find_unused_parameters:
+        if wrapper.find_unused_parameters:
             parameters = self._gradients.parameters
             used, anything_late = agree_on_use(
-                parameters, used, anything_late, variant.process_group
+                parameters, used, anything_late, wrapper.process_group
             )
         self._gradients.adopt_stand_ins(used)
         if anything_late:  # a gradient has grown since it was sent
             self._schedule.begin_round()
-            variant.launch_buckets(everything=True)
-            variant.wait_for(*self._schedule.in_flight)
+            wrapper.launch_buckets(everything=True)
+            wrapper.wait_for(*self._schedule.in_flight)
             self._gradients.adopt_stand_ins(used)
         self._gradients.restore_strides()
         self.record.buckets = len(self._schedule.buckets)
         self.finished = self.record
         if not self._order_is_observed:
-            self._agree_on_order(variant)
+            self._agree_on_order(wrapper)
         self.begin()
 
-    def _agree_on_order(self, variant: Variant) -> None:
+    def _agree_on_order(self, wrapper: Any) -> None:
         """Rebuilds the plan once, in the order in which rank 0 saw gradients become ready."""
         arrivals = self._schedule.arrivals
         order = [*arrivals, *(i for i in self._schedule.order if i not in arrivals)]
         message = torch.tensor(order, device=self._gradients.parameters[0].device)
-        dist.broadcast(message, group=variant.process_group, group_src=0)
-        variant.agree()
-        variant.adopt_order(message.tolist())
+        dist.broadcast(message, group=wrapper.process_group, group_src=0)
+        wrapper.adopt_order(message.tolist())
         self._order_is_observed = True
 
     # ---- a step that cannot be finished --------------------------------------------------------
@@ -249,10 +209,7 @@ class Step:
         expected = max(arrivals.values(), default=1)
         return [i for i in range(len(self._gradients.parameters)) if arrivals.get(i, 0) < expected]
 
-    def _raise_if_incomplete(self, variant: Variant) -> None:
-        missing = self._missing()
-        if not missing:
-            return
+    def _raise_incomplete(self, wrapper: Any, missing: list[int]) -> None:
         others = (  # each has arrived in some backward
             ", or others got several in one, as reentrant checkpointing of a module that is called "
             "twice gives them"
@@ -263,29 +220,29 @@ class Step:
             "that is meant, pass find_unused_parameters=True"
         )
         try:
-            self.discard(variant)
+            self.discard(wrapper)
         except RuntimeError as error:  # the other ranks never launched what this one waits for
             raise RuntimeError(message) from error
         raise RuntimeError(message)
 
-    def discard_partial(self, variant: Variant) -> None:
+    def discard_partial(self, wrapper: Any) -> None:
         if self._schedule.arrivals and (missing := self._missing()):
             warnings.warn(
                 f"a step is discarded, gradients included: {self._gradients.show(missing)} got "
                 "none in its backward; if that is meant, pass find_unused_parameters=True",
                 stacklevel=4,
             )
-            self.discard(variant)
+            self.discard(wrapper)
 
-    def discard(self, variant: Variant) -> None:
+    def discard(self, wrapper: Any) -> None:
         """Discards an incomplete step and its gradients, of which some are reduced and some not.
 
         Ranks may have been stopped in different places, so each completes the round. That works
         if every rank was stopped inside its backward; where one was not, it sees NaN.
         """
         self._gradients.drop()
-        failed_early = self.backward.is_entered and self.backward.reduces
-        if variant.launches_in_backward and (self._schedule.arrivals or failed_early):
-            variant.launch_buckets(everything=True)
-        variant.wait_for(*self._schedule.in_flight)
+        failed_early = self.in_backward and self._entered_to_reduce
+        if wrapper.launches_in_backward and (self._schedule.arrivals or failed_early):
+            wrapper.launch_buckets(everything=True)
+        wrapper.wait_for(*self._schedule.in_flight)
         self.begin()

@@ -4,21 +4,26 @@ They are those that were wrapped: an optimizer's step on a replaced or thawed pa
 gradient that is not reduced. And they do not change between their gradient's arrival and the end of
 `finish_gradient_synchronization`: an optimizer that steps there uses this rank's gradient alone.
 A tensor counts the writes to it (`_version`), so neither check reads a value. Fused optimizers
-write without being counted; a hook of all optimizers records their steps.
+write without being counted; those that `make_optimizer` has made tell of their steps.
 """
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp.internals.gradients import Gradients
-from ddp.torch_compat import own_parameters, version_of, without_torch_functions
+from ddp.torch_compat import (
+    own_buffers,
+    own_modules,
+    own_parameters,
+    version_of,
+    without_torch_functions,
+)
 
 STEPPED = (
     "{name} was changed after its backward and before its gradient was reduced, so the ranks may "
@@ -37,39 +42,49 @@ REPLACED = (
     "model.module)"
 )
 
-_watches: weakref.WeakSet = weakref.WeakSet()  # all that are alive
-
-
-@register_optimizer_step_post_hook
-def _tell_all(optimizer: Optimizer, *_arguments: Any) -> None:
-    for watch in list(_watches):
-        watch.optimizer_stepped(optimizer)
-
 
 class Watch:
-    """Checks the parameters of one wrapper, which are those of `gradients`."""
+    """Checks the parameters of one wrapper, which are those of `gradients`.
 
-    def __init__(self, gradients: Gradients):
-        self._names = gradients.names
-        self._wrapped = {id(p): (p, p.dtype, p.device) for p in gradients.parameters}
+    Attributes:
+        began: versions of the parameters when their gradients were about to be added, before
+            hooks of the user.
+        arrived: version of each parameter whose gradient is on its way.
+        buffers: the dictionary of each module that holds its own buffers.
+    """
+
+    def __init__(self, module: nn.Module, gradients: Gradients):
+        self._names, self._parameters = gradients.names, gradients.parameters
+        self._index_of = gradients.index_of
+        self.began = [0] * len(self._parameters)
+        self.arrived: dict[int, int] = {}
         with without_torch_functions():  # a parameter's node in the graph is not its values
-            self._memory = {p: weakref.ref(p.untyped_storage()) for p in gradients.parameters}
-            self._nodes = {p: get_gradient_edge(p).node for p in gradients.parameters}
-        self._versions: dict[Parameter, int] = {}
-        self._accumulating: dict[Parameter, int] = {}
-        _watches.add(self)
+            self._nodes = [get_gradient_edge(p).node for p in self._parameters]
+            self._kinds = [(p.dtype, p.device) for p in self._parameters]
+            self._look(module)
 
-    def accumulation_begins(self, parameter: Parameter) -> None:
-        """Notes that the gradient is about to be added, before hooks of the user."""
-        self._accumulating[parameter] = version_of(parameter)
+    # ---- writes between a gradient's arrival and its reduction ---------------------------------
 
-    def raise_if_changed_by_hook(self, parameter: Parameter) -> None:
-        """Raises RuntimeError if a hook has written to the parameter since accumulation began."""
-        if version_of(parameter) != self._accumulating.pop(parameter, version_of(parameter)):
-            raise RuntimeError(STEPPED_IN_HOOK.format(name=self._names[parameter]))
+    def raise_changed_by_hook(self, i: int) -> NoReturn:
+        raise RuntimeError(STEPPED_IN_HOOK.format(name=self._names[i]))
 
-    def gradient_arrived(self, parameter: Parameter) -> None:
-        self._versions[parameter] = version_of(parameter)
+    def follow(self, optimizer: Optimizer) -> None:
+        """Learns of an optimizer's steps, since a fused one writes without being counted."""
+        watch = weakref.ref(self)
+
+        def stepped(optimizer: Optimizer, *_arguments: Any) -> None:
+            if (alive := watch()) is not None:
+                alive.optimizer_stepped(optimizer)
+
+        optimizer.register_step_post_hook(stepped)
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            i = self._index_of(parameter)
+            if i >= 0 and parameter.grad is not None:
+                self.began[i] = -1
+                if i in self.arrived:
+                    self.arrived[i] = -1
 
     def call(self, module: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls the module, which may write to parameters, as Embedding(max_norm=1) does."""
@@ -81,46 +96,58 @@ class Watch:
 
     def accept_changes(self) -> None:
         """Accepts the changes so far: of the forward itself, or of a loaded checkpoint."""
-        for parameter in self._versions:
-            self._versions[parameter] = version_of(parameter)
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        for noted in (self._versions, self._accumulating):  # both empty once a step is finished
-            if noted:
-                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                    if parameter in noted and parameter.grad is not None:
-                        noted[parameter] = -1
+        for i in self.arrived:
+            self.arrived[i] = version_of(self._parameters[i])
 
     def end_step(self) -> None:
-        self._versions.clear()
-        self._accumulating.clear()
+        self.arrived.clear()
 
     def complaint(self) -> str | None:
         """Names a parameter that was changed after its gradient's arrival, if there is one."""
-        for parameter, version in self._versions.items():
-            if version_of(parameter) != version:
-                return STEPPED.format(name=self._names[parameter])
+        for i, version in self.arrived.items():
+            if version_of(self._parameters[i]) != version:
+                return STEPPED.format(name=self._names[i])
         return None
+
+    # ---- parameters that are not those that were wrapped ---------------------------------------
 
     def raise_if_replaced(self, module: nn.Module) -> None:
         """Raises if a parameter was replaced, but not by `torch.func.functional_call`."""
-        for owner in module.modules():
-            for name, p in own_parameters(owner).items():
-                if p is None or not p.requires_grad or not isinstance(p, Parameter):
-                    continue
-                if self._wrapped.get(id(p)) != (p, p.dtype, p.device):
-                    raise RuntimeError(REPLACED.format(name=_full_name(module, owner, name)))
-                with without_torch_functions():
-                    memory = p.untyped_storage()
-                if self._memory[p]() is not memory:
-                    # Converted and back, it has another node, without the hooks.
-                    with without_torch_functions():
-                        is_same = get_gradient_edge(p).node is self._nodes[p]
-                    if not is_same:
-                        raise RuntimeError(REPLACED.format(name=_full_name(module, owner, name)))
-                    self._memory[p] = weakref.ref(memory)
+        with without_torch_functions():
+            if self._seen == self._state() and None not in self._same_memory():
+                return
+            for owner in module.modules():
+                for name, p in own_parameters(owner).items():
+                    if not isinstance(p, Parameter) or not p.requires_grad:
+                        continue
+                    if not self._is_wrapped(p):
+                        prefix = next(path for path, m in module.named_modules() if m is owner)
+                        full_name = f"{prefix}.{name}" if prefix else name
+                        raise RuntimeError(REPLACED.format(name=full_name))
+            self._look(module)
 
+    def _is_wrapped(self, p: Parameter) -> bool:
+        """Returns whether `p` was wrapped; one converted and back has another node, no hooks."""
+        i = self._index_of(p)
+        if i < 0 or (p.dtype, p.device) != self._kinds[i]:
+            return False
+        return get_gradient_edge(p).node is self._nodes[i]
 
-def _full_name(module: nn.Module, owner: nn.Module, name: str) -> str:
-    prefix = next(path for path, part in module.named_modules() if part is owner)
-    return f"{prefix}.{name}" if prefix else name
+    def _look(self, module: nn.Module) -> None:
+        """Notes what is compared in each forward, which is cheaper than a walk through it."""
+        self._modules = list(module.modules())  # kept, so that an address is not used again
+        self._parts = [part for m in self._modules for part in (own_parameters(m), own_modules(m))]
+        self.buffers = [own_buffers(m) for m in self._modules]
+        self._frozen = [p for p in module.parameters() if self._index_of(p) < 0]
+        self._memory = [weakref.ref(p.untyped_storage()) for p in self._parameters]
+        self._seen = self._state()
+
+    def _state(self) -> list:
+        parts = [tuple(map(id, part.values())) for part in self._parts]
+        kinds = [(p.dtype, p.device) for p in self._parameters]
+        return [parts, kinds, [p.requires_grad for p in self._frozen]]
+
+    def _same_memory(self) -> list:
+        """Returns the memory of each parameter; None where it has got another one."""
+        pairs = zip(self._memory, self._parameters, strict=True)
+        return [old() if old() is p.untyped_storage() else None for old, p in pairs]

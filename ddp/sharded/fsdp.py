@@ -43,12 +43,12 @@ from ddp.sharded.call_order import CallOrder, WayBack
 from ddp.sharded.interface import Sharded
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import agree
+from ddp.sharded.torch_compat import in_transform
 from ddp.sharded.units import Block, GatheredUnit, blocks_of, cast, wait_for
 from ddp.sharded.whole import WholeOnDemand
 from ddp.torch_compat import (
     at_end_of_backward,
     in_backward,
-    in_transform,
     number_of_backward,
     without_torch_functions,
 )
@@ -68,15 +68,6 @@ INSIDE = (
 IN_BACKWARD = (
     "{what} in a backward, where fsdp has freed the parameter: call it behind "
     "finish_gradient_synchronization()"
-)
-NO_ORDER = (
-    "rank {rank} has no batch in model.join(), and has made no training forward before, so it does "
-    "not know in which order fsdp gathers blocks: give it one batch at least, or use "
-    'wrap("zero2", module)'
-)
-REENTRANT = (
-    "fsdp in model.join(): {name} is computed again in reentrant checkpointing, which a rank "
-    "without batches cannot follow: use checkpoint(..., use_reentrant=False)"
 )
 ON_ONE_RANK = (
     "outside of its block's forward each use of a parameter is a call of all ranks: to look at "
@@ -105,7 +96,6 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
     """
 
     options = (*DataParallel.options, "units", "param_dtype")
-    always_gathers = True
 
     def __init__(
         self,
@@ -130,21 +120,23 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         self.blocks = blocks_of(self.module, self._classes, self.process_group, self._param_dtype)
         self.root = self.blocks[0]
         units = [unit for block in self.blocks for unit in block.units if unit.is_trainable]
-        self.place_of = {p: (u, member) for u in units for member, p in enumerate(u.parameters)}
         self.units: list[FlatUnit] = [*units]
         self.order = CallOrder(self.process_group)
         self._new_way = self.way_back = WayBack()  # of the last forward; of the last backward
         self._is_ahead = False  # the optimizer has started the gathers of the next forward
         self._backward = -1  # the number of the one that runs, not of those inside of it
         self._has_agreed = False
-        return super().describe_gradients()
+        gradients = super().describe_gradients()
+        place_of = {id(p): (u, member) for u in units for member, p in enumerate(u.parameters)}
+        self.places = [place_of[id(p)] for p in gradients.parameters]
+        return gradients
 
     # ---- parameters ----------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_whole:
             return self.module(*args, **kwargs)
-        if self.step.backward.has_failed() and not in_backward():
+        if self.step.has_failed():
             self.step.discard(self)
         self._has_agreed = False  # on this forward, all ranks
         try:
@@ -220,6 +212,9 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
         while way.ahead > place:  # several, if the loss does not depend on some of them
             way.go_on(self.start)
             self.launch_buckets()
+        for unit in way.blocks[place].units:
+            if unit.kept:
+                unit.forget_cleared(self.gradients)
         self.gather(way.blocks[place])
 
     def gather(self, block: Block) -> None:
@@ -278,17 +273,24 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Returns a bucket for each unit, in the order in which the last gradients of each come."""
-        units = dict.fromkeys(unit for unit, _ in self.place_of.values())
+        units = dict.fromkeys(unit for unit, _ in self.places)
         self.unit_of = {unit.bucket(self.gradients): unit for unit in units}
         place = {i: place for place, i in enumerate(order)}
         return sorted(self.unit_of, key=lambda bucket: max(place[i] for i in bucket.members))
 
-    def may_launch(self) -> bool:
-        """Returns whether the gathers have started that come before this bucket on every rank.
+    def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
+        """Launches a bucket once the gathers have started that come before it on every rank.
 
         A bucket waits until backward has entered its block; one of no block, the next one's.
         """
-        return not in_backward() or self._is_next()
+        if everything:
+            super().launch_buckets(everything)
+        for bucket in self.schedule.buckets[self.schedule.launched :]:
+            if not self.schedule.ready.issuperset(bucket.members):
+                return
+            if in_backward() and not self._is_next():
+                return
+            super().launch_buckets(most=1)
 
     def _is_next(self) -> bool:
         names = (self.unit_of[b].name for b in self.schedule.buckets[self.schedule.launched :])
@@ -296,13 +298,14 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
 
     def before_accumulation(self, i: int) -> None:
         self.wait_for(self.schedule.bucket_of[i])
-        unit, member = self.place_of[self.gradients.parameters[i]]
-        unit.take_stand_in_away(self.gradients, member)
+        unit, member = self.places[i]
+        unit.take_stand_in_away(self.gradients, i, member)
         super().before_accumulation(i)
 
     def after_accumulation(self, i: int) -> None:
-        unit, member = self.place_of[self.gradients.parameters[i]]
-        unit.put_stand_in_back(self.gradients, member)
+        unit, member = self.places[i]
+        if member in unit.kept:
+            unit.put_stand_in_back(self.gradients, i, member)
         super().after_accumulation(i)
         unit.awaited.discard(member)
         # Backward uses a parameter no more once its gradient is there, but one in another
@@ -332,42 +335,6 @@ class HandBuiltFSDP(WholeOnDemand, Sharded, DataParallel):
             self.gradient_dtype = torch.float32  # of what adds up, in place of `param_dtype`
         with super().no_sync():
             yield
-
-    # ---- join(): the calls of a rank without data, in the order in which others compute ---------
-
-    def obstacle_to_following(self) -> str:
-        way = {self.root, *self.way_back.blocks}
-        if self.order.blocks is None or not self.way_back.blocks:
-            return NO_ORDER.format(rank=dist.get_rank(self.process_group))
-        for block in self.order.blocks:
-            if block not in way and any(unit.is_trainable for unit in block.units):
-                return REENTRANT.format(name=block.name)
-        return super().obstacle_to_following()
-
-    def follow_forward(self, synchronises: bool) -> None:
-        if synchronises:
-            super().follow_forward(synchronises)
-        else:
-            self._agree_on_forward("a forward under no_sync()")
-        trained, inside = self.way_back.blocks, [self.root]
-
-        def leave(block: Block) -> None:
-            output = torch.ones((), requires_grad=True) * 1 if block in trained else None
-            self.leave(block, output)
-
-        self.enter(self.root)
-        for block in self.order.blocks or []:
-            while inside[-1] is block or inside[-1] not in (self.root, *block.around):
-                leave(inside.pop())
-            self.enter(block)
-            inside.append(block)
-        for block in reversed(inside):
-            leave(block)
-
-    def follow_backward(self) -> None:
-        while self.way_back.ahead:
-            self.way_back.go_on(self.start)
-        self._end_backward()
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 

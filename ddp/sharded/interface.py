@@ -4,9 +4,9 @@ They are the three of `ddp.internals.optimizer.Replicated`, and `gradient_pieces
 works on gradients element by element.
 """
 
-import weakref
 from collections.abc import Callable
 from functools import reduce
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp.internals.gradients import Gradients, Reduction
-from ddp.internals.optimizer import trainable
-from ddp.internals.replicas import Replicas
+from ddp.internals.interface import trainable
 from ddp.internals.step import Step
-from ddp.join import CLIP
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer, refuse_not_reduced
-from ddp.torch_compat import gloo_beside, reduce_scatter
+from ddp.sharded.torch_compat import gather_on_hosts, gloo_beside
+from ddp.torch_compat import reduce_scatter
+
+STATUS_BYTES = 400  # of a message to other ranks
 
 UNFINISHED = (
     "gradients are on their way to other ranks: call finish_gradient_synchronization() after "
@@ -41,8 +42,6 @@ class Sharded:
     step: Step
     world_size: int
     is_copy: bool
-    replicas: Replicas
-    made: tuple[weakref.ref[Optimizer], ...]
     reductions: int = 0
     """Reduce-scatters that were started, which all ranks start alike."""
 
@@ -100,13 +99,24 @@ class Sharded:
             options: further arguments of `cls`.
         """
         params = trainable(self.module) if params is None else params
-        optimizer = ShardedOptimizer(self, cls, params, **options)  # type: ignore[arg-type]
-        self.made = (*self.made, weakref.ref(optimizer))
-        return optimizer
+        return ShardedOptimizer(self, cls, params, **options)  # type: ignore[arg-type]
 
-    def take_last_values(self) -> None:
-        """Takes buffers: slices have been stepped together."""
-        self.replicas.broadcast_buffers()
+    def exchange(
+        self, status: str, wait: Callable[[dist.Work], object] = methodcaller("wait")
+    ) -> list[str]:
+        """Returns the status of every rank, or its first bytes; a collective call.
+
+        It waits for other hosts, and for no GPU: a host that did would have nothing queued behind
+        the last reduction, and the GPU would be idle while the optimizer's kernels are launched.
+        """
+        if self.world_size == 1:
+            return [status]
+        own = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
+        if text := status.encode()[:STATUS_BYTES]:
+            own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        everyone = own.new_empty(self.world_size, STATUS_BYTES)
+        wait(gather_on_hosts(everyone, own, self.process_group))
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone.tolist()]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -114,7 +124,6 @@ class Sharded:
 
         A collective call, between `finish_gradient_synchronization()` and `optimizer.step()`.
         """
-        self.announce(f"{CLIP}{float(max_norm)}")  # type: ignore[attr-defined]  # in join()
         own = [gradient for *_, gradient in self.gradient_pieces()]
         shards = [unit.shard for unit in self.units]
         dtypes = [shard.dtype.to_real() for shard in shards]

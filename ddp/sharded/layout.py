@@ -10,25 +10,34 @@ one run of elements of each parameter, a `Piece`. Everything that a rank does wi
 noise, checkpoints) goes through its pieces; the padding between them is never read.
 """
 
-import weakref
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ddp.buckets import ALIGNMENT_BYTES
-from ddp.torch_compat import OperatorsOnly, all_gather, version_of, without_dispatch, written_by
+from ddp.sharded.torch_compat import OperatorsOnly, without_dispatch, written_by
+from ddp.torch_compat import all_gather, version_of
 
 DIVIDED = (
     "{function}: gradients are divided among ranks, and .grad stands for one without its values: "
     "call model.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_(), and `for "
     "*_, g in model.gradient_pieces(): g.clamp_(-value, value)` in place of clip_grad_value_()"
+)
+
+
+PLAIN = (
+    "{name} steps whole parameters, and of one of shape {shape} this rank has its own slice only, "
+    "or the gradient of that: build it by model.make_optimizer({name}, lr=...), with the wrapper "
+    "that reduced the gradients; if that was deleted, wrap the network and run a backward again"
 )
 
 
@@ -99,10 +108,6 @@ def lay_out(shapes: Sequence[torch.Size], itemsize: int, world_size: int) -> Fla
     *offsets, end = accumulate((_round_up(shape.numel(), unit) for shape in shapes), initial=0)
     numel = _round_up(max(end, 1), unit * world_size)
     return FlatLayout(tuple(shapes), tuple(offsets), numel, world_size)
-
-
-_not_whole: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
-"""Memory that a plain optimizer must not step, also when the wrapper it belongs to has gone."""
 
 
 class FlatUnit:
@@ -205,7 +210,6 @@ class FlatUnit:
 
     def _expanded_marks(self) -> list[Tensor]:
         shapes = self.layout.shapes
-        note_not_whole(self._marks)
         return [
             mark.expand(shape).as_subclass(StandIn)
             for mark, shape in zip(self._marks, shapes, strict=True)
@@ -218,7 +222,8 @@ CLEARING = frozenset(["zero_", "_foreach_zero_", "fill_", "detach_"])
 class StandIn(OperatorsOnly):
     """A `.grad` that is NaN, because this rank has only its slice of the reduced gradient.
 
-    Its views, as `.grad.data`, are stand-ins too, and what is written to them is written to it.
+    Its views, as `.grad.data`, are stand-ins too, and what is written to them is written to it. So
+    are its clones, which an optimizer may keep.
     """
 
     of: Tensor | None = None  # of which it is a view
@@ -230,13 +235,18 @@ class StandIn(OperatorsOnly):
         """Calls an operator.
 
         Raises:
-            RuntimeError: if it takes a norm, communicates, or writes anything but zeros to all
-                elements.
+            RuntimeError: if it takes a norm, communicates, writes anything but zeros to all
+                elements, or is a plain optimizer's: that writes what follows from the values to
+                other tensors, or joins them with a parameter.
         """
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
         with without_dispatch():
             clears = name in CLEARING and (name != "fill_" or _is_zero(args[1]))
-            targets = [x for x in written_by(func, args, kwargs) if isinstance(x, StandIn)]
+            written = written_by(func, args, kwargs)
+            targets = [x for x in written if isinstance(x, StandIn)]
+            is_used = len(targets) < len(written) or _joins_a_parameter(args)
+            if is_used and (optimizer := stepping_optimizer()):
+                refuse_plain(next(x for x in _flat(args) if isinstance(x, StandIn)), optimizer)
             is_part = any(x.of is not None and x.numel() != x.of.numel() for x in targets)
             is_written = bool(targets) and (not clears or is_part)
             if is_written or "norm" in name or func.namespace.lstrip("_").startswith("c10d"):
@@ -251,6 +261,8 @@ class StandIn(OperatorsOnly):
             own = args[0] if args else None
             if targets or not isinstance(own, StandIn):
                 return result
+            if name == "clone":
+                return result.as_subclass(StandIn)
             if isinstance(result, list | tuple):
                 return type(result)(_shown_of(own, x) for x in result)
             return _shown_of(own, result)
@@ -265,10 +277,20 @@ class StandIn(OperatorsOnly):
         raise RuntimeError(DIVIDED.format(function="tolist"))
 
     def __deepcopy__(self, memo: dict) -> Tensor:
-        return self.clone()
+        return torch.full(self.shape, torch.nan, dtype=self.dtype, device=self.device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
+
+
+def _flat(args: Any) -> Iterator[Any]:
+    """Yields the arguments of an operator, of which some are lists of tensors."""
+    for x in args:
+        yield from x if isinstance(x, list | tuple) else [x]
+
+
+def _joins_a_parameter(args: Any) -> bool:
+    return any(isinstance(x, Parameter) for x in _flat(args))
 
 
 def _is_zero(x: Any) -> bool:
@@ -290,23 +312,19 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def note_not_whole(memory: Tensor) -> None:
-    """Notes memory of stand-ins for gradients, or of parameters that a rank has a slice of."""
-    _not_whole.add(memory.untyped_storage())
+def stepping_optimizer() -> str:
+    """Returns the name of the plain optimizer that is stepping in this thread; "" if none is."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(caller, Optimizer):
+            return "" if getattr(caller, "steps_slices", False) else type(caller).__name__
+        frame = frame.f_back
+    return ""
 
 
-def not_whole(parameters: Iterable[Tensor]) -> Tensor | None:
-    """Returns a parameter that has a gradient and is not whole, or whose gradient is a stand-in."""
-    for p in parameters if _not_whole else ():
-        if (gradient := p.grad) is not None and any(map(_is_noted, (gradient, p))):
-            return p
-    return None
-
-
-def _is_noted(x: Tensor) -> bool:
-    is_plain = type(x) in (Tensor, Parameter, StandIn) and x.layout == torch.strided
-    is_divided = getattr(type(x), "is_divided", False)  # by fsdp
-    return is_divided or (is_plain and x.untyped_storage() in _not_whole)  # a DTensor is neither
+def refuse_plain(parameter: Tensor, name: str) -> NoReturn:
+    raise RuntimeError(PLAIN.format(name=name, shape=list(parameter.shape)))
 
 
 def _round_up(numel: int, unit: int) -> int:

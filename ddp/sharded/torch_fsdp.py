@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp.internals.gradients import Reduction, full_names
-from ddp.internals.optimizer import trainable
+from ddp.internals.interface import trainable
 from ddp.internals.replicas import Replicas, group_or_default
 from ddp.sharded.state import entries
 from ddp.sharded.units import parameters_by_block

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ddp.internals.optimizer import trainable
+from ddp.internals.interface import trainable
 from ddp.torch_ddp import TorchDDP
 
 
@@ -23,8 +23,7 @@ class TorchZero1(TorchDDP):
         self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
     ) -> Optimizer:
         params = trainable(self.module) if params is None else params
-        group = self._by_hand[0].process_group
-        options |= {"optimizer_class": cls, "process_group": group}
+        options |= {"optimizer_class": cls, "process_group": self.process_group}
         return optimizer_class()(params, **options)
 
 

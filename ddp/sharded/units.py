@@ -26,9 +26,10 @@ from torch.nn import Parameter
 
 from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
-from ddp.sharded.layout import FlatUnit, StandIn, note_not_whole
-from ddp.sharded.whole import Place, Values, hide, reveal, unlike
-from ddp.torch_compat import all_gather, copy_, own_parameters, refuse_writes, version_of
+from ddp.sharded.layout import FlatUnit, StandIn
+from ddp.sharded.torch_compat import copy_, refuse_writes
+from ddp.sharded.whole import Place, Values, hide_all, reveal, unlike
+from ddp.torch_compat import all_gather, own_parameters, version_of
 
 NOT_TOGETHER = (
     "the {what} of {name} has failed. With fsdp each forward and backward is a call of all ranks, "
@@ -89,9 +90,9 @@ class GatheredUnit(FlatUnit):
         self._views = self.layout.views(self.values)
         nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, device=flat.device)
         self._nothing = nothing.to(dtype)  # all that C++ sees of them
-        note_not_whole(self._nothing)
         refuse_writes(self._nothing)
-        weakref.finalize(self, note_not_whole, self.values).atexit = False  # stale from then on
+        stale = self.parameters, self._places, self._nothing  # once this has gone
+        weakref.finalize(self, hide_all, *stale).atexit = False
         self._work: dist.Work | None = None
         self._is_shown = False
         self._stand_ins: dict[int, Tensor] = {}
@@ -148,21 +149,20 @@ class GatheredUnit(FlatUnit):
         if known is None or known.dtype != dtype or version_of(known):
             one = torch.full((), torch.nan, dtype=dtype, device=parameter.device)
             known = self._stand_ins[member] = one.expand(parameter.shape).as_subclass(StandIn)
-            note_not_whole(one)
         return known
 
     def addresses(self) -> set[int]:
         return {one.untyped_storage().data_ptr() for one in self._stand_ins.values()}
 
-    def dtype_of(self, gradients: Gradients) -> torch.dtype:
-        """Returns the dtype of a reduction, the widest of the slices' and of those of `.grad`."""
-        members = [gradients.index[p] for p in self.parameters]
-        return reduce(torch.promote_types, map(gradients.dtypes.of, members), self.shard.dtype)
-
     def bucket(self, gradients: Gradients) -> Bucket:
-        """Returns the bucket of this unit's gradients."""
-        members = tuple(gradients.index[p] for p in self.parameters)
-        nbytes = sum(p.numel() for p in self.parameters) * self.dtype_of(gradients).itemsize
+        """Returns the bucket of this unit's gradients, and settles the dtype of their reduction.
+
+        That is the widest of the slices' and of those of `.grad`.
+        """
+        members = tuple(gradients.index_of(p) for p in self.parameters)
+        dtypes = [gradients.dtypes.all[i] for i in members]
+        self._reduced_in = reduce(torch.promote_types, dtypes, self.shard.dtype)
+        nbytes = self.layout.numel * self._reduced_in.itemsize
         return Bucket(members, self.layout.offsets, self.layout.numel, nbytes)
 
     def collect(self, gradients: Gradients, members: Sequence[int]) -> Tensor:
@@ -171,9 +171,10 @@ class GatheredUnit(FlatUnit):
         A stand-in takes the place of each, also where this rank has none.
         """
         is_absent = [p.grad is None for p in self.parameters]
-        for member in range(len(members)):
-            self.take_stand_in_away(gradients, member)
-        flat = self.shard.new_empty(self.layout.numel, dtype=self.dtype_of(gradients))
+        for member, i in enumerate(members):
+            if is_absent[member] or isinstance(self.parameters[member].grad, StandIn):
+                self.take_stand_in_away(gradients, i, member)
+        flat = self.shard.new_empty(self.layout.numel, dtype=self._reduced_in)
         copy_(self.layout.views(flat), [gradients.local(i) for i in members])
         for member, i in enumerate(members):
             if is_absent[member]:
@@ -183,10 +184,9 @@ class GatheredUnit(FlatUnit):
                 self.parameters[member].grad = self.stand_in(member)
         return flat
 
-    def take_stand_in_away(self, gradients: Gradients, member: int) -> None:
+    def take_stand_in_away(self, gradients: Gradients, i: int, member: int) -> None:
         """Takes a stand-in out of `.grad`, and notes whether what it stands for is kept."""
         parameter = self.parameters[member]
-        i = gradients.index[parameter]
         self._absent = i in gradients.stand_ins
         gradient = gradients.stand_ins.get(i, parameter.grad)
         if gradient is None:
@@ -197,12 +197,19 @@ class GatheredUnit(FlatUnit):
             gradients.stand_ins.pop(i, None)
             parameter.grad = None
 
-    def put_stand_in_back(self, gradients: Gradients, member: int) -> None:
+    def forget_cleared(self, gradients: Gradients) -> None:
+        """Keeps nothing of gradients that were set to None since a backward under `no_sync`."""
+        for member in list(self.kept):
+            parameter = self.parameters[member]
+            if parameter.grad is None and gradients.index_of(parameter) not in gradients.stand_ins:
+                self.kept.discard(member)
+
+    def put_stand_in_back(self, gradients: Gradients, i: int, member: int) -> None:
         """Undoes `take_stand_in_away`, if backward has brought None."""
         parameter = self.parameters[member]
-        if parameter.grad is None and member in self.kept:
+        if parameter.grad is None:
             if self._absent:
-                gradients.stand_ins[gradients.index[parameter]] = self.stand_in(member)
+                gradients.stand_ins[i] = self.stand_in(member)
             else:
                 parameter.grad = self.stand_in(member)
 
@@ -228,9 +235,7 @@ class GatheredUnit(FlatUnit):
 
     def _hide(self) -> None:
         self._is_shown = False
-        for parameter, place in zip(self.parameters, self._places, strict=True):
-            parameter.data = self._nothing.expand(parameter.shape)
-            hide(parameter, place)
+        hide_all(self.parameters, self._places, self._nothing)
 
     @torch.no_grad()
     def _keep_written(self) -> None:

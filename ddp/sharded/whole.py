@@ -28,12 +28,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 
-from ddp.torch_compat import (
-    own_parameters,
-    register_tree,
-    version_of,
-    without_torch_functions,
-)
+from ddp.sharded.layout import refuse_plain, stepping_optimizer
+from ddp.sharded.torch_compat import register_tree
+from ddp.torch_compat import own_parameters, version_of, without_torch_functions
 
 GONE = (
     "{name} has no values, because the wrapper that has divided it is deleted: build another "
@@ -192,10 +189,13 @@ def _divided(cls: type[Parameter]) -> type[Parameter]:
     return made
 
 
-def hide(parameter: Parameter, place: Place) -> None:
-    """Makes a parameter a stand-in."""
-    parameter.__class__ = _divided(type(parameter))
-    parameter._place = place  # type: ignore[attr-defined]  # of its class now
+def hide_all(parameters: list[Parameter], places: list[Place], nothing: Tensor) -> None:
+    """Makes parameters stand-ins, whose memory is that of `nothing`, one element."""
+    for parameter, place in zip(parameters, places, strict=True):
+        if not isinstance(parameter, Divided):
+            parameter.data = nothing.expand(parameter.shape)
+            parameter.__class__ = _divided(type(parameter))
+            parameter._place = place  # type: ignore[attr-defined]  # of its class now
 
 
 def reveal(parameter: Parameter, name: str) -> None:
@@ -259,6 +259,8 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _write(func: Any, name: str, targets: list[Divided], args: tuple, kwargs: dict) -> Any:
     """Calls a function that writes to whole parameters, and keeps slices of what it leaves."""
+    if optimizer := stepping_optimizer():
+        refuse_plain(targets[0], optimizer)
     what = f"{targets[0]._place.name}.{name}(arguments {_digest((args, kwargs)):08x})"
     if name == "__set__":
         if args[1] is args[0]:
@@ -484,9 +486,9 @@ class WholeOnDemand(nn.Module):
             return super().load_state_dict(state_dict, strict=strict)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
-        self.__getstate__()
+        self.__reduce__()
 
-    def __getstate__(self) -> NoReturn:
+    def __reduce__(self) -> NoReturn:
         raise RuntimeError(
             "a network that fsdp has divided cannot be copied or pickled, because this rank has "
             "slices of it only: save model.state_dict() on one rank, after calling it on all"

@@ -16,39 +16,19 @@ What remains: a bucket's gradients stay allocated, though only 1/W of them is us
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from ddp.base import DataParallel
 from ddp.bucketed import BucketedDDP
 from ddp.buckets import Bucket, Gradient, plan_buckets
 from ddp.internals.gradients import Reduction
+from ddp.sharded.binding import ShardReduction, bind
 from ddp.sharded.interface import Sharded
 from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import all_gather
-
-RESHAPED = (
-    "a parameter of shape {then} has been given the shape {now}: wrap the network anew, and make "
-    "another optimizer"
-)
-
-
-class ShardReduction(Reduction):
-    """Knows where reduced gradients are. Each rank's part of one is what it owns of it."""
-
-    place_of: dict[int, tuple[FlatUnit, int]]
-
-    def share_of(self, i: int, reduced: Tensor) -> Tensor:
-        unit, member = self.place_of[i]
-        if not unit.is_stand_in(reduced):  # assigned by a user, the same on every rank
-            return super().share_of(i, reduced)
-        whole = unit.own_gradient_behind(reduced, member)
-        return whole.mul_(self.contributors) if self.name == "mean" else whole
 
 
 class Zero1DDP(Sharded, BucketedDDP):
@@ -61,8 +41,6 @@ class Zero1DDP(Sharded, BucketedDDP):
             bucket per dtype.
     """
 
-    options = (*DataParallel.options, "bucket_size_mb")
-    reduction_type: ClassVar[type[Reduction]] = ShardReduction
     reduction: ShardReduction
 
     def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 200, **options):
@@ -71,9 +49,12 @@ class Zero1DDP(Sharded, BucketedDDP):
         self._gathers: list[dist.Work] = []
         super().__init__(module, bucket_size_mb=bucket_size_mb, **options)
 
+    def make_reduction(self, name: str) -> Reduction:
+        return ShardReduction(name, self.world_size)
+
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Divides the network once, because state belongs to slices; then only orders buckets."""
-        self._flats.clear()
+        self.flats.clear()
         if not self.units:
             self._divide(gradients, order)
         position = {i: place for place, i in enumerate(order)}
@@ -87,7 +68,6 @@ class Zero1DDP(Sharded, BucketedDDP):
     def launch(self, bucket: Bucket) -> dist.Work:
         buffer, unit = self.fill(bucket), self._unit_of[bucket.members]
         own = self.receiver(unit.layout.slice_of(buffer, unit.rank))
-        self.count(collectives=1, nbytes=bucket.nbytes)
         unit.gradient = own  # once the collective has finished
         return self.reduce_slices(own, buffer)
 
@@ -108,14 +88,13 @@ class Zero1DDP(Sharded, BucketedDDP):
     def deactivate(self) -> None:
         """Leaves gradients as this rank's part, which another wrapper of the network can reduce."""
         self.wait_for(*self.schedule.in_flight)
-        for i in list(self.gradients.reduced):
-            self.gradients.make_local(i)
+        self.gradients.make_local(*self.gradients.reduced)
         super().deactivate()
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
     def begin_step(self, units: list[FlatUnit]) -> None:
-        self._bind(units)  # another wrapper of the same network may have moved them
+        bind(units)  # another wrapper of the same network may have moved them
 
     def publish(self, unit: FlatUnit) -> None:
         self.step.finished.collectives += 1
@@ -136,7 +115,7 @@ class Zero1DDP(Sharded, BucketedDDP):
             for gradient, p in zip(gradients, parameters, strict=True)
         ]
         place_of: dict[int, tuple[FlatUnit, int]] = {}
-        for bucket in plan_buckets(by_both_dtypes, order, self._bucket_bytes):
+        for bucket in plan_buckets(by_both_dtypes, order, self.bucket_bytes):
             unit = FlatUnit([parameters[i] for i in bucket.members], self.process_group)
             unit.values = unit.flatten()
             unit.shard = unit.layout.slice_of(unit.values, unit.rank)
@@ -149,32 +128,9 @@ class Zero1DDP(Sharded, BucketedDDP):
             place_of |= {i: (unit, member) for member, i in enumerate(bucket.members)}
         self.reduction.place_of = place_of
 
-    @torch.no_grad()
-    def _bind(self, units: list[FlatUnit]) -> None:
-        """Makes every parameter a view of its flat buffer, with the value that it has now.
-
-        All values are read before the first one is written: parameters may have been exchanged.
-
-        Raises:
-            RuntimeError: for a parameter that has another shape than when it was wrapped.
-        """
-        moved = []
-        for unit in units:
-            start, itemsize = unit.values.data_ptr(), unit.values.element_size()
-            for member, offset in enumerate(unit.layout.offsets):
-                parameter, place = unit.parameters[member], start + offset * itemsize
-                if parameter.shape != (shape := unit.layout.shapes[member]):
-                    raise RuntimeError(RESHAPED.format(now=[*parameter.shape], then=[*shape]))
-                lies_there = parameter.data_ptr() == place and parameter.is_contiguous()
-                if not lies_there and parameter.numel():
-                    moved.append((unit, member, parameter.detach().clone()))
-        for unit, member, value in moved:
-            view = unit.layout.views(unit.values)[member]
-            unit.parameters[member].data = view.copy_(value)
-
     def _convert(self, unit: FlatUnit, members: tuple[int, ...]) -> None:
         """Converts reduced gradients after a change of `gradient_dtype`."""
-        dtype = self.gradients.dtypes.of(members[0])
+        dtype = self.gradients.dtypes.all[members[0]]
         if unit.gradient is None or unit.gradient.dtype == dtype:
             return
         for i, stand_in in zip(members, unit.cast_gradient(dtype), strict=True):

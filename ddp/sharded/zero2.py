@@ -30,7 +30,7 @@ class Zero2DDP(Zero1DDP):
 
     def wait(self, bucket: Bucket, handle: dist.Work) -> None:
         super().wait(bucket, handle)
-        self._flats.pop(bucket, None)
+        self.flats.pop(bucket, None)
 
     def receiver(self, own: Tensor) -> Tensor:
         return torch.empty_like(own)

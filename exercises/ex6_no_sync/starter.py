@@ -26,8 +26,8 @@ Begin with your own exercise 2: copy start_reduction and finish from it, and cha
 Check it        python -m exercises.check no_sync my_no_sync.py
 Benchmark it    python benchmark_ddp.py --implementations none torch_ddp \
                     my_no_sync.py:AccumulatingDDP
-Then read       `no_sync` and `forward` in ddp/base.py, which also broadcasts the buffers
-                before each forward that will synchronise
+Then read       `no_sync` in ddp/internals/interface.py, and `forward` in ddp/base.py, which
+                also broadcasts the buffers before each forward that will synchronise
 """
 
 from collections.abc import Iterator

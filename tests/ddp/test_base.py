@@ -3,13 +3,25 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 import ddp
 from tests.support.differences import REFUSED
 
 FOLDER = Path(ddp.__file__).parent
-LINES = 250
-# Beside ddp.internals: uneven data; a later step; PyTorch's names.
-SKIPPED = {"ddp.join", "ddp.buckets", "ddp.torch_compat"}
+BASE = ["ddp.base", "ddp.schedule", "ddp.buckets"]
+FLAT = [*BASE, "ddp.bucketed"]
+READ = {  # what a learner reads to understand a variant, and the lines that it may have
+    "ddp.individual": (BASE, 350),
+    "ddp.individual_v2": (BASE, 350),
+    "ddp.bucketed": (BASE, 350),
+    "ddp.copy_engine.variant": ([*FLAT, "ddp.copy_engine.exchange"], 565),
+    "ddp.sharded.zero1": (FLAT, 500),
+    "ddp.sharded.zero2": ([*FLAT, "ddp.sharded.zero1"], 530),
+    "ddp.sharded.fsdp": (BASE, 625),
+}
+CLOSURE = 2100  # lines of all modules of the course that the first four variants import
+ALL = 6010
 
 
 def imports_of(path: Path) -> set[str]:
@@ -19,30 +31,43 @@ def imports_of(path: Path) -> set[str]:
 
 
 def path_of(module: str) -> Path:
-    return FOLDER.parent / (module.replace(".", "/") + ".py")
+    path = FOLDER.parent / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def read_for(module: str) -> set[str]:
-    """What a reader opens to understand `module`: its imports, transitively, but the skipped."""
+def lines_of(module: str) -> int:
+    return len(path_of(module).read_text().splitlines())
+
+
+def closure_of(module: str) -> set[str]:
+    """The modules of the course that a module imports, transitively, itself among them."""
     found, stack = set(), [module]
     while stack:
         name = stack.pop()
-        if name not in found and name not in SKIPPED and not name.startswith("ddp.internals"):
+        if name not in found:
             found.add(name)
             stack += imports_of(path_of(name))
     return found
 
 
-def test_the_second_step_is_read_in_one_sitting():
-    files = read_for("ddp.individual")
-    assert files == {"ddp.individual", "ddp.base", "ddp.schedule"}
-    assert sum(len(path_of(name).read_text().splitlines()) for name in files) <= LINES
+@pytest.mark.parametrize("module", READ)
+def test_a_variant_is_read_in_one_sitting(module: str):
+    beside, lines = READ[module]
+    assert sum(map(lines_of, [module, *beside])) <= lines
+
+
+@pytest.mark.parametrize("name", ["synchronous", "individual", "individual_v2", "bucketed"])
+def test_a_variant_needs_little_beside_it(name: str):
+    assert sum(map(lines_of, closure_of(f"ddp.{name}"))) <= CLOSURE
+
+
+def test_the_course_stays_short():
+    assert sum(len(path.read_text().splitlines()) for path in FOLDER.rglob("*.py")) <= ALL
 
 
 def test_what_is_skipped_is_said():
-    for name in [*SKIPPED, "ddp.internals"]:
-        skippable = (ddp.__doc__ or "").partition("Skip at the first reading")[2]
-        assert name.partition(".")[2] in skippable
+    for name in ("internals", "torch_compat", "buckets"):
+        assert name in (ddp.__doc__ or "").partition("Skip at the first reading")[2]
 
 
 def test_every_module_is_listed():
@@ -52,20 +77,10 @@ def test_every_module_is_listed():
             assert path.stem == "__init__" or path.name in text, path
 
 
-def test_every_module_has_its_tests():
-    """In a file of its name: variants' rooms have their own folder, `internals` is tested here."""
-    for path in FOLDER.rglob("*.py"):
-        if path.stem != "__init__":
-            folder = path.parent.relative_to(FOLDER)
-            mirrored = Path(__file__).parent / ("" if folder.name == "internals" else folder)
-            assert (mirrored / f"test_{path.stem}.py").exists(), path
-
-
-def test_internals_do_not_know_the_variants():
-    known = {"ddp.buckets", "ddp.schedule", "ddp.torch_compat"}
-    for path in (FOLDER / "internals").glob("*.py"):
-        others = {name for name in imports_of(path) if not name.startswith("ddp.internals")}
-        assert others <= known, path
+def test_no_hook_is_on_all_modules_or_optimizers_of_the_process():
+    code = "".join(path.read_text() for path in FOLDER.rglob("*.py"))
+    assert "register_module_" not in code
+    assert "import register_optimizer_step" not in code
 
 
 def test_what_a_variant_refuses_is_a_behaviour_of_the_tests():

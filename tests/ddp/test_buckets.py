@@ -1,6 +1,8 @@
 """The plan alone: numbers in, numbers out."""
 
+import math
 import random
+from dataclasses import asdict
 
 import pytest
 
@@ -9,10 +11,9 @@ from ddp.buckets import (
     SMALLEST_TAIL_BYTES,
     Bucket,
     Gradient,
-    mebibytes,
-    one_bucket_each,
     plan_buckets,
 )
+from ddp.internals.options import mebibytes
 
 SIZES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float64": 8}
 MIB = 1 << 20
@@ -52,7 +53,8 @@ def test_properties_of_a_plan(seed):
 
     completed = [max(place[i] for i in bucket.members) for bucket in buckets]
     assert completed == sorted(completed), "launched in the order in which they are complete"
-    assert plan_buckets(gradients, order, capacity) == buckets, "the same on every rank"
+    again = plan_buckets(gradients, order, capacity)
+    assert [asdict(b) for b in again] == [asdict(b) for b in buckets], "the same on every rank"
 
 
 def check_layout(bucket: Bucket, gradients: list[Gradient]) -> None:
@@ -119,7 +121,7 @@ def test_buckets_are_filled_up():
         (3, 4, 5),
         (6, 7, 8),
     ]
-    assert len(plan_buckets(gradients, range(9))) == 1
+    assert len(plan_buckets(gradients, range(9), math.inf)) == 1
 
 
 def test_dtypes_are_split_and_interleave_by_completion():
@@ -129,20 +131,20 @@ def test_dtypes_are_split_and_interleave_by_completion():
         Gradient(4, "torch.float32", 4),
         Gradient(4, "torch.bfloat16", 2),
     ]
-    members = [b.members for b in plan_buckets(gradients, [3, 2, 1, 0])]
+    members = [b.members for b in plan_buckets(gradients, [3, 2, 1, 0], math.inf)]
     assert members == [(3, 1), (2, 0)]
-    members = [b.members for b in plan_buckets(gradients, [0, 1, 3, 2])]
+    members = [b.members for b in plan_buckets(gradients, [0, 1, 3, 2], math.inf)]
     assert members == [(1, 3), (0, 2)]
 
 
-def test_one_bucket_each_keeps_the_order():
-    assert [b.members for b in one_bucket_each(floats(5, 0, 7), [2, 0, 1])] == [(2,), (0,), (1,)]
+def test_buckets_of_one_gradient_keep_the_order():
+    assert [b.members for b in plan_buckets(floats(5, 0, 7), [2, 0, 1], 0)] == [(2,), (0,), (1,)]
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [0, 1, 3], [0, 1, 2, 2], [-1, 0, 1]])
 def test_no_permutation(order):
     with pytest.raises(ValueError, match="no permutation"):
-        plan_buckets(floats(1, 2, 3), order)
+        plan_buckets(floats(1, 2, 3), order, None)
 
 
 @pytest.mark.parametrize("size", [0, -1, -0.0, float("nan"), float("inf"), -float("inf")])

@@ -151,7 +151,7 @@ def forward_order_observed(context: Context, name: str) -> list:
             steps.run(backwards if r == 0 else [(r + i) % 6 for i in range(6)]) for _ in range(3)
         )
         model = steps.model
-        names = [model.gradients.names[p] for p in model.gradients.parameters]
+        names = model.gradients.names
         launched = [names[i] for b in model.schedule.buckets for i in b.members]
         if r == 0:
             assert launched == [e.detail for e in first if e.what == "ready"]

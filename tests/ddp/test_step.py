@@ -76,14 +76,14 @@ def fails_at_once(context: Context) -> None:
     for place in (4, None, 4):
         model.module.fails_at = place
         loss = chain_loss(0)(model, context.rank)
-        assert not model.step.backward.has_failed()
+        assert not model.step.has_failed()
         if place is None:
             loss.backward()
             model.finish_gradient_synchronization()
         else:
             with pytest.raises(ArithmeticError):
                 loss.backward()
-        assert model.step.backward.has_failed() is (place is not None)
+        assert model.step.has_failed() is (place is not None)
 
 
 def test_a_backward_that_fails_before_its_first_gradient_is_seen(cpu_ranks):

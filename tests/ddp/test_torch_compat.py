@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ddp import torch_compat
+from ddp.sharded import torch_compat as sharded_compat
 from lm.rank_pool import Context
 from tests.support.private_torch import imported_by, private_uses
 
@@ -26,12 +27,13 @@ def test_it_imports_nothing_of_the_package():
 
 
 def test_versions_count_changes():
+    """`without_versions` takes the place of `version_of` where torch counts none."""
     x = torch.zeros(2)
     before = torch_compat.version_of(x)
     x.add_(1)
     assert torch_compat.version_of(x) == before + 1
     with pytest.raises(RuntimeError, match=r"torch .* has no Tensor\._version.*2\.11 to 2\.13"):
-        torch_compat.version_of(object())
+        torch_compat.without_versions(x)
 
 
 def test_own_parameters_and_buffers():
@@ -42,6 +44,7 @@ def test_own_parameters_and_buffers():
     for function, api in (
         (torch_compat.own_parameters, "Module._parameters"),
         (torch_compat.own_buffers, "Module._buffers"),
+        (torch_compat.own_modules, "Module._modules"),
     ):
         with pytest.raises(RuntimeError, match=f"has no {api}"):
             function(SimpleNamespace())
@@ -91,7 +94,7 @@ def test_copying_with_and_without_foreach(monkeypatch):
     assert hasattr(torch, "_foreach_copy_")
     for _ in range(2):
         targets = [torch.zeros(2), torch.zeros(3)]
-        torch_compat.copy_(targets, [torch.ones(2).bfloat16(), torch.full((3,), 2.0)])
+        sharded_compat.copy_(targets, [torch.ones(2).bfloat16(), torch.full((3,), 2.0)])
         assert [x.tolist() for x in targets] == [[1, 1], [2, 2, 2]]
         monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
 
@@ -160,15 +163,15 @@ def gathered_on_hosts(context: Context) -> None:
     with_cpu = dist.new_group(ranks)
     if context.rank not in ranks:
         return
-    beside = torch_compat.gloo_beside(group)
-    assert beside is torch_compat.gloo_beside(group)
+    beside = sharded_compat.gloo_beside(group)
+    assert beside is sharded_compat.gloo_beside(group)
     assert beside.options._timeout == timedelta(seconds=91)
-    assert torch_compat.gloo_beside(with_cpu) is None
+    assert sharded_compat.gloo_beside(with_cpu) is None
     for each in (group, with_cpu):
         everyone = torch.empty(2, 1, dtype=torch.int64)
-        torch_compat.gather_on_hosts(everyone, torch.tensor([context.rank]), each).wait()
+        sharded_compat.gather_on_hosts(everyone, torch.tensor([context.rank]), each).wait()
         assert everyone.flatten().tolist() == ranks
-    known, _ = torch_compat._beside, gc.collect()
+    known, _ = sharded_compat._beside, gc.collect()
     before = len(known)
     del beside, each
     dist.destroy_process_group(group)

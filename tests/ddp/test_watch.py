@@ -1,7 +1,7 @@
 """Parameters that change under a wrapper: what is right, what is said, and what is no fault."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +10,7 @@ from torch import nn
 
 from ddp import wrap
 from lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets
+from tests.support.beside import Beside, Chain, chain_loss, is_sharded, numbers, small_buckets
 
 FORGOTTEN = r"weight|bias.* changed after its backward .* call finish_gradient_synchronization\(\)"
 
@@ -22,13 +22,18 @@ def says(model: nn.Module, case: str, rank: int) -> None:
         chain_loss(1)(model, rank)
 
 
+def plain(cls: type, params: Iterable, **options) -> torch.optim.Optimizer:
+    return cls(params, **options)
+
+
 def forgotten_finish(context: Context, name: str) -> None:
     """The next forward says so, or a late finish; in between, evaluation hides nothing."""
     for case in ("forward", "finish", "evaluation", "eval mode", "under no_sync", "unused"):
         options = dict(small_buckets(name), find_unused_parameters=case == "unused")
         model = wrap(name, Chain().to(context.device), process_group=context.group, **options)
-        fused = case in ("finish", "eval mode")  # it writes without counting
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        fused = case in ("finish", "eval mode") and not is_sharded(model)
+        make = model.make_optimizer if fused else plain  # it writes without counting
+        optimizer = make(torch.optim.AdamW, model.parameters(), lr=0.1, fused=fused)
         chain_loss(0)(model, context.rank).backward()
         if name in (
             "zero2",

@@ -68,8 +68,8 @@ def test_every_row_is_labelled_in_order_from_the_top(drawn):
     mode = chart.label_of("ddp_individual_v2:flash_bookkeeping:input_length")
     assert mode == "ddp_individual_v2:\nflash_bookkeeping:\ninput_length"
     assert chart.label_of("ddp:flash:width") == "ddp:flash:width"
-    option = chart.label_of("ddp_copy_engine+sparse_embeddings")
-    assert option == "ddp_copy_engine\n+sparse_embeddings"
+    option = chart.label_of("ddp_copy_engine+find_unused_parameters")
+    assert option == "ddp_copy_engine\n+find_unused_parameters"
     bottom, top = times.get_ylim()
     assert bottom > len(ROWS) - 1 > 0 > top
 

@@ -147,7 +147,7 @@ def test_what_stands_beside_bars_is_in_the_picture(tmp_path):
 
 
 def test_the_file_and_nothing_to_draw(tmp_path):
-    found = {"ddp_bucketed+sparse_embeddings": budget([slowed(tmp_path)], [floor(tmp_path)])}
+    found = {"ddp_bucketed+find_unused_parameters": budget([slowed(tmp_path)], [floor(tmp_path)])}
     draw_budgets(found, tmp_path / "b.png", "title", "GPU kernels")
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="profile none"):

@@ -285,7 +285,7 @@ class Watched(HandBuiltFSDP):
         super().start(block)
 
     def launch(self, bucket):
-        unit, _ = self.place_of[self.gradients.parameters[bucket.members[0]]]
+        unit, _ = self.places[bucket.members[0]]
         self.note("reduce", next(b for b in self.blocks if unit in b.units))
         assert len(self.schedule.in_flight) <= 1
         return super().launch(bucket)
@@ -414,3 +414,22 @@ def refuses_a_plain_optimizer(context: Context) -> None:
 
 def test_a_plain_optimizer_is_refused(cpu_ranks):
     cpu_ranks.run(2, refuses_a_plain_optimizer)
+
+
+def cleared_between(context: Context) -> None:
+    """A gradient of before, which a backward under `no_sync` was added to, is set to None."""
+    torch.manual_seed(0)
+    pair = Pair(context, Network())
+    for step in range(2):
+        loss_of(pair.model, step, context.rank).backward()
+        pair.model.finish_gradient_synchronization()
+        with pair.model.no_sync():
+            loss_of(pair.model, step + 1, context.rank).backward()
+        pair.model.zero_grad(set_to_none=True)
+        pair.backward(step + 2)
+        pair.finish()
+        pair.step()
+
+
+def test_a_gradient_that_is_cleared_behind_no_sync(cpu_ranks):
+    cpu_ranks.run(2, cleared_between)

@@ -1,0 +1,269 @@
+"""What a wrapper offers beside its step: gradients by hand, optimizers, statistics, copies."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp.buckets import Bucket
+from ddp.internals import copies
+from ddp.internals.gradients import Gradients, Reduction
+from ddp.internals.hooks import AutogradHooks
+from ddp.internals.ownership import activate, shared_with_another, take_over
+from ddp.internals.record import Launch
+from ddp.internals.replicas import Replicas, group_or_default
+from ddp.internals.step import Step
+from ddp.internals.watch import Watch
+from ddp.schedule import Schedule
+
+
+class Interface(nn.Module):
+    """The objects behind a wrapper, one a concern, and the methods that take no part in a step.
+
+    Attributes:
+        gradients, schedule, step, watch, replicas: see the files of these names.
+        require_backward_grad_sync: False under no_sync(); PyTorch's name.
+        gradients_come_by_hand: set by a private engine: autograd accumulates nothing, all comes
+            through `gradient_ready`.
+        is_active: False while another wrapper of the same network is in use: see ownership.py.
+
+    Raises:
+        RuntimeError: if there is no process group or nothing to train, a parameter has no shape,
+            or a wrapper of another network reduces it.
+        ValueError: if the ranks hold different models (on every rank), or an unknown reduction.
+    """
+
+    options: ClassVar[tuple[str, ...]]
+    before_accumulation: Callable[[int], None]  # of base.py, as these are
+    after_accumulation: Callable[[int], None]
+    plan: Callable[..., list[Bucket]]
+    wait_for: Callable[..., None]
+
+    is_active = False
+    gradients_come_by_hand = False
+    require_backward_grad_sync = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        reduce: str = "mean",
+        process_group: dist.ProcessGroup | None = None,
+        find_unused_parameters: bool = False,
+    ):
+        super().__init__()
+        self.module = module
+        self.process_group = group_or_default(process_group)
+        self.world_size = dist.get_world_size(self.process_group)
+        self.find_unused_parameters = find_unused_parameters
+        self.reduction = self.make_reduction(reduce)
+        self.replicas = Replicas(module, self.process_group)
+        self.is_copy = copies.COPYING.get()
+        if not self.is_copy:
+            self.replicas.make_equal(obstacle=shared_with_another(module))
+        take_over(module, abandon=True)
+        self.gradients = self.describe_gradients()
+        self.gradient = self.gradients.local
+        if not self.gradients.parameters and not self.is_copy:
+            raise RuntimeError("no parameter requires a gradient: there is nothing to synchronise")
+        self.schedule = Schedule()
+        self.watch = Watch(module, self.gradients)
+        self.step = Step(self.gradients, self.schedule, self.watch)
+        self.hooks = self.make_hooks()
+        weakref.finalize(self, _leave, self.hooks, self.gradients).atexit = False
+        self.adopt_order(list(reversed(range(len(self.gradients.parameters)))))
+        activate(self)  # autograd calls before_accumulation and after_accumulation from now on
+
+    def make_reduction(self, name: str) -> Reduction:
+        return Reduction(name, self.world_size)
+
+    def describe_gradients(self) -> Gradients:
+        """Called at construction, once all ranks hold the same values."""
+        return Gradients(self.module, self.reduction)
+
+    def make_hooks(self) -> AutogradHooks:
+        return AutogradHooks(self, self.gradients, self.step, self.watch)
+
+    def adopt_order(self, order: list[int]) -> None:
+        """Plans again: rank 0's first order of arrival replaces the reverse of registration."""
+        self.schedule.adopt(order, self.plan(self.gradients.describe(), order))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Enters a context in which gradients add up locally; a later backward reduces them."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    # ---- gradients that come by calls, not by autograd, as those of private training ------------
+
+    def before_gradient(self, parameter: Parameter) -> None:
+        """Prepares `parameter.grad` for a further addition, under `no_sync` too.
+
+        Afterwards no collective is writing to it, it is of `gradient_dtype`, and what it holds is
+        this rank's part: nothing, what was accumulated so far, or its share of what is reduced.
+
+        Raises:
+            ValueError: if the parameter is not one of the module's trainable ones.
+        """
+        i = self._index_of(parameter, "before_gradient")
+        with torch.no_grad():
+            self.before_accumulation(i)
+
+    def gradient_ready(self, parameter: Parameter) -> None:
+        """Announces that `parameter.grad` is final for this backward and may be reduced.
+
+        Call it for all parameters before the next forward, which takes an incomplete step for
+        a step that failed, and discards it.
+
+        Raises:
+            ValueError: if the parameter is not one of the module's trainable ones.
+            RuntimeError: for a gradient that is missing, sparse or not of `gradient_dtype`.
+        """
+        i = self._index_of(parameter, "gradient_ready")
+        if parameter.grad is None:
+            raise RuntimeError(f"gradient_ready: {self.gradients.names[i]} has no gradient")
+        with torch.no_grad():
+            self.after_accumulation(i)
+
+    def _index_of(self, parameter: Parameter, caller: str) -> int:
+        i = self.gradients.index_of(parameter)
+        if i < 0:
+            raise ValueError(f"{caller}: not a trainable parameter of the wrapped module")
+        activate(self)
+        return i
+
+    @property
+    def reduce(self) -> str:
+        """Returns `"mean"` or `"sum"`, the reduction over ranks."""
+        return self.reduction.name
+
+    @reduce.setter
+    def reduce(self, value: str) -> None:
+        self.reduction.choose(value)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """Returns the smallest dtype of `.grad` and its collective; None: the parameter's own.
+
+        With `torch.float32`, gradients of 16-bit parameters are float32, others stay as they are.
+        Set it between steps, on all ranks; gradients that exist are converted. Some optimizers
+        need a `.grad` of the parameter's own dtype. To replace it, set the parameter's
+        `grad_dtype`. The next training forward, or the next `before_gradient`, restores it.
+
+        Raises:
+            ValueError: for a dtype that is not a floating one.
+            RuntimeError: in the middle of a step, where gradients are on their way.
+        """
+        return self.gradients.dtypes.least
+
+    @gradient_dtype.setter
+    def gradient_dtype(self, value: torch.dtype | None) -> None:
+        if value is not None and not value.is_floating_point:
+            raise ValueError(f"gradient_dtype: {value} is not a floating type")
+        dtypes = self.gradients.dtypes
+        before, old = dtypes.all, dtypes.least
+        dtypes.set_least(value)
+        if dtypes.all == before:
+            return
+        if self.is_in_mid_step():
+            dtypes.set_least(old)
+            raise RuntimeError(
+                "gradient_dtype cannot change in the middle of a step: "
+                "call finish_gradient_synchronization first"
+            )
+        dtypes.give()
+        self.adopt_order(self.schedule.order)
+
+    # ---- a training loop -----------------------------------------------------------------------
+
+    def make_optimizer(
+        self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
+    ) -> Optimizer:
+        """Returns an optimizer: `optimizer = model.make_optimizer(torch.optim.AdamW, lr=1e-3)`.
+
+        Args:
+            cls: the class of the optimizer.
+            params: parameters or parameter groups; default all trainable parameters.
+            options: further arguments of `cls`.
+        """
+        optimizer = cls(trainable(self.module) if params is None else params, **options)
+        self.watch.follow(optimizer)
+        return optimizer
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradient to a norm of at most `max_norm`; returns the norm it had.
+
+        Call it between `finish_gradient_synchronization()` and `optimizer.step()`.
+        """
+        return torch.nn.utils.clip_grad_norm_(trainable(self.module), max_norm)
+
+    def whole_gradients(self) -> list[Tensor | None]:
+        """Returns the reduced gradient of each parameter, in the order of `parameters()`."""
+        return [parameter.grad for parameter in self.module.parameters()]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_state_dict(*args, **kwargs)
+        self.watch.accept_changes()
+        return result
+
+    # ---- statistics ----------------------------------------------------------------------------
+
+    def count(self, collectives: int, nbytes: int) -> None:
+        """Adds to what `stats` returns. A `launch` that does not has sent its bucket once."""
+        self.step.record.collectives += collectives
+        self.step.record.nbytes += nbytes
+
+    def stats(self) -> dict[str, int]:
+        """Returns the collectives and bytes of this rank's last finished step.
+
+        `collectives` started, `bytes` of gradients handed to them (an all-reduce in a ring moves
+        2(W-1)/W times as many over each link) and of gathered parameters, and `buckets` in the
+        plan.
+        """
+        done = self.step.finished
+        return {"collectives": done.collectives, "bytes": done.nbytes, "buckets": done.buckets}
+
+    def launches(self) -> list[Launch]:
+        """Returns the launches of the last finished step on this rank, in order."""
+        return [
+            Launch(ready, bucket.nbytes, tuple(self.gradients.names[i] for i in bucket.members))
+            for ready, bucket in self.step.finished.launches
+        ]
+
+    # ---- several wrappers of one network, and copies -------------------------------------------
+
+    def is_in_mid_step(self) -> bool:
+        """Returns whether gradients have arrived, or were launched, that are not finished."""
+        return self.step.is_in_the_middle()
+
+    def deactivate(self) -> None:
+        """Discards an unfinished step because another wrapper of this network takes over."""
+        self.wait_for(*self.schedule.in_flight)
+        self.step.begin()
+        self.hooks.remove()
+        self.gradients.dtypes.give_back()
+        self.is_active = False
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return copies.deep_copy(self, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copies.reduced(self)
+
+
+def _leave(hooks: AutogradHooks, gradients: Gradients) -> None:
+    hooks.remove()
+    gradients.dtypes.give_back()
+
+
+def trainable(module: nn.Module) -> list[Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]

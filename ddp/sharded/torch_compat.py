@@ -1,0 +1,143 @@
+"""Wraps what the sharded variants use of PyTorch without a public name, as ddp/torch_compat.py."""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp.torch_compat import all_gather, missing
+
+
+def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors, of another dtype perhaps, in few launches: `torch._foreach_copy_`.
+
+    Without it, one launch per tensor.
+    """
+    if (copy := getattr(torch, "_foreach_copy_", None)) is not None:
+        copy(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def gather_on_hosts(everyone: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to write every rank's `own` [n] to `everyone` [W, n], both on the CPU."""
+    if (beside := gloo_beside(group)) is None:
+        return all_gather(everyone.view(-1), own, group)
+    return beside.allgather([[*everyone]], [own])
+
+
+_beside: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+
+
+def gloo_beside(group: dist.ProcessGroup) -> Any:
+    """Returns gloo for the ranks of a group that has no backend for CPU tensors; else None.
+
+    The first call is collective. `dist.new_group` would want the same calls on all ranks of the
+    job, or, for some of them, each to be in equally many groups. So gloo meets in the store of the
+    group itself, with its timeout, `ProcessGroup._get_backend(..).options._timeout`.
+
+    Raises:
+        RuntimeError: if a group has no store or no such backend.
+    """
+    if "cpu:" in dist.get_backend_config(group):
+        return None
+    if group not in _beside:  # each has sockets and threads
+        try:
+            options = group._get_backend(group._device_types[0]).options
+            store = dist.PrefixStore("hosts", group.get_group_store())
+            found = dist.ProcessGroupGloo(store, group.rank(), group.size(), options._timeout)
+        except AttributeError as error:
+            raise missing("ProcessGroup._get_backend or get_group_store") from error
+        _beside[group] = found
+    return _beside[group]
+
+
+class OperatorsOnly(Tensor):
+    """A tensor whose operators PyTorch hands to `__torch_dispatch__`; other functions are as ever.
+
+    `torch._C._disabled_torch_function_impl`, as PyTorch's notes on extending it have it.
+    """
+
+    __torch_function__ = getattr(  # without it, functions are slower
+        torch._C, "_disabled_torch_function_impl", Tensor.__torch_function__
+    )
+
+
+def without_dispatch() -> AbstractContextManager:
+    """Enters a context in which operators treat subclasses of tensors as tensors.
+
+    Raises:
+        RuntimeError: if there is no `torch._C._DisableTorchDispatch`.
+    """
+    try:
+        return torch._C._DisableTorchDispatch()
+    except AttributeError as error:
+        raise missing("torch._C._DisableTorchDispatch") from error
+
+
+def register_tree(cls: type, as_leaf: Callable[[Any, str], Any]) -> None:
+    """Makes functions of nested arguments, as those of `torch.func`, call `as_leaf` of objects.
+
+    `torch.utils._pytree.register_pytree_node`. Beside an object `as_leaf` gets the name of the
+    module whose code calls such a function. What that makes of the leaf takes the object's place.
+
+    Raises:
+        RuntimeError: if there is no such function.
+    """
+    try:
+        from torch.utils import _pytree as trees
+
+        register = trees.register_pytree_node
+    except (ImportError, AttributeError) as error:
+        raise missing("torch.utils._pytree.register_pytree_node") from error
+
+    def flatten(x: Any) -> tuple[list[Any], None]:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals is vars(trees):
+            frame = frame.f_back
+        return [as_leaf(x, frame.f_globals.get("__name__", ""))], None
+
+    register(cls, flatten, lambda leaves, _: next(iter(leaves)))
+
+
+def refuse_writes(x: Tensor) -> None:
+    """Makes whatever writes to the memory of a tensor raise a RuntimeError.
+
+    `torch._C._set_throw_on_mutable_data_ptr`. Without it, writes are as ever.
+    """
+    if (refuse := getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)) is not None:
+        refuse(x)
+
+
+def written_by(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the arguments that an operator writes to, by its schema, lists flattened.
+
+    Raises:
+        RuntimeError: if torch does not tell: `OpOverload._schema`.
+    """
+    schema = getattr(operator, "_schema", None)
+    if schema is None:
+        raise missing("OpOverload._schema")
+    names = [x.name for x in schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    found: list[Any] = []
+    for x in schema.arguments:
+        if x.alias_info is not None and x.alias_info.is_write and x.name in given:
+            value = given[x.name]
+            found += value if isinstance(value, list | tuple) else [value]
+    return found
+
+
+def in_transform() -> bool:
+    """Returns whether a transform of `torch.func` is running, `grad` or `vmap` for example.
+
+    `torch._C._functorch.peek_interpreter_stack`. Without it, False.
+    """
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
