@@ -123,7 +123,7 @@ ROWS = [
     # ---- modules around layers
     ("G beside copies is not compared", "capture/vmap_trial.py",
      "if not _are_close([*map(_kept, found), *together], self._wanted[handle].pop(0)):",
-     "if False:", WHOLE_BATCH, "wrong_place"),
+     "if False:", VMAP_TRIAL, "place_of_samples"),
     ("flattened samples may fit by chance", "layers/vmap/whole_batch.py",
      'if routes and not kinds <= {"shared", "dimension"}:', "if False:", WHOLE_BATCH, "picked"),
     ("a parameter's gradient may come of anything", "layers/vmap/whole_batch.py",
@@ -583,7 +583,7 @@ ROWS = [
      "own = {name: values[n] for", "own = {name: values[0] for", VMAP, "another"),
     ("samples in turn may compute otherwise than together", "capture/vmap_trial.py",
      "if not is_random and not _are_close(tensors_in(found), tensors_in(plain)):", "if False:",
-     VMAP, "see_each_other and capacity"),
+     VMAP_TRIAL, "capacity"),
     ("arguments may carry from step to step", "guard/left.py",
      "        self._refuse_read(objects, left, args, kwargs)\n", "", OBJECTS, "carries_from"),
 ]  # fmt: skip

@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from dp_clipping.capture import vmap_trial
 from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.vmap_trial import callers_of, unfit_modules, weights_read_elsewhere
+from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import NeedsVmap
+from dp_clipping.layers.vmap.whole_batch import Operation, learn
 from dp_clipping.torch_compat import in_transform
 from tests.dp_clipping.conftest import private
 from tests.support import zoo
@@ -86,6 +89,30 @@ def rounded(scale: torch.Tensor) -> torch.Tensor:
     return Rounded.apply(scale)
 
 
+def test_gradients_of_tokens_in_the_place_of_samples_are_noticed(monkeypatch):
+    def wrong(known, few, more, routes):
+        everything = learn(known, few, more, routes)
+        known |= {
+            key: Operation((Layout("dimension", 1),), one.outputs) for key, one in known.items()
+        }
+        return everything
+
+    monkeypatch.setattr(vmap_trial, "learn", wrong)
+    network = owner(lambda net, x: (net.a(x)[:, None].expand(-1, 2, -1) * net.scale).sum(1))
+    assert "gradients are not those" in tried(network)["0"]
+
+
+def test_a_limited_capacity_is_refused_under_vmap():
+    network = nn.Sequential(zoo.Net(lambda net, x: x[: len(x) // 2 + 1].sum(0) + x * net.w,
+                                    w=nn.Parameter(torch.ones(3))))  # fmt: skip
+    capture = Capture(network)
+    capture.make_whole(capture.handles)
+    arguments = [((torch.ones(n, 3),), {}) for n in (2, 3, 2)]
+    Search(capture).establish(*arguments)
+    with pytest.raises(NeedsVmap, match="computes something else of a sample alone"):
+        unfit_modules(capture, *arguments[:2])
+
+
 def test_nothing_to_try():
     network = nn.Sequential(nn.Linear(3, 2))
     network[0].register_forward_hook(lambda *_: pytest.fail("no forward is needed"))
@@ -150,8 +177,9 @@ class Failing(nn.Module):
         self.kept.append(x.shape)
         if in_transform() or (self.also_alone and len(x) == 1):
             raise RuntimeError("vmap: for one sample")
+        y = with_first(x, self.scale)
         self.kept.clear()
-        return with_first(x, self.scale)
+        return y
 
 
 class Once(nn.Module):
