@@ -32,12 +32,12 @@ from ddp.individual import IndividualDDP
 from ddp.individual_v2 import IndividualV2DDP
 from ddp.none import NoCommunication
 from ddp.sharded.fsdp import HandBuiltFSDP
-from ddp.sharded.torch_fsdp import TorchFSDP
-from ddp.sharded.torch_zero1 import TorchZero1
 from ddp.sharded.zero1 import Zero1DDP
 from ddp.sharded.zero2 import Zero2DDP
 from ddp.synchronous import SynchronousDDP
 from ddp.torch_ddp import TorchDDP, TunedTorchDDP
+from ddp.torch_fsdp import TorchFSDP
+from ddp.torch_zero1 import TorchZero1
 
 __all__ = ["IMPLEMENTATIONS", "DataParallel", "Unavailable", "implementation", "wrap"]
 

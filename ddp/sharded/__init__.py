@@ -12,7 +12,6 @@ What the variants have in common:
 
 - layout.py: how parameters lie in a flat buffer, and which part of it a rank owns
 - optimizer.py: an optimizer whose ranks step their own slices, and agree on it before
-- binding.py: parameters that stay views of flat buffers, in zero1 and zero2
 - elementwise.py: which optimizers can step slices
 - state.py: its whole checkpoint, to be skipped at the first reading
 - interface.py: the methods that a training loop calls
@@ -25,6 +24,6 @@ What `fsdp` has beside, with units.py to be read first:
 - whole.py: whole parameters on demand: where they are used outside of their block's forward, for
   evaluation, and for checkpoints
 
-torch_compat.py has interfaces of PyTorch without a public name. Beside them is what PyTorch has:
-torch_zero1.py (ZeroRedundancyOptimizer) and torch_fsdp.py (fully_shard).
+torch_compat.py has interfaces of PyTorch without a public name. What PyTorch has beside them is in
+ddp/torch_zero1.py (ZeroRedundancyOptimizer) and ddp/torch_fsdp.py (fully_shard).
 """
