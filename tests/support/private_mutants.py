@@ -131,7 +131,7 @@ ROWS = [
     ("copies are those of other samples", "layers/vmap/whole_batch.py",
      "return copies.squeeze(place + 1).movedim(0, place)",
      "return copies.flip(0).squeeze(place + 1).movedim(0, place)", WHOLE_BATCH,
-     "norms_and_sums and joins"),
+     "laid_beside"),
     # ---- accounts for any noise
     ("rounding of FFTs is not charged", "accounting/pld.py",
      "rest, last = delta - steps * ROUNDING, math.inf", "rest, last = delta, math.inf", PLD),
