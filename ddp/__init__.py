@@ -10,7 +10,8 @@ The steps, in the order of reading:
 
 The second part, sharded/: what every rank holds in common is divided among the ranks.
 
-none.py is the floor of every comparison, torch_ddp.py is PyTorch's own.
+none.py is the floor of every comparison. PyTorch's own are torch_ddp.py, torch_zero1.py and
+torch_fsdp.py.
 
 Skip at the first reading: internals/ (robustness, one object per concern), torch_compat.py (PyTorch
 interfaces without a public name), and buckets.py before step 3.

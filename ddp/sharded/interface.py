@@ -174,3 +174,16 @@ class Sharded:
                 if parameter.grad is not None:
                     whole[parameter] = gradient
         return [whole.get(parameter) for parameter in self.module.parameters()]
+
+
+class ShardReduction(Reduction):
+    """Knows where reduced gradients are. Each rank's part of one is what it owns of it."""
+
+    place_of: dict[int, tuple[FlatUnit, int]]
+
+    def share_of(self, i: int, reduced: Tensor) -> Tensor:
+        unit, member = self.place_of[i]
+        if not unit.is_stand_in(reduced):  # assigned by a user, the same on every rank
+            return super().share_of(i, reduced)
+        whole = unit.own_gradient_behind(reduced, member)
+        return whole.mul_(self.contributors) if self.name == "mean" else whole

@@ -27,6 +27,10 @@ from ddp.buckets import ALIGNMENT_BYTES
 from ddp.sharded.torch_compat import OperatorsOnly, without_dispatch, written_by
 from ddp.torch_compat import all_gather, version_of
 
+RESHAPED = (
+    "a parameter of shape {then} has been given the shape {now}: wrap the network anew, and make "
+    "another optimizer"
+)
 DIVIDED = (
     "{function}: gradients are divided among ranks, and .grad stands for one without its values: "
     "call model.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_(), and `for "
@@ -329,3 +333,27 @@ def refuse_plain(parameter: Tensor, name: str) -> NoReturn:
 
 def _round_up(numel: int, unit: int) -> int:
     return -(-numel // unit) * unit
+
+
+@torch.no_grad()
+def bind(units: list[FlatUnit]) -> None:
+    """Makes every parameter a view of its flat buffer, with the value that it has now.
+
+    All values are read before the first one is written: parameters may have been exchanged.
+
+    Raises:
+        RuntimeError: for a parameter that has another shape than when it was wrapped.
+    """
+    moved = []
+    for unit in units:
+        start, itemsize = unit.values.data_ptr(), unit.values.element_size()
+        for member, offset in enumerate(unit.layout.offsets):
+            parameter, place = unit.parameters[member], start + offset * itemsize
+            if parameter.shape != (shape := unit.layout.shapes[member]):
+                raise RuntimeError(RESHAPED.format(now=[*parameter.shape], then=[*shape]))
+            lies_there = parameter.data_ptr() == place and parameter.is_contiguous()
+            if not lies_there and parameter.numel():
+                moved.append((unit, member, parameter.detach().clone()))
+    for unit, member, value in moved:
+        view = unit.layout.views(unit.values)[member]
+        unit.parameters[member].data = view.copy_(value)

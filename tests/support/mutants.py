@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "a reduced slice is added again by every rank",
-        (("sharded/zero1.py", "whole = unit.own_gradient_behind(reduced, member)",
+        (("sharded/interface.py", "whole = unit.own_gradient_behind(reduced, member)",
           "whole = unit.gather(unit.gradient)[member]"),),
         ("tests/ddp/test_accumulation.py", "zero1"),
     ),
@@ -427,7 +427,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters that moved are read while others are written",
-        (("sharded/zero1.py", "parameter.detach().clone()", "parameter.detach()"),),
+        (("sharded/layout.py", "parameter.detach().clone()", "parameter.detach()"),),
         ("tests/ddp/sharded/test_zero1.py", "exchange_their_memory"),
     ),
     Mutant(
