@@ -103,6 +103,13 @@ class Interface(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def join(self, *_: Any, **__: Any) -> None:
+        """Raises NotImplementedError, for those who know it of PyTorch's DDP."""
+        raise NotImplementedError(
+            "model.join(): each step is a collective call, so give every rank the same number of "
+            "batches, as by DistributedSampler(dataset, drop_last=True)"
+        )
+
     # ---- gradients that come by calls, not by autograd, as those of private training ------------
 
     def before_gradient(self, parameter: Parameter) -> None:

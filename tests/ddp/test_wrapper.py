@@ -91,3 +91,13 @@ def test_copies(ranks, implementation, body):
 def test_saved_and_loaded(ranks, implementation):
     """With the default process group."""
     ranks.run(ranks.size, through_a_file, implementation)
+
+
+def joined(context: Context) -> None:
+    model = wrap("ddp_bucketed", Chain().to(context.device))
+    with pytest.raises(NotImplementedError, match="every rank the same number of batches"):
+        model.join()
+
+
+def test_uneven_batches_are_answered(ranks):
+    ranks.run(1, joined)
