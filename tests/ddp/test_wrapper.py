@@ -85,7 +85,7 @@ def not_in_a_file(context: Context, name: str) -> None:
 
 
 def joined(context: Context, name: str) -> None:
-    model = wrap(name, Chain().to(context.device))
+    model = wrap(name, Chain().to(context.device), process_group=context.group)
     if isinstance(model, DataParallel):
         with pytest.raises(NotImplementedError, match="every rank the same number of batches"):
             model.join()
