@@ -26,7 +26,7 @@ class AutogradHooks:
     behind the accumulation. `torch.autograd.grad` accumulates nothing and runs neither.
 
     A node also runs when its gradient is None, as a custom `autograd.Function` may return it. The
-    first method is called only where `.grad` holds something. Hooks hold the wrapper weakly.
+    first method is called only where `.grad` holds something, or will when a collective ends. Hooks hold the wrapper weakly.
     """
 
     def __init__(self, wrapper: Any, gradients: Gradients, step: Step, watch: Watch):
@@ -54,9 +54,15 @@ class AutogradHooks:
             if not step.in_backward:
                 step.begin_backward()
             began[i] = version_of(parameter)
-            if parameter.grad is not None or i in gradients.stand_ins:
+            wrapper = find_wrapper()
+            schedule = wrapper.schedule
+            if (
+                parameter.grad is not None
+                or i in gradients.stand_ins
+                or schedule.bucket_of[i] in schedule.in_flight  # set to None meanwhile
+            ):
                 with torch.no_grad():
-                    find_wrapper().before_accumulation(i)
+                    wrapper.before_accumulation(i)
 
         def after(_inputs: TensorsOrNone, _gradients: TensorsOrNone) -> None:
             if version_of(parameter) != began[i]:
