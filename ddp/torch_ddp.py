@@ -90,6 +90,7 @@ class TorchDDP(SynchronousDDP):
             if self.gradients.dtypes.all[i] != self.gradients.parameters[i].dtype:
                 self.step.begin()  # as if it had not been
                 raise RuntimeError(OTHER_DTYPE.format(name=self.gradients.names[i]))
+            self.gradients.reduced.discard(i)  # from here on PyTorch's mean, also of None
         super().after_accumulation(i)
 
     @torch.no_grad()
