@@ -26,7 +26,8 @@ class AutogradHooks:
     behind the accumulation. `torch.autograd.grad` accumulates nothing and runs neither.
 
     A node also runs when its gradient is None, as a custom `autograd.Function` may return it. The
-    first method is called only where `.grad` holds something, or will when a collective ends. Hooks hold the wrapper weakly.
+    first method is called only where `.grad` holds something, or will when a collective ends.
+    Hooks hold the wrapper weakly.
     """
 
     def __init__(self, wrapper: Any, gradients: Gradients, step: Step, watch: Watch):

@@ -98,6 +98,7 @@ class LinearFactors:
         longest = LONGEST_GRAM if self.is_16_bit else 0
         is_long = tokens > longest or tokens * (inputs + outputs) >= inputs * outputs
         self.accumulates = is_long and not self.is_one_token
+        self._each = max(1, PIECE_ELEMENTS // max(1, inputs * outputs))
         self.is_rescaled = self.is_16_bit and not self.accumulates  # see `low_precision_sums`
         self.is_scaled = False  # y contains the coefficients
         self._gram_a: Tensor | None = None
@@ -131,11 +132,6 @@ class LinearFactors:
         sum_error = self.a.shape[1] * SUM_ROUNDING[dtype]
         return Norm(squared.to(dtype), scale.to(dtype), GRAM_ROUNDING, sum_error)
 
-    @property
-    def _each(self) -> int:
-        """Returns how many samples' G are formed at a time; it depends on the layer alone."""
-        return max(1, PIECE_ELEMENTS // max(1, self.a.shape[2] * self.y.shape[2]))
-
     def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields samples and their G [n, *parameter] in `accumulation_dtype(dtype)`.
 
@@ -153,13 +149,13 @@ class LinearFactors:
         scaled where it is accumulated, in float32; scaled ones (see `low_precision_sums`) by one
         product.
         """
+        if self.accumulates and not self.is_scaled and self._each >= self.a.shape[0]:
+            return weighted_sum(weights, self.dense())
         left, right = self.operands
         dtype = accumulation_dtype(left.dtype)
         if self.is_scaled:
             return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
         if self.accumulates:
-            if self._each >= left.shape[0]:
-                return weighted_sum(weights, self.dense())
             total = left.new_zeros(left.shape[-1], right.shape[-1], dtype=dtype)
             for part, gradients in self._pieces():
                 total += weighted_sum(weights.only(part), gradients)

@@ -123,8 +123,9 @@ class Plain:
                 if is_kept or not plans.prefers_dense(y.shape[1], y.shape[2], a.shape[2]):
                     found.append((weight, LinearFactors(a, y, value[2].transposed), left))
                     records = records[1:]
-            formed = gradients_left(kind, records, value, self.batch_size)
-            found += [(record, gradients, left) for record, gradients in formed]
+            if records:
+                for record, gradients in gradients_left(kind, records, value, self.batch_size):
+                    found.append((record, gradients, left))
         return found
 
     # ---- coefficients ---------------------------------------------------------------------------

@@ -82,25 +82,29 @@ class Uses:
 
 def gradients_left(
     kind: str, records: tuple[Trainable, ...], value: Any, batch_size: int
-) -> Iterator[tuple[Trainable, Tensor]]:
-    """Yields G of some parameters that a use has left something for."""
+) -> list[tuple[Trainable, Tensor]]:
+    """Returns G of some parameters that a use has left something for."""
     if kind is LINEAR:
         y, a, site = value
         if y.ndim != 3 or site.layout is not None:
             y, a = site.tokens(y, a, batch_size)
+        found = []
         for record in records:
             if record is site.bias:
-                yield record, y.sum(1, dtype=ACCUMULATED.get(y.dtype, torch.float32))
+                found.append((record, y.sum(1, dtype=ACCUMULATED.get(y.dtype, torch.float32))))
             else:
-                yield record, gradients_of(a, y) if site.transposed else gradients_of(y, a)
-    elif kind is NORMALIZED:
+                found.append(
+                    (record, gradients_of(a, y) if site.transposed else gradients_of(y, a))
+                )
+        return found
+    if kind is NORMALIZED:
         use, own = value
         formed = norm_layer_gradients_plain(use, accumulation_dtype(use.x.dtype))
-        for record, gradients in zip(own, formed, strict=True):
-            if record is not None:
-                yield record, gradients.view(batch_size, *record.shape)
-    elif kind is DENSE:
-        yield records[0], value[0]
-    else:
-        gradients = value.dense()
-        yield records[0], gradients.to(stored_dtype(value.y.dtype))
+        return [
+            (record, gradients.view(batch_size, *record.shape))
+            for record, gradients in zip(own, formed, strict=True)
+            if record is not None
+        ]
+    if kind is DENSE:
+        return [(records[0], value[0])]
+    return [(records[0], value.dense().to(stored_dtype(value.y.dtype)))]
