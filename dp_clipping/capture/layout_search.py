@@ -49,10 +49,15 @@ OF_SOME_NUMBERS = ("bernoulli", "bernoulli_", "multinomial", "binary_cross_entro
 
 
 class Search:
-    """Finds the layouts of a network's layers, and stores them in the layers' state."""
+    """Finds the layouts of a network's layers, and stores them in the layers' state.
 
-    def __init__(self, capture: CapturedNetwork):
-        self.capture = capture
+    Args:
+        joins_all: the step forms G of each use anyway, so all parameters are joined: they may have
+            more uses later than in these batches.
+    """
+
+    def __init__(self, capture: CapturedNetwork, joins_all: bool = False):
+        self.capture, self._joins_all = capture, joins_all
         self._uses: dict[Trainable, int] = {}
         self._routing: set[str] = set()
         self.differentiated: set[LayerState] = set()  # by the network's own forward
@@ -121,7 +126,7 @@ class Search:
 
     def _join(self) -> None:
         """Joins the parameters of layers that share one, or are used several times."""
-        several = {record for record, count in self._uses.items() if count > 1}
+        several = {r for r, count in self._uses.items() if count > 1 or self._joins_all}
         others: set[Trainable] = set()
         joints: list[set[Trainable]] = []
         for handle in self.capture.handles:

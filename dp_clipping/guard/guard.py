@@ -57,6 +57,7 @@ class LayoutDiscovery:
         capture: CapturedNetwork,
         sharding: Sharding | None,
         batch_first: bool,
+        joins_all: bool = False,
     ):
         self._network, self._capture, self._sharding = network, capture, sharding
         self._bags = KnownBags(network)
@@ -70,7 +71,7 @@ class LayoutDiscovery:
             known_bags=self._bags,
             state=capture.state,
         )
-        self._search = Search(capture)
+        self._search = Search(capture, joins_all)
         self._company = Company(capture, Observer(capture).run, self._search.layouts_of)
         self._schedule = Schedule()
         self._forecaster = Forecaster(capture, self._search.observe)

@@ -83,8 +83,9 @@ class ForwardBackward:
         self.network, self.capture = context.network, context.capture
         self.padding: Tensor | None = None
         self._establishment = LayoutDiscovery(
-            self.network, self.capture, context.sharding, context.batch_first
-        )
+            self.network, self.capture, context.sharding, context.batch_first,
+            joins_all=context.policy.dense_always,
+        )  # fmt: skip
         self._carried = self._establishment.carried
         self._normalizations = normalizations(self.network)
         self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}

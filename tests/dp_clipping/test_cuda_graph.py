@@ -260,7 +260,7 @@ def test_the_body_of_an_eager_step_is_told_of_the_capture():
         model=SimpleNamespace(
             capture=SimpleNamespace(trigger=torch.zeros(())),
             step_state=SimpleNamespace(
-                is_open=False, usage=SimpleNamespace(rows=4, real=3),
+                is_open=False, ticket=Ticket(samples=3, rows=4),
                 microbatches=SimpleNamespace(skips_next=False),
             ),
         ),

@@ -84,13 +84,17 @@ def on_whole_batch(
 
     Raises:
         UnknownOperation: it computes otherwise with its parameters than `call` knows.
+        ValueError: in a private step it returns another number of tensors than is known.
     """
     handle: LayerState = self._private
     dims = tuple([x.dim() for x in handle.tensors((args, kwargs))])
+    known = handle.output_layouts.get(dims)
     with call.of(self, copies):
         outputs = plain_forward(self, *args, **kwargs)
-        if any(layout.kind == "shared" for layout in handle.output_layouts.get(dims, ())):
-            outputs = expanded_output(handle, handle.output_layouts[dims], outputs, call.rows)
+        if known is not None and handle.private_step is not None:
+            _refuse_other_number(self, len(handle.tensors(outputs)), len(known))
+        if any(layout.kind == "shared" for layout in known or ()):
+            outputs = expanded_output(handle, known, outputs, call.rows)
     if any(isinstance(y, Own) for y in tree_leaves(outputs)):
         raise UnknownOperation("it returns a parameter in the place of samples")
     return outputs
@@ -242,12 +246,7 @@ class _OneSample:
         outputs, self._shape = tree_flatten(found)
         self._outputs = [None if isinstance(y, Tensor) else y for y in outputs]
         self._where = [n for n, y in enumerate(outputs) if isinstance(y, Tensor)]
-        if len(self._where) != len(self.out_layouts):
-            raise ValueError(
-                f"{self.handle.title(self.module)} returns {len(self._where)} tensors, and "
-                f"{len(self.out_layouts)} when its samples were looked for: let it return the same "
-                "for every batch, or call model.reset_batch_layouts() before one that differs"
-            )
+        _refuse_other_number(self.module, len(self._where), len(self.out_layouts))
         pairs = zip(self._where, self.out_layouts, strict=True)
         return tuple(_one_row(outputs[n], layout, self.handle) for n, layout in pairs)
 
@@ -261,6 +260,15 @@ class _OneSample:
             k = self.handle.examples_per_unit
             self._outputs[n] = y if k == 1 else y.repeat_interleave(k, 0)
         return tree_unflatten(self._outputs, self._shape)
+
+
+def _refuse_other_number(module: nn.Module, found: int, known: int) -> None:
+    if found != known:
+        raise ValueError(
+            f"{module._private.title(module)} returns {found} tensors, and {known} when its "
+            "samples were looked for: let it return the same for every batch, or call "
+            "model.reset_batch_layouts() before one that differs"
+        )
 
 
 def _sample_dim(layout: Layout) -> int | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.trials.values import Values, equal
+from dp_clipping.trials.values import Values, checksum, equal
 
 WRITES = {
     "add_": lambda x: x.add_(1),
@@ -57,3 +57,9 @@ def test_not_a_number_is_equal_to_itself():
     assert not equal(nan, torch.tensor([torch.nan, 1.0]))
     assert not equal(nan, nan.double())
     assert not equal(nan, nan[:1])
+
+
+def test_a_row_of_any_stride_has_a_checksum():
+    one = torch.arange(6, dtype=torch.int32).as_strided((1, 6), (1, 1))
+    assert torch.equal(checksum(one), checksum(one.clone().view(1, 6)))
+    assert not torch.equal(checksum(one), checksum(one + 1))
