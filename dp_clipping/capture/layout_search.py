@@ -81,7 +81,7 @@ class Search:
             handle.output_layouts.clear()
             if handle.operations:
                 handle.operations.clear()
-            handle.one_by_one = handle.whole_because = ""
+            handle.one_by_one, handle.whole_because, handle.is_unseen = "", "", False
 
     def establish(
         self, few: tuple[tuple, dict], more: tuple[tuple, dict], other: tuple[tuple, dict]

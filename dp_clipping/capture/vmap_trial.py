@@ -46,7 +46,13 @@ from dp_clipping.layers.vmap.whole_batch import (
     learn,
     replaced,
 )
-from dp_clipping.torch_compat import every_module, is_passed_on, tensors_in, version_of
+from dp_clipping.torch_compat import (
+    every_module,
+    is_passed_on,
+    plain_name,
+    tensors_in,
+    version_of,
+)
 from dp_clipping.trials.draws import without_dropout
 from dp_clipping.trials.randomness import RandomStates
 
@@ -140,7 +146,7 @@ class _Trial:
         capture, (args, kwargs) = self._capture, self._arguments
         mine = [handle for handle in capture.handles if handle.kind == "vectorized"]
         with (
-            trials(mine, trial), escapes_named(capture.network),
+            trials(mine, trial), escapes_named(capture.network), _gathering(capture),
             plain_run(capture, args, kwargs, self._before),
         ):  # fmt: skip
             pass
@@ -148,11 +154,8 @@ class _Trial:
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         handle: LayerState = vars(module)["_private"]
         given = handle.tensors((args, kwargs))
-        if handle.learns_outputs and any(isinstance(x, Own) for x in given):
-            raise UnknownOperation(
-                f"it gives {handle.name} a tensor made of its parameters alone, without samples: "
-                "expand that to the batch, as in self.table.expand(len(x), -1, -1)"
-            )
+        if handle.learns_outputs:
+            _refuse_own(handle.name, given)
         inputs = [local(x) for x in given]
         layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
         return expanded_input(handle, layouts, inputs, self._size)
@@ -255,6 +258,35 @@ class _Trial:
                 "its own: let what it computes of a sample depend on that sample alone",
             )
         return plain  # with what vmap has left in objects, which code outside may read
+
+
+@contextmanager
+def _gathering(capture: CapturedNetwork) -> Iterator[None]:
+    """Enters a context in which no module that ranks gather by itself is given an `Own`.
+
+    FSDP lays its own nodes around what such a module is given, by which the gradient would come to
+    the value, and not to the copies.
+    """
+    gathered = () if capture.sharding is None else capture.sharding.gathered
+    names = {m: plain_name(name) for name, m in capture.network.named_modules() if m in gathered}
+    with ExitStack() as stack:
+        for module, name in names.items():
+
+            def refuse(_: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+                _refuse_own(name, tensors_in((args, kwargs)))
+
+            hook = module.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True)
+            stack.callback(hook.remove)
+        yield
+
+
+def _refuse_own(name: str, given: list[Tensor]) -> None:
+    """Raises UnknownOperation if a module is given a tensor of parameters, without samples."""
+    if any(isinstance(x, Own) for x in given):
+        raise UnknownOperation(
+            f"it gives {name} a tensor made of its parameters alone, without samples: "
+            "expand that to the batch, as in self.table.expand(len(x), -1, -1)"
+        )
 
 
 def _output_layouts(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Layout, ...]:

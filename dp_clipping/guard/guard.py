@@ -312,8 +312,11 @@ class LayoutDiscovery:
             return capture.apart
 
     def _check_again_if_unknown(self, batch: Batch) -> int | None:
-        """Checks a batch; where a module has to run otherwise for it, searches and checks again."""
-        for _ in self._capture.handles:
+        """Checks a batch; where a module has to run otherwise for it, searches and checks again.
+
+        A search is of the samples that a module runs otherwise for; see also `LayerState.unseen`.
+        """
+        for _ in range(2 * len(self._capture.handles)):
             try:
                 return self._check(batch)
             except LayoutUnknown as error:
@@ -323,7 +326,8 @@ class LayoutDiscovery:
                         "ranks cannot repeat the search now: call model.reset_batch_layouts() on "
                         "every rank before a forward that differs"
                     ) from error
-                self.look(batch)
+                given = error.arguments
+                self.look(batch if given is None else self.carried.batch_of(*given))
         return self._check(batch)
 
     def _check(self, batch: Batch) -> int | None:

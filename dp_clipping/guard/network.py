@@ -159,9 +159,12 @@ class _Rows:
             scale = torch.where(stays, 1.0, others)
             if perturbed.larger is not None:
                 batch = batch.with_factor(rows[perturbed.larger], LARGE)
-        return self._observe(
-            batch.with_rows(rows), len(rows), self._layouts_of, scale.to(self.device), seed, most
-        )
+        given, scale = batch.with_rows(rows), scale.to(self.device)
+        try:
+            return self._observe(given, len(rows), self._layouts_of, scale, seed, most)
+        except LayoutUnknown as error:
+            error.arguments = given
+            raise
 
 
 def _cause(key: tuple[str, str, int], base: Seen, beside: Seen) -> str:

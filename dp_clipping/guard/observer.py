@@ -17,12 +17,11 @@ from dp_clipping.distributed.dtensor import is_sharded, owner_of
 from dp_clipping.layers.batch_layout import Layout, all_tokens
 from dp_clipping.layers.handle import (
     LayerState,
-    LayoutUnknown,
     expanded_input,
     expanded_output,
 )
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.layers.vmap.module import on_whole_batch, plain_forward
+from dp_clipping.layers.vmap.module import on_whole_batch
 from dp_clipping.layers.vmap.whole_batch import Call, UnknownOperation
 from dp_clipping.torch_compat import (
     every_module,
@@ -150,7 +149,7 @@ class Observer:
                 layouts = list(handle.output_layouts.get(key, ()))
             else:
                 layouts = list(handle.layouts.get(key, ()))
-            if handle.trial is None or is_in_backward():  # else it has been expanded
+            if handle.trial is None:  # else it has been expanded
                 output = expanded_output(handle, layouts, output, batch_size)
             places = iter(layouts)
 
@@ -207,11 +206,9 @@ class Observer:
         Each of them takes a sample's copy of the parameter for a row of the batch.
         """
         handle: LayerState = vars(module)["_private"]
-        if is_in_backward():
-            return plain_forward(module, *args, **kwargs)
 
         def watch(what: str, x: Tensor, layout: Layout) -> Tensor:
-            if what == "operand":
+            if what == "operand" and not is_in_backward():  # where checkpointing runs it again
                 seen.add(handle.name, "operand", summary(x, layout, batch_size))
             if what == "operand" or not x.is_floating_point():
                 return x
@@ -232,7 +229,7 @@ class Observer:
         try:
             return on_whole_batch(module, call, copies, args, kwargs)
         except UnknownOperation as error:  # it computes otherwise
-            raise LayoutUnknown(handle.name) from error
+            raise handle.unseen(error) from error
 
     def _of_input(self, x: Tensor, layout: Layout, batch_size: int) -> Summary:
         """Returns the summary of a layer's input; layers that read one tensor in turn share it."""

@@ -35,7 +35,13 @@ def sum_of_pictures(sums: Tensor, batch_size: int) -> Tensor:
 
 
 class LayoutUnknown(Exception):
-    """A layer was called in a way that the search for the batch dimension has not seen."""
+    """A layer was called in a way that the search for the batch dimension has not seen.
+
+    Attributes:
+        arguments: of the forward, where it is not that of the user's batch.
+    """
+
+    arguments: tuple[tuple, dict] | None = None
 
 
 class NeedsVmap(ValueError):
@@ -174,6 +180,7 @@ class LayerState:
             `inner_forward` runs it.
         around: functions called before and after its calls now, where `inner` is set.
         whole_because: why it cannot run on the whole batch, and what to do; or "".
+        is_unseen: it has called operators there that the search before had not seen.
         is_misfit: `inner` is set, and it has computed with its parameters otherwise.
         trainable: names of the parameters it captures, relative to the module.
         has_last: for a bag: its offsets end with the number of ids.
@@ -216,7 +223,7 @@ class LayerState:
         self.inner: Any = None
         self.inner_forward: Callable[..., Any] | None = None
         self.around: tuple[Callable[..., Any], Callable[..., Any] | None] | None = None
-        self.whole_because, self.is_misfit = "", False
+        self.whole_because, self.is_unseen, self.is_misfit = "", False, False
         self.schedule = Schedule()
         self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
         self.operations: dict[Any, Any] | None = {}
@@ -282,6 +289,17 @@ class LayerState:
         layout = site.layout or FIRST
         if layout.kind == "dimension" and self.layouts.get((x.ndim,)) == (layout,):
             self.sites[x.ndim, x.dtype, autocast_of(x)] = site
+
+    def unseen(self, error: Exception) -> LayoutUnknown:
+        """Returns the error for operators on the whole batch that no search has seen.
+
+        Another search looks for them, as where code leaves out a mask that hides nothing. If they
+        are not found, the one after it lets the module run under vmap.
+        """
+        if self.is_unseen:
+            self.whole_because = f"{error}: compute with its parameters in a module of their own"
+        self.is_unseen = True
+        return LayoutUnknown(self.name)
 
     def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
         found = self.layouts.get(tuple([x.ndim for x in inputs]))

@@ -213,12 +213,21 @@ class ForwardBackward:
                     "other ranks cannot repeat the search now: call "
                     "model.reset_batch_layouts() on every rank before a forward that differs"
                 ) from error
-            mark.put_back()
-            objects.put_back()
-            look = partial(self._establishment.look, seen)
-            self._own_errors_first(look, args, kwargs, given.size)
-            private_step = begin()  # what layers left in the other belongs to other layouts
-            output = self._call_network_again(private_step, args, kwargs)
+
+            def looked_at() -> PrivateStep:
+                mark.put_back()
+                objects.put_back()
+                look = partial(self._establishment.look, seen)
+                self._own_errors_first(look, args, kwargs, given.size)
+                return begin()  # what layers left in the other belongs to other layouts
+
+            private_step = looked_at()
+            try:
+                with self.capture.attached(private_step):
+                    output = self.network(*args, **kwargs)
+            except LayoutUnknown:  # then a module runs under vmap: see `LayerState.unseen`
+                private_step = looked_at()
+                output = self._call_network_again(private_step, args, kwargs)
         except BaseException as error:
             self.recover()
             if private_step.is_empty and isinstance(error, Exception):

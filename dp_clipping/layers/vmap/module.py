@@ -71,7 +71,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         return on_whole_batch(self, call, slots, args, kwargs)
     except UnknownOperation as error:
-        raise LayoutUnknown(handle.name) from error
+        raise handle.unseen(error) from error
 
 
 def on_whole_batch(
