@@ -199,6 +199,29 @@ def test_a_module_that_computes_otherwise_later_is_looked_at_again():
     assert found == [2, 3, 3]
 
 
+def hidden(net: Net, x: Tensor) -> Tensor:
+    """Leaves out a mask that hides nothing, as models of transformers do."""
+    hides = x > 9
+    scale = torch.where(hides, 0.5, net.scale) if bool(hides.any()) else net.scale
+    return net.linear(x) * scale
+
+
+@pytest.mark.parametrize("row", [0, 5])
+def test_a_mask_is_left_out_where_it_hides_nothing(row):
+    """Also where none of the samples that are looked at has one, and the batch has."""
+    network, plain = twins(scaled(hidden, scale=bare(5)))
+    model = private(network, "bookkeeping", 0.5)
+    torch.manual_seed(0)
+    x = torch.randn(6, 5, dtype=torch.float64)
+    with torch.no_grad():
+        for net in (network, plain):
+            net.first.weight.copy_(torch.eye(5))
+    x[row, 0] = 20
+    batch = x, torch.randn_like(plain(x))
+    gradients = oracle.per_sample_gradients(plain, batch, zoo.product)
+    assert_close(clipped_sums(model, batch), oracle.clipped_sum(gradients, 0.5), 1e-9)
+
+
 @pytest.mark.parametrize(
     "run", [lambda n, x: n.linear(x) * n.scale, lambda n, x: n.linear(x * n.scale)],
     ids=["returned", "given to a layer"],
