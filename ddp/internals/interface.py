@@ -23,6 +23,10 @@ from ddp.internals.watch import Watch
 from ddp.schedule import Schedule
 
 
+class _Ended(Exception):
+    """Ends a `join()` block on a rank that has more batches."""
+
+
 class Interface(nn.Module):
     """The objects behind a wrapper, one a concern, and the methods that take no part in a step.
 
@@ -103,12 +107,34 @@ class Interface(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def join(self, *_: Any, **__: Any) -> None:
-        """Raises NotImplementedError, for those who know it of PyTorch's DDP."""
-        raise NotImplementedError(
-            "model.join(): each step is a collective call, so give every rank the same number of "
-            "batches, as by DistributedSampler(dataset, drop_last=True)"
-        )
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Enters a context that ends on all ranks as soon as the batches of one have ended.
+
+        Enter it around the loop over batches, on all ranks. Each training forward asks the other
+        ranks first. Where one has left its loop, the forward raises an exception that ends the
+        block quietly: what a rank has more than others is left out, and all have taken the same
+        steps. PyTorch's `DistributedDataParallel.join()` trains on the rest, without those ranks.
+        """
+
+        def ask(*_: Any) -> None:
+            if self.training and torch.is_grad_enabled() and self._has_any_ended(False):
+                raise _Ended
+
+        handle = self.register_forward_pre_hook(ask, prepend=True)
+        try:
+            yield
+            self._has_any_ended(True)
+        except _Ended:
+            pass
+        finally:
+            handle.remove()
+
+    def _has_any_ended(self, mine: bool) -> bool:
+        """Returns whether a rank has left its loop; collective, and the host waits."""
+        ended = torch.tensor(float(mine), device=self.gradients.parameters[0].device)
+        dist.all_reduce(ended, op=dist.ReduceOp.MAX, group=self.process_group)
+        return bool(ended)
 
     # ---- gradients that come by calls, not by autograd, as those of private training ------------
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ddp import implementation, wrap
-from ddp.base import DataParallel
 from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets
 
@@ -85,10 +84,21 @@ def not_in_a_file(context: Context, name: str) -> None:
 
 
 def joined(context: Context, name: str) -> None:
+    """Ranks with other numbers of batches take as many steps as the one that has the fewest."""
     model = wrap(name, Chain().to(context.device), process_group=context.group)
-    if isinstance(model, DataParallel):
-        with pytest.raises(NotImplementedError, match="every rank the same number of batches"):
-            model.join()
+    optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
+    for batches in ((3, 2), (1, 4), (2, 2)):
+        steps = 0
+        with model.join():
+            for step in range(batches[context.rank]):
+                optimizer.zero_grad()
+                chain_loss(step)(model, context.rank).backward()
+                model.finish_gradient_synchronization()
+                optimizer.step()
+                steps += 1
+        assert steps == min(batches)
+    with pytest.raises(ZeroDivisionError), model.join():
+        raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("body", [deep_copies, averaged, not_in_a_file, joined])
