@@ -485,7 +485,7 @@ ROWS = [
      "return y.detach()", "return y.data", OF_USERS),
     ("examples of a unit are averaged", "layers/registered/module.py",
      "_units(g, k).sum(1, dtype=accumulation_dtype(g.dtype))", "_units(g, k).mean(1)",
-     UNITS, "registered"),
+     CONTRACT, "test_networks and registered-units"),
     # ---- distributed
     ("shared parameters are counted on every rank", "distributed/norm_reduce.py",
      "return not replicated or self.tensor.rank == 0", "return True", SPLIT),
