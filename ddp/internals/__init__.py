@@ -1,4 +1,4 @@
-"""What a step of `ddp.base.DataParallel` needs beside it, one concern a file.
+"""Keeps a step of `ddp.base.DataParallel` right in unusual cases, one concern a file.
 
 A first reading can skip them.
 

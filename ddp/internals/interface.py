@@ -1,4 +1,4 @@
-"""What a wrapper offers beside its step: gradients by hand, optimizers, statistics, copies."""
+"""Methods of a wrapper that take no part in its step: optimizers, statistics, copies, `join`."""
 
 import weakref
 from collections.abc import Callable, Iterator

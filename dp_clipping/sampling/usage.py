@@ -17,7 +17,7 @@ BOTH_OUTPUTS = (
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a loader says of the (micro)batch that it yields.
+    """Describes the (micro)batch that a loader yields.
 
     Attributes:
         samples: how many there are.

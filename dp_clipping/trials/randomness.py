@@ -79,7 +79,7 @@ def same_randomness(
 
 
 Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""What gets the state of a generator, and what sets it."""
+"""Two functions: one returns the state of a generator, the other sets it."""
 
 
 def _torch_generators(device: torch.device | None) -> Iterator[Generator]:

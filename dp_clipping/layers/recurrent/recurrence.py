@@ -29,7 +29,7 @@ from dp_clipping.layers.recurrent.kernel import Weights
 from dp_clipping.layers.recurrent.packing import Packing
 
 Sites = tuple[Site, Site]
-"""Of one direction: of W_hh and b_hh, and of W_hr."""
+"""Sites of one direction: that of W_hh and b_hh, and that of W_hr."""
 
 
 @dataclass

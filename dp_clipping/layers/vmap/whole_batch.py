@@ -64,7 +64,7 @@ class UnknownOperation(Exception):
 
 
 class Operation(NamedTuple):
-    """Where the samples are in an operator's tensors, but parameters, and in its results."""
+    """Layouts of the samples in an operator's results and tensors, parameters left out."""
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]

@@ -18,11 +18,11 @@ from dp_clipping.layers.recorder import DENSE, LINEAR, NORMALIZED, Joint, Traina
 from dp_clipping.torch_compat import VERSION
 
 Left = tuple[str, tuple[Trainable, ...], Any, tuple[Tensor, ...]]
-"""What `Work.take` takes."""
+"""The arguments of `Work.take`."""
 
 
 class Uses:
-    """What has arrived of parameters that have several uses.
+    """Collects what each use leaves of parameters that have several.
 
     Args:
         versions: refuses what has changed since it arrived, a `capture.checks.kept.Kept`.
