@@ -135,8 +135,7 @@ class RankPool:
             self.close(kill=True)
             raise RuntimeError(f"the ranks did not start: {ready}")
 
-    @staticmethod
-    def _collect(pipes: Sequence[Connection], seconds: float) -> list[tuple[bool, Any]]:
+    def _collect(self, pipes: Sequence[Connection], seconds: float) -> list[tuple[bool, Any]]:
         """Returns every rank's answer; after a failure the others have GRACE_SECONDS for theirs."""
         answers: list[tuple[bool, Any]] = [(False, "no answer")] * len(pipes)
         waiting = list(pipes)
@@ -147,11 +146,17 @@ class RankPool:
                 try:
                     answer = pipe.recv()
                 except EOFError:
-                    answer = False, "the process died"
+                    answer = False, self._death(pipe)
                 answers[pipes.index(pipe)] = answer
                 if not answer[0]:
                     deadline = min(deadline, monotonic() + GRACE_SECONDS)
         return answers
+
+    def _death(self, pipe: Connection) -> str:
+        """Returns that a rank's process died, and of what: its exit code, below zero a signal."""
+        process = self._processes[self._pipes.index(pipe)]
+        process.join(GRACE_SECONDS)
+        return f"the process died (exit code {process.exitcode})"
 
 
 def _groups() -> int:

@@ -100,6 +100,18 @@ def cpu_ranks():
     pool.close()
 
 
+@pytest.fixture
+def own_ranks():
+    """Four gloo ranks for one test, whose collectives fail.
+
+    gloo may still write to the memory of a collective that has timed out: a rank of the shared
+    pool would die of it in a later test.
+    """
+    pool = RankPool(4, prepare=seeds.replace_entropy, **seeds.ON_RANKS)
+    yield pool
+    pool.close(kill=True)
+
+
 @pytest.fixture(scope="session")
 def interpreter():
     """Processes in which kernels run without a GPU."""

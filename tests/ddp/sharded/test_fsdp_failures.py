@@ -95,8 +95,8 @@ def alone(context: Context) -> None:
         assert "`with model.whole_parameters():`" in note
 
 
-def test_the_timeout_says_what_happened(cpu_ranks):
-    cpu_ranks.run(cpu_ranks.size, alone)
+def test_the_timeout_says_what_happened(own_ranks):
+    own_ranks.run(own_ranks.size, alone)
 
 
 class WithStatistics(Network):

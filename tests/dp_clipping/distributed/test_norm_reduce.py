@@ -366,8 +366,8 @@ def late(context: Context) -> None:
         assert isinstance(lost.value.__cause__, Exception)
 
 
-def test_a_rank_that_does_not_come_is_named(cpu_ranks):
-    cpu_ranks.run(4, late)
+def test_a_rank_that_does_not_come_is_named(own_ranks):
+    own_ranks.run(4, late)
 
 
 def dies(context: Context) -> None:
@@ -384,7 +384,7 @@ def test_a_rank_that_dies_stops_the_others():
     with pytest.raises(AssertionError) as failed:
         pool.run(3, dies)
     text = str(failed.value)
-    assert "the process died" in text
+    assert "the process died (exit code 3)" in text
     assert text.count("over the data axis (3 ranks) failed") >= 1
 
 
