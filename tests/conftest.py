@@ -102,10 +102,9 @@ def cpu_ranks():
 
 @pytest.fixture
 def own_ranks():
-    """Four gloo ranks for one test, whose collectives fail.
+    """Four gloo ranks for one test that lets collectives time out.
 
-    gloo may still write to the memory of a collective that has timed out: a rank of the shared
-    pool would die of it in a later test.
+    What gloo has left of them, as buffers and connections, must not meet a later test.
     """
     pool = RankPool(4, prepare=seeds.replace_entropy, **seeds.ON_RANKS)
     yield pool
