@@ -103,6 +103,9 @@ ROWS = [
     ("norms leave in the order in which they arrive", "step/sums/step_norms.py",
      "            for record in self._order:\n", "            for record in list(self.known):\n",
      WORK, "layerwise"),
+    ("groups are clipped in the order in which their norms are taken", "step/sums/work.py",
+     "groups = sorted([k for k", "groups = list([k for k",
+     "tests/dp_clipping/distributed/test_fsdp2.py", "interpreter and some"),
     ("what is kept for its sum is normed early", "step/sums/work.py",
      "self.waiting = [left for left in waiting if self._stays(left)]", "pass", WORK, "any_case"),
     # ---- a first step of noise alone

@@ -101,6 +101,7 @@ def test_an_ordinary_backward_after_the_noise_is_refused(cpu_ranks):
 SOME = [
     ("flash_bookkeeping", "per_layer", "fsdp2", "each"),
     ("flash_bookkeeping", "per_layer", "fsdp2", "crowded"),
+    ("flash_bookkeeping", "per_layer", "tensor", "crowded"),
     ("flash", "flat", "tensor", "together"),
 ]
 REST = [
@@ -109,7 +110,8 @@ REST = [
     ),
     ("flash_bookkeeping", "per_layer", "tensor", "each"),
     ("flash", "flat", "fsdp2", "each"),
-    *product(("flash_bookkeeping", "flash"), ("flat", "per_layer"), ("tensor",), ["crowded"]),
+    ("flash_bookkeeping", "flat", "tensor", "crowded"),
+    *product(["flash"], ("flat", "per_layer"), ("tensor",), ["crowded"]),
     ("flash", "flat", "fsdp2", "crowded"),
 ]  # fmt: skip
 
