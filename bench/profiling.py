@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.gate import FLOOR
+from bench.messages import describe_messages
 from bench.settings import Settings, Subject
 from bench.training import TrainingRun, building, noted_phases, train
 from ddp import Unavailable
@@ -270,6 +271,8 @@ class Profiling:
             self._draw(traces, picture)
             if picture.exists():
                 print(f"picture of all: {picture}")
+            if len(traces.get("ddp", [])) > 1:
+                print(*describe_messages(traces["ddp"]), sep="\n")
             self._report_budgets(subjects, traces)
         print(f"traces, summaries and timelines: {self.folder}", flush=True)
 

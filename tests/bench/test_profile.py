@@ -2,9 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from bench.messages import describe_messages
+from lm.exchange import plan
+from lm.shape import Shape
 from tests.support.benchmark_command import PLUGINS, ROOT, benchmark, forked_benchmark
 
 NAMES = ["none", "ddp", "Minimal"]
@@ -141,3 +145,33 @@ def test_a_failure_is_named_and_the_others_are_profiled(tmp_path):
     assert lines[6] == f"picture of all: {tmp_path / 'all_timeline.png'}"
     for name in ("ddp", "ddp_individual"):
         assert (tmp_path / f"{name}_summary.txt").exists()
+
+
+def test_messages_cost_for_the_call_and_for_their_bytes():
+    """Two ranks, of which one is late at each all-reduce: 0.5 ms a call and 2 ms a MiB."""
+    sizes = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    configuration = {
+        "model": {**sizes, "vocab_size": 256, "context_length": 16},
+        "batch_size": 2,
+        "dtype": "float32",
+        "bucket_size_mb": None,
+    }
+    sent = plan("ddp", Shape.of(configuration)).nbytes
+    early, late, now = [], [], 0.0
+    for nbytes in 2 * sent:  # two steps
+        end = now + 100 + 500 + 2000 * nbytes / 2**20
+        early.append((now, end))
+        late.append((now + 100, end))
+        now = end
+    traces = [
+        SimpleNamespace(collectives={"all_reduce": calls}, configuration=configuration)
+        for calls in (early, late)
+    ]
+    _, alone, bucketed = describe_messages(traces)
+    mib = sum(sent) / 2**20
+    ms = len(sent) * 0.5 + mib * 2
+    assert alone == f"  ddp           21 × 0.5 ms + {mib:.3g} MiB × 2 ms/MiB = {ms:.3g} ms"
+    assert bucketed.startswith("  ddp_bucketed   1 × 0.5 ms + ")
+    for calls in (early, late):
+        calls.append((now, now + 1))  # not an all-reduce of a gradient
+    assert describe_messages(traces) == []

@@ -78,7 +78,7 @@ def test_activations_are_what_autograd_keeps(model, dtype):
     ],
 )
 def test_peaks_that_were_measured_on_four_gpus(preset, length, dtype, gib):
-    """The figures are those of docs/variants.md, with 8 sequences per GPU."""
+    """The figures are those of docs/results.md, with 8 sequences per GPU."""
     model = replace(PRESETS[preset], context_length=length)
     for variant, measured in gib.items():
         kinds = predict_memory(variant, model, ranks=4, batch_size=8, dtype=dtype)

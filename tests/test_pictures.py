@@ -1,0 +1,43 @@
+"""The pictures of docs/variants.md are those that `docs.draw_variants` draws."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from ddp import IMPLEMENTATIONS
+from docs.draw_variants import GRADIENTS, LAYERS, VARIANTS, run
+from measure.picture import read_picture
+
+FOLDER = Path("docs")
+
+
+def test_every_hand_built_variant_has_one():
+    assert set(VARIANTS) == {name for name in IMPLEMENTATIONS if not name.startswith("torch_")}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_picture_is_the_one_that_is_drawn(name):
+    says = f"{name}: {VARIANTS[name].title}"
+    assert read_picture(FOLDER / f"variant_{name}.png").description == says
+    assert f"](variant_{name}.png)" in (FOLDER / "variants.md").read_text()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_step_computes_and_sends_everything(name):
+    computed, sent = run(VARIANTS[name])
+    for kind in ("forward", "backward"):
+        layers = [box.text for box in computed if box.kind == kind and box.text]
+        assert sorted(layers) == [str(n) for n in range(1, LAYERS + 1)]
+    assert len(sent) == sum(len(work.sends) for work in VARIANTS[name].works)
+    gradients = sum(int(box.text or 1) for box in sent if box.text[:1] not in ("g", "r"))
+    passes = {"none": 0, "fsdp": 0, "zero1": 2, "zero2": 2}.get(name, 1)
+    assert gradients == passes * GRADIENTS
+    for one, other in pairwise(sent):  # one message at a time
+        assert one.end <= other.start + 1e-9
+
+
+def test_variants_end_in_the_order_of_the_page():
+    ends = {name: run(variant)[0][-1].end for name, variant in VARIANTS.items()}
+    assert ends["none"] < ends["ddp_individual_v2"] < ends["ddp_individual"] < ends["ddp"]
+    assert ends["none"] < ends["ddp_copy_engine"] < ends["ddp_bucketed"]
