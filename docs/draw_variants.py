@@ -9,7 +9,7 @@ call and for its bytes, and computation is slower beside a collective that occup
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from measure.picture import save_picture
 
 LAYERS, EACH = 4, 3  # gradients of a layer
 GRADIENTS = LAYERS * EACH
-FORWARD, BACKWARD, STEP = 1.0, 2.1, 2.4  # time of a layer, of a layer, of all
-COPY = 0.07  # of a gradient into its bucket
-CALL, BYTES = 0.3, 0.27  # an all-reduce: for the call, for the bytes of one gradient
+FORWARD, BACKWARD, STEP = 1.0, 2.1, 1.6  # time of a layer, of a layer, of all
+COPY = 0.05  # of a gradient into its bucket
+CALL, BYTES = 0.34, 0.25  # an all-reduce: for the call, for the bytes of one gradient
 SLOWER, SLOWED = 1.22, ("forward", "backward")  # beside a collective
 BUCKET = 5  # gradients
 
@@ -97,10 +97,11 @@ def replicated(plan: Plan, copies: bool = False) -> list[Work]:
 def sharded() -> list[Work]:
     """A reduce-scatter of each bucket in backward; then its slice is stepped and gathered."""
     plan = buckets(part=0.5)
-    works = [*forward(), *backward(plan, copies=True)]
-    for number, message in enumerate(plan.values(), start=1):
-        width = STEP / 2 * int(message[0]) / GRADIENTS
-        works.append(Work("step", "", width, number, (message,)))
+    reduced = {after: (f"r{size}", time) for after, (size, time) in plan.items()}
+    works = [*forward(), *backward(reduced, copies=True)]
+    for number, (size, time) in enumerate(plan.values(), start=1):
+        width = STEP / 2 * int(size) / GRADIENTS
+        works.append(Work("step", "", width, number, ((f"g{size}", time),)))
     return [*works, Work("end", "", 0.0, 2 * len(plan))]
 
 
@@ -122,7 +123,7 @@ def gathered() -> list[Work]:
     return [*works, Work("step", "step", STEP / 2, sent)]
 
 
-SINGLE: Plan = {n: ("", lasts(1)) for n in range(1, GRADIENTS + 1)}
+SINGLE: Plan = {n: ("1", lasts(1)) for n in range(1, GRADIENTS + 1)}
 AFTERWARDS = [
     *forward(),
     *backward({GRADIENTS: ("", 0.0)})[:-1],
@@ -223,7 +224,7 @@ WIDTH, HEIGHT, LEFT, RIGHT = 9.0, 1.75, 0.085, 0.985
 
 def draw(name: str, path: Path, longest: float, floor: float) -> None:
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch, Rectangle
 
     variant = VARIANTS[name]
     computed, sent = run(variant)
@@ -231,7 +232,7 @@ def draw(name: str, path: Path, longest: float, floor: float) -> None:
     label = figure.text(0.012, 0.96, name, size=11, weight="bold", color=INK, va="top")
     axes = figure.add_axes((LEFT, 0.2, RIGHT - LEFT, 0.6), xlim=(0, longest), ylim=(-0.1, 2.1))
     axes.set_axis_off()
-    for y, text in ((1.5, "computes"), (0.5, "sends")):
+    for y, text in ((1.5, "computes"), (0.5, "messages")):
         axes.text(-0.15, y, text, size=8.5, color=FAINT, ha="right", va="center")
     for box in computed:
         if box.kind != "end":
@@ -240,7 +241,12 @@ def draw(name: str, path: Path, longest: float, floor: float) -> None:
     for box in sent:
         _box(axes, box, 0.05, PALE, INK)
         for start, end in _exposed(box, computed):
-            _box(axes, Box("", "", start, end), 0.05, "none", INK, hatch=True)
+            hatched = Rectangle((start, 0.05), end - start, 0.9, hatch="////", fill=False)
+            hatched.set(edgecolor=ORANGE, lw=0)
+            axes.add_patch(hatched)
+    slowed = list(_slowed(variant, computed, sent))
+    for start, end in slowed:
+        axes.add_patch(Rectangle((start, 1.05), end - start, 0.16, facecolor=ORANGE))
     last = max(b.end for b in computed if b.kind in ("backward", "copy"))
     axes.plot([last, last], [0, 2.1], color=INK, lw=1.6)
     axes.plot([floor, floor], [0, 2.1], color=FAINT, lw=0.9, ls=(0, (3, 2)))
@@ -259,11 +265,13 @@ def draw(name: str, path: Path, longest: float, floor: float) -> None:
     if sent:
         handles += [
             Patch(color=PALE, label="message"),
-            Patch(fc=PALE, ec=ORANGE, hatch="////", lw=0, label="exposed: nothing is computed"),
+            Patch(fc=PALE, ec=ORANGE, hatch="////", lw=0, label="exposed: nothing computes"),
         ]
+    if slowed:
+        handles.append(Patch(color=ORANGE, label="slowed beside it"))
     figure.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(LEFT - 0.012, -0.03),
-        ncols=len(handles), frameon=False, fontsize=8, handlelength=1.2, columnspacing=1.3,
+        ncols=len(handles), frameon=False, fontsize=7.8, handlelength=1.1, columnspacing=1.0,
     )  # fmt: skip
     save_picture(figure, path, f"{name}: {variant.title}")
 
@@ -290,28 +298,31 @@ def _exposed(box: Box, computed: list[Box]) -> list[tuple[float, float]]:
             if work.start > start:
                 found.append((start, work.start))
             start = max(start, work.end)
-    return [*found, (start, box.end)] if start < box.end else found
+    found.append((start, box.end))
+    return [(start, end) for start, end in found if end - start > 0.05]
 
 
-def _box(axes, box: Box, bottom: float, fill: str, ink: str, hatch: bool = False) -> None:
+def _slowed(
+    variant: Variant, computed: list[Box], sent: list[Box]
+) -> Iterator[tuple[float, float]]:
+    """The time in which a message slows down what is computed."""
+    if variant.contends:
+        for box in sent:
+            for work in computed:
+                start, end = max(box.start, work.start), min(box.end, work.end)
+                if work.kind in SLOWED and end - start > 0.01:
+                    yield start, end
+
+
+def _box(axes, box: Box, bottom: float, fill: str, ink: str) -> None:
     from matplotlib.patches import Rectangle
 
-    look = (
-        {"hatch": "////", "edgecolor": ORANGE, "lw": 0}
-        if hatch
-        else {"edgecolor": "white", "lw": 0.7}
+    width, middle = box.end - box.start, (box.start + box.end) / 2
+    axes.add_patch(
+        Rectangle((box.start, bottom), width, 0.9, facecolor=fill, edgecolor="white", lw=0.5)
     )
-    axes.add_patch(Rectangle((box.start, bottom), box.end - box.start, 0.9, facecolor=fill, **look))
-    if box.text and box.end - box.start > 0.12 * len(box.text):
-        axes.text(
-            (box.start + box.end) / 2,
-            bottom + 0.43,
-            box.text,
-            size=8,
-            color=ink,
-            ha="center",
-            va="center",
-        )
+    if width > 0.13 * len(box.text):
+        axes.text(middle, bottom + 0.46, box.text, size=8, color=ink, ha="center", va="center")
 
 
 def main() -> None:
