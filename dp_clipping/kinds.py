@@ -17,7 +17,7 @@ class WrongType(TypeError, ValueError):
 
 def is_number(x: Any) -> bool:
     """Returns whether x is a real number; True and False are not."""
-    return isinstance(x, Real) and not isinstance(x, bool)
+    return type(x) is float or (isinstance(x, Real) and not isinstance(x, bool))
 
 
 def is_count(x: Any) -> bool:

@@ -300,8 +300,10 @@ class PrivateOptimizer(Optimizer):
         """Raises RuntimeError if `.grad` must not be applied, before anything is counted."""
         if self.model.policy is None:
             return
-        check("noise_multiplier", self.noise_multiplier)
-        self.model.gradient_buffer.watch.refuse_unclipped(is_noisy=self.step_state.is_noisy)
+        if self.noise_multiplier is not self.step_state.settings.noise_multiplier:
+            check("noise_multiplier", self.noise_multiplier)
+        if self.step_state.is_noisy:  # else `finish_synchronization` looks at it
+            self.model.gradient_buffer.watch.refuse_unclipped(is_noisy=True)
         capture = self.model.capture
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):

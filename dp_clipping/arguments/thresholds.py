@@ -50,6 +50,8 @@ class Thresholds:
         self, max_grad_norm: float | list[float], clipping: str, groups: Sequence[str] | None
     ):
         self._clipping, self._groups = clipping, groups
+        self._known: tuple[float, ...] = ()  # thresholds of the groups, of this C
+        self._known_of: float | list[float] | None = None
         self.set(max_grad_norm)
 
     def set(self, max_grad_norm: float | list[float]) -> None:
@@ -60,7 +62,11 @@ class Thresholds:
 
     def clip_norms(self) -> list[float]:
         """Returns C_k of each clipping group."""
-        return [] if self._groups is None else self._checked(self.max_grad_norm, self._groups)
+        if self._groups is None:
+            return []
+        if self.max_grad_norm is not self._known_of or isinstance(self.max_grad_norm, list):
+            return self._checked(self.max_grad_norm, self._groups)
+        return list(self._known)
 
     def _checked(self, max_grad_norm: float | list[float], groups: Sequence[str]) -> list[float]:
         check_max_grad_norm(max_grad_norm, self._clipping)
@@ -71,4 +77,5 @@ class Thresholds:
                 f"({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''}): give one per "
                 "group, or one number"
             )
+        self._known, self._known_of = tuple(clip_norms), max_grad_norm
         return clip_norms

@@ -1,7 +1,6 @@
 """The phases of a private step, as they are labelled in a trace and timed by the profiling switch.
 
-A step enters a range for each phase, whether the switch is on or off; which `Timer` it has was
-settled when its model was made.
+Which `Timer` a step has was settled when its model was made.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ class Timer:
     """Labels the phases in the trace that a profiler records, and times nothing (switch off)."""
 
     def phase(self, name: str) -> AbstractContextManager:
-        """Returns a context for a phase of a step."""
-        return record_function(name)
+        """Returns a context for a phase of a step, which has a label while a profiler records."""
+        return record_function(name) if is_profiling() else NOTHING
 
     def part(self, name: str) -> AbstractContextManager:
         """Times a part of a phase; without the switch it has no label of its own."""

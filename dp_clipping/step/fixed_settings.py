@@ -1,6 +1,7 @@
 """The settings of a step: fixed at its first backward, and the same on all ranks."""
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 from dp_clipping.arguments.checks import check
@@ -28,7 +29,8 @@ class FixedSettings:
         agreement: Agreement | None,
     ):
         self.model, self.noise, self.current, self.agreement = model, noise, current, agreement
-        model.step_state.settings = _in_floats(current())
+        self._checked: tuple = ()  # values that were looked at last
+        self._take()
         self._first = self._scales(model.thresholds.clip_norms())
         model.step_state.on_open = self.fix
         model.step_state.refuses_late = agreement is not None and not agreement.early
@@ -40,15 +42,23 @@ class FixedSettings:
             ValueError: for one out of range, or another σ or C than in the first step where the
                 noise of earlier steps is in that of this one.
         """
-        state, settings = self.model.step_state, self.current()
-        for name, value in vars(settings).items():
-            check(name, value)
-        state.settings = _in_floats(settings)
+        state = self.model.step_state
+        self._take()
         check_noise(self.noise.std_multiplier(), state.sensitivity)
         if self.noise.source.spans_steps:
             self._refuse_changed()
         if self.agreement is not None:
             self.agreement.begin(self._public())
+
+    def _take(self) -> None:
+        """Sets the settings as they are now; the very same objects are not checked again."""
+        settings = self.current()
+        values = tuple(vars(settings).values())
+        if len(self._checked) != len(values) or not all(map(is_, values, self._checked)):
+            for name, value in vars(settings).items():
+                check(name, value)
+            self.model.step_state.settings = _in_floats(settings)
+            self._checked = values
 
     def _scales(self, clip_norms: list[float]) -> dict[str, object]:
         settings = self.model.step_state.settings

@@ -143,7 +143,7 @@ class GradientBuffer:
             self.context.sums.finish()
         elif self.wrapper is not None:
             self._finish_wrapper()
-        self.watch.note(self.pieces())
+            self.watch.note(self.pieces())
         self.state.reduce()
 
     def pieces(self) -> list[Piece] | None:

@@ -1,6 +1,7 @@
 """Detects changes of `.grad` by anything but private backwards, before noise is added."""
 
 from collections.abc import Iterable
+from operator import attrgetter, is_
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -11,6 +12,8 @@ from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.distributed.placement import Piece
 from dp_clipping.step.state import StepState
 from dp_clipping.torch_compat import versions_of
+
+GRADIENT = attrgetter("grad")
 
 
 class Passing:
@@ -52,10 +55,7 @@ class GradientWatch:
     ):
         self.capture, self.sums, self.state = capture, sums, state
         self._is_wrapped = is_wrapped or sums is not None
-        self._left: list[tuple[Parameter, Tensor]] = []  # what has a `.grad`, and that
-        self._versions: list[int] = []  # of those
-        self._pieces: list[tuple[Parameter, Tensor]] = []  # what this rank has of a sum
-        self._piece_versions: list[int] = []  # of those
+        self._forget()
         self._aside: list[tuple[Parameter, Tensor]] = []  # sums, for an ordinary backward
         self._unclipped: set[Parameter] = set()  # what autograd has added an ordinary one to
         self._own: set[Parameter] = set()  # those of them that the network has added itself
@@ -85,7 +85,7 @@ class GradientWatch:
 
     def settle(self) -> None:
         """Allows changes of each gradient: noise has been added."""
-        self._left, self._pieces = [], []
+        self._forget()
         if self.sums is not None:
             self.sums.settle()
 
@@ -95,7 +95,8 @@ class GradientWatch:
         Its backward may add to `.grad`. Where a wrapper or FSDP relies on them they stay.
         """
         if not self._is_wrapped and self.state.microbatches.keeps_sums and not self._aside:
-            self._aside = [(p, g) for p, g in self._left if p.grad is g]
+            held = zip(self._noted, self._gradients, strict=True)
+            self._aside = [(p, g) for p, g in held if p.grad is g]
             for parameter, _ in self._aside:
                 parameter.grad = None
 
@@ -111,7 +112,14 @@ class GradientWatch:
         self._aside = []
         self._unclipped.clear()
         self._own.clear()
-        self._left, self._pieces = [], []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._noted: list[Parameter] = []  # those with a `.grad`
+        self._gradients: list[Tensor] = []  # of those
+        self._owners: list[Parameter] = []  # of the pieces of sums that this rank has
+        self._tensors: list[Tensor] = []  # all gradients, and all pieces
+        self._versions: list[int] = []  # of those
 
     def note(self, pieces: list[Piece] | None = None) -> None:
         """Expects `.grad` to stay as it is until the next backward or the step.
@@ -122,11 +130,13 @@ class GradientWatch:
             pieces: this rank's parts of the sums, where `.grad` only stands for them.
         """
         if self.sums is None and self.state.is_open:
-            held = [(p, p.grad) for p in self.capture.parameters]
-            self._left = [(p, g) for p, g in held if g is not None]
-            self._versions = versions_of([g for _, g in self._left])
-            self._pieces = [(p, g) for p, _, _, g in pieces or ()]
-            self._piece_versions = versions_of([g for _, g in self._pieces])
+            self._noted = [p for p in self.capture.parameters if p.grad is not None]
+            self._gradients = list(map(GRADIENT, self._noted))
+            self._owners, self._tensors = [], self._gradients
+            if pieces:
+                self._owners = [p for p, *_ in pieces]
+                self._tensors = self._gradients + [piece for *_, piece in pieces]
+            self._versions = versions_of(self._tensors)
 
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
         """Raises RuntimeError if `.grad` was changed since the last private backward.
@@ -134,6 +144,15 @@ class GradientWatch:
         In private training autograd accumulates nothing into a trainable parameter. Sums may not be
         changed before noise is added, because the noise is scaled to the clipping threshold.
         """
+        if self._unclipped:
+            self._refuse_added()
+        elif self._aside:
+            self.take_back()
+        if not is_noisy and (changed := self._changed()):
+            raise RuntimeError(f"the gradient of {self._show(changed)} was changed {REMEDY}")
+
+    def _refuse_added(self) -> None:
+        """Raises RuntimeError if `.grad` holds what an ordinary backward has added to it."""
         unclipped = [p for p in self._unclipped if p.grad is not None]
         if own := [p for p in unclipped if p in self._own]:
             raise RuntimeError(
@@ -145,34 +164,34 @@ class GradientWatch:
             )
         if not unclipped:
             self.take_back()
-        if unclipped and self.state.microbatches.keeps_sums and not self._aside:
+            return
+        if self.state.microbatches.keeps_sums and not self._aside:
             raise RuntimeError(
                 f"an ordinary backward has added to the gradient of {self._show(unclipped)}, "
                 "unclipped, between parts of a batch: freeze the network for it, with "
                 "model.requires_grad_(False) before and model.requires_grad_(True) after it"
             )
-        if unclipped:
-            raise RuntimeError(
-                f"an ordinary backward (a loss that is not the private criterion's, or a forward "
-                f"after model.eval()) has added to the gradient of {self._show(unclipped)}, "
-                "unclipped: call optimizer.zero_grad() after it, and model.train() before the "
-                "private forward. The gradient g of a penalty on the weights is added after the "
-                "noise: loss.backward(); optimizer.pre_step(); p.grad += g; optimizer.step()"
-            )
-        if not is_noisy and (changed := self._changed()):
-            raise RuntimeError(f"the gradient of {self._show(changed)} was changed {REMEDY}")
+        raise RuntimeError(
+            f"an ordinary backward (a loss that is not the private criterion's, or a forward "
+            f"after model.eval()) has added to the gradient of {self._show(unclipped)}, "
+            "unclipped: call optimizer.zero_grad() after it, and model.train() before the "
+            "private forward. The gradient g of a penalty on the weights is added after the "
+            "noise: loss.backward(); optimizer.pre_step(); p.grad += g; optimizer.step()"
+        )
 
     def _changed(self) -> list[Parameter]:
         """Returns the parameters whose `.grad` is another tensor or version than was noted."""
         if self.sums is not None:
             changed = self.sums.changed()
             return [p for p in changed if self.state.is_open or p.grad is not None]
-        now = versions_of([g for _, g in self._left])
-        pairs = zip(self._left, self._versions, now, strict=False)
-        changed = [p for (p, g), then, version in pairs if p.grad is not g or then != version]
-        now = versions_of([g for _, g in self._pieces])
-        of_pieces = zip(self._pieces, self._piece_versions, now, strict=False)
-        return changed + [p for (p, _), then, version in of_pieces if then != version]
+        now = versions_of(self._tensors)
+        is_same = all(map(is_, map(GRADIENT, self._noted), self._gradients))
+        if is_same and now == self._versions:
+            return []
+        held = zip(self._noted, self._gradients, strict=True)
+        of_tensors = zip(self._noted + self._owners, now, self._versions, strict=True)
+        changed = {p for p, gradient in held if p.grad is not gradient}
+        return [*(changed | {p for p, version, then in of_tensors if version != then})]
 
     def _show(self, parameters: Iterable[Parameter]) -> str:
         return ", ".join(sorted(self.capture.names[p] for p in parameters)[:5])
