@@ -197,7 +197,7 @@ class GraphedStep:
                 "a graphed step needs batches of one shape: take them from "
                 "BatchMemoryManager(.., optimizer=optimizer, pad_batches=True)"
             )
-        if state.is_open or state.microbatches.skips_next or not ticket.samples:
+        if state.is_open or state.skips_next or not ticket.samples:
             return False
         return self._eager_steps >= EAGER and not self.model.passes.looks_at(ticket.samples)
 
@@ -362,7 +362,7 @@ class _Captured:
         try:
             self.passes.begin_replay(self.model.thresholds.clip_norms)
             self.optimizer.refuse()
-            self.state.microbatches.take()
+            self.state.take_signal()
             return self.optimizer.count()
         except BaseException:
             self.model.clear_gradients()

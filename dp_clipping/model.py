@@ -285,7 +285,7 @@ class PrivateModel(nn.Module):
         Private gradients are always set to None: zeros of a 16-bit parameter could not take up
         float32 sums.
         """
-        if self.step_state.microbatches.keeps_sums:
+        if self.step_state.keeps_sums:
             if self.policy is not None:
                 self.gradient_buffer.watch.take_back()
             return
@@ -429,7 +429,7 @@ class PrivateModel(nn.Module):
         Raises:
             RuntimeError: parameters have no sum, as after a backward that was cut off.
         """
-        self.step_state.microbatches.accumulating = False
+        self.step_state.accumulating = False
         if self.policy is not None:
             self.gradient_buffer.finish()
         elif hasattr(self.module, "finish_gradient_synchronization"):
@@ -499,7 +499,7 @@ class PrivateModel(nn.Module):
         return self.step_state.norms
 
     def _sync_context(self) -> AbstractContextManager:
-        return self.no_sync() if self.step_state.microbatches.accumulating else NOTHING
+        return self.no_sync() if self.step_state.accumulating else NOTHING
 
 
 def _load_plain_names(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -217,7 +217,7 @@ class PrivateOptimizer(Optimizer):
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Announces that the next `step()` belongs to a microbatch that is not the last one."""
-        self.step_state.microbatches.signal(do_skip)
+        self.step_state.signal_part(do_skip)
 
     def leave_microbatches(self, half_way: bool) -> bool:
         """Ends a batch; drops its sums if it was left `half_way`. No further microbatch comes.
@@ -225,8 +225,8 @@ class PrivateOptimizer(Optimizer):
         Returns whether there were any.
         """
         state = self.step_state
-        dropped = half_way and (state.is_open or state.microbatches.keeps_sums)
-        state.microbatches.end()
+        dropped = half_way and (state.is_open or state.keeps_sums)
+        state.end_parts()
         if half_way:
             self.zero_grad()
         return dropped
@@ -236,7 +236,7 @@ class PrivateOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients. After a skipped step it keeps the sums that are being accumulated."""
         self.model.zero_grad(set_to_none)
-        if not self.step_state.microbatches.keeps_sums:
+        if not self.step_state.keeps_sums:
             self.original_optimizer.zero_grad(set_to_none or self.model.policy is not None)
 
     @overload
@@ -251,7 +251,7 @@ class PrivateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.step_state.microbatches.take():
+        if self.step_state.take_signal():
             self.step_state.usage.end_part()
             return loss
         self._prepare()
@@ -283,7 +283,7 @@ class PrivateOptimizer(Optimizer):
         Raises:
             RuntimeError: if no backward has been since the last step.
         """
-        if self.step_state.microbatches.skips_next:
+        if self.step_state.skips_next:
             return False
         self._prepare()
         return True

@@ -161,7 +161,7 @@ class Before:
         optimizer, loader = run.optimizer, run.poisson
         objects = [
             run, run.account, run.account.accountant, run.model, run.model.step_state,
-            run.model.step_state.usage, run.model.step_state.microbatches, run.model.thresholds,
+            run.model.step_state.usage, run.model.thresholds,
             optimizer, optimizer.noise, optimizer.original_optimizer, optimizer.adaptive_threshold,
             loader, loader and loader.batch_sampler, *snapshot.schedulers.values(),
         ]  # fmt: skip

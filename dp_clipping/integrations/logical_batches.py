@@ -19,11 +19,11 @@ class Microbatches:
 
     def __init__(self, first: Any, rest: Iterator[Any], loader: Any, optimizer: Any):
         self._first, self._rest, self._loader = first, rest, loader
-        self._microbatches = optimizer.step_state.microbatches
+        self._state = optimizer.step_state
 
     @property
     def is_last(self) -> bool:
-        return not self._microbatches.skips_next
+        return not self._state.skips_next
 
     @property
     def samples(self) -> int:

@@ -334,7 +334,7 @@ class ForwardBackward:
             raise RuntimeError("backward of an earlier forward: run one forward, then its backward")
         is_empty = private_step.is_empty or state.ticket.is_dummy
         samples = 0 if is_empty else private_step.real
-        part = state.microbatches.accumulating
+        part = state.accumulating
         try:
             state.usage.use(samples, self._is_so_on_any_rank, part=part, slices=private_step.slices)
         except RuntimeError as error:

@@ -94,7 +94,7 @@ class GradientWatch:
 
         Its backward may add to `.grad`. Where a wrapper or FSDP relies on them they stay.
         """
-        if not self._is_wrapped and self.state.microbatches.keeps_sums and not self._aside:
+        if not self._is_wrapped and self.state.keeps_sums and not self._aside:
             held = zip(self._noted, self._gradients, strict=True)
             self._aside = [(p, g) for p, g in held if p.grad is g]
             for parameter, _ in self._aside:
@@ -165,7 +165,7 @@ class GradientWatch:
         if not unclipped:
             self.take_back()
             return
-        if self.state.microbatches.keeps_sums and not self._aside:
+        if self.state.keeps_sums and not self._aside:
             raise RuntimeError(
                 f"an ordinary backward has added to the gradient of {self._show(unclipped)}, "
                 "unclipped, between parts of a batch: freeze the network for it, with "

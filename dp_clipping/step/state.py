@@ -67,35 +67,6 @@ class BatchNorms:
         return BatchNorms(self.norms[:samples], self.squared[:, :samples], self.nonfinite)
 
 
-@dataclass
-class Microbatches:
-    """Keeps track of the parts of a Poisson batch, as announced by `signal_skip_step`.
-
-    Attributes:
-        accumulating: more parts follow, so sums stay on this rank.
-        skips_next: the next `optimizer.step()` belongs to a part that is not the last.
-        keeps_sums: the last `optimizer.step()` belonged to such a part, so `zero_grad` drops
-            nothing.
-    """
-
-    accumulating: bool = False
-    skips_next: bool = False
-    keeps_sums: bool = False
-
-    def signal(self, do_skip: bool) -> None:
-        """Records whether the next part is not the last one (`do_skip`)."""
-        self.skips_next = self.accumulating = do_skip
-
-    def take(self) -> bool:
-        """Returns whether this `optimizer.step()` is to be skipped; the signal is used up."""
-        self.keeps_sums, self.skips_next = self.skips_next, False
-        return self.keeps_sums
-
-    def end(self) -> None:
-        """Records that no further part comes."""
-        self.accumulating = self.skips_next = self.keeps_sums = False
-
-
 class StepState:
     """Phase, settings, norms and counts of one model's private steps.
 
@@ -116,7 +87,10 @@ class StepState:
         had_finite: some step had a sample whose norm was finite; until then each is looked at.
         batch_number: the number of the Poisson batch that was handed out and that no step has used.
         held_back: sums are this rank's alone, because of `no_sync()`.
-        microbatches: whether further parts of the Poisson batch follow.
+        accumulating: more parts of the Poisson batch follow, so sums stay on this rank.
+        skips_next: the next `optimizer.step()` belongs to a part that is not the last.
+        keeps_sums: the last `optimizer.step()` belonged to such a part, so `zero_grad` drops
+            nothing.
         refuses_late: ranks agree on each step in `optimizer.step()`, and refuse samples there too.
         refusal: why this rank refuses its samples, which its next step says on all ranks.
     """
@@ -136,7 +110,7 @@ class StepState:
         self.had_finite = False
         self.batch_number: int | None = None
         self.held_back = False
-        self.microbatches = Microbatches()
+        self.end_parts()
         self.refuses_late = False
         self.refusal: str | None = None
 
@@ -178,6 +152,21 @@ class StepState:
             if not self.refuses_late:
                 raise
             self.refusal = self.refusal or str(error)
+
+    # ---- parts of a Poisson batch, as `signal_skip_step` announces them -------------------------
+
+    def signal_part(self, do_skip: bool) -> None:
+        """Records whether the next part is not the last one (`do_skip`)."""
+        self.skips_next = self.accumulating = do_skip
+
+    def take_signal(self) -> bool:
+        """Returns whether this `optimizer.step()` is to be skipped; the signal is used up."""
+        self.keeps_sums, self.skips_next = self.skips_next, False
+        return self.keeps_sums
+
+    def end_parts(self) -> None:
+        """Records that no further part comes."""
+        self.accumulating = self.skips_next = self.keeps_sums = False
 
     # ---- transitions ----------------------------------------------------------------------------
 
@@ -238,7 +227,7 @@ class StepState:
         self.had_finite |= steps > 0
         self.steps, self.batch_number = steps, None
         self.usage.take_back()
-        self.microbatches.end()
+        self.end_parts()
 
     def begin_batch(self, number: int, in_training: bool) -> None:
         """Begins a new batch, which the loader is about to yield."""

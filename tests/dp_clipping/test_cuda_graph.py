@@ -261,7 +261,7 @@ def test_the_body_of_an_eager_step_is_told_of_the_capture():
             capture=SimpleNamespace(trigger=torch.zeros(())),
             step_state=SimpleNamespace(
                 is_open=False, ticket=Ticket(samples=3, rows=4),
-                microbatches=SimpleNamespace(skips_next=False),
+                skips_next=False,
             ),
         ),
         original_optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
@@ -509,7 +509,7 @@ def test_steps_with_checks_and_microbatches_are_eager():
         data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer, pad_batches=True
     ) as pieces:
         for number, (x, y) in enumerate(pieces, 1):
-            alike, skips = step._is_alike(), run.model.step_state.microbatches.skips_next
+            alike, skips = step._is_alike(), run.model.step_state.skips_next
             if alike:
                 break
             seen.append((number, skips))
@@ -584,7 +584,7 @@ def test_what_a_replay_keeps_beside_the_graph(captured):
         for x, y in captured.pieces:
             before = captured.graph.replays
             captured.step(x, y)
-            steps += not run.model.step_state.microbatches.keeps_sums
+            steps += not run.model.step_state.keeps_sums
             assert run.optimizer.steps == steps
             real = captured.pieces.real
             assert run.model.per_sample_gradient_norms.shape[0] >= real

@@ -126,7 +126,7 @@ class TestSteps:
                 assert len(run.model.step_state.norms[-1].norms) == pieces.real // MOST
                 assert len(loss.loss_per_sample) == sum(map(len, members_of(x[: pieces.real], 4)))
                 parts += 1
-                if not run.model.step_state.microbatches.accumulating:
+                if not run.model.step_state.accumulating:
                     found.append(gradients_of(run.model))
         assert len(found) == len(whole)
         assert parts > len(whole) or size > MOST

@@ -40,7 +40,7 @@ def train(model, optimizer, criterion, loader, microbatch=3, pad=False, look=lam
     ) as batches:
         for x, y in batches:
             real = batches.real
-            look(model, x[:real], y[:real], optimizer.step_state.microbatches.skips_next)
+            look(model, x[:real], y[:real], optimizer.step_state.skips_next)
             criterion(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()

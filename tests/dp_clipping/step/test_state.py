@@ -6,7 +6,7 @@ from torch import nn
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.sampling.usage import SampleUsage, Ticket
-from dp_clipping.step.state import BatchNorms, Microbatches, Phase, StepSettings, StepState
+from dp_clipping.step.state import BatchNorms, Phase, StepSettings, StepState
 from tests.support import zoo
 
 IDLE, OPEN, REDUCED, NOISY = Phase
@@ -143,26 +143,26 @@ class TestSamples:
 
 
 def test_microbatches_skip_all_steps_but_the_last():
-    parts, kept = StepState().microbatches, []
+    state, kept = StepState(), []
     for do_skip in (True, True, False):
-        parts.signal(do_skip)
-        assert parts.accumulating == parts.skips_next == do_skip
-        kept.append(parts.take())
-        assert not parts.skips_next
-        assert parts.keeps_sums == do_skip
+        state.signal_part(do_skip)
+        assert state.accumulating == state.skips_next == do_skip
+        kept.append(state.take_signal())
+        assert not state.skips_next
+        assert state.keeps_sums == do_skip
     assert kept == [True, True, False]
-    parts.signal(True)
-    parts.end()
-    assert parts == Microbatches()
+    state.signal_part(True)
+    state.end_parts()
+    assert not (state.accumulating or state.skips_next or state.keeps_sums)
 
 
 def test_a_resumed_run_is_between_two_steps():
     state = at(NOISY)
     state.begin_batch(2, in_training=True)
-    state.microbatches.signal(True)
+    state.signal_part(True)
     state.resume(9)
     assert (state.phase, state.steps, state.batch_number) == (IDLE, 9, None)
-    assert not state.microbatches.accumulating
+    assert not state.accumulating
 
 
 def test_one_step_of_an_engine_passes_through_all_phases():
