@@ -13,6 +13,7 @@ from dp_clipping.capture.samples.packed import opened, packed, packed_in
 from dp_clipping.guard.carried import Carried
 from dp_clipping.guard.losses import Criterion, Shapes
 from dp_clipping.kinds import WrongType, shown
+from dp_clipping.layers.vmap.objects import hold_objects
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.step.steppable import Steppable
 from dp_clipping.trials.randomness import same_randomness
@@ -69,11 +70,12 @@ class PrivateCriterion(nn.Module):
         if private_step.is_empty:
             losses = self._of_no_samples(args, kwargs)
             return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
-        self._is_opened = bool(packed_in((args, kwargs)))
+        self._is_opened = hold_objects(args, kwargs) and bool(packed_in((args, kwargs)))
         if self._is_opened:
             args, kwargs = opened((args, kwargs), self.model.batch_first)
-        with self._carried.checked(args, kwargs, "the criterion"):
-            losses = self._per_sample(*args, shape=shape, **kwargs)
+        mark = self._carried.state.mark()
+        losses = self._per_sample(*args, shape=shape, **kwargs)
+        self._carried.check_call(mark, args, kwargs, "the criterion")
         expected = private_step.rows
         if losses.dim() != 1 or len(losses) != expected:
             raise ValueError(
@@ -147,13 +149,14 @@ class PrivateCriterion(nn.Module):
         """Returns losses with reduction "none", or as they are from a function without one."""
         if self._is_opened:
             args, kwargs = packed((args, kwargs), self.model.batch_first)
-        if not hasattr(self.criterion, "reduction"):
-            return self.criterion(*args, **kwargs)
-        before, self.criterion.reduction = self.criterion.reduction, "none"
+        own: Any = self.criterion
+        if not hasattr(own, "reduction"):
+            return own(*args, **kwargs)
+        before, own.reduction = own.reduction, "none"
         try:
-            return self.criterion(*args, **kwargs)
+            return own(*args, **kwargs)
         finally:
-            self.criterion.reduction = before
+            own.reduction = before
 
     def _counted(self, losses: Tensor, args: tuple, kwargs: dict) -> Tensor | int:
         """Returns the number of entries of each sample in a mean: [B] or one number."""

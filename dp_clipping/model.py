@@ -394,7 +394,7 @@ class PrivateModel(nn.Module):
         """Returns whether a forward is one of a private step: there is something to train."""
         if not (self.training and torch.is_grad_enabled()):
             return False
-        return any(p.requires_grad for p in self.capture.parameters)
+        return any([p.requires_grad for p in self.capture.parameters])
 
     def refuse_in_release(self, what: str) -> None:
         """Raises RuntimeError in a run whose every output is to be covered by ε."""

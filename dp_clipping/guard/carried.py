@@ -170,14 +170,11 @@ class Carried:
         first, second = (batch.with_rows([n] * batch.size) for n in range(2))
         refuse_carried(self.state, lambda x: self._run(*x[0], **x[1]), first, second)
 
-    @contextmanager
-    def checked(self, args: tuple, kwargs: dict, when: str) -> Iterator[None]:
-        """Surrounds one call and, if state has changed, checks it by a second call.
+    def check_call(self, mark: Mark, args: tuple, kwargs: dict, when: str) -> None:
+        """Checks state that has changed since the mark before a call, by a second call.
 
-        The second call has all samples, since other sizes may not fit.
+        It has all samples, since other sizes may not fit.
         """
-        mark = self.state.mark()
-        yield
         if mark.changes() and tensors_in((args, kwargs)):
             batch = self.batch_of(args, kwargs)
             self.check(mark, batch, when, samples=batch.size)

@@ -34,7 +34,7 @@ from dp_clipping.guard.observer import Observer
 from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
-from dp_clipping.layers.vmap.objects import refuse_iterators
+from dp_clipping.layers.vmap.objects import hold_objects, refuse_iterators
 from dp_clipping.sampling.alone import Alone
 from dp_clipping.torch_compat import every_module, flush_ready_nodes, tensors_in, tree_map
 from dp_clipping.trials.draws import without_dropout
@@ -60,6 +60,7 @@ class LayoutDiscovery:
         joins_all: bool = False,
     ):
         self._network, self._capture, self._sharding = network, capture, sharding
+        self._batch_first = batch_first
         self._bags = KnownBags(network)
         if capture.state is None:
             capture.state = State(network, sharding is not None)
@@ -87,9 +88,11 @@ class LayoutDiscovery:
         Raises:
             ValueError: the arguments do not determine a layer's bags.
         """
-        refuse_iterators("", args, kwargs)
-        batch = self.carried.batch_of(args, kwargs)
-        if self._sharding is not None or self._bags.of(args, kwargs) is not None:
+        if hold_objects(args, kwargs):
+            refuse_iterators("", args, kwargs)
+        known = self._bags.of(args, kwargs)
+        batch = Batch(args, kwargs, self._batch_first, known or ())
+        if self._sharding is not None or known is not None:
             return batch
         if not batch.size:
             args, kwargs = batch.with_a_row_of_zeros()

@@ -29,17 +29,20 @@ class LeftInArguments:
     Args:
         run: `run(args, kwargs, look)` calls the plain network, and returns `look(outputs, ..)`.
         is_sharded: other ranks do not run with this one, so nothing is looked for.
+
+    Attributes:
+        noted: what earlier forwards have left.
     """
 
     def __init__(self, run: Callable[..., Any], is_sharded: bool):
         self._run, self._is_sharded = run, is_sharded
-        self._left: list[weakref.ref[Tensor]] = []
+        self.noted: list[weakref.ref[Tensor]] = []
 
     def note(self, args: tuple, kwargs: dict, before: Objects) -> None:
         """Notes what a forward has left, for `without`."""
         left = Objects(args, kwargs).left_since(before).values()
-        kept = [x for x in self._left if x() is not None]
-        self._left = kept + [weakref.ref(x) for x in left]
+        kept = [x for x in self.noted if x() is not None]
+        self.noted = kept + [weakref.ref(x) for x in left]
 
     @contextmanager
     def without(self, args: tuple, kwargs: dict) -> Iterator[tuple]:
@@ -50,7 +53,7 @@ class LeftInArguments:
         Raises:
             ValueError: this forward reads it. That is tried with other values.
         """
-        noted = {id(x()) for x in self._left} - {id(None)}
+        noted = {id(x()) for x in self.noted} - {id(None)}
         objects = Objects(args, kwargs) if noted and not self._is_sharded else None
         left = [] if objects is None else [x for x in objects.tensors.values() if id(x) in noted]
         if objects is None or not left:

@@ -146,6 +146,7 @@ class Places:
     Attributes:
         dicts, others: places that are dicts, and those that are not.
         containers, sizes: the dicts themselves, and how much they hold.
+        collections: the others themselves.
         tensors: those that have memory of their own.
     """
 
@@ -160,6 +161,7 @@ class Places:
         self._seen.clear()
         self.containers = [place.values for place in self.dicts]
         self.sizes = list(map(len, self.containers))
+        self.collections = [place.values for place in self.others]
         each = [place.keys() for place in self.dicts]
         self._counts = list(map(len, each))
         self._keys = list(chain.from_iterable(each))

@@ -8,7 +8,7 @@ waits for no GPU. `places` says where values are looked for, `writes` keeps valu
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from dp_clipping.guard.places import MISSING, PLAIN, Change, Named, Place, Places
 from dp_clipping.layers.vmap.objects import Objects
 from dp_clipping.torch_compat import hooks_so_far, take_hooks_since, versions_of
+
+COPY, TENSOR = methodcaller("copy"), attrgetter("tensor")
 
 
 class State:
@@ -109,7 +111,7 @@ class Mark:
         places = self._places
         self.sizes = list(map(len, places.containers))
         self.values = places.values()
-        self._others = [place.values.copy() for place in places.others]
+        self._others = list(map(COPY, places.collections))
         self._hooks = hooks_so_far()
         self.tensors = places.tensors
         self._versions = _versions(self.tensors)
@@ -122,16 +124,22 @@ class Mark:
     def _differing(self) -> Iterator[tuple[Place, Any]]:
         """Returns places of other objects now, and copies of what they held."""
         places = self._places
-        is_same = list(map(len, places.containers)) == self.sizes
-        if not (is_same and all(map(is_, self.values, places.values()))):
+        if not self._dicts_are_same():
             for place, copy in zip(places.dicts, places.copies(self.values), strict=True):
                 now = place.copy()
                 if now.keys() != copy.keys() or not all(map(is_, now.values(), copy.values())):
                     yield place, copy
-        if not _are_same(self._others, [place.values for place in places.others]):
+        if not _are_same(self._others, places.collections):
             for place, copy in zip(places.others, self._others, strict=True):
                 if not place.is_as(copy):
                     yield place, copy
+
+    def _dicts_are_same(self) -> bool:
+        """Returns whether all dicts hold the same objects under the same keys."""
+        places = self._places
+        if list(map(len, places.containers)) != self.sizes:
+            return False
+        return all(map(is_, self.values, places.values()))
 
     def replaced(self) -> list[Change]:
         """Returns the objects that were replaced, removed or added."""
@@ -139,7 +147,11 @@ class Mark:
 
     def changes(self) -> list[Change]:
         """Returns values that were replaced or written to, without those known to be harmless."""
-        found = self.replaced() + [x.place.change(x.key) for x in self.written()]
+        written = self.written()
+        others_are_same = not self._others or _are_same(self._others, self._places.collections)
+        if not written and others_are_same and self._dicts_are_same():
+            return []
+        found = self.replaced() + [x.place.change(x.key) for x in written]
         return [change for change in dict.fromkeys(found) if not self.state.is_harmless(change)]
 
     def written(self) -> list[Named]:
@@ -172,5 +184,5 @@ def _are_same(one: Sequence[Collection], other: Sequence[Collection]) -> bool:
 
 def _versions(named: list[Named]) -> list[tuple[int, int]]:
     """Returns numbers that each write and each `x.data = ...` change; the host does not wait."""
-    tensors = [one.tensor for one in named]
+    tensors = list(map(TENSOR, named))
     return list(zip(versions_of(tensors), map(Tensor.data_ptr, tensors), strict=True))

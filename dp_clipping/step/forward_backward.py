@@ -24,7 +24,7 @@ from dp_clipping.guard.losses import Watched, viewed
 from dp_clipping.guard.state import Mark
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown
-from dp_clipping.layers.vmap.objects import Objects
+from dp_clipping.layers.vmap.objects import Objects, hold_objects
 from dp_clipping.layers.vmap.refusals import escapes_named
 from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
@@ -131,22 +131,34 @@ class ForwardBackward:
                 put a normalization in training that was accepted because it was frozen.
             RuntimeError: an earlier step of a sharded network failed half-way.
         """
-        given = packed_in((args, kwargs))
+        has_objects, left = hold_objects(args, kwargs), self._establishment.left
+        given = packed_in((args, kwargs)) if has_objects else []
         self._has_packed = bool(given)
+        if not has_objects and not left.noted:
+            return self._forward(module, args, kwargs, sync, has_objects)
         if not given:
-            with self._establishment.left.without(args, kwargs) as args:
-                return self._forward(module, args, kwargs, sync)
+            with left.without(args, kwargs) as args:
+                return self._forward(module, args, kwargs, sync, has_objects)
         if self.capture.sharding is not None or self.capture.is_compiled:
             refuse_packed(args, kwargs)
         args, kwargs = opened((args, kwargs), self.context.batch_first)
         with repacking(self.network, self.context.batch_first):
-            outputs = self._forward(module, args, kwargs, sync)
+            outputs = self._forward(module, args, kwargs, sync, has_objects)
         return packed(outputs, self.context.batch_first, given)
 
     def _forward(
-        self, module: nn.Module, args: tuple, kwargs: dict, sync: AbstractContextManager
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+        sync: AbstractContextManager,
+        has_objects: bool,
     ) -> Any:
-        """Runs the forward of a batch without packed sequences."""
+        """Runs the forward of a batch without packed sequences.
+
+        Args:
+            has_objects: among the arguments there may be some that a forward can write to.
+        """
         if self._is_broken:
             raise RuntimeError(
                 "an earlier step of this sharded model failed half-way, and this version of torch "
@@ -155,7 +167,7 @@ class ForwardBackward:
             )
         check_still_fixed(self._normalizations)
         self.capture.arithmetic.refuse_changes()
-        before = Objects(args, kwargs)
+        before = Objects(args, kwargs) if has_objects else Objects()
         batch_of = partial(self._establishment.batch_of, args, kwargs)
         given = batch = self._own_errors_first(batch_of, args, kwargs)
         if given.bags and self.state.ticket.rows is not None:
@@ -192,12 +204,13 @@ class ForwardBackward:
             private_step.padding = self.padding
             work.versions.reads_values = is_looked_at
             private_step.is_empty = not given.size
-            private_step.is_through = any(x.requires_grad for x in tensors_of((args, kwargs)))
+            tensors = tensors_of((args, kwargs)) if has_objects else batch.leaves
+            private_step.is_through = any([getattr(x, "requires_grad", False) for x in tensors])
             self._begun = private_step
             return private_step
 
         private_step = begin()
-        objects = before if given.size else Objects(args, kwargs)
+        objects = before if given.size or not has_objects else Objects(args, kwargs)
         device = self.capture.trigger.device
         randomness = RandomStates(device=device, only_torch=True) if is_compiled else None
         mark = self._carried.state.mark()
@@ -258,7 +271,8 @@ class ForwardBackward:
             one.outputs = tensors_of(output)
         private_step.lengths = lengths
         output = given.without_rows(output) if private_step.is_empty else output
-        self._establishment.left.note(given.args, given.kwargs, before)
+        if has_objects:
+            self._establishment.left.note(given.args, given.kwargs, before)
         return output
 
     def _lengths(self, seen: Batch, rows: int) -> list[Lengths]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.torch_compat import (
+    PLAIN_LEAVES,
     own_buffers,
     own_modules,
     own_parameters,
@@ -121,6 +122,12 @@ def exchanged(value: Any, tensors: dict[int, Tensor]) -> Any:
     if hasattr(value, "_make"):
         return value._make(parts)
     return type(value)(parts)
+
+
+def hold_objects(args: tuple, kwargs: dict) -> bool:
+    """Returns whether arguments of a call are more than tensors, numbers and strings."""
+    kinds = {*map(type, args), *map(type, kwargs.values())}
+    return not kinds <= PLAIN_LEAVES
 
 
 def refuse_iterators(name: str, *trees: Any) -> None:
