@@ -373,9 +373,8 @@ class _Captured:
         self.state.add_noise()
         self.state.apply()
         self.state.batch_number = None
-        for parameter, gradient in zip(self.model.capture.parameters, self._gradients, strict=True):
-            if gradient is not None:
-                self.model.gradient_buffer.apply(parameter, gradient)
+        noisy = zip(self.model.capture.parameters, self._gradients, strict=True)
+        self.model.gradient_buffer.apply([(p, g) for p, g in noisy if g is not None])
 
 
 def _value(x: Any) -> Any:

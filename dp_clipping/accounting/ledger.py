@@ -90,6 +90,7 @@ class Account:
         self._next: dict[str, int] = {}  # number of the step after the last one of each part
         self._made: dict[tuple[str, int], int] = {}  # digests of this process's steps
         self._is_used = False  # a step was made since the last load
+        self._counted: History | None = None  # the history after the last step
         self._end = (0, 0)  # of the history as last seen: entries, steps of the last one
         self._loaded_for: object = None
         self._run_of: dict[str, object] = {}  # the one that makes steps with a key
@@ -238,8 +239,9 @@ class Account:
             RuntimeError: if it was made with another σ, sample rate, C, setting of the optimizer or
                 the criterion, or of another batch.
         """
-        self._refuse_lost()
-        self._note_others()
+        if self.history != self._counted:
+            self._refuse_lost()
+            self._note_others()
         if not key_is_fixed and self._holds(step):
             return
         before = list(self.history)
@@ -253,6 +255,7 @@ class Account:
             self.accountant.history = joined(before, [(step.sigma, step.rate, 1)])
         self._attribute(step.fingerprint, step.number)
         self._made[step.fingerprint, step.number] = step.digest
+        self._counted = list(self.history)
 
     def _holds(self, step: Release) -> bool:
         if step.number >= self._next.get(step.fingerprint, 0):
@@ -336,7 +339,7 @@ class Account:
             first, there = self._parts.get(key, (first, []))
             self._parts[key] = first, joined(there, part)
         self._next = {key: first + count(part) for key, (first, part) in self._parts.items()}
-        self._end, self._loaded_for = end_of(self.history), run
+        self._end, self._loaded_for, self._counted = end_of(self.history), run, None
 
 
 def _refuse_epsilon(*_: Any, **__: Any) -> float:

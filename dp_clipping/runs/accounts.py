@@ -192,18 +192,20 @@ class Accounts:
     def _count(self, optimizer: Any) -> None:
         """Counts a step, before it changes a parameter; once, also if it is made again."""
         run, state = self._run_with(optimizer), optimizer.step_state
+        fingerprint = run.keys.fingerprint
         certificate = run.certificate and run.certificate.with_step(_additions(run))
         is_private = optimizer.model.policy is not None
         if is_private:
             if not run.keys.fixed:
-                self._account.refuse_other_run(run.keys.fingerprint, run)
+                self._account.refuse_other_run(fingerprint, run)
             run.refuse_batch(self._mechanism.sampler, in_order=self._mechanism.in_order)
             if run.plan is not None:
                 self._look_at_plan(run, run.plan)
-        with self._account.unchanged():
-            optimizer.run_step_hooks()
+        if optimizer.hooks:
+            with self._account.unchanged():
+                optimizer.run_step_hooks()
         step = Release(
-            run.keys.fingerprint,
+            fingerprint,
             optimizer.steps,
             sigma=state.settings.noise_multiplier if is_private else 0.0,
             rate=run.settings["sample_rate"] * optimizer.accumulated_iterations,
@@ -314,7 +316,7 @@ class Accounts:
             )
 
     def _run_with(self, optimizer: Any) -> PrivateRun:
-        (run,) = (run for run in self._runs if run.optimizer is optimizer)
+        (run,) = [run for run in self._runs if run.optimizer is optimizer]
         return run
 
     def _run_of(self, module: Any, optimizer: Any, loader: Any) -> PrivateRun:

@@ -23,7 +23,6 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.fixed_parameters import FixedParameters
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.distributed.dtensor import local
 from dp_clipping.distributed.placement import Piece
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.step.context import StepContext
@@ -48,9 +47,8 @@ class GradientBuffer:
         self.context, self.state, self.wrapper = context, state, wrapper
         self.capture = context.capture
         self.parameters = FixedParameters(context.capture)
-        self._narrow = [
-            p for p in self.capture.parameters if p.dtype != accumulation_dtype(p.dtype)
-        ]
+        dtypes = [(p, accumulation_dtype(p.dtype)) for p in self.capture.parameters]
+        self._narrow = [(p, dtype) for p, dtype in dtypes if p.dtype != dtype]
         if wrapper is not None:
             self._before = wrapper.reduce, wrapper.gradient_dtype
             wrapper.reduce = "sum"
@@ -169,19 +167,17 @@ class GradientBuffer:
         for parameter in reversed(self.capture.parameters):
             self.wrapper.gradient_ready(parameter)
 
-    def apply(self, parameter: Parameter, gradient: Tensor) -> None:
+    def apply(self, noisy: Iterable[tuple[Parameter, Tensor]]) -> None:
         """Sets `.grad` to what the optimizer applies, in the parameter's own dtype.
 
-        `gradient`: of a DTensor, this rank's part; it may be the content of `.grad`, changed in
-        place.
+        `noisy`: parameters with the gradients that take the place of `.grad`, of a DTensor this
+        rank's part.
         """
-        if parameter.grad is not None and local(parameter.grad) is gradient:
-            return
-        if self.capture.sharding is not None:
-            gradient = self.capture.sharding.like(parameter, gradient)
-        parameter.grad = None
-        parameter.grad_dtype = parameter.dtype
-        parameter.grad = gradient
+        sharding = self.capture.sharding
+        for parameter, gradient in noisy:
+            parameter.grad = None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = gradient if sharding is None else sharding.like(parameter, gradient)
 
     def clear(self) -> None:
         """Drops all sums; `.grad` may become float32 again."""
@@ -194,9 +190,9 @@ class GradientBuffer:
 
     def _widen(self) -> None:
         """Makes `.grad` of 16-bit parameters float32 until noise has been added."""
-        for parameter in self._narrow:
+        for parameter, dtype in self._narrow:
             if parameter.grad is None:
-                parameter.grad_dtype = accumulation_dtype(parameter.dtype)
+                parameter.grad_dtype = dtype
         if self._narrow and self.wrapper is not None:
             self.wrapper.gradient_dtype = torch.float32
 

@@ -40,7 +40,9 @@ class GradientNoise:
         self.table: StreamTable | None = None
         self._process = os.getpid()
         self._names: list[str] = []
+        self._dtypes: list[torch.dtype] = []
         if model.policy is not None:
+            self._dtypes = [p.dtype for p in model.capture.parameters]
             self._names = [model.capture.names[p] for p in model.capture.parameters]
         self._places: list[Place | None] | None = None  # of this rank's parts, if it has parts
         if model.sharding is not None:
@@ -82,7 +84,6 @@ class GradientNoise:
             self.model.clear_gradients()
             raise
 
-    @torch.no_grad()
     def _add(self, step: int) -> None:
         model, settings = self.model, self.model.step_state.settings
         norms = None if self.adaptive is None else model.gather_norms()
@@ -99,18 +100,20 @@ class GradientNoise:
 
     def _add_to_gradients(self, step: int) -> None:
         parameters, buffer = self.model.capture.parameters, self.model.gradient_buffer
-        gradients: list[Any] = [p.grad for p in parameters]
+        totals: list[Any] = [p.grad for p in parameters]
+        if self._places is not None:
+            totals = list(map(local, totals))
         noisy = self.source.add(
-            gradients if self._places is None else list(map(local, gradients)),
+            totals,
             self._names,
-            dtypes=[p.dtype for p in parameters],
+            dtypes=self._dtypes,
             places=self._places,
             table=self.table,
             **self._how(step),
         )
-        for parameter, before, gradient in zip(parameters, gradients, noisy, strict=True):
-            if gradient is not before:  # else it was changed in place
-                buffer.apply(parameter, gradient)
+        # Some were changed in place.
+        of_all = zip(parameters, totals, noisy, strict=True)
+        buffer.apply([(p, gradient) for p, total, gradient in of_all if gradient is not total])
 
     def _add_to_pieces(self, pieces: list[Piece], step: int) -> None:
         """Adds noise to the runs of elements that this rank's optimizer steps, in place."""

@@ -35,7 +35,7 @@ def test_what_is_applied_has_the_parameters_own_dtype(buffer, network):
     fill(buffer)
     weight = network[0].weight
     noisy = weight.grad.to(torch.bfloat16)
-    buffer.apply(weight, noisy)
+    buffer.apply([(weight, noisy)])
     assert weight.grad is noisy
     clear(buffer)
     fill(buffer)

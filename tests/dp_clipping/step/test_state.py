@@ -153,7 +153,7 @@ def test_microbatches_skip_all_steps_but_the_last():
     assert kept == [True, True, False]
     state.signal_part(True)
     state.end_parts()
-    assert not (state.accumulating or state.skips_next or state.keeps_sums)
+    assert not any([state.accumulating, state.skips_next, state.keeps_sums])
 
 
 def test_a_resumed_run_is_between_two_steps():
