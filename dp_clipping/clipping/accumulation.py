@@ -8,6 +8,8 @@ the operands had.
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+WITHIN, PRECISION = nullcontext(), attrgetter("fp32_precision")
 _is_full = False  # whether `full_float32` is entered, which reads and writes several settings
 
 
@@ -40,25 +43,27 @@ def full_float32(layers: bool = False) -> AbstractContextManager[None]:
     With `layers` those of convolutions and recurrent layers too, which PyTorch computes in
     TensorFloat-32 by default.
     """
-    return nullcontext() if _is_full and not layers else _full_float32(layers)
+    return WITHIN if _is_full and not layers else _FullFloat32(layers)
 
 
-@contextmanager
-def _full_float32(layers: bool) -> Iterator[None]:
-    global _is_full
-    backends = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
-    if layers:
-        cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
-        backends += [cudnn.conv, cudnn.rnn, mkldnn.conv, mkldnn.rnn]
-    before = [backend.fp32_precision for backend in backends]
-    for backend in backends:
-        backend.fp32_precision = "ieee"
-    outer, _is_full = _is_full, True
-    try:
-        yield
-    finally:
-        _is_full = outer
-        for backend, precision in zip(backends, before, strict=True):
+class _FullFloat32:
+    def __init__(self, layers: bool):
+        self._backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+        if layers:
+            cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+            self._backends += [cudnn.conv, cudnn.rnn, mkldnn.conv, mkldnn.rnn]
+
+    def __enter__(self) -> None:
+        global _is_full
+        self._before, self._outer = list(map(PRECISION, self._backends)), _is_full
+        for backend in self._backends:
+            backend.fp32_precision = "ieee"
+        _is_full = True
+
+    def __exit__(self, *_: object) -> None:
+        global _is_full
+        _is_full = self._outer
+        for backend, precision in zip(self._backends, self._before, strict=True):
             backend.fp32_precision = precision
 
 

@@ -230,18 +230,23 @@ class Factors:
         if fused and self._has_kernels and self._is_narrow:
             found = narrow_gradients(self.x, self.y, self.geometry, self.batch_size)
             return found.view(self.batch_size, *self.shape)
-        dtype, pictures = accumulation_dtype(self.y.dtype), len(self.x) // max(1, self.batch_size)
+        rows, dtype = self.x.shape[0], accumulation_dtype(self.y.dtype)
+        pictures = rows // max(1, self.batch_size)
         positions = prod(self.y.shape[2:])
         each = max(1, pictures * positions * self.x.shape[1] * prod(self.geometry.taps))
         step = max(1, CHUNK_ELEMENTS // each) * max(1, pictures)
-        found = []
-        with full_float32():
-            for x, y in zip(self.x.split(step), self.y.split(step), strict=True):
-                size = len(x) // max(1, pictures)
-                found.append(gradients_plain(x.to(dtype), y.to(dtype), self.geometry, size))
         if not self.batch_size:
             return self.y.new_zeros(0, *self.shape, dtype=dtype)
-        return torch.cat(found).view(self.batch_size, *self.shape)
+        pieces = [(self.x, self.y)]
+        if rows > step:
+            pieces = list(zip(self.x.split(step), self.y.split(step), strict=True))
+        with full_float32():
+            found = [
+                gradients_plain(x.to(dtype), y.to(dtype), self.geometry, x.shape[0] // pictures)
+                for x, y in pieces
+            ]
+        whole = found[0] if len(found) == 1 else torch.cat(found)
+        return whole.view(self.batch_size, *self.shape)
 
     def on_kernels(self) -> "KernelFactors":
         """Returns the same for the kernels."""

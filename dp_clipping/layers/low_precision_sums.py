@@ -30,6 +30,7 @@ ROUNDING_SLACK = 1.2 * 2.0**-8
 
 
 def rescale(
+    factors: dict[Trainable, LinearFactors],
     saved: dict[Trainable, Any],
     others: Norms,
     coefficients: Tensor,
@@ -40,6 +41,7 @@ def rescale(
     """Scales 16-bit linear factors in place, so that summing them without weights is safe.
 
     Args:
+        factors: those that are scaled.
         saved: what each parameter left, of the samples whose coefficients are given.
         others: norms of all other parameters, of the same samples.
         coefficients: [K, B] float32.
@@ -50,7 +52,6 @@ def rescale(
     Returns:
         The coefficients that hold for the other parameters [K, B].
     """
-    factors = {p: one for p, one in saved.items() if is_rescaled(one)}
     scale = torch.where(coefficients < 1, coefficients * (1 - ROUNDING_SLACK), coefficients)
     if not scale.shape[1]:
         return scale
@@ -86,11 +87,6 @@ def _scale_rows(y: Tensor, coefficients: list[float]) -> None:
         return
     for row, c in zip(y.unbind(0), coefficients, strict=True):
         row.copy_(row.float() * c)
-
-
-def is_rescaled(saved: Any) -> bool:
-    """Returns whether `saved` is summed after scaling, as a linear layer's 16-bit factors are."""
-    return isinstance(saved, LinearFactors) and saved.is_rescaled
 
 
 def _own_storage(

@@ -8,7 +8,6 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from dp_clipping.kernels.launch.tiles import triton
@@ -56,7 +55,8 @@ def patches(x: Tensor, geometry: Geometry, positions: tuple[int, ...]) -> Tensor
         x: [N, C, D, H, W].
         positions: output positions in each dimension.
     """
-    x = F.pad(x, [p for p in reversed(geometry.padding) for _ in (0, 1)])
+    if any(geometry.padding):
+        x = F.pad(x, [p for p in reversed(geometry.padding) for _ in (0, 1)])
     for n, (taps, stride, dilation) in enumerate(
         zip(geometry.taps, geometry.stride, geometry.dilation, strict=True)
     ):
@@ -72,16 +72,17 @@ def gradients_plain(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) -
         x: [N, C, D, H, W], N a multiple of B: a sample's pictures are side by side.
         y: [N, O, *positions].
     """
-    found = patches(x, geometry, y.shape[2:])
-    right = rearrange(
-        found,
-        "(b t) (g c) z h w k i j -> (b g) (t z h w) (c k i j)",
-        b=batch_size,
-        g=geometry.groups,
-    )
-    left = rearrange(y, "(b t) (g o) z h w -> (b g) o (t z h w)", b=batch_size, g=geometry.groups)
-    product = torch.bmm(left, right)
-    return rearrange(product, "(b g) o (c k) -> b (g o) c k", b=batch_size, k=prod(geometry.taps))
+    positions, groups, taps = y.shape[2:], geometry.groups, prod(geometry.taps)
+    pictures = y.shape[0] // max(1, batch_size)
+    inputs, outputs = x.shape[1] // groups, y.shape[1] // groups
+    length = pictures * prod(positions)  # summed over
+    found = patches(x, geometry, positions)
+    found = found.view(batch_size, pictures, groups, inputs, *positions, *geometry.taps)
+    found = found.permute(0, 2, 1, 4, 5, 6, 3, 7, 8, 9)
+    right = found.reshape(batch_size * groups, length, inputs * taps)
+    own = y.view(batch_size, pictures, groups, outputs, *positions).permute(0, 2, 3, 1, 4, 5, 6)
+    left = own.reshape(batch_size * groups, outputs, length)
+    return torch.bmm(left, right).view(batch_size, groups * outputs, inputs, taps)
 
 
 def numbers(geometry: Geometry, pixels: Sequence[int], positions: Sequence[int]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from dp_clipping.clipping.accumulation import (
 )
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
 from dp_clipping.layers.linear_factors import Grams, LinearFactors
-from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
+from dp_clipping.layers.low_precision_sums import rescale
 from dp_clipping.layers.recorder import (
     FACTORS,
     LINEAR,
@@ -153,18 +153,19 @@ class Plain:
 
     def _rescaled(self, scale: Tensor, work: Any) -> Tensor:
         """Returns coefficients for 16-bit factors, corrected for the rounding of scaled factors."""
-        norms, kept = work.norms, work.kept
-        here = not norms.rescaled.isdisjoint(kept)
+        norms = work.norms
+        here = not norms.rescaled.isdisjoint(work.kept)
         if not norms.split.some_are_rescaled(here):
             return scale
+        values = {record: value for record, (value, *_) in work.kept.items()}
+        factors = {record: values[record] for record in values if record in norms.rescaled}
         counted = norms.split.counted(norms.known)
-        others = {record for record in counted if not is_rescaled(kept[record][0])}
         table = norms.table if self._good is None else norms.table.of_good(self._good)
-        values = {record: value for record, (value, *_) in kept.items()}
-        rest = table.only(others)
-        scale = rescale(values, rest, scale, self._clip_norms, counted, norms.split.sum)
+        rest = table.only(counted - factors.keys())
+        scale = rescale(factors, values, rest, scale, self._clip_norms, counted, norms.split.sum)
         for record, value in values.items():
-            self._replace(work, record, value)
+            if not isinstance(value, Tensor):
+                self._replace(work, record, value)
         return scale
 
     # ---- sums -----------------------------------------------------------------------------------

@@ -211,17 +211,15 @@ class Work:
             self.versions.note(records[0], tensors)
             if self.runs_twice:
                 self.versions.compare_backwards(records[0], kind, tensors)
-        is_fused = self.arithmetic.fused
-        if (
-            kind is FACTORS and is_fused and not self.is_summing
-        ):  # packs its operands, or lets go of them
+        is_packed = kind is FACTORS and self.arithmetic.fused  # its operands; or they are let go
+        if is_packed and not self.is_summing:
             self._take_norms([left])
             if self.streams and (kept := self.kept.get(records[0])):
                 self.pending += kept[0].nbytes
         else:
             self.waiting.append(left)
-            may_stay = records[0] in self._staying or kind is DENSE or kind is FACTORS
-            if not may_stay or not self._stays(left):
+            may_stay = kind is DENSE or kind is FACTORS
+            if records[0] not in self._staying and not (may_stay and self._stays(left)):
                 size = 0
                 for tensor in tensors:
                     size += tensor.nbytes
@@ -244,9 +242,9 @@ class Work:
         """Returns whether its tensors are kept until the sums in any case."""
         if left.records[0] in self._staying:
             return True
-        is_kept = left.kind is FACTORS and not self._two_passes
-        is_kept |= left.kind is DENSE and self.keeps(left.value[0])
-        return is_kept and not self.streams and not self.is_summing
+        if self.streams or self.is_summing or left.kind not in (DENSE, FACTORS):
+            return False
+        return not self._two_passes or (left.kind is DENSE and self.keeps(left.value[0]))
 
     def keeps(self, gradients: Tensor) -> bool:
         """Returns whether G is kept for its sum; vectors always are."""

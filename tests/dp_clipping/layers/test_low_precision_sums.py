@@ -8,7 +8,7 @@ from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.clipping.coefficients import coefficients
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
+from dp_clipping.layers.low_precision_sums import rescale
 from dp_clipping.layers.recorder import Trainable
 from tests.dp_clipping.conftest import trained
 
@@ -36,7 +36,7 @@ def scaled(saved: dict[Trainable, LinearFactors], over_parts=lambda bounds: boun
     limits = torch.full((count,), LIMIT)
     c = coefficients(norms.bounds(), limits, "abadi")
     others = norms.only(set())
-    return c, rescale(saved, others, c, limits, set(saved), over_parts)
+    return c, rescale(saved, saved, others, c, limits, set(saved), over_parts)
 
 
 def contributions(saved: dict[Trainable, LinearFactors]) -> torch.Tensor:
@@ -97,6 +97,5 @@ def test_one_output_gradient_of_two_layers_is_scaled_for_each_group():
 
 
 def test_only_16_bit_linear_factors_are_rescaled():
-    assert is_rescaled(factors_of())
-    assert not is_rescaled(LinearFactors(torch.ones(1, 2, 64), torch.ones(1, 2, 64), False))
-    assert not is_rescaled(torch.ones(3))
+    assert factors_of().is_rescaled
+    assert not LinearFactors(torch.ones(1, 2, 64), torch.ones(1, 2, 64), False).is_rescaled
