@@ -165,17 +165,23 @@ class Norms:
             bound = ((bound + gram_error * scales.square()).sqrt() + sum_error * scales).square()
         return self._by_group(bound)
 
+    @property
+    def is_exact(self) -> bool:
+        """Returns whether no norm has a rounding error to allow for."""
+        return all([scales is None for _, scales in self._blocks])
+
     def _stacked(self) -> tuple[Tensor, Tensor | None]:
         """Returns squares and scales [P, B]: a row of zeros if there is no parameter."""
         blocks = self._blocks
-        if len(blocks) == 1:
-            return blocks[0]
         if not blocks:
             return self._zero[None], None
-        squares = torch.cat([own for own, _ in blocks])
-        if all([scales is None for _, scales in blocks]):
-            return squares, None
-        return squares, torch.cat([torch.zeros_like(x) if s is None else s for x, s in blocks])
+        if len(blocks) > 1:
+            squares, scales = torch.cat([own for own, _ in blocks]), None
+            if not self.is_exact:
+                every = [torch.zeros_like(x) if s is None else s for x, s in blocks]
+                scales = torch.cat(every)
+            self._blocks = [(squares, scales)]
+        return self._blocks[0]
 
     def _not_negative(self) -> Tensor:
         """Returns squares [P, B].

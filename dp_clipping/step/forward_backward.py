@@ -559,7 +559,7 @@ class ForwardBackward:
             say_plain(context.mode)
             is_fused = False
         if not is_fused:
-            plans = PlainPlans(context.policy, samples)
+            plans = PlainPlans(context, samples)
             return Work(context, samples, Plain(context, samples, padding), plans)
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
         if context.sharding is None and compiled:

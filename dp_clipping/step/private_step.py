@@ -215,16 +215,17 @@ class PrivateStep:
             self.take = work.take  # type: ignore[method-assign]
             work.begin(losses, clip_norms, hand_over)
             randomness = RandomStates(device=device, only_torch=True) if work.runs_twice else None
-            with capture.attached(self), guard:
+            total = losses.sum()
+            with capture.attached(self), guard, torch.no_grad():
                 with timer.phase("norm_pass"):
                     triggers = [one.trigger for one in capture.trained]
-                    self._run_backward(losses, triggers, retain_graph=work.runs_twice)
+                    self._run_backward(total, triggers, retain_graph=work.runs_twice)
                 with timer.phase("clip_coefficients"):
                     found = work.clip()
                     samples = self.real // self.examples_per_unit
                     found = found.first(samples) if self.padding is None else found
                 with timer.phase("weighted_sum"):
-                    self._sum(losses, randomness)
+                    self._sum(total, randomness)
             if len(work.seen) < len(capture.trained):
                 hand_over([(one, None) for one in capture.trained if one not in work.seen])
             timer.note_norms(work.norms.own_squares, found.squared)
@@ -237,7 +238,7 @@ class PrivateStep:
             vars(self).pop("take", None)
             work.forget()
 
-    def _sum(self, losses: Tensor, randomness: RandomStates | None) -> None:
+    def _sum(self, total: Tensor, randomness: RandomStates | None) -> None:
         """Forms the sums. `randomness`: of the first backward, if there is a second."""
         self._stage, work = Stage.SUMS, self.work
         work.begin_sums()
@@ -245,11 +246,11 @@ class PrivateStep:
             first, work.seen = work.seen, set()
             triggers = work.second_triggers(randomness)
             with randomness.again(), self.context.timer.part("second_backward"):
-                self._run_backward(losses, triggers, retain_graph=False)
+                self._run_backward(total, triggers, retain_graph=False)
             work.seen |= first  # the second one may go less deep
         work.end_sums()
 
-    def _run_backward(self, losses: Tensor, triggers: list[Tensor], retain_graph: bool) -> None:
+    def _run_backward(self, total: Tensor, triggers: list[Tensor], retain_graph: bool) -> None:
         """Runs backward as far as the triggers' uses. No parameter may be reached in another way.
 
         On a GPU too it runs in this thread, not in autograd's own for the device: layers' backwards
@@ -265,7 +266,7 @@ class PrivateStep:
             ):
                 try:
                     inputs = [*triggers, *parameters, *leaves.values()]
-                    found = gradients_at(losses.sum(), inputs, retain_graph)
+                    found = gradients_at(total, inputs, retain_graph)
                 except BaseException:
                     flush_ready_nodes()
                     raise
@@ -273,7 +274,7 @@ class PrivateStep:
             outside = [p for p, g in pairs if g is not None]
             if outside:
                 names = ", ".join(self.capture.names[p] for p in outside)
-                if penalized(losses, outside) == set(outside):
+                if penalized(total, outside) == set(outside):
                     raise RuntimeError(AFTER_NOISE.format(names=names))
                 raise RuntimeError(
                     f"{names}: used outside of the module that owns it (as in "

@@ -29,6 +29,10 @@ Call = tuple[Trainable, torch.Size, torch.dtype, int]
 class PlainPlans:
     """Plans of a step without kernels: a linear layer keeps the smaller of G and its factors.
 
+    Args:
+        context: what all steps of the model have in common, a `context.StepContext`.
+        batch_size: samples of the batch.
+
     Attributes:
         calls: uses of linear layers in forward, in order.
         kept_as_they_are: weights whose factors are kept until their sums are formed.
@@ -37,8 +41,9 @@ class PlainPlans:
 
     runs_twice = False
 
-    def __init__(self, policy: Policy, batch_size: int):
-        self._policy, self._batch_size = policy, max(1, batch_size)
+    def __init__(self, context: Any, batch_size: int):
+        self._policy: Policy = context.policy
+        self._known, self._batch_size = context.plans.of_calls, max(1, batch_size)
         self.calls: list[Call] = []
         self.kept_as_they_are: Collection[Trainable] = ()
         self.gradient_bytes: Mapping[Trainable, int] = {}
@@ -47,14 +52,18 @@ class PlainPlans:
         """Plans what becomes of the uses, after the forward has called all layers."""
         if self._policy.two_passes or self._policy.dense_always:
             return
-        tokens: Counter[Trainable] = Counter()  # of all uses of a weight
-        for record, shape, _, _ in self.calls:
-            tokens[record] += shape[:-1].numel() // self._batch_size
-        self.kept_as_they_are = {
-            record for record, shape, _, outputs in self.calls
-            if not self.prefers_dense(tokens[record], outputs, shape[-1])
-        }  # fmt: skip
-        self.calls = []
+        calls, self.calls = self.calls, []
+        key = (self._batch_size, *calls)
+        known = self._known.get(key)
+        if known is None:
+            tokens: Counter[Trainable] = Counter()  # of all uses of a weight
+            for record, shape, _, _ in calls:
+                tokens[record] += shape[:-1].numel() // self._batch_size
+            known = self._known[key] = {
+                record for record, shape, _, outputs in calls
+                if not self.prefers_dense(tokens[record], outputs, shape[-1])
+            }  # fmt: skip
+        self.kept_as_they_are = known
 
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
         """Returns None: a layer in a compiled region has a slot for each parameter."""

@@ -17,7 +17,7 @@ from dp_clipping.profiling.timer import Timer
 class StepNorms:
     """Norms of the parameters of one batch.
 
-    The arguments are fixed; `begin` resets the rest for the next backward.
+    The arguments are fixed; `begin` sets the rest for a backward.
 
     Args:
         order: all parameters, in the order in which backward reaches them.
@@ -46,7 +46,6 @@ class StepNorms:
         self.split = SplitNorms(reducer, sharding)
         self._order, self._reducer, self._timer = order, reducer, timer
         self._zero = torch.zeros(batch_size, dtype=torch.float32, device=like.device)
-        self.begin(1)
 
     def begin(self, count: int) -> None:
         """Begins a backward, with `count` clipping groups."""
@@ -84,7 +83,8 @@ class StepNorms:
     def squares_and_bounds(self) -> tuple[Tensor, Tensor]:
         """Returns squared norms, and upper bounds for what is summed: [K, B] of whole samples."""
         if not self.split.is_split:
-            return self.table.squared(), self.table.bounds()
+            squared = self.table.squared()
+            return squared, squared if self.table.is_exact else self.table.bounds()
         if self._partial is not None:
             with self._timer.phase("norm_all_reduce"):
                 return self.split.unpack(self._partial.wait())

@@ -148,7 +148,6 @@ class Work:
         self._device = device = self.context.capture.trigger.device
         self._is_on_gpu = self.arithmetic.fused and device.type == "cuda"
         self._held = allocated(self._device)
-        self._reset()
         per_layer = self.arithmetic.fused and self.context.policy.per_layer
         self.streams = per_layer and not self.runs_twice
         self._staying = () if self.streams else self.plans.kept_as_they_are
@@ -321,8 +320,7 @@ class Work:
         self.versions.refuse_changed(
             [(left.records, left.tensors, left.versions) for left in lefts]
         )
-        with torch.no_grad():
-            self.arithmetic.norms(lefts, self)
+        self.arithmetic.norms(lefts, self)
 
     def found(
         self, records: Sequence[Trainable], squares: Tensor, scales: Tensor | None = None,
@@ -431,9 +429,8 @@ class Work:
         values = [value for value, _, _ in summands]
         summands.clear()
         self.taken.update(records)
-        with torch.no_grad():
-            totals = self.arithmetic.sums(records, values)
-            self._accumulate(zip(records, totals, strict=True))
+        totals = self.arithmetic.sums(records, values)
+        self._accumulate(zip(records, totals, strict=True))
 
 
 def _nbytes(summand: Summand) -> int:
