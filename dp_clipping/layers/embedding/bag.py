@@ -3,6 +3,8 @@
 An id's output gradient is that of its bag, times its weight; of a mean, over the number of ids.
 """
 
+from operator import attrgetter
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,8 +12,10 @@ from torch import Tensor, nn
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, without_padding
-from dp_clipping.layers.handle import FIRST, LayerState, check_size, expand_shared
+from dp_clipping.layers.handle import FIRST, LayerState, check_size, expand_shared, forward_of
 from dp_clipping.layers.recorder import FACTORS
+
+SETTINGS = attrgetter("mode", "padding_idx", "include_last_offset")
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
@@ -21,16 +25,14 @@ def is_plain(module: nn.Module, kind: type) -> bool:
     return getattr(kind, "forward", None) is nn.EmbeddingBag.forward
 
 
-def forward(
+def _first_call(
     self: nn.EmbeddingBag,
+    handle: LayerState,
     input: Tensor,
     offsets: Tensor | None = None,
     per_sample_weights: Tensor | None = None,
 ) -> Tensor:
     """Computes bags of ids [N, T], or of ids [N] with the offsets of one bag for each sample."""
-    handle: LayerState = self._private
-    if handle.private_step is None:
-        return type(self).forward(self, input, offsets, per_sample_weights)
     given = [x for x in (input, per_sample_weights) if x is not None]
     tensor_parallel.refuse_distributed(handle, *given, self.weight)
     if input.dim() == 1:
@@ -49,6 +51,9 @@ def forward(
         input, *rest = (expand_shared(x, handle.rows) for x in given)
         per_sample_weights = rest[0] if rest else None
     return _run(self, handle, layout, input, None, per_sample_weights)
+
+
+forward = forward_of("embedding_bag", _first_call)
 
 
 def _with_offsets(
@@ -77,16 +82,18 @@ def _run(
     self: nn.EmbeddingBag, handle: LayerState, layout: Layout, ids: Tensor, offsets: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    private_step, weight = handle.private_step, self.weight.detach()
-    options = (self.mode, self.padding_idx, self.include_last_offset, handle.examples_per_unit)
+    private_step, weight, settings = handle.private_step, self.weight.detach(), SETTINGS(self)
+    options = (*settings, handle.examples_per_unit)
     if torch.compiler.is_compiling():
         slot = handle.slot("weight")
         rest = (None, (layout.kind, layout.dim, private_step.batch_size), options)
     else:
-        site = handle.site(Bag, ids, layout, options=options)
+        site = handle.site(Bag, ids, layout, options=options, settings=settings, reads=SETTINGS)
         slot = private_step.trigger(site.records[0]) if site.records else None
         rest = (site, private_step)
-    return Bag.apply(ids, weight, offsets, scales, slot, rest)
+        if site.records and offsets is None and scales is None:
+            handle.keep(ids, site)
+    return Bag.apply(ids, weight, offsets, slot, scales, rest)
 
 
 class Bag(torch.autograd.Function):
@@ -98,7 +105,7 @@ class Bag(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, ids, weight, offsets, scales, slot, rest):
+    def forward(ctx, ids, weight, offsets, slot, scales, rest):
         ctx.save_for_backward(ids, weight, offsets, scales)
         ctx.rest, ctx.slot_dtype = rest, None if slot is None else slot.dtype
         mode, padding_idx, has_last, _ = rest[2] if rest[0] is None else rest[0].options
@@ -116,13 +123,13 @@ class Bag(torch.autograd.Function):
         bags = None if offsets is None else bags_of(ids, offsets, has_last)
         y = gy.unsqueeze(1) if bags is None else gy[bags]  # [N, 1, d], or [ids, d]
         of_scales = None
-        if scales is not None and ctx.needs_input_grad[3]:
+        if scales is not None and ctx.needs_input_grad[4]:
             of_scales = without_padding(ids, y * F.embedding(ids, weight), padding_idx).sum(-1)
         if ctx.slot_dtype is None:
-            return None, None, None, of_scales, None, None
+            return None, None, None, None, of_scales, None
         y = y.expand(*ids.shape, -1) if scales is None else y * scales.unsqueeze(-1)
         if mode == "mean":
-            y = y / _sizes(ids, bags, len(gy), padding_idx)
+            y = y / _sizes(ids, bags, gy.shape[0], padding_idx)
         y = without_padding(ids, y, padding_idx)
         if site is None:
             kind, dim, batch_size = ctx.rest[1]
@@ -132,14 +139,14 @@ class Bag(torch.autograd.Function):
         if bags is None:
             ids = layout.batch_first(ids, batch_size).reshape(batch_size, -1)
             y = layout.batch_first(y, batch_size).reshape(batch_size, -1, y.shape[-1])
-            factors = EmbeddingFactors(ids, y, len(weight))
+            factors = EmbeddingFactors(ids, y, weight.shape[0])
         else:
-            factors = EmbeddingFactors(ids, y, len(weight), bags // each, batch_size)
+            factors = EmbeddingFactors(ids, y, weight.shape[0], bags // each, batch_size)
         if site is None:
             gradients = factors.dense().to(ctx.slot_dtype)
-            return None, None, None, of_scales, gradients, None
+            return None, None, None, gradients, of_scales, None
         private_step.take(FACTORS, site.records, factors, factors.held(factors))
-        return None, None, None, of_scales, None, None
+        return None, None, None, None, of_scales, None
 
 
 def _sizes(ids: Tensor, bags: Tensor | None, count: int, padding_idx: int | None) -> Tensor:

@@ -21,9 +21,10 @@ from dp_clipping.layers.recurrent import kernel
 from dp_clipping.layers.recurrent.kinds import mode_of
 from dp_clipping.layers.recurrent.packing import Packing
 from dp_clipping.layers.recurrent.recurrence import Enter, Leave, Run, Sites
-from dp_clipping.torch_compat import never_compiled
+from dp_clipping.torch_compat import apply_directly, never_compiled, transforms_run
 
 KINDS = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
+ENTER, LEAVE = apply_directly(Enter), apply_directly(Leave)
 
 
 @never_compiled
@@ -79,7 +80,7 @@ def _sequences(
         ValueError: it is called in a way in which a sequence is not of one sample.
     """
     tensors = handle.tensors((input, hx))
-    tensor_parallel.refuse_distributed(handle, *tensors, *self.parameters())
+    tensor_parallel.refuse_distributed(handle, *tensors)
     layouts = handle.layouts_of(tensors)
     place = 0 if isinstance(input, PackedSequence) or self.batch_first else 1
     for x, layout, dim in zip(tensors, layouts, (place, 1, 1), strict=False):
@@ -118,6 +119,7 @@ def _run(
     for direction in ("", "_reverse")[: 2 if self.bidirectional else 1]:
         names = [f"{kind}_l{layer}{direction}" for kind in KINDS]
         values: list[Any] = [getattr(self, name, None) for name in names]
+        tensor_parallel.refuse_distributed(handle, *values)
         values = [None if value is None else value.detach() for value in values]
         weight_ih, bias_ih, *hidden = values
         with _autocast_of(self, x):
@@ -133,7 +135,8 @@ def _run(
     run = Run(mode, sites, private_step, packing)
     run.announce(gates[0], weights)
     together = gates[0] if len(gates) == 1 else torch.cat(gates, 2)
-    together = Enter.apply(together, run, *(w for own in weights for w in own), *run.triggers)
+    enter, leave = (Enter.apply, Leave.apply) if transforms_run() else (ENTER, LEAVE)
+    together = enter(together, run, *(w for own in weights for w in own), *run.triggers)
     if not states:
         count = 2 if mode == "LSTM" else 1
         widths = (self.proj_size or self.hidden_size, self.hidden_size)[:count]
@@ -141,7 +144,7 @@ def _run(
     states = [s.to(together.dtype) for s in states]
     last = _all_steps(mode, together, states, weights, packing)
     h, c = (*(s.detach() for s in states), None)[:2]
-    return Leave.apply(run, h, c, *last)
+    return leave(run, h, c, *last)
 
 
 def _all_steps(

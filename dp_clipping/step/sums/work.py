@@ -23,7 +23,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from dp_clipping.capture.checks.kept import Kept
