@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from opcode import opmap
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
-from dp_clipping.guard.carried import restored
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.guard.lengths import Lengths
 from dp_clipping.guard.losses import Watched, viewed
@@ -32,33 +30,16 @@ from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import slices_of
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.gradient_buffer import GradientBuffer
+from dp_clipping.step.other_calls import OF_ZEROS, OtherCalls, shown
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
 from dp_clipping.step.sums.fused import Fused
 from dp_clipping.step.sums.layer_plans import FusedPlans, PlainPlans
 from dp_clipping.step.sums.plain import Plain
 from dp_clipping.step.sums.work import Work
-from dp_clipping.torch_compat import (
-    flush_ready_nodes,
-    is_compiled_in_place,
-    is_passed_on,
-    versions_of,
-)
+from dp_clipping.torch_compat import is_compiled_in_place, versions_of
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
-
-OF_ANY_SIZE = (
-    "let it take any number of samples, as x.view(len(x), -1) does and x.view(64, -1) does not"
-)
-JOINED = (
-    "row i of each tensor must be of sample i, and a number in it must not be that of another row, "
-    "as in graphs that are joined into one; pad them to one number of nodes, as x [batch, nodes, "
-    "features] and adjacency [batch, nodes, nodes], adjacency @ x"
-)
-OF_ZEROS = (
-    "the batch has no sample, as a Poisson batch may, and the network cannot run on the row of "
-    "zeros that takes its place ({error}): let forward take one, of which nothing is used"
-)
 
 
 class ForwardBackward:
@@ -87,6 +68,7 @@ class ForwardBackward:
             joins_all=context.policy.dense_always,
         )  # fmt: skip
         self._carried = self._establishment.carried
+        self._calls = OtherCalls(self.capture, self._carried.state, self.recover)
         self._normalizations = normalizations(self.network)
         self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
         self._samples_are_checked = False
@@ -169,7 +151,7 @@ class ForwardBackward:
         self.capture.arithmetic.refuse_changes()
         before = Objects(args, kwargs) if has_objects else Objects()
         batch_of = partial(self._establishment.batch_of, args, kwargs)
-        given = batch = self._own_errors_first(batch_of, args, kwargs)
+        given = batch = self._calls.own_errors_first(batch_of, args, kwargs)
         if given.bags and self.state.ticket.rows is not None:
             raise ValueError(
                 "pad_batches=True adds a row of zeros for each sample that a batch lacks, and ids "
@@ -186,7 +168,7 @@ class ForwardBackward:
         is_looked_at = self.looks_at(seen.size)
         with self._passing:
             ensure = partial(self._establishment.ensure, seen)
-            check = self._own_errors_first(ensure, given.args, given.kwargs, given.size)
+            check = self._calls.own_errors_first(ensure, given.args, given.kwargs, given.size)
         padding = self.padding
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
@@ -231,7 +213,7 @@ class ForwardBackward:
                 mark.put_back()
                 objects.put_back()
                 look = partial(self._establishment.look, seen)
-                self._own_errors_first(look, args, kwargs, given.size)
+                self._calls.own_errors_first(look, args, kwargs, given.size)
                 return begin()  # what layers left in the other belongs to other layouts
 
             private_step = looked_at()
@@ -240,11 +222,11 @@ class ForwardBackward:
                     output = self.network(*args, **kwargs)
             except LayoutUnknown:  # then a module runs under vmap: see `LayerState.unseen`
                 private_step = looked_at()
-                output = self._call_network_again(private_step, args, kwargs)
+                output = self._calls.again(private_step, args, kwargs)
         except BaseException as error:
             self.recover()
             if private_step.is_empty and isinstance(error, Exception):
-                raise ValueError(OF_ZEROS.format(error=_shown(error))) from error
+                raise ValueError(OF_ZEROS.format(error=shown(error))) from error
             raise
         finally:
             if hook is not None:
@@ -255,7 +237,7 @@ class ForwardBackward:
             objects.put_back()
             private_step = begin()
             with randomness.again():
-                output = self._call_network_again(private_step, args, kwargs)
+                output = self._calls.again(private_step, args, kwargs)
         self._carried.check(mark, seen, "a forward in training")
         private_step.end_forward()
         self.state.pending, private_step.seen = private_step, seen
@@ -464,73 +446,6 @@ class ForwardBackward:
         if sharding is not None and not sharding.recover():
             self._is_broken = True
 
-    def _own_errors_first(
-        self, run: Callable[[], Any], args: tuple, kwargs: dict, size: int = -1
-    ) -> Any:
-        """Returns what a run with other samples than a call has returns.
-
-        If it fails, and the user's own call with all of its samples does, too, that error is
-        raised, otherwise one that says what it means. Ranks of a sharded network cannot repeat a
-        call alone.
-
-        Args:
-            run: the run; nothing of a step is left in the network afterwards.
-            args, kwargs: of the user's call.
-            size: of the call's batch; -1: it is not known yet.
-        """
-        try:
-            return run()
-        except Exception as error:
-            self.recover()
-            is_lost = "CUDA error" in str(error)  # after which nothing more can be computed
-            if self.capture.sharding is not None or (is_passed_on(error) and not is_lost):
-                raise
-            if size and not is_lost:
-                self._call_as_it_is(args, kwargs, has_backward=not _is_refusal(error))
-            if _is_refusal(error) or "use_reentrant=True" in str(error):
-                raise
-            if not size:
-                raise ValueError(OF_ZEROS.format(error=_shown(error))) from error
-            is_index = is_lost or isinstance(error, IndexError)
-            cure = JOINED if is_index else OF_ANY_SIZE
-            raise ValueError(
-                "the network runs on its batch, and not on some of the rows in it, as it does "
-                f"to find where the samples are ({_shown(error)}): {cure}"
-            ) from error
-        except BaseException:
-            self.recover()
-            raise
-
-    def _call_as_it_is(self, args: tuple, kwargs: dict, has_backward: bool) -> None:
-        """Calls the network as the user does, without a step, and puts back what that changes.
-
-        Args:
-            has_backward: a backward follows, which no gradient is kept of.
-        """
-        try:
-            with (
-                restored(self._carried.state),
-                self.capture.looked_at(lambda *_: None),
-            ):
-                ends = [y for y in tensors_of(self.network(*args, **kwargs)) if y.requires_grad]
-                if has_backward and ends:
-                    ones = list(map(torch.ones_like, ends))
-                    torch.autograd.grad(ends, self.capture.parameters, ones, allow_unused=True)
-        except Exception as error:
-            flush_ready_nodes()
-            raise error from None
-
-    def _call_network_again(self, private_step: PrivateStep, args: tuple, kwargs: dict) -> Any:
-        """Calls the network without its wrapper, which has prepared this forward already."""
-        try:
-            with self.capture.attached(private_step):
-                return self.network(*args, **kwargs)
-        except LayoutUnknown as error:
-            raise ValueError(
-                f"{error} is called in a way that depends on more than the batch: where its "
-                "samples are cannot be established"
-            ) from error
-
     def _marked_again_inside(self, module: nn.Module, mark: Mark) -> Any:
         """Lets a wrapper write to buffers before the network runs: the mark is renewed then.
 
@@ -566,23 +481,6 @@ class ForwardBackward:
             forecast = self._establishment.forecast(batch).of_units(each)
         fused = Fused(context, samples, padding)
         return Work(context, samples, fused, FusedPlans(context, samples, forecast), compiled)
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Returns whether a `raise` of this package raised the error, and not what it calls."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or not isinstance(error, ValueError | RuntimeError):
-        return False
-    frame = trace.tb_frame
-    is_raised = frame.f_code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
-    return is_raised and frame.f_globals.get("__name__", "").startswith("dp_clipping.")
-
-
-def _shown(error: Exception) -> str:
-    said = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {said}"
 
 
 @kept_on_device(maxsize=8)

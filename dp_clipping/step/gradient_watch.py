@@ -190,8 +190,8 @@ class GradientWatch:
             return []
         held = zip(self._noted, self._gradients, strict=True)
         of_tensors = zip(self._noted + self._owners, now, self._versions, strict=True)
-        changed = {p for p, gradient in held if p.grad is not gradient}
-        return [*(changed | {p for p, version, then in of_tensors if version != then})]
+        found = {p for p, gradient in held if p.grad is not gradient}
+        return [*(found | {p for p, version, then in of_tensors if version != then})]
 
     def _show(self, parameters: Iterable[Parameter]) -> str:
         return ", ".join(sorted(self.capture.names[p] for p in parameters)[:5])
