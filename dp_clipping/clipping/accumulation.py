@@ -103,7 +103,7 @@ def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
 
 def wide_mm(left: Tensor, right: Tensor) -> Tensor:
     """Returns [m, k] @ [k, n], accumulated and in `accumulation_dtype(dtype)`."""
-    dtype = accumulation_dtype(left.dtype)
+    dtype = ACCUMULATED.get(left.dtype, torch.float32)
     if left.dtype == dtype:
         with full_float32():
             return torch.mm(left, right)
@@ -220,15 +220,23 @@ def weighted_sum(weights: Weights, gradients: Tensor) -> Tensor:
     their dtype (by less than 2⁻⁷): a product of two such numbers is exact in float32, so a sample's
     contribution still is at most its coefficient times its norm.
     """
+    if not _is_full:
+        with full_float32():
+            return weighted_sum(weights, gradients)
     shape = gradients.shape[1:]
     rows = gradients.reshape(gradients.shape[0], shape.numel())
     if rows.is_cuda and rows.element_size() == 2 and rows.shape[0]:
         return _sum_by_pieces(weights, rows).view(shape)
     dtype = ACCUMULATED.get(rows.dtype, torch.float32)
     coefficients = weights.values if weights.values.dtype == dtype else weights.of_dtype(dtype)
-    if rows.dtype == dtype and _is_full:
+    if rows.dtype == dtype:
         return (coefficients @ rows).view(shape)
-    return _widened_sum(coefficients, rows).view(shape)
+    total = torch.empty(rows.shape[1], dtype=dtype, device=rows.device)
+    width = max(1, CHUNK_ELEMENTS // max(1, rows.shape[0]))
+    for start in range(0, rows.shape[1], width):
+        piece = rows[:, start : start + width].to(dtype)
+        torch.mv(piece.t(), coefficients, out=total[start : start + width])
+    return total.view(shape)
 
 
 def _sum_by_pieces(weights: Weights, rows: Tensor) -> Tensor:
@@ -244,17 +252,3 @@ def _sum_by_pieces(weights: Weights, rows: Tensor) -> Tensor:
     block, factor = weights.block(rows.dtype, pieces)
     total = wide_mm(block, rows.view(batch_size * pieces, numel // pieces)).view(-1)
     return total if factor == 1 else total.mul_(factor)
-
-
-def _widened_sum(coefficients: Tensor, rows: Tensor) -> Tensor:
-    dtype = coefficients.dtype
-    if rows.dtype == dtype:
-        with full_float32():
-            return coefficients @ rows
-    total = torch.empty(rows.shape[1], dtype=dtype, device=rows.device)
-    width = max(1, CHUNK_ELEMENTS // max(1, rows.shape[0]))
-    for start in range(0, rows.shape[1], width):
-        piece = rows[:, start : start + width].to(dtype)
-        with full_float32():
-            torch.mv(piece.t(), coefficients, out=total[start : start + width])
-    return total

@@ -147,11 +147,11 @@ class Mark:
 
     def changes(self) -> list[Change]:
         """Returns values that were replaced or written to, without those known to be harmless."""
-        written = self.written()
         others_are_same = not self._others or _are_same(self._others, self._places.collections)
-        if not written and others_are_same and self._dicts_are_same():
+        is_same = others_are_same and _versions(self.tensors) == self._versions
+        if is_same and self._dicts_are_same():
             return []
-        found = self.replaced() + [x.place.change(x.key) for x in written]
+        found = self.replaced() + [x.place.change(x.key) for x in self.written()]
         return [change for change in dict.fromkeys(found) if not self.state.is_harmless(change)]
 
     def written(self) -> list[Named]:

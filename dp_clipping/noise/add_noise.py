@@ -89,7 +89,6 @@ def add_noise(
     return out if target is out else out.copy_(target)
 
 
-@torch.no_grad()
 def add_noise_to_all(
     totals: list[Tensor], streams: list[NoiseStream], *, std: float, divisor: float,
     dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,

@@ -557,7 +557,7 @@ ROWS = [
      "poisson.usage.take_back()  # the batch comes again, as another object", "pass",
      BATCHES_ONCE),
     ("two runs have one key", "runs/accounts.py",
-     "self._account.refuse_other_run(run.keys.fingerprint, run)", "pass", LEDGER),
+     "self._account.refuse_other_run(fingerprint, run)", "pass", LEDGER),
     ("the criterion of a step is forgotten", "runs/accounts.py",
      "_settings_of(optimizer), _public(run.criterion)", "_settings_of(optimizer)", LEDGER),
     ("steps that are made again cost twice", "runs/accounts.py",

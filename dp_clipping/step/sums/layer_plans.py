@@ -35,6 +35,7 @@ class PlainPlans:
 
     Attributes:
         calls: uses of linear layers in forward, in order.
+        planned: their weights.
         kept_as_they_are: weights whose factors are kept until their sums are formed.
         gradient_bytes: weight -> bytes of a G that is formed of what it leaves.
     """
@@ -46,6 +47,7 @@ class PlainPlans:
         self._known, self._batch_size = context.plans.of_calls, max(1, batch_size)
         self.calls: list[Call] = []
         self.kept_as_they_are: Collection[Trainable] = ()
+        self.planned: Collection[Trainable] = ()
         self.gradient_bytes: Mapping[Trainable, int] = {}
 
     def make(self) -> None:
@@ -59,11 +61,12 @@ class PlainPlans:
             tokens: Counter[Trainable] = Counter()  # of all uses of a weight
             for record, shape, _, _ in calls:
                 tokens[record] += shape[:-1].numel() // self._batch_size
-            known = self._known[key] = {
+            kept = {
                 record for record, shape, _, outputs in calls
                 if not self.prefers_dense(tokens[record], outputs, shape[-1])
             }  # fmt: skip
-        self.kept_as_they_are = known
+            known = self._known[key] = kept, tokens.keys()
+        self.kept_as_they_are, self.planned = known
 
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
         """Returns None: a layer in a compiled region has a slot for each parameter."""

@@ -65,8 +65,11 @@ class Plain:
                     if value.ndim == 2:
                         vectors.setdefault((value.shape, value.dtype), []).append((record, value))
                     else:
-                        with NOTHING if label is None else label("norm/dense", record):
+                        if label is None:
                             own = squared_norms(value)
+                        else:
+                            with label("norm/dense", record):
+                                own = squared_norms(value)
                         alone.setdefault(own.dtype, []).append((record, own))
                     dense.append((record, value))
                     continue
@@ -120,7 +123,9 @@ class Plain:
                 if y.ndim != 3 or value[2].layout is not None:
                     y, a = value[2].tokens(y, a, self.batch_size)
                 is_kept = plans is None or weight in kept
-                if is_kept or not plans.prefers_dense(y.shape[1], y.shape[2], a.shape[2]):
+                if not is_kept and weight not in plans.planned:  # its forward was not seen
+                    is_kept = not plans.prefers_dense(y.shape[1], y.shape[2], a.shape[2])
+                if is_kept:
                     found.append((weight, LinearFactors(a, y, value[2].transposed), left))
                     records = records[1:]
             if records:
