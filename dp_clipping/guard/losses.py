@@ -19,6 +19,7 @@ from dp_clipping.capture.samples.batch import map_tensors, tensors_of
 from dp_clipping.guard.carried import restored
 from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.vmap.objects import hold_objects
 from dp_clipping.trials.perturb import Perturbed, halves, one_more, one_source
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.randomness import same_randomness
@@ -160,8 +161,10 @@ class Shapes:
 
 def _keyed(arguments: tuple[tuple, dict]) -> list[tuple[tuple, Tensor]]:
     """Returns the tensors of a call, each with a key that identifies the argument."""
-    tensors = tensors_of(arguments)
-    kinds = tuple(x.dim() for x in tensors), tuple(arguments[1])
+    args, kwargs = arguments
+    given = tensors_of(arguments) if hold_objects(args, kwargs) else [*args, *kwargs.values()]
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    kinds = tuple(map(Tensor.dim, tensors)), tuple(kwargs)
     return [((n, *kinds), x) for n, x in enumerate(tensors)]
 
 

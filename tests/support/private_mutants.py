@@ -242,7 +242,7 @@ ROWS = [
      "BatchNorms(squared.sum(0).sqrt()", "BatchNorms(squared.sum(0)", CONTRACT,
      "test_networks and half_frozen"),
     ("unclipped sums", "step/sums/plain.py",
-     "return weighted_sum(weights, value)", "return value.sum(0)", CONTRACT,
+     "partial(weighted_sum, weights, value)", "partial(torch.sum, value, 0)", CONTRACT,
      "test_networks and half_frozen"),
     ("a second microbatch replaces the first", "step/gradient_buffer.py",
      "grad.add_(", "grad.copy_(", BUFFER),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dp_clipping.clipping.coefficients import coefficients, finite_samples
 from dp_clipping.layers.linear_factors import Grams, LinearFactors
 from dp_clipping.layers.low_precision_sums import rescale
 from dp_clipping.layers.recorder import (
+    DENSE,
     FACTORS,
     LINEAR,
     Left,
@@ -115,8 +117,8 @@ class Plain:
         kept = () if plans is None else plans.kept_as_they_are
         for left in lefts:
             kind, records, value = left.kind, left.records, left.value
-            if kind is FACTORS:
-                found.append((records[0], value, left))
+            if kind is FACTORS or kind is DENSE:
+                found.append((records[0], value if kind is FACTORS else value[0], left))
                 continue
             if kind is LINEAR and (weight := value[2].weight) is not None:
                 y, a = value[:2]
@@ -197,12 +199,16 @@ class Plain:
         with full_float32():
             for record in records:
                 weights, value = self._weights[record.group], values.pop()
+                if isinstance(value, Tensor):
+                    form = partial(weighted_sum, weights, value)
+                else:
+                    form = partial(value.weighted_sum, weights)
                 if label is None:
-                    total = _sum(weights, value)
+                    total = form()
                 else:
                     with label("sum", record):
-                        total = _sum(weights, value)
-                del value
+                        total = form()
+                del value, form
                 yield total
 
     def _only_good(self, value: Any) -> Any:
@@ -210,9 +216,3 @@ class Plain:
         if self._good is None:
             return value
         return only(value, self._good) if isinstance(value, Tensor) else value.only(self._good)
-
-
-def _sum(weights: Weights, value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return weighted_sum(weights, value)
-    return value.weighted_sum(weights)

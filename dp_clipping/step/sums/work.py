@@ -40,6 +40,7 @@ PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
 MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
 UNIT_BYTES = 1 << 30  # of sums that leave together where FSDP's modules are smaller,
 MEETINGS = 8  # and where all of them are few: this part of them
+OF_ONE = (DENSE, FACTORS)  # kinds of what is left of one parameter alone
 ON_SEVERAL_STREAMS = (
     "layers of one backward ran on several CUDA streams, which the flash modes cannot take: run "
     "the forward on one stream, or use bookkeeping or ghost"
@@ -125,6 +126,7 @@ class Work:
         self.taken: set[Trainable] = set()  # before and while a second backward runs
         self.streams = self.is_summing = self._is_in_backward = False
         self._staying: Collection[Trainable] = ()  # weights whose factors are kept in any case
+        self._keeps_all = False  # G, and factors that no plan is about, are kept in any case
         self.versions.forget()
         self._uses.forget()
         self._accumulate: Accumulate = lambda sums: None
@@ -150,6 +152,7 @@ class Work:
         per_layer = self.arithmetic.fused and self.context.policy.per_layer
         self.streams = per_layer and not self.runs_twice
         self._staying = () if self.streams else self.plans.kept_as_they_are
+        self._keeps_all = not (self.streams or self._two_passes)
         self._accumulate = accumulate
         self.norms.begin(len(clip_norms))
         self.arithmetic.begin(losses, clip_norms, self.streams)
@@ -216,8 +219,8 @@ class Work:
                 self.pending += kept[0].nbytes
         else:
             self.waiting.append(left)
-            may_stay = kind is DENSE or kind is FACTORS
-            if records[0] not in self._staying and not (may_stay and self._stays(left)):
+            stays = records[0] in self._staying or (self._keeps_all and kind in OF_ONE)
+            if not (stays or (kind is DENSE and self._stays(left))):
                 size = 0
                 for tensor in tensors:
                     size += tensor.nbytes
@@ -238,11 +241,10 @@ class Work:
 
     def _stays(self, left: Left) -> bool:
         """Returns whether its tensors are kept until the sums in any case."""
-        if left.records[0] in self._staying:
+        if left.records[0] in self._staying or (self._keeps_all and left.kind in OF_ONE):
             return True
-        if self.streams or self.is_summing or left.kind not in (DENSE, FACTORS):
-            return False
-        return not self._two_passes or (left.kind is DENSE and self.keeps(left.value[0]))
+        is_kept = left.kind is DENSE and self.keeps(left.value[0])
+        return is_kept and not self.streams and not self.is_summing
 
     def keeps(self, gradients: Tensor) -> bool:
         """Returns whether G is kept for its sum; vectors always are."""
@@ -376,7 +378,7 @@ class Work:
     def begin_sums(self) -> None:
         """Begins the sums, before the second backward if there is one."""
         self._reset()
-        self.is_summing, self._staying = True, ()
+        self.is_summing, self._staying, self._keeps_all = True, (), False
         self.taken = set(self.kept)
         if self._sharding is not None:
             self.end_sums()  # beside what the second backward brings of the same modules
