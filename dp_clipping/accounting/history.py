@@ -17,7 +17,7 @@ Parts = dict[str, HistoryPart]
 
 def count(history: History) -> int:
     """Returns the number of steps in a history, over all entries."""
-    return sum(steps for _, _, steps in history)
+    return sum([steps for _, _, steps in history])
 
 
 def after(history: History, steps: int) -> History:

@@ -239,12 +239,12 @@ class Account:
             RuntimeError: if it was made with another σ, sample rate, C, setting of the optimizer or
                 the criterion, or of another batch.
         """
-        if self.history != self._counted:
+        if self.accountant.history != self._counted:
             self._refuse_lost()
             self._note_others()
         if not key_is_fixed and self._holds(step):
             return
-        before = list(self.history)
+        before = list(self.accountant.history)
         if self.computes:
             try:
                 self.accountant.step(noise_multiplier=step.sigma, sample_rate=step.rate)
@@ -255,7 +255,7 @@ class Account:
             self.accountant.history = joined(before, [(step.sigma, step.rate, 1)])
         self._attribute(step.fingerprint, step.number)
         self._made[step.fingerprint, step.number] = step.digest
-        self._counted = list(self.history)
+        self._counted = list(self.accountant.history)
 
     def _holds(self, step: Release) -> bool:
         if step.number >= self._next.get(step.fingerprint, 0):
@@ -279,7 +279,7 @@ class Account:
         self._attribute(OTHERS, 0)
 
     def _attribute(self, key: str, number: int) -> None:
-        history = self.history
+        history = self.accountant.history
         entries, steps = self._end
         new = after(history[max(entries - 1, 0) :], steps)
         if new and len(history) >= entries:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import (
+    ACCUMULATED,
     SUM_ROUNDING,
     accumulation_dtype,
     full_float32,
@@ -230,7 +231,7 @@ class Factors:
         if fused and self._has_kernels and self._is_narrow:
             found = narrow_gradients(self.x, self.y, self.geometry, self.batch_size)
             return found.view(self.batch_size, *self.shape)
-        rows, dtype = self.x.shape[0], accumulation_dtype(self.y.dtype)
+        rows, dtype = self.x.shape[0], ACCUMULATED.get(self.y.dtype, torch.float32)
         pictures = rows // max(1, self.batch_size)
         positions = prod(self.y.shape[2:])
         each = max(1, pictures * positions * self.x.shape[1] * prod(self.geometry.taps))

@@ -52,11 +52,11 @@ class StepContext:
         """Returns the timer of a step's ranges."""
         return timer_of(self.profile)
 
-    @property
+    @cached_property
     def network(self) -> nn.Module:
         return self.capture.network
 
-    @property
+    @cached_property
     def sharding(self) -> Sharding | None:
         return self.capture.sharding
 

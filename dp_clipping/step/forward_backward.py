@@ -152,14 +152,15 @@ class ForwardBackward:
         before = Objects(args, kwargs) if has_objects else Objects()
         batch_of = partial(self._establishment.batch_of, args, kwargs)
         given = batch = self._calls.own_errors_first(batch_of, args, kwargs)
-        if given.bags and self.state.ticket.rows is not None:
+        ticket = self.state.ticket
+        if given.bags and ticket.rows is not None:
             raise ValueError(
                 "pad_batches=True adds a row of zeros for each sample that a batch lacks, and ids "
                 "with offsets have no rows: leave it out, as BatchMemoryManager(data_loader=loader,"
                 " max_physical_batch_size=.., optimizer=optimizer), or give nn.EmbeddingBag ids "
                 "[batch, tokens] of one length, padded with padding_idx"
             )
-        real = self.state.ticket.real_of(given.size)
+        real = ticket.real_of(given.size)
         each = self._examples_per_unit(given.size)
         if not given.size:
             args, kwargs = given.stand_in()
@@ -172,7 +173,7 @@ class ForwardBackward:
         padding = self.padding
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
-        fill = None if each == 1 else self.state.ticket.fill_of(batch.size, padding)
+        fill = None if each == 1 else ticket.fill_of(batch.size, padding)
         fill = None if fill is None else fill.to(self.capture.trigger.device)
         lengths = self._lengths(seen, given.size)
         is_compiled = self.capture.is_compiled  # asked once: it looks at every module

@@ -78,24 +78,21 @@ class GradientNoise:
 
         If it fails half-way, sums are dropped: a second attempt would add noise to some twice.
         """
-        try:
-            self._add(step)
-        except BaseException:
-            self.model.clear_gradients()
-            raise
-
-    def _add(self, step: int) -> None:
         model, settings = self.model, self.model.step_state.settings
-        norms = None if self.adaptive is None else model.gather_norms()
-        pieces = model.gradient_buffer.pieces()
-        if pieces is None:
-            self._add_to_gradients(step)
-        else:
-            self._add_to_pieces(pieces, step)
-        if self.adaptive is not None:
-            is_noisy = settings.noise_multiplier > 0
-            self.adaptive.update(norms.wait(), step=step, noise_key=self.key, noisy=is_noisy)
-            model.thresholds.set(self.adaptive.max_grad_norm)
+        try:
+            norms = None if self.adaptive is None else model.gather_norms()
+            pieces = model.gradient_buffer.pieces()
+            if pieces is None:
+                self._add_to_gradients(step)
+            else:
+                self._add_to_pieces(pieces, step)
+            if self.adaptive is not None:
+                is_noisy = settings.noise_multiplier > 0
+                self.adaptive.update(norms.wait(), step=step, noise_key=self.key, noisy=is_noisy)
+                model.thresholds.set(self.adaptive.max_grad_norm)
+        except BaseException:
+            model.clear_gradients()
+            raise
         model.gradient_buffer.watch.settle()
 
     def _add_to_gradients(self, step: int) -> None:

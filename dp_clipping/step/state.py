@@ -137,7 +137,7 @@ class StepState:
     @property
     def sensitivity(self) -> float:
         """Returns C of the step: how far one sample can move the sum."""
-        return sum(c * c for c in self.clip_norms) ** 0.5
+        return sum([c * c for c in self.clip_norms]) ** 0.5
 
     @contextmanager
     def refused_together(self) -> Iterator[None]:

@@ -50,6 +50,8 @@ class Plain:
 
     def begin(self, losses: Tensor, clip_norms: Tensor, streams: bool) -> None:
         self._clip_norms = clip_norms
+        # Labels work by layers, if that is recorded or timed.
+        self._label: Any = self._timer.layers if self._timer.labels_layers() else None
         self._good: Tensor | None = None  # samples whose norms are finite, if some are not
         self._weights: list[Weights] = []
         self._grams = Grams()
@@ -60,7 +62,7 @@ class Plain:
         vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
         alone: dict[torch.dtype, list[tuple[Trainable, Tensor]]] = {}  # squared norms [B]
         dense: list[tuple[Trainable, Tensor | None]] = []
-        two_passes, label = self.context.policy.two_passes, self._label_if_needed()
+        two_passes, label = self.context.policy.two_passes, self._label
         with full_float32():
             for record, value, left in self._each(lefts, work.plans):
                 if isinstance(value, Tensor):
@@ -102,10 +104,6 @@ class Plain:
             work.recomputed += [one for left in lefts for one in left.records]
         else:
             work.keep_gradients(dense)
-
-    def _label_if_needed(self) -> Any:
-        """Returns what labels work by layers, if that is recorded or timed."""
-        return self._timer.layers if self._timer.labels_layers() else None
 
     def _each(self, lefts: list[Left], plans: Any) -> list[tuple[Trainable, Any, Left]]:
         """Returns G or factors of each parameter, with what they are of.
@@ -195,7 +193,7 @@ class Plain:
             values: G [B, *parameter], or factors.
         """
         values.reverse()
-        label = self._label_if_needed()
+        label = self._label
         with full_float32():
             for record in records:
                 weights, value = self._weights[record.group], values.pop()
