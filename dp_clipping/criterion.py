@@ -70,8 +70,10 @@ class PrivateCriterion(nn.Module):
         if private_step.is_empty:
             losses = self._of_no_samples(args, kwargs)
             return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
-        self._is_opened = hold_objects(args, kwargs) and bool(packed_in((args, kwargs)))
-        if self._is_opened:
+        is_opened = hold_objects(args, kwargs) and bool(packed_in((args, kwargs)))
+        if is_opened is not self._is_opened:  # a module's attributes are slow to set
+            self._is_opened = is_opened
+        if is_opened:
             args, kwargs = opened((args, kwargs), self.model.batch_first)
         mark = self._carried.state.mark()
         losses = self._per_sample(*args, shape=shape, **kwargs)

@@ -135,7 +135,8 @@ class PrivateModel(nn.Module):
     @property
     def network(self) -> nn.Module:
         """Returns the bare network."""
-        return self.module.module if self._is_wrapped else self.module
+        module: Any = self._modules["module"]
+        return module.module if self._is_wrapped else module
 
     @property
     def _module(self) -> nn.Module:
@@ -254,7 +255,9 @@ class PrivateModel(nn.Module):
             self.gradient_buffer.watch.refuse_unclipped()
         try:
             with self.loss_in_network.per_sample(kwargs):
-                outputs = self.passes.forward(self.module, args, kwargs, self._sync_context())
+                outputs = self.passes.forward(
+                    self._modules["module"], args, kwargs, self._sync_context()
+                )
         except RuntimeError as error:
             refuse_reentrant(error)
             raise

@@ -259,7 +259,7 @@ class PrivateStep:
         parameters = list(self.capture.parameters)
         leaves = {p: x for p, x in self.leaves.items() if x is not p and x.requires_grad}
         sharding = self.context.sharding
-        with self.work.in_backward():
+        with NOTHING if sharding is None else self.work.in_backward():
             with (
                 NOTHING if sharding is None else sharding.backward(),
                 torch.autograd.set_multithreading_enabled(False),
