@@ -15,7 +15,6 @@ from dp_clipping.guard.losses import Criterion, Shapes
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.layers.vmap.objects import hold_objects
 from dp_clipping.losses.private_loss import PrivateLoss
-from dp_clipping.step.steppable import Steppable
 from dp_clipping.trials.randomness import same_randomness
 
 
@@ -35,9 +34,9 @@ class PrivateCriterion(nn.Module):
             if one depends on other samples (see `losses`), in batches 1, 2, 4, 8, ...
     """
 
-    model: Steppable  # hidden from `parameters()`
+    model: Any  # a `PrivateModel`, hidden from `parameters()`
 
-    def __init__(self, model: Steppable, criterion: Callable[..., Tensor], reduction: str):
+    def __init__(self, model: Any, criterion: Callable[..., Tensor], reduction: str):
         own = getattr(criterion, "reduction", reduction)
         if own != reduction or reduction not in LOSS_REDUCTIONS:
             raise ValueError(

@@ -18,8 +18,6 @@ from dp_clipping.profiling.profile import ranged
 from dp_clipping.sampling.loader import PREPARED
 from dp_clipping.step.fixed_settings import FixedSettings
 from dp_clipping.step.gradient_noise import GradientNoise
-from dp_clipping.step.state import StepSettings
-from dp_clipping.step.steppable import Steppable
 from dp_clipping.torch_compat import is_hook_registry
 
 Hook = Callable[["PrivateOptimizer"], None]
@@ -75,7 +73,7 @@ class PrivateOptimizer(Optimizer):
         self,
         optimizer: Optimizer,
         *,
-        model: Steppable,
+        model: Any,
         noise_multiplier: float,
         expected_batch_size: float,
         loss_reduction: str = "mean",
@@ -97,7 +95,7 @@ class PrivateOptimizer(Optimizer):
         self._count, self._cuda_graph = count, cuda_graph
         self._runs_hooks = False
         self.noise = GradientNoise(model, noise_key, adaptive_threshold, noise_source)
-        self.fixed_settings = FixedSettings(model, self.noise, self._current, agreement)
+        self.fixed_settings = FixedSettings(self, agreement)
         self._held: list[Any] = []  # parameters, when they were looked at last
         self._not_trained: list[Any] = []  # those of them that are not the model's
         self._loaded_steps = 0  # of the run whose state was loaded
@@ -338,9 +336,6 @@ class PrivateOptimizer(Optimizer):
 
         handle = optimizer.register_step_pre_hook(refuse)
         weakref.finalize(self, handle.remove)
-
-    def _current(self) -> StepSettings:
-        return StepSettings(self.noise_multiplier, self.expected_batch_size, self.loss_reduction)
 
     @ranged("noise")
     def _add_noise(self) -> None:

@@ -12,7 +12,6 @@ from torch.autograd import Function
 
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, leaves_of
 from dp_clipping.sampling.usage import BOTH_OUTPUTS
-from dp_clipping.step.steppable import Steppable
 from dp_clipping.torch_compat import tree_map, without_memory
 
 LINEAR: dict[str, Callable[..., Any]] = {  # functions that act on each sample's loss
@@ -111,19 +110,19 @@ class PrivateLoss(Tensor):
         shape: of the one number.
     """
 
-    model: Steppable
+    model: Any
     loss_reduction: str
     _private_step: Any
     _losses: Tensor
 
     @staticmethod
     def __new__(
-        cls, model: Steppable, private_step: Any, losses: Tensor, reduction: str, shape: Any = ()
+        cls, model: Any, private_step: Any, losses: Tensor, reduction: str, shape: Any = ()
     ) -> "PrivateLoss":
         return without_memory(cls, losses.new_empty(shape), losses.dtype)
 
     def __init__(
-        self, model: Steppable, private_step: Any, losses: Tensor, reduction: str, shape: Any = ()
+        self, model: Any, private_step: Any, losses: Tensor, reduction: str, shape: Any = ()
     ):
         self.model, self._private_step = model, private_step
         self._losses, self.loss_reduction = losses, reduction

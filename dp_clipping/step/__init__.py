@@ -8,7 +8,6 @@ Files:
     private_step          one step: what layers talk to, and its phases
     sums/                 norms and clipped sums of what layers leave in its backward
     state                 phase, settings, norms and counts of a step, in one place
-    steppable             what optimizer and criterion need of a model
     gradient_buffer       `.grad` from `zero_grad` to the next
     gradient_watch        notices what else changes `.grad`
     gradient_noise        adds noise to `.grad`, and divides it

@@ -1,39 +1,33 @@
 """The settings of a step: fixed at its first backward, and the same on all ranks."""
 
-from collections.abc import Callable
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from dp_clipping.arguments.checks import check
 from dp_clipping.arguments.thresholds import check_noise
 from dp_clipping.distributed.agreement import REFUSAL, Agreement, Settings
 from dp_clipping.step.state import StepSettings
-from dp_clipping.step.steppable import Steppable
+
+NAMES = ("noise_multiplier", "expected_batch_size", "loss_reduction")
+VALUES = attrgetter(*NAMES)  # of an optimizer
 
 
 class FixedSettings:
     """Fixes σ, divisor and reduction when a step opens; later changes apply to the next step.
 
     Args:
-        model: whose steps they are.
-        noise: the noise of those steps.
-        current: returns the settings as they are now.
+        optimizer: the private optimizer, whose settings, model and noise they are.
         agreement: compares settings with other ranks; None: there are none.
     """
 
-    def __init__(
-        self,
-        model: Steppable,
-        noise: Any,  # a `gradient_noise.GradientNoise`
-        current: Callable[[], StepSettings],
-        agreement: Agreement | None,
-    ):
-        self.model, self.noise, self.current, self.agreement = model, noise, current, agreement
+    def __init__(self, optimizer: Any, agreement: Agreement | None):
+        self.optimizer, self.agreement = optimizer, agreement
+        self.model, self.noise = optimizer.model, optimizer.noise
         self._checked: tuple = ()  # values that were looked at last
         self._take()
-        self._first = self._scales(model.thresholds.clip_norms())
-        model.step_state.on_open = self.fix
-        model.step_state.refuses_late = agreement is not None and not agreement.early
+        self._first = self._scales(self.model.thresholds.clip_norms())
+        self.model.step_state.on_open = self.fix
+        self.model.step_state.refuses_late = agreement is not None and not agreement.early
 
     def fix(self) -> None:
         """Fixes the settings; called when a step's first backward begins.
@@ -52,13 +46,16 @@ class FixedSettings:
 
     def _take(self) -> None:
         """Sets the settings as they are now; the very same objects are not checked again."""
-        settings = self.current()
-        values = tuple(vars(settings).values())
-        if len(self._checked) != len(values) or not all(map(is_, values, self._checked)):
-            for name, value in vars(settings).items():
+        values = VALUES(self.optimizer)
+        if not self._checked or not all(map(is_, values, self._checked)):
+            for name, value in zip(NAMES, values, strict=True):
                 check(name, value)
-            self.model.step_state.settings = _in_floats(settings)
-            self._checked = values
+            self.model.step_state.settings, self._checked = self._now(), values
+
+    def _now(self) -> StepSettings:
+        """Returns the settings as they are now, with all numbers as Python floats."""
+        noise_multiplier, expected_batch_size, loss_reduction = VALUES(self.optimizer)
+        return StepSettings(float(noise_multiplier), float(expected_batch_size), loss_reduction)
 
     def _scales(self, clip_norms: list[float]) -> dict[str, object]:
         settings = self.model.step_state.settings
@@ -92,7 +89,7 @@ class FixedSettings:
         A value that was changed since the first backward is shown with its new value.
         """
         model, adaptive = self.model, self.noise.adaptive
-        own, coming = vars(model.step_state.settings), vars(_in_floats(self.current()))
+        own, coming = vars(model.step_state.settings), vars(self._now())
         found: Settings = {name: _shown(value, coming[name]) for name, value in own.items()}
         groups, clip_norms = model.capture.group_names, model.step_state.clip_norms
         for name, limit, later in zip(
@@ -113,11 +110,3 @@ class FixedSettings:
 
 def _shown(value: object, coming: object) -> object:
     return value if value == coming else f"{value}, then {coming}"
-
-
-def _in_floats(settings: StepSettings) -> StepSettings:
-    """Returns the settings with all numbers as Python floats."""
-    return StepSettings(
-        float(settings.noise_multiplier), float(settings.expected_batch_size),
-        settings.loss_reduction,
-    )  # fmt: skip

@@ -15,7 +15,6 @@ from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.noise.sources import IndependentNoise, NoiseSource
-from dp_clipping.step.steppable import Steppable
 
 
 class GradientNoise:
@@ -32,7 +31,7 @@ class GradientNoise:
     """
 
     def __init__(
-        self, model: Steppable, key: bytes, adaptive: AdaptiveThreshold | None,
+        self, model: Any, key: bytes, adaptive: AdaptiveThreshold | None,
         source: NoiseSource | None = None,
     ):  # fmt: skip
         self.model, self.key, self.adaptive = model, key, adaptive

@@ -95,7 +95,7 @@ class GradientWatch:
         Its backward may add to `.grad`. Where a wrapper or FSDP relies on them they stay.
         """
         if not self._is_wrapped and self.state.keeps_sums and not self._aside:
-            held = zip(self._noted, self._gradients, strict=True)
+            held = list(zip(self._owners, self._tensors, strict=True))[: self._count]
             self._aside = [(p, g) for p, g in held if p.grad is g]
             for parameter, _ in self._aside:
                 parameter.grad = None
@@ -115,11 +115,10 @@ class GradientWatch:
         self._forget()
 
     def _forget(self) -> None:
-        self._noted: list[Parameter] = []  # those with a `.grad`
-        self._gradients: list[Tensor] = []  # of those
-        self._owners: list[Parameter] = []  # of the pieces of sums that this rank has
-        self._tensors: list[Tensor] = []  # all gradients, and all pieces
-        self._versions: list[int] = []  # of those
+        self._owners: list[Parameter] = []  # of the tensors
+        self._tensors: list[Tensor] = []  # gradients, and the pieces of sums that this rank has
+        self._versions: list[int] = []  # of the tensors
+        self._count = 0  # of the gradients among them
 
     def note(self, pieces: list[Piece] | None = None) -> None:
         """Expects `.grad` to stay as it is until the next backward or the step.
@@ -130,13 +129,12 @@ class GradientWatch:
             pieces: this rank's parts of the sums, where `.grad` only stands for them.
         """
         if self.sums is None and self.state.is_open:
-            self._noted = [p for p in self.capture.parameters if p.grad is not None]
-            self._gradients = list(map(GRADIENT, self._noted))
-            self._owners, self._tensors = [], self._gradients
-            if pieces:
-                self._owners = [p for p, *_ in pieces]
-                self._tensors = self._gradients + [piece for *_, piece in pieces]
-            self._versions = versions_of(self._tensors)
+            owners = [p for p in self.capture.parameters if p.grad is not None]
+            tensors, self._count = list(map(GRADIENT, owners)), len(owners)
+            for parameter, *_, piece in pieces or ():
+                owners.append(parameter)
+                tensors.append(piece)
+            self._owners, self._tensors, self._versions = owners, tensors, versions_of(tensors)
 
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
         """Raises RuntimeError if `.grad` was changed since the last private backward.
@@ -184,14 +182,12 @@ class GradientWatch:
         if self.sums is not None:
             changed = self.sums.changed()
             return [p for p in changed if self.state.is_open or p.grad is not None]
-        now = versions_of(self._tensors)
-        is_same = all(map(is_, map(GRADIENT, self._noted), self._gradients))
-        if is_same and now == self._versions:
+        now, gradients = versions_of(self._tensors), self._tensors[: self._count]
+        if now == self._versions and all(map(is_, map(GRADIENT, self._owners), gradients)):
             return []
-        held = zip(self._noted, self._gradients, strict=True)
-        of_tensors = zip(self._noted + self._owners, now, self._versions, strict=True)
-        found = {p for p, gradient in held if p.grad is not gradient}
-        return [*(found | {p for p, version, then in of_tensors if version != then})]
+        replaced = [p for p, g in zip(self._owners, gradients, strict=False) if p.grad is not g]
+        both = zip(self._owners, now, self._versions, strict=True)
+        return list(dict.fromkeys(replaced + [p for p, version, then in both if version != then]))
 
     def _show(self, parameters: Iterable[Parameter]) -> str:
         return ", ".join(sorted(self.capture.names[p] for p in parameters)[:5])

@@ -15,7 +15,6 @@ Layers call `PrivateStep`, which runs the phases. `work` decides when norms and 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -48,15 +47,6 @@ OF_SOMETHING_ELSE = (
 
 
 Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
-
-
-class Stage(Enum):
-    """Selects what a backward does with per-sample gradients that arrive."""
-
-    FORWARD = auto()
-    IDLE = auto()
-    NORMS = auto()
-    SUMS = auto()
 
 
 class PrivateStep:
@@ -110,14 +100,14 @@ class PrivateStep:
         self.padding: Tensor | None = None
         self.slices: Sequence[Slice | None] = ()
         self.is_compiled = is_compiled
-        self._stage = Stage.FORWARD
+        self._is_in_forward = True
         self._slots: dict[Trainable, Tensor] = {}
         self._joins: dict[Joint, Tensor] = {}
         self.slots = self.capture.make_slots(self)
 
     def end_forward(self) -> None:
         """Is called when the forward has returned."""
-        self._stage = Stage.IDLE
+        self._is_in_forward = False
 
     def release(self) -> None:
         """Drops what refers to the step's autograd graph; the step is not used again.
@@ -173,21 +163,19 @@ class PrivateStep:
     def take(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Refuses what is left outside of the step's own backward, in which `Work.take` has it."""
-        self._refuse_outside(records[0])
+        """Refuses what is left outside of the step's own backward, in which `Work.take` has it.
+
+        Raises:
+            RuntimeError: in any case.
+        """
+        name = records[0].name
+        if self._is_in_forward:
+            raise RuntimeError(f"{name}: {IN_FORWARD}")
+        raise RuntimeError(THROUGH if self.is_through else f"{name}: {OF_SOMETHING_ELSE}")
 
     def counted(self, parameter: Trainable, count: Tensor) -> None:
         """Takes how often compiled code has used a weight [1]; called before its gradient."""
         self.work.arithmetic.counts[parameter] = count
-
-    def _refuse_outside(self, parameter: Trainable) -> None:
-        """Raises RuntimeError if a gradient arrives that is not of the step's own backward."""
-        if self._stage is Stage.FORWARD:
-            raise RuntimeError(f"{parameter.name}: {IN_FORWARD}")
-        if self._stage is Stage.IDLE and self.is_through:
-            raise RuntimeError(THROUGH)
-        if self._stage is Stage.IDLE:
-            raise RuntimeError(f"{parameter.name}: {OF_SOMETHING_ELSE}")
 
     # ---- the step -------------------------------------------------------------------------------
 
@@ -211,7 +199,6 @@ class PrivateStep:
         if self.fill is not None:
             losses = losses.masked_fill(self.fill, 0)
         try:
-            self._stage = Stage.NORMS
             self.take = work.take  # type: ignore[method-assign]
             work.begin(losses, clip_norms, hand_over)
             randomness = RandomStates(device=device, only_torch=True) if work.runs_twice else None
@@ -234,13 +221,12 @@ class PrivateStep:
             timer.abandon()
             raise
         finally:
-            self._stage = Stage.IDLE
             vars(self).pop("take", None)
             work.forget()
 
     def _sum(self, total: Tensor, randomness: RandomStates | None) -> None:
         """Forms the sums. `randomness`: of the first backward, if there is a second."""
-        self._stage, work = Stage.SUMS, self.work
+        work = self.work
         work.begin_sums()
         if randomness is not None:
             first, work.seen = work.seen, set()

@@ -73,7 +73,7 @@ ROWS = [
      "if is_dual and not _can_be_differentiated(handle):", "if False:", DERIVATIVES,
      "in_its_forward"),
     ("a backward in a forward leaves what it likes", "step/private_step.py",
-     "self._refuse_outside(records[0])", "pass", DERIVATIVES, "later or loop"),
+     'raise RuntimeError(f"{name}: {IN_FORWARD}")', "return", DERIVATIVES, "later or loop"),
     # ---- what a backward keeps
     ("kept gradients are not compared before sums", "step/sums/work.py",
      "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=True)]", "[]",

@@ -82,10 +82,6 @@ class Objects:
             for name, child in own_modules(value).items():
                 self._visit(child, (*path, name))
 
-    def has_changed(self) -> bool:
-        """Returns whether an object holds something else by now."""
-        return any(not _are_same(contents.read(), held) for contents, held in self._held)
-
     def put_back(self) -> None:
         """Gives the objects what they held."""
         for contents, held in self._held:

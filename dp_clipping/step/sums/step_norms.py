@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.norms import Norms
-from dp_clipping.distributed.norm_reduce import Layerwise, NormReducer
-from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.distributed.norm_reduce import Layerwise
 from dp_clipping.distributed.split_norms import SplitNorms
 from dp_clipping.layers.recorder import Trainable
-from dp_clipping.profiling.timer import Timer
 
 
 class StepNorms:
@@ -20,11 +18,7 @@ class StepNorms:
     The arguments are fixed; `begin` sets the rest for a backward.
 
     Args:
-        order: all parameters, in the order in which backward reaches them.
-        reducer: adds norms up over ranks.
-        sharding: how the network is spread over ranks; None: it is not.
-        timer: the timer of the step.
-        like: a tensor on the norms' device.
+        context: what all steps of the model have in common, a `context.StepContext`.
         batch_size: samples of the batch.
 
     Attributes:
@@ -34,18 +28,13 @@ class StepNorms:
         split: what other ranks have to add.
     """
 
-    def __init__(
-        self,
-        order: list[Trainable],
-        reducer: NormReducer,
-        sharding: Sharding | None,
-        timer: Timer,
-        like: Tensor,
-        batch_size: int,
-    ):
-        self.split = SplitNorms(reducer, sharding)
-        self._order, self._reducer, self._timer = order, reducer, timer
-        self._zero = torch.zeros(batch_size, dtype=torch.float32, device=like.device)
+    def __init__(self, context: Any, batch_size: int):
+        capture = context.capture
+        self._order = list(reversed(capture.trained))  # as backward reaches them
+        self._reducer, self._timer = context.reducer, context.timer
+        self.split = SplitNorms(self._reducer, context.sharding)
+        device = capture.trigger.device
+        self._zero = torch.zeros(batch_size, dtype=torch.float32, device=device)
 
     def begin(self, count: int) -> None:
         """Begins a backward, with `count` clipping groups."""
@@ -102,12 +91,3 @@ class StepNorms:
     def own_squares(self) -> Tensor | None:
         """Returns squared norms of this rank's parts [K, B]; None if it has whole parameters."""
         return torch.stack(self._parts).sum(0) if self._parts else None
-
-
-def norms_of(context: Any, batch_size: int) -> StepNorms:
-    """Returns the norms of one batch of a model with this `StepContext`."""
-    capture = context.capture
-    return StepNorms(
-        list(reversed(capture.trained)), context.reducer, context.sharding, context.timer,
-        capture.trigger, batch_size,
-    )  # fmt: skip

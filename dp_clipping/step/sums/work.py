@@ -29,7 +29,7 @@ from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.layers.recorder import DENSE, FACTORS, Joint, Left, Summand, Trainable
 from dp_clipping.planning.cost_model import SUM_BYTES
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.step.sums.step_norms import norms_of
+from dp_clipping.step.sums.step_norms import StepNorms
 from dp_clipping.step.sums.uses import Uses, gradients_left
 from dp_clipping.torch_compat import VERSION, allocated, current_stream
 from dp_clipping.trials.randomness import RandomStates
@@ -109,7 +109,7 @@ class Work:
     ):
         self.context, self.batch_size = context, batch_size
         self.arithmetic, self.plans, self.compiled = arithmetic, plans, compiled
-        self.norms, self.versions = norms_of(context, batch_size), Kept()
+        self.norms, self.versions = StepNorms(context, batch_size), Kept()
         self._sharding, self._shards = context.sharding, context.sums
         self._two_passes, self._is_dense = context.policy.two_passes, context.policy.dense_always
         self._uses = Uses(batch_size, self.versions)
@@ -350,8 +350,8 @@ class Work:
         """Forms the sums of clipping groups whose norms are all known."""
         members = self.context.capture.members
         counts = Counter(record.group for record in self.kept if record in self.norms.known)
-        # Norms of split parameters are added up over ranks row by row: the order is the same on all,
-        # in whichever order each has taken them.
+        # Norms of split parameters are added up over ranks row by row: the order is the same on
+        # all, in whichever order each has taken them.
         groups = sorted([k for k, count in counts.items() if count == len(members[k])])
         if groups:
             self.arithmetic.clip(self, groups)
