@@ -117,30 +117,22 @@ class ForwardBackward:
         given = packed_in((args, kwargs)) if has_objects else []
         self._has_packed = bool(given)
         if not has_objects and not left.noted:
-            return self._forward(module, args, kwargs, sync, has_objects)
+            return self._forward(module, args, kwargs, sync)
         if not given:
             with left.without(args, kwargs) as args:
-                return self._forward(module, args, kwargs, sync, has_objects)
+                return self._forward(module, args, kwargs, sync)
         if self.capture.sharding is not None or self.capture.is_compiled:
             refuse_packed(args, kwargs)
         args, kwargs = opened((args, kwargs), self.context.batch_first)
         with repacking(self.network, self.context.batch_first):
-            outputs = self._forward(module, args, kwargs, sync, has_objects)
+            outputs = self._forward(module, args, kwargs, sync)
         return packed(outputs, self.context.batch_first, given)
 
     def _forward(
-        self,
-        module: nn.Module,
-        args: tuple,
-        kwargs: dict,
-        sync: AbstractContextManager,
-        has_objects: bool,
+        self, module: nn.Module, args: tuple, kwargs: dict, sync: AbstractContextManager
     ) -> Any:
-        """Runs the forward of a batch without packed sequences.
-
-        Args:
-            has_objects: among the arguments there may be some that a forward can write to.
-        """
+        """Runs the forward of a batch without packed sequences."""
+        has_objects = hold_objects(args, kwargs)  # which a forward may write to
         if self._is_broken:
             raise RuntimeError(
                 "an earlier step of this sharded model failed half-way, and this version of torch "
