@@ -101,14 +101,19 @@ class PrivateCriterion(nn.Module):
             private_step.watched.check_graph(losses)
             is_whole = len(losses) > self._largest
             self._largest = max(self._largest, len(losses))
-            private_step.checks.append(partial(again.check, private_step.watched.number, is_whole))
+            number = private_step.watched.number
+            private_step.checks.append(
+                partial(self._check_together, partial(again.check, number, is_whole))
+            )
         for lengths in private_step.lengths:
             lengths.note(losses)
-            private_step.checks.append(partial(self._check_length, lengths, again))
+            private_step.checks.append(
+                partial(self._check_together, partial(lengths.check, again.of_sample))
+            )
 
-    def _check_length(self, lengths: Any, again: Criterion) -> None:
+    def _check_together(self, check: Callable[[], None]) -> None:
         with self.model.step_state.refused_together():
-            lengths.check(again.of_sample)
+            check()
 
     def _real(self, losses: Tensor) -> Tensor:
         """Returns the losses of samples, of a batch in mode `no_dp`."""

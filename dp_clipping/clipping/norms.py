@@ -202,7 +202,7 @@ class Norms:
             return total.index_add_(0, index, values)
 
 
-@cache  # for good: CUDA graphs read them, and there are few
+@cache  # for good: CUDA graphs read them; some of each length that batches have
 def on_device(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a tensor that is cached: a copy to a GPU would make the host wait for it."""
     return torch.tensor(values, dtype=dtype, device=device)

@@ -10,7 +10,7 @@ arXiv:1910.02054, for sharding; Zhao et al. 2023, arXiv:2304.11277, for FSDP).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,38 @@ from dp_clipping.profiling.profile import Profile
 from dp_clipping.torch_compat import all_reduce_together, reduce_scatter_together, version_of
 
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
+
+
+class Departures:
+    """Tells a wrapper of sums, in a backward only where all ranks are at the same place.
+
+    A wrapper that gathers parameters in backward reduces between its gathers. A rank forms sums
+    when it is short of memory, so what it is told must not depend on that.
+
+    Attributes:
+        deferred: sums wait until `launch_ready` is called.
+        send: is called with each parameter whose sum is in `.grad`.
+    """
+
+    def __init__(self) -> None:
+        self.deferred = False
+        self.send: Callable[[Parameter], None] = lambda parameter: None
+        self._ready: list[Parameter] = []
+
+    def ready(self, parameter: Parameter) -> None:
+        self._ready.append(parameter)
+        if not self.deferred:
+            self.launch_ready()
+
+    def launch_ready(self) -> None:
+        """Sends what waits; every rank calls it at the same place among other collectives."""
+        ready, self._ready = self._ready, []
+        for parameter in ready:
+            self.send(parameter)
+
+    def forget(self) -> None:
+        """Drops the sums of a step that failed."""
+        self._ready = []
 
 
 class ShardedSums:

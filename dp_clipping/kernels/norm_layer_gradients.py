@@ -92,8 +92,11 @@ def norm_layer_gradients(
         alike.setdefault(use.kind, []).append(number)
     for numbers in alike.values():
         some = [uses[n] for n in numbers]
-        if not all([u.y.stride(2) == u.x.stride(2) == 1 and u.rstd.is_contiguous() for u in some]):
-            some = [use.readable() for use in some]
+        for use in some:
+            is_row = use.rstd.is_contiguous() and (use.mean is None or use.mean.is_contiguous())
+            if not (is_row and use.y.stride(2) == use.x.stride(2) == 1):
+                some = [one.readable() for one in some]
+                break
         total = _launch(some)
         for number, result in zip(numbers, total.unbind(0), strict=True):
             weight, *bias = result.unbind(0)

@@ -12,7 +12,7 @@ from torch import nn
 
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.distributed.gradient_reduce import ShardedSums
+from dp_clipping.distributed.gradient_reduce import Departures, ShardedSums
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.modes import Policy
@@ -32,6 +32,7 @@ class StepContext:
         batch_first: the first dimension of the inputs counts the samples, else the second.
         reducer: adds norms up over ranks.
         sums: takes clipped sums to the shards of a sharded network; None: it is not sharded.
+        departures: tells the wrapper of sums, if it gathers parameters; None: no wrapper does.
         examples_per_unit: k, the rows of a batch that are clipped together, one unit of privacy.
         profile: the profile of the model's steps; None: the switch is off.
         plans: the plans of linear layers, in steps on fused kernels.
@@ -43,6 +44,7 @@ class StepContext:
     batch_first: bool
     reducer: NormReducer
     sums: ShardedSums | None = None
+    departures: Departures | None = None
     examples_per_unit: int = 1
     profile: Profile | None = None
     plans: Plans = field(default_factory=Plans)
@@ -89,9 +91,11 @@ def context_of(
         device=capture.trigger.device, dtype=widest,
     )  # fmt: skip
     profile = profile_of(capture.trigger.device, hide_unprotected, reducer.data.size == 1)
-    sums = None
-    if sharding is not None and not sharding.by_wrapper:
+    sums = departures = None
+    if sharding is not None and sharding.by_wrapper:
+        departures = Departures()
+    elif sharding is not None:
         sums = ShardedSums(sharding, profile)
     return StepContext(
-        capture, policy, mode, batch_first, reducer, sums, examples_per_unit, profile
+        capture, policy, mode, batch_first, reducer, sums, departures, examples_per_unit, profile
     )

@@ -56,6 +56,8 @@ class GradientBuffer:
             # A user may call it before optimizer.step(), and it changes `.grad` as it should.
             self._finish_wrapper = wrapper.finish_gradient_synchronization
             wrapper.finish_gradient_synchronization = self._finish_by_wrapper
+            if context.departures is not None:
+                context.departures.send = wrapper.gradient_ready
         self._widen()
         self.watch = GradientWatch(context.capture, context.sums, state, wrapper is not None)
 
@@ -91,7 +93,7 @@ class GradientBuffer:
 
     def accumulate(self, sums: Iterable[tuple[Trainable, Tensor | None]]) -> None:
         """Adds clipped sums to `.grad` in float32 (float64) and sends them; None means zeros."""
-        shards, wrapper = self.context.sums, self.wrapper
+        shards, departures, wrapper = self.context.sums, self.context.departures, self.wrapper
         for one, total in sums:
             parameter, shape, dtype = one.parameter, one.shape, one.sum_dtype
             if total is None:
@@ -106,7 +108,9 @@ class GradientBuffer:
                 if wrapper is not None:
                     wrapper.before_gradient(parameter)
                 parameter.grad.add_(total)
-            if wrapper is not None:
+            if departures is not None:
+                departures.ready(parameter)
+            elif wrapper is not None:
                 wrapper.gradient_ready(parameter)
 
     def accumulate_zeros(self) -> None:
@@ -184,6 +188,8 @@ class GradientBuffer:
         self.watch.clear()
         if self.context.sums is not None:
             self.context.sums.forget()
+        if self.context.departures is not None:
+            self.context.departures.forget()
         for parameter in self.capture.parameters:
             parameter.grad = None
         self._widen()

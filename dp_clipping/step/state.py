@@ -219,6 +219,7 @@ class StepState:
         self.held_back = False
         self.losses = []
         self.norms = []
+        self.refusal = None
         self.usage.give_back()
 
     def resume(self, steps: int) -> None:
@@ -226,6 +227,7 @@ class StepState:
         self.phase = Phase.IDLE
         self.had_finite |= steps > 0
         self.steps, self.batch_number = steps, None
+        self.refusal = None
         self.usage.take_back()
         self.end_parts()
 

@@ -87,9 +87,9 @@ class Plain:
                 else:
                     work.norms.table.add(record, norm)
                     work.norms.known.add(record)
-                if getattr(value, "is_rescaled", False):
-                    work.norms.rescaled.add(record)
                 if not two_passes:
+                    if getattr(value, "is_rescaled", False):
+                        work.norms.rescaled.add(record)
                     work.kept[record] = (value, left.tensors, left.versions)
             for mine in vectors.values():
                 records = [record for record, _ in mine]
@@ -189,25 +189,26 @@ class Plain:
     def sums(self, records: Sequence[Trainable], values: list[Any]) -> Iterator[Tensor]:
         """Yields Σ_i c_i G_i of each parameter, in float32 (float64), each when it is asked for.
 
+        To be called, and asked, within `full_float32`.
+
         Args:
             values: G [B, *parameter], or factors.
         """
         values.reverse()
         label = self._label
-        with full_float32():
-            for record in records:
-                weights, value = self._weights[record.group], values.pop()
-                if isinstance(value, Tensor):
-                    form = partial(weighted_sum, weights, value)
-                else:
-                    form = partial(value.weighted_sum, weights)
-                if label is None:
+        for record in records:
+            weights, value = self._weights[record.group], values.pop()
+            if isinstance(value, Tensor):
+                form = partial(weighted_sum, weights, value)
+            else:
+                form = partial(value.weighted_sum, weights)
+            if label is None:
+                total = form()
+            else:
+                with label("sum", record):
                     total = form()
-                else:
-                    with label("sum", record):
-                        total = form()
-                del value, form
-                yield total
+            del value, form
+            yield total
 
     def _only_good(self, value: Any) -> Any:
         """Returns the same with zeros for samples that are left out."""

@@ -26,8 +26,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from dp_clipping.capture.checks.kept import Kept
+from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.layers.recorder import DENSE, FACTORS, Joint, Left, Summand, Trainable
 from dp_clipping.planning.cost_model import SUM_BYTES
+from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.step_norms import StepNorms
 from dp_clipping.step.sums.uses import Uses, gradients_left
@@ -42,8 +44,8 @@ UNIT_BYTES = 1 << 30  # of sums that leave together where FSDP's modules are sma
 MEETINGS = 8  # and where all of them are few: this part of them
 OF_ONE = (DENSE, FACTORS)  # kinds of what is left of one parameter alone
 ON_SEVERAL_STREAMS = (
-    "layers of one backward ran on several CUDA streams, which the flash modes cannot take: run "
-    "the forward on one stream, or use bookkeeping or ghost"
+    "layers of one backward ran on several CUDA streams, and norms and sums of several layers are "
+    "launched together: run the forward on one stream"
 )
 
 
@@ -110,7 +112,7 @@ class Work:
         self.context, self.batch_size = context, batch_size
         self.arithmetic, self.plans, self.compiled = arithmetic, plans, compiled
         self.norms, self.versions = StepNorms(context, batch_size), Kept()
-        self._sharding, self._shards = context.sharding, context.sums
+        self._sharding, self._departures = context.sharding, context.sums or context.departures
         self._two_passes, self._is_dense = context.policy.two_passes, context.policy.dense_always
         self._uses = Uses(batch_size, self.versions)
         self._joining: Joint | None = None  # whose uses are taken together
@@ -147,7 +149,7 @@ class Work:
         """Begins a backward; sums will go to `accumulate`."""
         self.plans.make()
         self._device = device = self.context.capture.trigger.device
-        self._is_on_gpu = self.arithmetic.fused and device.type == "cuda"
+        self._is_on_gpu = device.type == "cuda"
         self._held = allocated(self._device)
         per_layer = self.arithmetic.fused and self.context.policy.per_layer
         self.streams = per_layer and not self.runs_twice
@@ -166,13 +168,16 @@ class Work:
     def in_backward(self) -> Iterator[None]:
         """Surrounds a backward, which sends sums only at sync points and at its end."""
         self._is_in_backward = True
-        if self._shards is not None:
-            self._shards.deferred = True
-        yield
-        self._is_in_backward = False
-        if self._shards is not None:
-            self._shards.deferred = False
-            self._shards.launch_ready()
+        if self._departures is not None:
+            self._departures.deferred = True
+        try:
+            yield
+        finally:
+            self._is_in_backward = False
+            if self._departures is not None:
+                self._departures.deferred = False
+        if self._departures is not None:
+            self._departures.launch_ready()
 
     def take(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
@@ -194,6 +199,11 @@ class Work:
             for record, gradients in gradients_left(kind, records, value, self.batch_size):
                 self.take(DENSE, (record,), (gradients, None), (gradients,))
             return
+        if self._is_on_gpu:
+            stream = current_stream(self._device.index)
+            if self._stream not in (None, stream):
+                raise RuntimeError(ON_SEVERAL_STREAMS)
+            self._stream = stream
         if records[0].joint is not self._joining:
             self._uses.add(kind, records, value, tensors)
             return
@@ -203,11 +213,6 @@ class Work:
         left = tuple.__new__(Left, values)
         for record in records:
             self._order[record] = None
-        if self._is_on_gpu:
-            stream = current_stream(self._device.index)
-            if self._stream not in (None, stream):
-                raise RuntimeError(ON_SEVERAL_STREAMS)
-            self._stream = stream
         if self.versions.reads_values:
             self.versions.note(records[0], tensors)
             if self.runs_twice:
@@ -256,7 +261,7 @@ class Work:
         It is 0 where sums of a sharded model are deferred to the next sync point: memory is no
         reason to form them early then.
         """
-        if self._shards is not None and self._shards.deferred:
+        if self._departures is not None and self._departures.deferred:
             return 0
         return sum([SUM_BYTES * record.shape.numel() for record in records])
 
@@ -362,8 +367,8 @@ class Work:
     def _send(self) -> None:
         """Sends the sums that have been formed, at a sync point."""
         self._complete = 0
-        if self._shards is not None:
-            self._shards.launch_ready()
+        if self._departures is not None:
+            self._departures.launch_ready()
 
     # ---- clipping and sums ----------------------------------------------------------------------
 
@@ -399,7 +404,8 @@ class Work:
             self._launch(everything=True)
         left = [(record, self.kept[record]) for record in self._order if record in self.kept]
         self.kept.clear()
-        if self.compiled and self._shards is None:  # a sum that takes more than it frees is late
+        if self.compiled and self._departures is None:
+            # A sum that takes more than it frees is late.
             left.sort(key=lambda one: self.bytes_of((one[0],)) > _nbytes(one[1]))
         self._is_sync_point(tuple([record for record, _ in left]))
         left.reverse()
@@ -430,8 +436,9 @@ class Work:
         values = [value for value, _, _ in summands]
         summands.clear()
         self.taken.update(records)
-        totals = self.arithmetic.sums(records, values)
-        self._accumulate(zip(records, totals, strict=True))
+        with NOTHING if self.arithmetic.fused else full_float32():
+            totals = self.arithmetic.sums(records, values)
+            self._accumulate(zip(records, totals, strict=True))
 
 
 def _nbytes(summand: Summand) -> int:

@@ -63,6 +63,19 @@ def test_many_tokens_of_one_sign_then_the_other(mode):
     assert contribution(model, tokens[None], targets[None]) <= 1e-3 * LIMIT
 
 
+@every_mode
+@pytest.mark.parametrize("shape", [(1, 16), (1, 5, 16)])
+def test_backward_within_autocast(mode, shape):
+    """Autograd would run what forms norms and sums in 16 bit too."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+        model = unchecked(net, mode, max_grad_norm=1e-2)
+        inputs, targets = torch.randn(shape), torch.randn(*shape[:-1], 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert contribution(model, inputs, targets) <= 1e-2 * LIMIT
+
+
 class Positions(nn.Module):
     def __init__(self):
         super().__init__()
