@@ -8,8 +8,12 @@ import torch
 
 from ddp import wrap
 from dp_clipping.arguments.given import check_optimizer
+from dp_clipping.step.sums import work
 from lm.rank_pool import Context
+from tests.dp_clipping.conftest import private, private_loss
+from tests.support import zoo
 from tests.support.replicas import build, train
+from tests.support.sharded_steps import Counted
 
 VARIANTS = ["zero1", "zero2", "fsdp"]
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -33,6 +37,39 @@ def refused(context: Context, variant: str) -> None:
 @every_variant
 def test_what_is_refused(cpu_ranks, variant):
     cpu_ranks.run(2, refused, variant)
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(24))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def short_of_memory(context: Context) -> tuple[list[str], torch.Tensor]:
+    """The collectives of a step in which nothing may wait on rank 1, and its summed gradient."""
+    torch.manual_seed(0)
+    module = wrap("fsdp", Blocks(), process_group=context.group)
+    model = private(module, "ghost", 1.0)
+    model.skip_checks()
+    with Counted() as counted, pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1:
+            patch.setattr(work, "PENDING_BYTES", 0)
+            patch.setattr(work.Work, "_has_room", lambda own: False)
+        private_loss(model, (torch.randn(3, 5, 4), torch.randn(3, 5, 4)), zoo.product).backward()
+        module.finish_gradient_synchronization()
+    return counted.calls, torch.cat([g.flatten() for g in module.whole_gradients()])
+
+
+def test_a_rank_that_is_short_of_memory_sends_where_the_others_do(cpu_ranks):
+    (calls, sums), (others, same) = cpu_ranks.run(2, short_of_memory)
+    assert calls == others
+    assert "reduce_scatter" in " ".join(calls)
+    torch.testing.assert_close(sums, same)
 
 
 def is_freed(context: Context, variant: str, mode: str) -> bool:

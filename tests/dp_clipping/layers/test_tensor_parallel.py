@@ -26,7 +26,7 @@ from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, assert_close, private, private_loss
 from tests.support import zoo
 from tests.support.meshes import square
-from tests.support.sharded_steps import whole
+from tests.support.sharded_steps import one_step, whole
 
 FLOAT32 = 1e-5  # rotary positions, and the norms of Hugging Face, compute in float32
 
@@ -276,6 +276,26 @@ def test_every_kind_of_layer(cpu_ranks, ranks):
 
 
 # ---- norms and clipped sums ---------------------------------------------------------------------
+
+
+def sixteen_bit(context: Context) -> None:
+    """Of factors that a second backward forms again, none is rescaled."""
+    batch = torch.randn(3, 5, 8).bfloat16(), torch.randn(3, 5, 8)
+    sums = {}
+    for mode in ("bookkeeping", "ghost", "flash"):
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).bfloat16()
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model = private(parallelize_module(network, tensor_mesh(context), plan), mode, LIMIT)
+        one_step(model, batch, zoo.product)
+        sums[mode] = torch.cat([whole(p.grad).flatten() for p in network.parameters()])
+    for mode, total in sums.items():
+        torch.testing.assert_close(total, sums["bookkeeping"], rtol=0.02, atol=2e-3, msg=mode)
+
+
+def test_two_passes_in_16_bit(cpu_ranks):
+    cpu_ranks.run(2, sixteen_bit)
+
 
 LIMIT = 0.5
 

@@ -11,6 +11,7 @@ from torch.nn.utils import rnn
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.sampling.usage import Ticket
+from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.torch_compat import hooks_of
 from tests.dp_clipping.conftest import assert_exact, private, private_loss
@@ -29,6 +30,24 @@ def test_a_forward_opens_a_step_with_its_batch(model):
     assert first.batch_size == 4
     model(torch.ones(5, 3))
     assert model.step_state.pending is not first
+
+
+def test_precision_is_as_before_where_sums_are_not_taken(model, monkeypatch):
+    """Whoever holds the error holds the generator that forms them."""
+
+    def taken(buffer, sums):
+        next(iter(sums))
+        raise ArithmeticError
+
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "tf32"
+    monkeypatch.setattr(GradientBuffer, "accumulate", taken)
+    try:
+        with pytest.raises(ArithmeticError) as held:
+            private_loss(model, (torch.ones(4, 3), torch.ones(4, 2)), zoo.product).backward()
+        assert torch.backends.mkldnn.matmul.fp32_precision == "tf32", held
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])

@@ -51,6 +51,17 @@ def test_each_transition_from_each_phase(transition, phase):
     assert state.phase is phase
 
 
+@pytest.mark.parametrize("ends", ["drop", "resume"])
+def test_a_refusal_ends_with_its_step(ends):
+    state = at(OPEN)
+    state.refuses_late = True
+    with state.refused_together():
+        raise ValueError("sample 3 is cut")
+    assert state.refusal == "sample 3 is cut"
+    take(state, ends)
+    assert state.refusal is None
+
+
 @pytest.mark.parametrize("phase", Phase)
 def test_what_is_asked_of_it(phase):
     state = at(phase)
