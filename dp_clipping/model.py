@@ -250,14 +250,13 @@ class PrivateModel(nn.Module):
                 "a private training step of a network in evaluation: call model.train(); single "
                 "modules may stay in evaluation"
             )
+        module: Any = self._modules["module"]
         is_open = self.step_state.is_open
         if is_open:
             self.gradient_buffer.watch.refuse_unclipped()
         try:
             with self.loss_in_network.per_sample(kwargs):
-                outputs = self.passes.forward(
-                    self._modules["module"], args, kwargs, self._sync_context()
-                )
+                outputs = self.passes.forward(module, args, kwargs, self._sync_context())
         except RuntimeError as error:
             refuse_reentrant(error)
             raise

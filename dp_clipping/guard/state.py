@@ -156,10 +156,7 @@ class Mark:
 
     def written(self) -> list[Named]:
         """Returns tensors that were written to, by their version counters."""
-        now = _versions(self.tensors)
-        if now == self._versions:
-            return []
-        moved = zip(self.tensors, now, self._versions, strict=True)
+        moved = zip(self.tensors, _versions(self.tensors), self._versions, strict=True)
         return [named for named, new, old in moved if new != old]
 
     def put_back(self) -> list[tuple[dict, int, Any]]:

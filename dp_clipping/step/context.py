@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch.distributed as dist
-from torch import nn
 
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.clipping.accumulation import accumulation_dtype
@@ -53,10 +52,6 @@ class StepContext:
     def timer(self) -> Timer:
         """Returns the timer of a step's ranges."""
         return timer_of(self.profile)
-
-    @cached_property
-    def network(self) -> nn.Module:
-        return self.capture.network
 
     @cached_property
     def sharding(self) -> Sharding | None:

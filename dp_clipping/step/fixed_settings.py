@@ -58,8 +58,7 @@ class FixedSettings:
         return StepSettings(float(noise_multiplier), float(expected_batch_size), loss_reduction)
 
     def _scales(self, clip_norms: list[float]) -> dict[str, object]:
-        settings = self.model.step_state.settings
-        multiplier = None if settings is None else settings.noise_multiplier
+        multiplier = self.model.step_state.settings.noise_multiplier
         return {"noise_multiplier": multiplier, "max_grad_norm": list(map(float, clip_norms))}
 
     def _refuse_changed(self) -> None:

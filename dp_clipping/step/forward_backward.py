@@ -61,7 +61,7 @@ class ForwardBackward:
         self.context, self.state = context, state
         self._gradients = gradients
         self._passing = NOTHING if gradients is None else gradients.watch.passing
-        self.network, self.capture = context.network, context.capture
+        self.network, self.capture = context.capture.network, context.capture
         self.padding: Tensor | None = None
         self._establishment = LayoutDiscovery(
             self.network, self.capture, context.sharding, context.batch_first,

@@ -164,11 +164,7 @@ class PrivateStep:
     def take(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Refuses what is left outside of the step's own backward, in which `Work.take` has it.
-
-        Raises:
-            RuntimeError: in any case.
-        """
+        """Refuses what is left outside of the step's own backward, in which `Work.take` has it."""
         name = records[0].name
         if self._is_in_forward:
             raise RuntimeError(f"{name}: {IN_FORWARD}")

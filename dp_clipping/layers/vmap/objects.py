@@ -122,8 +122,7 @@ def exchanged(value: Any, tensors: dict[int, Tensor]) -> Any:
 
 def hold_objects(args: tuple, kwargs: dict) -> bool:
     """Returns whether arguments of a call are more than tensors, numbers and strings."""
-    kinds = {*map(type, args), *map(type, kwargs.values())}
-    return not kinds <= PLAIN_LEAVES
+    return not {*map(type, args), *map(type, kwargs.values())} <= PLAIN_LEAVES
 
 
 def refuse_iterators(name: str, *trees: Any) -> None:
