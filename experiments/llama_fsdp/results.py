@@ -58,6 +58,11 @@ class GridCell:
         return MODES[self.mode]
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Returns what all rounds of the cell have in common."""
+        return self.mode, self.seq_length
+
+    @property
     def label(self) -> str:
         return f"{self.mode}, {self.seq_length} tokens, round {self.round + 1}"
 

@@ -10,11 +10,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-import torch
-
-from experiments.llama_fsdp.grid import Start, from_first, run_cell
-from experiments.llama_fsdp.network import SHAPES, config_of, files_of, without_token
-from experiments.llama_fsdp.results import MODES, GridCell, GridSettings, differs
+from experiments.llama_fsdp.network import without_token
+from experiments.llama_fsdp.results import MODES, GridCell
+from experiments.llama_fsdp.run import Run, Start, check_model, from_first
 from experiments.profile_bottlenecks.options import (
     PROGRAM,
     Options,
@@ -45,10 +43,9 @@ from lm.runtime import (
     launched_rank,
     launched_world_size,
 )
-from measure import OK, OOM, Column, Results, format_table, write_atomically
-from measure.command_line import check_folder, ending_quietly, is_alone, refuse
+from measure import OK, OOM, Column, format_table, write_atomically
+from measure.command_line import ending_quietly, is_alone, refuse
 from measure.report import say_report
-from measure.words import counted
 
 LAYERS_SHOWN = 5
 MIB_OF_GIB = 1024
@@ -64,36 +61,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.length and launched():
             return one_rank(options, hardware)
         size = launched_world_size() if launched() else hardware.num_processes
+        run = run_of(options, hardware, size)
         if launched_rank() == 0:
-            config_of(options.model_name)
-            check_results(options, size)
-            if options.model_name not in SHAPES:
-                files_of(options.model_name)
+            run.check(lambda row: _another(row, run))
+        check_model(options.model_name)
     except (ValueError, OSError) as error:
         return refuse(PROGRAM, without_token(str(error)), speaks=is_first_of_host())
     try:
-        return from_first(lambda start: sweep(options, hardware, size, start), hardware)
+        return from_first(lambda start: sweep(options, run, start), hardware)
     except KeyboardInterrupt:
         print(f"interrupted: the same command with --output-dir {options.output_dir} resumes",
               file=sys.stderr)  # fmt: skip
         return INTERRUPTED
 
 
-def check_results(options: Options, world_size: int) -> None:
-    """Raises ValueError if the folder cannot be written, or holds results of something else: they
-    would be tabled and fitted together."""
-    folder, settings, mode = options.output_dir, settings_of(options), mode_of(options)
-    check_folder("--output-dir", folder, create=False)
-    for row in Results(folder).rows():
-        if what := _another(row, mode, settings, world_size):
-            raise ValueError(f"--output-dir {folder} holds results of {what}; name another folder")
+def run_of(options: Options, hardware: Hardware, world_size: int) -> Run:
+    return Run(
+        [GridCell(mode_of(options), length) for length in options.seq_lengths],
+        settings_of(options), options.output_dir, hardware, world_size,
+        lambda cell, output: cell_command(options, cell.seq_length, output), options.typed,
+    )  # fmt: skip
 
 
-def _another(row: dict, mode: str, settings: GridSettings, world_size: int) -> str:
+def _another(row: dict, run: Run) -> str:
     """Says which other experiment a row belongs to; empty if it belongs to this one."""
+    mode = run.cells[0].mode
     if row.get("mode") != mode:
         return f"mode {MODES.get(row.get('mode'), 'none')}, not {MODES[mode]}"
-    return differs(settings, world_size, row)
+    return run.differs(row)
 
 
 def one_rank(options: Options, hardware: Hardware) -> int:
@@ -104,36 +99,11 @@ def one_rank(options: Options, hardware: Hardware) -> int:
     return work(cell, settings_of(options), hardware, options.output, measure)
 
 
-def sweep(options: Options, hardware: Hardware, world_size: int, start: Start) -> int:
+def sweep(options: Options, run: Run, start: Start) -> int:
     """Runs every unfinished length, then writes picture and verdict. Returns the exit status."""
-    folder, settings = options.output_dir, settings_of(options)
-    results = Results(folder)
-    device = "cpu" if hardware.device_type == "cpu" else torch.cuda.get_device_name(0)
-    cells = [GridCell(mode_of(options), length) for length in options.seq_lengths]
-    keys = {cell.key(settings, world_size, device, torch.__version__): cell for cell in cells}
-    todo = {key: cell for key, cell in keys.items() if not results.finished(key)}
-    if done := len(keys) - len(todo):
-        verb = "is" if len(keys) == 1 else "are"
-        print(f"{done} of {counted(len(keys), 'length')} {verb} finished in {folder}", flush=True)
-    for number, (key, cell) in enumerate(todo.items(), 1):
-        row = {"key": key, **run_length(options, cell, hardware, world_size, start)}
-        results.record({**row, "command": options.typed})
-        print(f"[{number}/{len(todo)}] {describe(row)}", flush=True)
-    newest = {row["key"]: row for row in results.rows()}
-    rows = [newest[key] for key in keys]
+    rows = run.measure_all(start, lambda cell, row: describe(row))
     report(rows, options)
     return int(any(row["status"] not in (OK, OOM) for row in rows) or not measured(rows))
-
-
-def run_length(
-    options: Options, cell: GridCell, hardware: Hardware, world_size: int, start: Start
-) -> dict:
-    """Runs one length and returns its result, also that of a failure."""
-    output = options.output_dir / ".cell.json"
-    words = cell_command(options, cell.seq_length, output)
-    row = run_cell(words, cell, settings_of(options), hardware, world_size, start, output)
-    output.unlink()
-    return row
 
 
 def report(rows: Sequence[dict], options: Options) -> None:

@@ -18,7 +18,7 @@ from experiments.profile_bottlenecks import plot
 from experiments.profile_bottlenecks.__main__ import main
 from experiments.profile_bottlenecks.cell import measure, split
 from experiments.profile_bottlenecks.options import mode_of, parse, settings_of
-from experiments.profile_bottlenecks.sweep import check_results, summarize, sweep
+from experiments.profile_bottlenecks.sweep import run_of, summarize, sweep
 from experiments.profile_bottlenecks.verdict import (
     PHASES,
     bounds,
@@ -362,7 +362,7 @@ def test_sweep_isolates_what_runs_out_of_memory_and_resumes(slow_row, tmp_path, 
     lengths = ["--seq-lengths", "16", "32", "64", "--model-name", "tiny"]
     options = parse(["--cpu", *lengths, "--output-dir", str(tmp_path)])
     row = {k: v for k, v in slow_row.items() if k != "key"}
-    assert sweep(options, CPU, 2, fake_start(row, oom_at=32)) == 0
+    assert sweep(options, run_of(options, CPU, 2), fake_start(row, oom_at=32)) == 0
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [r["status"] for r in rows] == ["ok", "oom", "ok"]
     assert (tmp_path / "bottlenecks.png").exists()
@@ -370,12 +370,12 @@ def test_sweep_isolates_what_runs_out_of_memory_and_resumes(slow_row, tmp_path, 
     check_report((tmp_path / "report.html").read_text(), row)
     started = []
     again = fake_start(row, oom_at=0)
-    assert sweep(options, CPU, 2, lambda c: started.append(c) or again(c)) == 0
+    assert sweep(options, run_of(options, CPU, 2), lambda c: started.append(c) or again(c)) == 0
     assert len(started) == 1  # only the length that had failed
     first, second = capsys.readouterr().out.split("results.jsonl\n")[:2]
     assert "[2/3] 32 tokens: oom" in first
     assert "finished in" not in first
-    assert f"\n2 of 3 lengths are finished in {tmp_path}\n[1/1] 32 tokens: " in second
+    assert f"\n2 of 3 cells are finished in {tmp_path}\n[1/1] 32 tokens: " in second
     assert "] 64 tokens" not in second
 
 
@@ -394,7 +394,8 @@ def test_a_folder_of_other_settings_is_refused(slow_row, tmp_path, capsys, chang
     row = slow_row | {"mode": mode_of(options), "batch_size": 4, "num_processes": 2}
     row = {k: v for k, v in row.items() if k != "key"} | {"config": config}
     Results(tmp_path).record(row)
-    check_results(options, 2)
+    run = run_of(options, CPU, 2)
+    run.check(run.differs)
     assert main([*common, "--num-iter", "3", *changed]) == 2
     assert capsys.readouterr().err == (
         f"experiments.profile_bottlenecks: --output-dir {tmp_path} holds results of {said}; "
@@ -403,7 +404,7 @@ def test_a_folder_of_other_settings_is_refused(slow_row, tmp_path, capsys, chang
 
 
 def test_an_early_interruption_is_one_line(tmp_path, capsys):
-    with patch("experiments.profile_bottlenecks.sweep.config_of", side_effect=KeyboardInterrupt):
+    with patch("experiments.profile_bottlenecks.sweep.check_model", side_effect=KeyboardInterrupt):
         assert main(["--cpu", "--output-dir", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
