@@ -334,12 +334,6 @@ def test_memory_begins_at_nothing_and_has_several_ticks(slow_row, limit):
     assert len(ticks) > 2
 
 
-def test_labels_are_a_line_apart_and_near_their_points():
-    found = plot.apart([0.1, 0.11, 0.12, 0.9], 0.05)
-    assert found == pytest.approx([0.06, 0.11, 0.16, 0.9])
-    assert plot.apart([], 0.05) == []
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
