@@ -16,9 +16,8 @@ from matplotlib.text import Text
 from dp_clipping.kernels.launch.tiles import available
 from experiments.llama_fsdp import plots
 from experiments.llama_fsdp import run as run_module
-from experiments.llama_fsdp.__main__ import main
+from experiments.llama_fsdp.__main__ import main, run_grid
 from experiments.llama_fsdp.cell import write_result
-from experiments.llama_fsdp.grid import run_grid
 from experiments.llama_fsdp.network import build, config_of
 from experiments.llama_fsdp.options import cell_arguments, parse, settings_of
 from experiments.llama_fsdp.plan import plan, run_of

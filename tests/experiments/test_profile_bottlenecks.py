@@ -15,10 +15,9 @@ from dp_clipping.distributed import gradient_reduce as sharded_sums
 from dp_clipping.profiling.profile import SWITCH
 from experiments.llama_fsdp.results import GridCell, GridSettings, recorded
 from experiments.profile_bottlenecks import plot
-from experiments.profile_bottlenecks.__main__ import main
+from experiments.profile_bottlenecks.__main__ import main, run_of, summarize, sweep
 from experiments.profile_bottlenecks.cell import measure, split
 from experiments.profile_bottlenecks.options import mode_of, parse, settings_of
-from experiments.profile_bottlenecks.sweep import run_of, summarize, sweep
 from experiments.profile_bottlenecks.verdict import (
     PHASES,
     bounds,
@@ -398,7 +397,9 @@ def test_a_folder_of_other_settings_is_refused(slow_row, tmp_path, capsys, chang
 
 
 def test_an_early_interruption_is_one_line(tmp_path, capsys):
-    with patch("experiments.profile_bottlenecks.sweep.check_model", side_effect=KeyboardInterrupt):
+    with patch(
+        "experiments.profile_bottlenecks.__main__.check_model", side_effect=KeyboardInterrupt
+    ):
         assert main(["--cpu", "--output-dir", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
