@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from bench.names import options_in, plain
 from bench.parts import Batch, StepParts, clipping_of, make_optimizer
 from bench.settings import Settings, Subject, batches_for
-from bench.sharded import REPLICATED, Layout, fill, shard
+from bench.sharded import REPLICATED, fill, shard
 from ddp import implementation, options_of, wrap
+from lm.layout import Layout
 from lm.model import Transformer, forward_loss
 from lm.runtime import Worker, seed_everything
 from lm.schedule import MAX_WARMUP_GRADIENT_NORM, in_warmup, learning_rate
