@@ -134,9 +134,8 @@ def measure(cell: RoundCell, options: Options, worker: Worker, watch: Watch) -> 
     watch.at(str(cell))
     settings = GridSettings(
         model_name=options.model_name, batch_size=cell.row.samples, num_iter=options.steps,
-        warmup_iter=options.warm_up, learning_rate=1e-5, sigma=1.0, max_grad_norm=1.0,
+        warmup_iter=options.warm_up, timeout_s=options.timeout,
         clipping="per_layer" if cell.variant.endswith(PER_LAYER) else "flat",
-        train_embedding=False, seed=0, timeout_s=options.timeout,
     )  # fmt: skip
     mode, length = OF_GRID[mode_of(cell.variant)], cell.row.tokens
     training = LlamaTraining(GridCell(mode, length, cell.round), settings, worker)

@@ -36,13 +36,13 @@ class GridSettings:
     batch_size: int
     num_iter: int
     warmup_iter: int
-    learning_rate: float
-    sigma: float
-    max_grad_norm: float
-    clipping: str
-    train_embedding: bool
-    seed: int
-    timeout_s: float
+    learning_rate: float = 1e-5
+    sigma: float = 1.0
+    max_grad_norm: float = 1.0
+    clipping: str = "flat"
+    train_embedding: bool = False
+    seed: int = 0
+    timeout_s: float = 600.0
     enable_profiling: bool = False
     norm_algorithm: str = "auto"
 

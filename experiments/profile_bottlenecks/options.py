@@ -14,7 +14,7 @@ from experiments.llama_fsdp.network import SHAPES
 from experiments.llama_fsdp.options import new_folder, parse_typed
 from experiments.llama_fsdp.results import GridSettings
 from lm.runtime import Hardware
-from measure.options import as_arguments, not_negative, option, positive
+from measure.options import as_arguments, not_negative, option, positive, shared_values
 
 PROGRAM = "experiments.profile_bottlenecks"
 ON_GPU, ON_CPU = (1024, 2048, 4096, 8192, 16_384), (64, 128, 256, 512, 1024)
@@ -121,12 +121,9 @@ def mode_of(options: Options) -> str:
 
 
 def settings_of(options: Options) -> GridSettings:
-    return GridSettings(
-        model_name=options.model_name, batch_size=options.batch_size, num_iter=options.num_iter,
-        warmup_iter=options.warmup_iter, learning_rate=1e-5, sigma=1.0, max_grad_norm=1.0,
-        clipping=options.clipping, train_embedding=False, seed=0, timeout_s=options.timeout,
-        enable_profiling=True, norm_algorithm=options.norm_algorithm,
-    )  # fmt: skip
+    return shared_values(
+        options, GridSettings, timeout_s=options.timeout, enable_profiling=True
+    )
 
 
 def cell_command(options: Options, length: int, output: Path) -> list[str]:
