@@ -95,6 +95,8 @@ def wide_table(cells: Sequence[Cell], more: Callable[[Cell], dict] | None = None
     """
     columns, rows = time_table(cells)
     columns = [column for column in columns if column.key not in ("over", "steps")]
+    if len({cell.names.get(SECTION) for cell in cells}) > 1:
+        columns.insert(0, Column(SECTION, "tokens", str, right=False))
     (*_, heading), *_ = [*baselines(cells), ("", "", "")]
     for metric in dict.fromkeys(m for cell in cells for m in cell.metrics if m != STEP):
         part = _part(metric)

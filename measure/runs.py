@@ -28,7 +28,7 @@ from pathlib import Path
 
 from measure.results import OK, STATUSES, check_version, numbered_rows
 from measure.row_fields import check_fields
-from measure.statistics import Ratio, ratio
+from measure.statistics import Ratio, ratio_of_rounds
 
 STEP = "step_ms"
 NAMES = ("implementation", "clipping", "mode", "variant", "row", "seq_length")
@@ -327,11 +327,7 @@ def differing(one: dict, other: dict) -> list[str]:
 
 def ratio_beside(cell: Cell, other: Cell | None, metric: str = STEP) -> Ratio | None:
     """Returns the ratio of the cell's times to the other's, over the rounds that both have."""
-    if other is None:
-        return None
-    own, base = cell.times(metric), other.times(metric)
-    both = sorted(own.keys() & base.keys())
-    return ratio([own[r] for r in both], [base[r] for r in both]) if both else None
+    return other and ratio_of_rounds(cell.times(metric), other.times(metric))
 
 
 def varying(cells: Sequence[Cell]) -> list[str]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from statistics import median
 
 from lm.runtime import Hardware
-from measure import OK, SCHEMA_VERSION, Ratio, cell_key, format_table, ratio, summarize
+from measure import OK, SCHEMA_VERSION, Ratio, cell_key, format_table, summarize
 from measure.report_tables import growths_of, milliseconds, wide_legend, wide_table
 from measure.runs import SECTION, Cell, cells_of
+from measure.statistics import ratio_of_rounds
 from measure.words import counted
 
 BASELINE = "no_dp"
@@ -230,9 +231,8 @@ def time_ratio(result: dict, baseline: dict | None, key: str = "step_ms") -> Rat
     """Returns the ratio to the baseline's times, over the rounds that both have."""
     if baseline is None:
         return None
-    own, base = good_rounds(result), good_rounds(baseline)
-    both = sorted(own.keys() & base.keys())
-    return ratio([own[r][key] for r in both], [base[r][key] for r in both]) if both else None
+    own, base = ({n: r[key] for n, r in good_rounds(x).items()} for x in (result, baseline))
+    return ratio_of_rounds(own, base)
 
 
 def memory_ratio(result: dict, baseline: dict | None) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from experiments.llama_fsdp.network import without_token
@@ -33,7 +34,6 @@ from experiments.profile_bottlenecks.verdict import (
     in_words,
     measured,
     overhead,
-    profiled_ms,
 )
 from lm.launch import INTERRUPTED
 from lm.runtime import (
@@ -47,6 +47,9 @@ from lm.runtime import (
 from measure import OK, OOM, Column, format_table, write_atomically
 from measure.command_line import ending_quietly, is_alone, refuse
 from measure.report import say_report
+from measure.report_phases import phase_tables
+from measure.report_tables import wide_table
+from measure.runs import cells_of
 
 LAYERS_SHOWN = 5
 MIB_OF_GIB = 1024
@@ -128,30 +131,20 @@ def report(rows: Sequence[dict], options: Options) -> None:
 
 def summarize(rows: Sequence[dict], limit_mb: float | None) -> str:
     """Formats tables, exponents and the verdict."""
-    table = [
-        {
-            "tokens": row["seq_length"], "status": row["status"], "reason": row["reason"],
-            "total": row["median_time_ms"], "MiB": row["peak_memory_mb"],
-            **row.get("phases_ms", {}),
-            "sum": profiled_ms(row) if row["status"] == OK else None,
-        }
-        for row in rows
-    ]  # fmt: skip
-    there = [name for name in PHASES if any(name in row for row in table)]
-    columns = [Column("tokens", right=True), *(_ms(n) for n in [*there, "sum", "total"])]
-    columns.append(Column("MiB", format=",.0f", right=True))
-    lines = [
-        f"Bottlenecks of {described(rows)}",
-        "Milliseconds per step, medians: phases and their sum on rank 0 with profiling, total of "
-        "the slowest rank without. Shares are of the sum; on a GPU, of the part in which it works "
-        "and of what it idles without profiling. Not covered by epsilon.", "",
-        format_table(columns, table), "",
-    ]  # fmt: skip
-    good = measured(rows)
+    cells, good = cells_of(rows), measured(rows)
+    legend = (
+        "Milliseconds per step. Phases and their sum are medians on rank 0 with profiling; times "
+        "above are of the slowest rank without. Shares of the verdict are of the sum; on a GPU, of "
+        "the part in which it works and of what it idles without profiling. Not covered by epsilon."
+    )
+    lines = [f"Bottlenecks of {described(rows)}", "", format_table(*wide_table(cells)), ""]
     if not good:
         return "\n".join([*lines, "No length could be measured: shorter ones, --seq-lengths."])
+    lines += [format_table(*table) for _, table in phase_tables(cells)]
+    lines += ["", *textwrap.wrap(legend, 100), ""]
     lines += ["Growth with the length T (exponent, 95 % interval by Student's t):"]
-    found = [f"  {name}: {growth}" for name, growth in growths(rows).items()]
+    whole = {name: g for name, g in growths(rows).items() if name not in PHASES}
+    found = [f"  {name}: {growth}" for name, growth in whole.items()]
     lines += found or ["  of one length nothing is known; give more, --seq-lengths"]
     layers = sorted(good[-1]["layer_norm_ms"].items(), key=lambda item: -item[1])[:LAYERS_SHOWN]
     shown = [{"layers": _short(name), "norm ms": ms} for name, ms in layers]
@@ -186,10 +179,6 @@ def describe(row: dict) -> str:
         return f"{row['seq_length']} tokens: {row['status']}: {row['reason']}"
     name = in_words(bounds([row])[0].name)
     return f"{row['seq_length']} tokens: {row['median_time_ms']:.1f} ms per step, bound by {name}"
-
-
-def _ms(name: str) -> Column:
-    return Column(name, format=".1f", right=True)
 
 
 def _short(name: str) -> str:

@@ -147,6 +147,7 @@ def failure(row: dict) -> dict:
             "environment", "device_type", "peak_memory_mb")  # fmt: skip
     return {name: row[name] for name in kept} | {
         "status": "oom", "reason": "no memory", "median_time_ms": None, "peak_memory_mb": None,
+        "rounds": [{"round": 0, "status": "oom", "reason": "no memory"}],
     }  # fmt: skip
 
 
@@ -284,7 +285,9 @@ def test_every_phase_is_fitted_and_written(slow_row):
     assert found.keys() == {"total", "memory", *slow_row["phases_ms"]}
     assert all(g.exponent == pytest.approx(1) for n, g in found.items() if n != "memory")
     text = summarize(rows, None)
-    assert "norms: T^1.00" in text
+    norms = next(line for line in text.splitlines() if line.startswith("norms "))
+    assert "T^1.00" in norms
+    assert "  total: T^1.00" in text
     assert "Verdict: 64 tokens are bound by communication" in text
     gain = bounds(rows)[0].gain_ms / rows[0]["batch_size"]
     assert (
