@@ -206,18 +206,6 @@ def gradients_at(
     )  # fmt: skip
 
 
-def scale_each_(tensors: Sequence[Tensor], factors: Sequence[float]) -> None:
-    """Multiplies each tensor by its factor in place, in few launches: `torch._foreach_mul_`.
-
-    Without it, one launch a tensor.
-    """
-    if (multiply := getattr(torch, "_foreach_mul_", None)) is not None:
-        multiply(tensors, factors)
-        return
-    for x, factor in zip(tensors, factors, strict=True):
-        x.mul_(factor)
-
-
 def fused_rms_norm() -> Callable[..., tuple[Tensor, Tensor]] | None:
     """Returns `aten._fused_rms_norm` (x, shape, weight, eps) -> (y, rstd), None without it."""
     return getattr(torch.ops.aten, "_fused_rms_norm", None)

@@ -172,7 +172,7 @@ class Capture:
         takes_all = kind in ("vectorized", "attention") and not is_apart
         read = self._widened.get(module, ())
         owns = is_apart or kind == "registered"
-        names = trainable_names(module, takes_all, owns, read, kind == "vectorized")
+        names = trainable_names(module, takes_all, owns, read, under_vmap)
         parameters = {n: self.record[self._originals[owner_of(module, n)]] for n in names}
         handle = LayerState(name, kind, module, names, parameters)
         handle.children_apart = is_apart

@@ -26,7 +26,7 @@ from dp_clipping.capture.network import CapturedNetwork, plain_run, trials
 from dp_clipping.capture.ownership import owned
 from dp_clipping.capture.samples.batch import map_tensors
 from dp_clipping.distributed.dtensor import owner_of
-from dp_clipping.layers.attention.core import fits
+from dp_clipping.layers.attention import fits
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, is_close
 from dp_clipping.layers.handle import (
     LayerState,

@@ -143,15 +143,6 @@ def test_gradients_by_the_engine_and_without_it(monkeypatch, tells_modes):
     assert x.grad is None
 
 
-def test_scaling_with_and_without_foreach(monkeypatch):
-    assert hasattr(torch, "_foreach_mul_")
-    for _ in range(2):
-        tensors = [torch.ones(2), torch.full((3,), 2.0)]
-        torch_compat.scale_each_(tensors, [3.0, 0.5])
-        assert [x.tolist() for x in tensors] == [[3, 3], [1, 1, 1]]
-        monkeypatch.delattr(torch, "_foreach_mul_", raising=False)
-
-
 def test_hooks_that_have_come(monkeypatch):
     layer = nn.Linear(1, 1)
     layer.register_forward_hook(old := lambda *_: None)

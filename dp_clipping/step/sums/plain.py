@@ -17,7 +17,6 @@ from dp_clipping.clipping.accumulation import (
 )
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
 from dp_clipping.layers.linear_factors import Grams, LinearFactors
-from dp_clipping.layers.low_precision_sums import is_rescaled, rescale
 from dp_clipping.layers.recorder import (
     FACTORS,
     LINEAR,
@@ -80,8 +79,6 @@ class Plain:
                 else:
                     work.norms.table.add(record, norm)
                     work.norms.known.add(record)
-                if getattr(value, "is_rescaled", False):
-                    work.norms.rescaled.add(record)
                 if not two_passes:
                     work.kept[record] = (value, left.tensors, left.versions)
             for mine in vectors.values():
@@ -144,28 +141,11 @@ class Plain:
         if self.padding is not None:  # values that are not left out are finite, and c is 0
             scale = scale.masked_fill(self.padding, 0.0)
             nonfinite = nonfinite and int((~finite & ~self.padding).sum())
-        scale = self._rescaled(scale, work)
         self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
         return BatchNorms(squared.sum(0).sqrt(), squared, nonfinite)
 
     def _replace(self, work: Any, record: Trainable, value: Any) -> None:
         work.keep(record, value, (value,) if isinstance(value, Tensor) else value.held(value))
-
-    def _rescaled(self, scale: Tensor, work: Any) -> Tensor:
-        """Returns coefficients for 16-bit factors, corrected for the rounding of scaled factors."""
-        norms, kept = work.norms, work.kept
-        here = not norms.rescaled.isdisjoint(kept)
-        if not norms.split.some_are_rescaled(here):
-            return scale
-        counted = norms.split.counted(norms.known)
-        others = {record for record in counted if not is_rescaled(kept[record][0])}
-        table = norms.table if self._good is None else norms.table.of_good(self._good)
-        values = {record: value for record, (value, *_) in kept.items()}
-        rest = table.only(others)
-        scale = rescale(values, rest, scale, self._clip_norms, counted, norms.split.sum)
-        for record, value in values.items():
-            self._replace(work, record, value)
-        return scale
 
     # ---- sums -----------------------------------------------------------------------------------
 
