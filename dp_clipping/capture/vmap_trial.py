@@ -26,7 +26,6 @@ from dp_clipping.capture.network import CapturedNetwork, plain_run, trials
 from dp_clipping.capture.ownership import owned
 from dp_clipping.capture.samples.batch import map_tensors
 from dp_clipping.distributed.dtensor import owner_of
-from dp_clipping.layers.attention import fits
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, is_close
 from dp_clipping.layers.handle import (
     LayerState,
@@ -73,7 +72,7 @@ def unfit_modules(
     found: list[LayerState] = [handle for handle in capture.inner if handle.is_misfit]
     modules: list[Any] = [m for m in capture.network.modules() if "_private" in vars(m)]
     attentions = [m for m in modules if m._private.kind == "attention"]
-    found += [m._private for m in attentions if not fits(m.batch_first, m._private.layouts)]
+    found += [m._private for m in attentions if not _has_sequences(m._private, m.batch_first)]
     mine = [handle for handle in capture.handles if handle.kind == "vectorized"]
     if not mine:
         return found
@@ -91,6 +90,18 @@ def unfit_modules(
         handle.whole_because = "it has many operators of parameters and tensors without samples"
     _Trial(capture, few, FEW).compare()
     return found + [handle for handle in on_batch if handle.whole_because]
+
+
+def _has_sequences(handle: LayerState, batch_first: bool) -> bool:
+    """Returns whether each sample has sequences of its own in all calls of an attention layer."""
+    dim = 0 if batch_first else 1
+    return all(
+        dims[:3] == (3, 3, 3)
+        and len(set(layouts[:3])) == 1
+        and layouts[0].kind != "shared"
+        and layouts[0].dim == dim
+        for dims, layouts in handle.layouts.items()
+    )
 
 
 def _why(error: Exception) -> str:

@@ -38,21 +38,6 @@ def is_plain(module: nn.Module, kind: type) -> bool:
     return same and not any(parametrized) and "forward" not in vars(module.out_proj)
 
 
-def fits(batch_first: bool, known: dict[tuple[int, ...], tuple[Layout, ...]]) -> bool:
-    """Returns whether each sample has sequences of its own in all calls that were seen.
-
-    Else the module is run under vmap. `known`: see `LayerState.layouts`.
-    """
-    dim = 0 if batch_first else 1
-    return all(
-        dims[:3] == (3, 3, 3)
-        and len(set(layouts[:3])) == 1
-        and layouts[0].kind != "shared"
-        and layouts[0].dim == dim
-        for dims, layouts in known.items()
-    )
-
-
 @never_compiled
 def forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
     handle: Any = self._private
