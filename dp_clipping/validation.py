@@ -15,10 +15,10 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from dp_clipping.layers.recurrent import kinds as recurrent_kinds
 from dp_clipping.torch_compat import (
-    batch_norms,
+    BATCH_NORM,
+    INSTANCE_NORM,
     composable_replicas,
     forward_pre_hooks,
-    instance_norms,
     own_buffers,
     pruned_name,
     tree_leaves,
@@ -35,7 +35,6 @@ def replicas() -> tuple[type, ...]:
     return (*REPLICAS, opacus.DifferentiallyPrivateDistributedDataParallel)
 
 
-BATCH_NORMS, INSTANCE_NORMS = batch_norms(), instance_norms()
 MESSAGE = "{name} ({kind}): {why}; {instead}"
 
 
@@ -57,7 +56,7 @@ def check_module(module: nn.Module) -> None:
 
 def normalizations(network: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns name and module of all normalisations that may mix samples in training mode."""
-    kinds = BATCH_NORMS + INSTANCE_NORMS
+    kinds = (BATCH_NORM, INSTANCE_NORM)
     return [(name, m) for name, m in network.named_modules() if isinstance(m, kinds)]
 
 
@@ -76,12 +75,12 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
         return "would not exchange clipped sums, which autograd does not accumulate", (
             'give ddp.wrap("torch_ddp", network), or another of its variants'
         )
-    if isinstance(module, BATCH_NORMS):
+    if isinstance(module, BATCH_NORM):
         fixed = not module.training and module.running_mean is not None
         if fixed and not any(p.requires_grad for p in module.parameters()):
             return None  # frozen in evaluation mode: fixed statistics mix nothing
         return "normalises with statistics of the batch, which mix samples", "use nn.GroupNorm"
-    if isinstance(module, INSTANCE_NORMS) and module.track_running_stats:
+    if isinstance(module, INSTANCE_NORM) and module.track_running_stats:
         return "carries statistics of earlier samples", "set track_running_stats=False"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         trainable = module.weight.requires_grad

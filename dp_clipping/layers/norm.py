@@ -127,19 +127,18 @@ class RMSNorm(Norm):
     @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
         shape, eps, copy = rest[2] if rest[0] is None else rest[0].options
-        fused = fused_rms_norm() if x.is_cuda else None
         if copy:
             weight, inner, outer = COPIES[copy](x, weight)
-            if fused and x.dtype == (inner or torch.float32) != torch.float64:
-                normalized, rstd = fused(x, shape, None, eps)
+            if x.is_cuda and x.dtype == (inner or torch.float32) != torch.float64:
+                normalized, rstd = fused_rms_norm(x, shape, None, eps)
             else:
                 wider = x.to(torch.float32)
                 rstd = torch.rsqrt(wider.pow(2).mean(-1, keepdim=True) + eps)
                 normalized = (x if copy == "t5_rms_norm" else wider) * rstd
             y = weight * normalized.to(inner or normalized.dtype)
             y = y.to(outer or y.dtype)
-        elif fused and weight.dtype == x.dtype:
-            y, rstd = fused(x, shape, weight, eps)
+        elif x.is_cuda and weight.dtype == x.dtype:
+            y, rstd = fused_rms_norm(x, shape, weight, eps)
         else:
             y = F.rms_norm(x, shape, weight, eps)
             dtype = accumulation_dtype(x.dtype)
@@ -173,9 +172,8 @@ class LayerNorm(Norm):
 
 
 def _rms_norm_input_gradient(gy, x, weight, rstd, shape) -> Tensor:
-    backward = fused_rms_norm_backward() if x.is_cuda else None
-    if backward and weight.dtype == x.dtype == gy.dtype:
-        return backward(gy, x, shape, rstd, weight, [True, False])[0]
+    if x.is_cuda and weight.dtype == x.dtype == gy.dtype:
+        return fused_rms_norm_backward(gy, x, shape, rstd, weight, [True, False])[0]
     dtype = accumulation_dtype(x.dtype)
     dims = list(range(-len(shape), 0))
     normalized, scaled = x.to(dtype) * rstd, gy.to(dtype) * weight
