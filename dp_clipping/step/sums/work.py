@@ -348,8 +348,8 @@ class Work:
         """Forms the sums of clipping groups whose norms are all known."""
         members = self.context.capture.members
         counts = Counter(record.group for record in self.kept if record in self.norms.known)
-        # Norms of split parameters are added up over ranks row by row: the order is the same on all,
-        # in whichever order each has taken them.
+        # Norms of split parameters are added up over ranks row by row: the order is the same on
+        # all, in whichever order each has taken them.
         groups = sorted([k for k, count in counts.items() if count == len(members[k])])
         if groups:
             self.arithmetic.clip(self, groups)
