@@ -56,10 +56,7 @@ NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("torch.nn.modules.instancenorm", nn.modules.instancenorm, ("_InstanceNorm",)),
     ("torch.nn.modules.dropout", nn.modules.dropout, ("_DropoutNd",)),
     ("torch._C", torch._C, ("_current_graph_task_id", "_are_functorch_transforms_active")),
-    ("aten", torch.ops.aten, (
-        "_to_copy", "_fused_rms_norm", "_fused_rms_norm_backward", "_thnn_fused_lstm_cell",
-        "_thnn_fused_gru_cell",
-    )),
+    ("aten", torch.ops.aten, ("_to_copy", "_fused_rms_norm", "_fused_rms_norm_backward")),
 )  # fmt: skip
 for owner, held, names in NEEDED:
     for name in names:
@@ -217,16 +214,6 @@ def fused_rms_norm(*args: Any) -> tuple[Tensor, Tensor]:
 def fused_rms_norm_backward(*args: Any) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and weight, of (gy, x, shape, rstd, weight, which are wanted)."""
     return torch.ops.aten._fused_rms_norm_backward(*args)
-
-
-def fused_lstm_cell(i: Tensor, k: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (h, c, workspace) of the gates' shares [N, 4H] and the cell state, on CUDA."""
-    return torch.ops.aten._thnn_fused_lstm_cell(i, k, c)
-
-
-def fused_gru_cell(i: Tensor, k: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (h, workspace) of the gates' shares [N, 3H] and the state, on CUDA."""
-    return torch.ops.aten._thnn_fused_gru_cell(i, k, h)
 
 
 def is_dtype_cast(operator: Any) -> bool:
