@@ -7,7 +7,7 @@ mix samples, or carry what they saw from one batch into the next, have none.
 import sys
 from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.rnn import PackedSequence
@@ -128,16 +128,6 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
             f"remove it, {call}, or use torch.nn.utils.parametrizations.orthogonal or weight_norm"
         )
     return None
-
-
-def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
-    """Raises ValueError for bags with offsets, in a sharded network; a hook before a forward."""
-    ids = args[0] if args else kwargs.get("input")
-    if isinstance(ids, Tensor) and ids.dim() == 1:
-        raise ValueError(
-            "EmbeddingBag is called with offsets in a sharded network, where samples need a row "
-            "each: give it ids [batch, tokens], padded with padding_idx, which no bag counts"
-        )
 
 
 def refuse_packed(args: tuple, kwargs: dict) -> None:
