@@ -11,6 +11,7 @@ STATISTICS = "tests/dp_clipping/clipping/test_statistics.py"
 OPS = "tests/dp_clipping/ops/test_ops.py"
 CONTRACT = "tests/dp_clipping/contract/test_contract.py"
 SAMPLES = "tests/dp_clipping/contract/test_samples.py"
+FACTORS = "tests/dp_clipping/layers/test_linear_factors.py"
 UNITS = "tests/dp_clipping/test_units_of_privacy.py"
 BUFFER = "tests/dp_clipping/step/test_gradient_buffer.py"
 GAUSSIAN = "tests/dp_clipping/noise/test_gaussian.py"
@@ -186,6 +187,9 @@ ROWS = [
      "at_most_c and linear_large"),
     ("a Gram matrix of other activations", "layers/linear_factors.py",
      "if not same:", "if self._of is None:", OPS, "at_most_c and gru_packed"),
+    ("16-bit sums are of rounded coefficients", "layers/linear_factors.py",
+     "left = left.to(dtype) * weights.of_dtype(dtype)[:, None, None]",
+     "left = (left * weights.values.to(left.dtype)[:, None, None]).to(dtype)", FACTORS),
     ("accumulated sums are not weighted", "layers/linear_factors.py",
      "weighted_sum(weights.only(part), gradients)", "gradients.sum(0)", OPS,
      "few_samples_at_a_time"),
@@ -486,7 +490,7 @@ ROWS = [
     ("ranks that differ are not noticed", "distributed/split_norms.py",
      "return squares, torch.where(differs, torch.inf, bounds)", "return squares, bounds", SPLIT),
     ("bounds stay on their rank", "distributed/split_norms.py",
-     "return self._reducer.reduce(bounds[None]).wait()[0]", "return bounds", SPLIT),
+     "counted.bounds(), shared", "counted.bounds() * self._reducer.counts(True), shared", SPLIT),
     ("shards add up over no ranks", "distributed/gradient_reduce.py",
      "self._sums[parameter].add_(shard.view_as(self._sums[parameter]))", "pass", REDUCE),
     ("a shard of another rank", "distributed/gradient_reduce.py",
