@@ -5,6 +5,7 @@ Files:
     capture               replaces the layers' forwards
     ownership             whose parameters are whose
     vmap_trial            whether modules under vmap can leave their child layers outside
+    callers               modules whose code needs weights that other layers own
     layer_kinds           which arithmetic a layer gets, and whether it still fits
     rms_norms             RMS norms of other libraries, known by what they compute
     network               a captured network as steps and searches know it: parameters, sessions
