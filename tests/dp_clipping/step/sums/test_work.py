@@ -265,7 +265,7 @@ def test_a_group_that_is_not_complete_waits(little):
     step.backward("dc")
     assert step.events == [("norms", "dc")]
     step.backward("ba")
-    assert step.events[1:] == [("norms", "ba"), ("clip", "10"), ("sums", "dcba")]
+    assert step.events[1:] == [("norms", "ba"), ("clip", "01"), ("sums", "dcba")]
 
 
 # A second backward
