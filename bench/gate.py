@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bench.parts import Batch
 from bench.settings import Settings, Subject, batches_for, mode_and_algorithm
 from bench.sharded import whole
-from bench.training import Batch, assemble, build_network
+from bench.training import assemble, build_network
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from lm.model import forward_loss
 from lm.runtime import Worker

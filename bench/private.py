@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from bench.parts import Batch, StepParts, clipping_of
 from bench.settings import Settings, mode_and_algorithm
-from bench.training import Batch, StepParts, clipping_of
 from dp_clipping import PrivacyEngine
 
 MIB = 1 << 20

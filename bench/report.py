@@ -1,6 +1,5 @@
 """Turns rows of results into the comparison table, the picture and the exit status."""
 
-import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from bench.memory import draw_predicted, predictions
 from bench.options import NOT_PRIVATE
 from bench.settings import Settings, Subject
 from bench.sharded import SPLIT
-from bench.worker import GATE, TIMING, plan
+from bench.worker import plan
 from lm.model import flops_per_token
 from measure import (
     OK,
@@ -20,10 +19,11 @@ from measure import (
     draw_comparison,
     format_table,
     peak_flops,
-    ratio,
     summarize,
 )
 from measure.files import say_unwritten
+from measure.report_tables import milliseconds
+from measure.runs import Cell, cells_of, ratio_beside
 from measure.statistics import NOISY
 
 REFERENCE = "torch_ddp"
@@ -114,7 +114,7 @@ def columns(rows: list[dict]) -> list[Column]:
         Column("error", right=True),
         Column("step", "step ms [p10, p90]", right=True),
         Column("tokens_per_second", "tokens/s", ",.0f"),
-        Column("exposed_ms", "exposed ms", _milliseconds),
+        Column("exposed_ms", "exposed ms", milliseconds),
         *overhead,
         Column("to_floor", f"× {FLOOR}", right=True),
         Column("to_reference", f"× {REFERENCE} [95 %]", right=True),
@@ -130,21 +130,13 @@ def comparison(
     settings: Settings, world_size: int, device: str, unwritten: Sequence[dict] = ()
 ) -> list[dict]:
     """Returns one row per subject, in table order, from what has been measured so far."""
-    rows = [*Results(settings.output_dir).rows(), *unwritten]
-    measured = {row["key"]: row for row in rows}
-    cells: dict[Subject, list[dict]] = {subject: [] for subject in settings.subjects}
+    measured = {row["key"]: row for row in (*Results(settings.output_dir).rows(), *unwritten)}
+    rows: dict[Subject, list[dict]] = {subject: [] for subject in settings.subjects}
     for cell in plan(settings):
         if row := measured.get(cell.row(settings, world_size, device)["key"]):
-            cells[cell.subject].append(row)
-    rounds = {
-        subject: {
-            r["round"]: r["step_ms"] for r in rows if r["kind"] == TIMING and r["status"] == OK
-        }
-        for subject, rows in cells.items()
-    }
-    found = [
-        _row(subject, cells[subject], rounds, settings, world_size, device) for subject in cells
-    ]
+            rows[cell.subject].append(row)
+    cells = {subject: cell for subject, own in rows.items() for cell in cells_of(own)}
+    found = [_row(subject, rows[subject], cells, settings, world_size, device) for subject in rows]
     known = {} if device == "cpu" else predictions(settings, world_size, on_gpu=True)
     for row in found:
         if row["clipping"] == NOT_PRIVATE and row["label"] in known and row.get("peak_memory_mb"):
@@ -155,8 +147,8 @@ def comparison(
 
 def _row(
     subject: Subject,
-    cells: list[dict],
-    rounds: dict[Subject, dict],
+    rows: list[dict],
+    cells: dict[Subject, Cell],
     settings: Settings,
     world_size: int,
     device: str,
@@ -166,86 +158,75 @@ def _row(
     Ratios are to the floor and the reference in the same clipping mode, so that they show the cost
     of communication alone.
     """
-    failed = [row for row in cells if row["status"] != OK]
     row: dict = {
-        "label": subject.name,
-        "clipping": subject.clipping,
-        "name": subject.label,
-        "status": OK,
-        "plan": next((r["plan"] for r in cells if "plan" in r), None),
-    }
-    gate = next((r for r in cells if r["kind"] == GATE and r["status"] == OK), None)
-    if gate:
-        error = gate["gradient_error"]
-        error = math.inf if error is None else error  # JSON has no infinity
+        "label": subject.name, "clipping": subject.clipping, "name": subject.label,
+        "plan": None, "status": "missing", "reason": "not measured yet",
+    }  # fmt: skip
+    if subject not in cells:
+        return row
+    cell = cells[subject]
+    row["plan"] = cell.facts.get("plan")
+    if (error := cell.gradient_error) is not None:
         row["is_wrong"] = not error <= tolerance(subject, settings)
         row["error"] = f"{error:.1e}" + (" WRONG" if row["is_wrong"] else "")
-        row["detail"] = gate.get("worst_gradient")
-    if failed or not rounds[subject]:
-        reason = failed[0].get("reason") if failed else "not measured yet"
-        if failed and failed[0].get("traceback"):
-            row["detail"] = f"{reason}\n{textwrap.indent(failed[0]['traceback'], '    ')}"
-        return {**row, "status": failed[0]["status"] if failed else "missing", "reason": reason}
-    samples = [ms for steps in rounds[subject].values() for ms in steps]
-    times = summarize(samples)
+        row["detail"] = next((r["worst_gradient"] for r in rows if "worst_gradient" in r), None)
+    if cell.failures:
+        failed = next(r for r in rows if r["status"] != OK)
+        row |= {"status": failed["status"], "reason": failed.get("reason")}
+        if failed.get("traceback"):
+            lines = textwrap.indent(failed["traceback"], "    ")
+            row["detail"] = f"{row['reason']}\n{lines}"
+        return row
+    if not cell.samples():
+        return row
+    times = summarize(cell.samples())
     data_ranks = subject.layout.sizes(world_size)[0]
     tokens = data_ranks * settings.batch_size * settings.model.context_length
-    last = [r for r in cells if r["kind"] == TIMING][-1]
-    memory = [r["peak_memory_bytes"] for r in cells if r.get("peak_memory_bytes")]
-    to_floor = _ratio_to_implementation(rounds, subject, FLOOR)
-    to_reference = _ratio_to_implementation(rounds, subject, REFERENCE)
-    to_ordinary = _ratio(rounds, subject, subject._replace(clipping=NOT_PRIVATE))
+    to_floor, to_reference = (
+        None if subject.layout.splits_tensors  # the other's step does other work
+        else _ratio(cells, subject, subject._replace(implementation=name))
+        for name in (FLOOR, REFERENCE)
+    )  # fmt: skip
+    to_ordinary = _ratio(cells, subject, subject._replace(clipping=NOT_PRIVATE))
     return {
         **row,
-        "samples_ms": samples,
+        "status": OK,
+        "reason": None,
+        "samples_ms": cell.samples(),
         "median_ms": times.median,
         "low_ms": times.p10,
         "high_ms": times.p90,
-        "step": f"{_milliseconds(times.median)} "
-        f"[{_milliseconds(times.p10)}, {_milliseconds(times.p90)}]",
+        "step": f"{milliseconds(times.median)} "
+        f"[{milliseconds(times.p10)}, {milliseconds(times.p90)}]",
         "tokens_per_second": tokens / times.median * 1e3,
-        "exposed_ms": _exposed(subject, times.median, rounds),
+        "exposed_ms": _exposed(subject, times.median, cells),
         "overhead": _ratio_text(to_ordinary, interval=True),
         "to_floor": _ratio_text(to_floor, interval=False),
         "to_reference": _ratio_text(to_reference, interval=True),
         "ratio_to_ordinary": to_ordinary,
         "ratio_to_baseline": to_floor,
         "ratio_to_reference": to_reference,
-        "collectives": last.get("collectives"),
-        "sent_mb": last["bytes"] / MIB if "bytes" in last else None,
-        "peak_memory_mb": max(memory) / MIB if memory else None,
+        "collectives": cell.facts.get("collectives"),
+        "sent_mb": cell.facts["bytes"] / MIB if "bytes" in cell.facts else None,
+        "peak_memory_mb": cell.peak_memory_mb,
         "mfu": _mfu(settings, tokens / world_size / times.median * 1e3, device),
     }
 
 
-def _exposed(subject: Subject, median: float, rounds: dict[Subject, dict]) -> float | None:
+def _exposed(subject: Subject, median: float, cells: dict[Subject, Cell]) -> float | None:
     floor = subject._replace(implementation=FLOOR)
-    if subject == floor or subject.layout.splits_tensors or not rounds.get(floor):
+    if subject == floor or subject.layout.splits_tensors or floor not in cells:
         return None
-    return median - summarize([ms for steps in rounds[floor].values() for ms in steps]).median
-
-
-def _ratio_to_implementation(
-    rounds: dict[Subject, dict], subject: Subject, name: str
-) -> tuple[float, float, float] | None:
-    """Returns the ratio of step times to implementation `name` in the same mode.
-
-    None where ranks share a batch, since the other's step then does other work.
-    """
-    if subject.layout.splits_tensors:
-        return None
-    return _ratio(rounds, subject, subject._replace(implementation=name))
+    found = cells[floor].samples()
+    return median - summarize(found).median if found else None
 
 
 def _ratio(
-    rounds: dict[Subject, dict], subject: Subject, other: Subject
+    cells: dict[Subject, Cell], subject: Subject, other: Subject
 ) -> tuple[float, float, float] | None:
     """Returns the ratio of step times and its interval, over the rounds that both have finished."""
-    common = sorted(set(rounds[subject]) & set(rounds.get(other, {})))
-    if not common or subject == other:
-        return None
-    result = ratio([rounds[subject][r] for r in common], [rounds[other][r] for r in common])
-    return result.value, result.low, result.high
+    found = None if subject == other else ratio_beside(cells[subject], cells.get(other))
+    return found and (found.value, found.low, found.high)
 
 
 def _ratio_text(value: tuple[float, float, float] | None, interval: bool) -> str | None:
@@ -258,10 +239,6 @@ def _mfu(settings: Settings, tokens_per_second: float, device: str) -> float | N
     dtype = "float32" if settings.dtype == "float32" else "bfloat16"
     peak = peak_flops(device, dtype)
     return flops_per_token(settings.model) * tokens_per_second / peak if peak else None
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
 
 
 def _is_bad(row: dict) -> bool:

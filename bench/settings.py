@@ -18,10 +18,11 @@ from bench.names import (
     titles,
 )
 from bench.options import CLIPPING_NAMES, FUSED_MODES, NOT_PRIVATE, PRIVATE_MODES, Options
-from bench.sharded import SHARDED, SPLIT, Layout, check_ranks, layout_of
+from bench.sharded import SHARDED, SPLIT, check_ranks, layout_of
 from ddp import IMPLEMENTATIONS, implementation, options_of
 from lm.data import Batches, Corpus, open_data
 from lm.failures import locate
+from lm.layout import Layout
 from lm.model import PRESETS, ModelConfig
 from measure.options import flag, shared_values
 

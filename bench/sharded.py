@@ -11,49 +11,14 @@ Nothing wraps the network: its parameters become `DTensor`s, and PyTorch communi
 gathered and differentiated. The variants of `ddp/` are the case without a tensor axis.
 """
 
-import functools
 import logging
 import warnings
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lm.layout import Layout, mesh_of
 from lm.model import ModelConfig, Transformer
-
-DATA, TENSOR = "data", "tensor"  # as in `lm.parallel`, which takes a second to import
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A layout: how ranks share samples and parameters.
-
-    Attributes:
-        tensor_ranks: ranks that share samples; None: all.
-        wrap: what FSDP2 gathers together, see `lm.parallel.shard_fully`; None: no FSDP2.
-    """
-
-    tensor_ranks: int | None = 1
-    wrap: str | None = None
-
-    @property
-    def splits_tensors(self) -> bool:
-        return self.tensor_ranks != 1
-
-    def sizes(self, world_size: int) -> tuple[int, int]:
-        """Returns the numbers of ranks of the data axis and of the tensor axis."""
-        tensor = self.tensor_ranks or world_size
-        return world_size // tensor, tensor
-
-    def describe(self, world_size: int) -> str:
-        data, tensor = self.sizes(world_size)
-        return f"{data} data x {tensor} tensor-parallel ranks, which share a batch"
-
-    def data_place(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Returns (index of this rank's batch, batches); ranks of a tensor axis share one."""
-        data, tensor = self.sizes(world_size)
-        return rank // tensor, data
-
 
 REPLICATED = Layout()
 SHARDED = {
@@ -72,45 +37,23 @@ def layout_of(name: str) -> Layout:
 
 def check_ranks(name: str, config: ModelConfig, world_size: int) -> None:
     """Raises ValueError if the implementation cannot spread the network over `world_size` ranks."""
-    layout = layout_of(name)
-    data, tensor = layout.sizes(world_size)
-    if layout.splits_tensors and layout.wrap and (data < 2 or data * tensor != world_size):
-        raise ValueError(
-            f"{name} on {world_size} ranks: its mesh has {tensor} ranks on the tensor axis and two "
-            f"or more on the data axis, start {2 * tensor} ranks or another multiple of {tensor}"
-        )
-    if layout.splits_tensors:
-        from lm.parallel import plan_of
-
-        with torch.device("meta"):  # seconds of imports, so only here
-            network = Transformer(config)
-        try:
-            plan_of(network, tensor)
-        except ValueError as error:
-            raise ValueError(f"{name} on {world_size} ranks: {error}") from error
+    try:
+        layout_of(name).check(world_size, lambda: Transformer(config))
+    except ValueError as error:
+        raise ValueError(f"{name} on {world_size} ranks: {error}") from error
 
 
 def shard(network: nn.Module, layout: Layout, world_size: int, device_type: str) -> None:
     """Makes the parameters `DTensor`s, in place. The network is on the meta device."""
     from lm.parallel import parallelize
 
-    mesh = _mesh(layout, world_size, device_type)
-    parallelize(network, mesh, **({"wrap": layout.wrap} if layout.wrap else {}))
-
-
-@functools.cache
-def _mesh(layout: Layout, world_size: int, device_type: str):
-    """Returns the mesh of a layout; cached, since each new mesh makes new process groups."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    sizes = dict(zip((DATA, TENSOR), layout.sizes(world_size), strict=True))
-    axes = (*((DATA,) if layout.wrap else ()), *((TENSOR,) if layout.splits_tensors else ()))
-    if len(axes) > 1:
+    if layout.wrap and layout.splits_tensors:
         # It advises, for every total norm, to make the two axes one.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         # The logits are a view of a DTensor's part, which is not written to.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
-    return init_device_mesh(device_type, tuple(sizes[a] for a in axes), mesh_dim_names=axes)
+    mesh = mesh_of(layout, world_size, device_type)
+    parallelize(network, mesh, **({"wrap": layout.wrap} if layout.wrap else {}))
 
 
 def fill(network: nn.Module, device: torch.device) -> None:

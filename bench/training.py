@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from bench.names import options_in, plain
+from bench.parts import Batch, StepParts, clipping_of, make_optimizer
 from bench.settings import Settings, Subject, batches_for
-from bench.sharded import REPLICATED, Layout, by_mesh, clip_gradients, fill, shard
+from bench.sharded import REPLICATED, fill, shard
 from ddp import implementation, options_of, wrap
+from lm.layout import Layout
 from lm.model import Transformer, forward_loss
 from lm.runtime import Worker, seed_everything
 from lm.schedule import MAX_WARMUP_GRADIENT_NORM, in_warmup, learning_rate
@@ -24,19 +25,6 @@ from lm.watch import Watch
 from tracing import phase
 
 Phase = Callable[[str], AbstractContextManager]
-Batch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """The parts of a step, with or without privacy; see `lm.training.training_step`."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    forward_loss: Callable[[Batch], Tensor]
-    finish: Callable[[], None]
-    more_phases: Mapping[str, Callable[[], None]]
-    clip_gradients: Callable[[list[Parameter], float], Any] = clip_gradients
 
 
 @dataclass
@@ -135,21 +123,6 @@ def assemble(
         more_phases={},
         clip_gradients=clipping_of(model),
     )
-
-
-def make_optimizer(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """Returns AdamW: the wrapper's own, or over the parameters of a network or a plug-in."""
-    if hasattr(model, "make_optimizer"):
-        return model.make_optimizer(torch.optim.AdamW, **options)
-    groups = [{"params": own} for own in by_mesh(list(model.parameters()))]
-    return torch.optim.AdamW(groups, **options)
-
-
-def clipping_of(model: nn.Module) -> Callable[[list[Parameter], float], Any]:
-    """Returns how gradients are clipped: as the wrapper does, which may have a part of them."""
-    if hasattr(model, "clip_grad_norm_"):
-        return lambda _parameters, limit: model.clip_grad_norm_(limit)
-    return clip_gradients
 
 
 def wrap_network(name: str, network: nn.Module, options: Mapping[str, Any]) -> nn.Module:

@@ -1,8 +1,9 @@
 """Gives a name to each interface of PyTorch, and to one of Opacus, that has no public one.
 
 Everything here was checked with torch 2.11, 2.12 and 2.13. Where another version lacks one of these
-interfaces, its function does without if the result stays exact, else it raises a RuntimeError that
-names it. What only one user needs is imported when it is called: `import dp_clipping` stays cheap.
+interfaces, its function does without if the result stays exact, else this file raises a
+RuntimeError that names it when it is imported (`NEEDED`), or when its function is called. What only
+one user needs is imported when it is called: `import dp_clipping` stays cheap.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from itertools import chain, islice
+from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,25 @@ except ImportError as error:
     raise _missing("torch.utils._python_dispatch or torch.utils._pytree") from error
 
 __all__ = ["TorchDispatchMode", "tree_map", "tree_map_only"]
+
+NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("Module", nn.Module(), (
+        "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
+        "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+        "_compiled_call_impl",
+    )),
+    ("Tensor", Tensor, ("_version", "_make_wrapper_subclass")),
+    ("RemovableHandle", torch.utils.hooks.RemovableHandle, ("next_id",)),
+    ("torch.nn.modules.batchnorm", nn.modules.batchnorm, ("_BatchNorm",)),
+    ("torch.nn.modules.instancenorm", nn.modules.instancenorm, ("_InstanceNorm",)),
+    ("torch.nn.modules.dropout", nn.modules.dropout, ("_DropoutNd",)),
+    ("torch._C", torch._C, ("_current_graph_task_id", "_are_functorch_transforms_active")),
+    ("aten", torch.ops.aten, ("_to_copy", "_fused_rms_norm", "_fused_rms_norm_backward")),
+)  # fmt: skip
+for owner, held, names in NEEDED:
+    for name in names:
+        if not hasattr(held, name):
+            raise _missing(f"{owner}.{name}")
 
 # ---- trees ---------------------------------------------------------------------------------------
 
@@ -120,26 +140,18 @@ def _unflatten(leaves: Iterator[Any], structure: Any) -> Any:
 
 def without_memory(kind: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
     """Returns a tensor of a subclass with shape and device of another, and no memory."""
-    make = getattr(Tensor, "_make_wrapper_subclass", None)
-    if make is None:
-        raise _missing("torch.Tensor._make_wrapper_subclass")
-    return make(kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
+    return Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device
+    )
 
 
-def version_of(x: Tensor) -> int:
-    """Returns the number of in-place changes of a tensor, `Tensor._version`.
-
-    Raises:
-        RuntimeError: if torch does not count them.
-    """
-    try:
-        return x._version
-    except AttributeError as error:
-        raise _missing("Tensor._version") from error
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""Returns the number of in-place changes of a tensor."""
 
 
-VERSION: Callable[[Tensor], int] = attrgetter("_version")
-"""`version_of`, without a function in Python and without an error of its own."""
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns `version_of` each tensor, without a loop in Python."""
+    return list(map(version_of, tensors))
 
 
 def allocated(device: torch.device) -> int:
@@ -169,18 +181,6 @@ def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns `version_of` each tensor, without a loop in Python.
-
-    Raises:
-        RuntimeError: if torch does not count them.
-    """
-    try:
-        return list(map(VERSION, tensors))
-    except AttributeError as error:
-        raise _missing("Tensor._version") from error
-
-
 def shape_at(node: Any, number: int) -> tuple[int, ...] | None:
     """Returns the shape of an output of a node in an autograd graph; None: it is not known."""
     metadata = getattr(node, "_input_metadata", ())
@@ -206,55 +206,19 @@ def gradients_at(
     )  # fmt: skip
 
 
-def scale_each_(tensors: Sequence[Tensor], factors: Sequence[float]) -> None:
-    """Multiplies each tensor by its factor in place, in few launches: `torch._foreach_mul_`.
-
-    Without it, one launch a tensor.
-    """
-    if (multiply := getattr(torch, "_foreach_mul_", None)) is not None:
-        multiply(tensors, factors)
-        return
-    for x, factor in zip(tensors, factors, strict=True):
-        x.mul_(factor)
+def fused_rms_norm(*args: Any) -> tuple[Tensor, Tensor]:
+    """Returns (y, rstd) of (x, shape, weight or None, eps), on CUDA."""
+    return torch.ops.aten._fused_rms_norm(*args)
 
 
-def fused_rms_norm() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Returns `aten._fused_rms_norm` (x, shape, weight, eps) -> (y, rstd), None without it."""
-    return getattr(torch.ops.aten, "_fused_rms_norm", None)
-
-
-def fused_rms_norm_backward() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Returns `aten._fused_rms_norm_backward`, None without it.
-
-    It maps (gy, x, shape, rstd, weight, [input, weight]) to the gradients that the pair asks for.
-    """
-    return getattr(torch.ops.aten, "_fused_rms_norm_backward", None)
-
-
-def fused_lstm_cell() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    """Returns `aten._thnn_fused_lstm_cell`, which runs on CUDA only, None without it.
-
-    It maps gates' shares of input and state [N, 4H] and the cell state to (h, c, workspace), as
-    `nn.LSTMCell` calls it.
-    """
-    return getattr(torch.ops.aten, "_thnn_fused_lstm_cell", None)
-
-
-def fused_gru_cell() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Returns `aten._thnn_fused_gru_cell` (i [N, 3H], k, h) -> (h, workspace), likewise."""
-    return getattr(torch.ops.aten, "_thnn_fused_gru_cell", None)
+def fused_rms_norm_backward(*args: Any) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of x and weight, of (gy, x, shape, rstd, weight, which are wanted)."""
+    return torch.ops.aten._fused_rms_norm_backward(*args)
 
 
 def is_dtype_cast(operator: Any) -> bool:
-    """Returns whether a dispatched operator is `aten._to_copy`, which `x.to(dtype)` calls.
-
-    Raises:
-        RuntimeError: if there is no such operator, as casts could not be detected then.
-    """
-    try:
-        return operator.overloadpacket is torch.ops.aten._to_copy
-    except AttributeError as error:
-        raise _missing("aten._to_copy") from error
+    """Returns whether a dispatched operator is `aten._to_copy`, which `x.to(dtype)` calls."""
+    return operator.overloadpacket is torch.ops.aten._to_copy
 
 
 def spin(cycles: int) -> None:
@@ -320,41 +284,16 @@ def flush_ready_nodes() -> None:
 # ---- modules -------------------------------------------------------------------------------------
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns the dict that holds a module's own parameters, `Module._parameters`.
-
-    Raises:
-        RuntimeError: if modules have no such dict; also the next five.
-    """
-    try:
-        return module._parameters
-    except AttributeError as error:
-        raise _missing("Module._parameters") from error
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""The dicts that hold a module's parameters, buffers and children, and names of buffers."""
 
 
 def parameters_and_children(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
     """Returns `own_parameters` of all modules, then `own_modules`, without a loop in Python."""
-    try:
-        found = (map(attrgetter(name), modules) for name in ("_parameters", "_modules"))
-        return list(chain.from_iterable(found))
-    except AttributeError as error:
-        raise _missing("Module._parameters or Module._modules") from error
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Returns the dict that holds a module's own buffers, `Module._buffers`."""
-    try:
-        return module._buffers
-    except AttributeError as error:
-        raise _missing("Module._buffers") from error
-
-
-def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Returns the dict that holds a module's children, `Module._modules`."""
-    try:
-        return module._modules
-    except AttributeError as error:
-        raise _missing("Module._modules") from error
+    return [*map(own_parameters, modules), *map(own_modules, modules)]
 
 
 def every_module(network: nn.Module) -> list[nn.Module]:
@@ -371,44 +310,23 @@ def every_module(network: nn.Module) -> list[nn.Module]:
     return found
 
 
-def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Returns the names of the buffers that are not in the state dict."""
-    try:
-        return module._non_persistent_buffers_set
-    except AttributeError as error:
-        raise _missing("Module._non_persistent_buffers_set") from error
-
-
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
     """Returns the hooks before a module's forward."""
-    try:
-        return list(module._forward_pre_hooks.values())
-    except AttributeError as error:
-        raise _missing("Module._forward_pre_hooks") from error
+    return list(module._forward_pre_hooks.values())
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """Returns the hooks around a module's forward and backward."""
-    try:
-        kinds = (
-            module._forward_pre_hooks, module._forward_hooks,
-            module._backward_pre_hooks, module._backward_hooks,
-        )  # fmt: skip
-    except AttributeError as error:
-        raise _missing("Module._forward_hooks, or another dict of hooks") from error
+    kinds = (
+        module._forward_pre_hooks, module._forward_hooks,
+        module._backward_pre_hooks, module._backward_hooks,
+    )  # fmt: skip
     return [hook for hooks in kinds for hook in (hooks or {}).values()]
 
 
 def hooks_so_far() -> int:
-    """Returns how many hooks were registered in this process: each has a larger number.
-
-    Raises:
-        RuntimeError: if hooks have no numbers, as new ones could not be detected then.
-    """
-    try:
-        return torch.utils.hooks.RemovableHandle.next_id
-    except AttributeError as error:
-        raise _missing("RemovableHandle.next_id") from error
+    """Returns how many hooks were registered in this process: each has a larger number."""
+    return torch.utils.hooks.RemovableHandle.next_id
 
 
 def take_hooks_since(module: nn.Module, number: int) -> list[tuple[dict, int, Any]]:
@@ -436,34 +354,10 @@ def pruned_name(hook: Any) -> str:
     return getattr(hook, "_tensor_name", "weight")
 
 
-def batch_norms() -> tuple[type[nn.Module], ...]:
-    """Returns the base class of batch normalisations; without it, its public subclasses."""
-    base = getattr(nn.modules.batchnorm, "_BatchNorm", None)
-    public = (
-        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
-        nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d,
-    )  # fmt: skip
-    return public if base is None else (base,)
-
-
-def instance_norms() -> tuple[type[nn.Module], ...]:
-    """Returns the base class of instance normalisations; without it, its public subclasses."""
-    base = getattr(nn.modules.instancenorm, "_InstanceNorm", None)
-    public = (
-        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-        nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d,
-    )  # fmt: skip
-    return public if base is None else (base,)
-
-
-def dropouts() -> tuple[type[nn.Module], ...]:
-    """Returns the base class of dropout layers; without it, its public subclasses."""
-    base = getattr(nn.modules.dropout, "_DropoutNd", None)
-    public = (
-        nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
-        nn.FeatureAlphaDropout,
-    )  # fmt: skip
-    return public if base is None else (base,)
+BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
+DROPOUT: type[nn.Module] = nn.modules.dropout._DropoutNd
+"""The base classes of layers of a kind."""
 
 
 def active_wrapper() -> nn.Module | None:
@@ -496,19 +390,8 @@ def is_of_vmap(x: Tensor) -> bool:
     return getattr(functorch, "is_batchedtensor", lambda _: False)(x)
 
 
-def in_transform() -> bool:
-    """Returns whether code runs under `torch.vmap` or another transform of `torch.func`.
-
-    False where torch cannot tell.
-    """
-    functorch = getattr(torch._C, "_functorch", None)
-    return getattr(functorch, "peek_interpreter_stack", lambda: None)() is not None
-
-
-transforms_run: Callable[[], bool] = getattr(
-    torch._C, "_are_functorch_transforms_active", in_transform
-)
-"""`in_transform`, without a function in Python."""
+transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Returns whether code runs under `torch.vmap` or another transform of `torch.func`."""
 
 
 # ---- compilation and profiling -------------------------------------------------------------------
@@ -532,8 +415,6 @@ class Intercepted:
 
 def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> None:
     """Redirects `module(..)` to `call(..)`, hooks and compiled code of the module included."""
-    if not hasattr(type(module), "_compiled_call_impl"):
-        raise _missing("nn.Module._compiled_call_impl")
     module._compiled_call_impl = Intercepted(call, module._compiled_call_impl)  # type: ignore[assignment]
 
 

@@ -7,7 +7,7 @@ mix samples, or carry what they saw from one batch into the next, have none.
 import sys
 from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.rnn import PackedSequence
@@ -15,10 +15,10 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from dp_clipping.layers.recurrent import kinds as recurrent_kinds
 from dp_clipping.torch_compat import (
-    batch_norms,
+    BATCH_NORM,
+    INSTANCE_NORM,
     composable_replicas,
     forward_pre_hooks,
-    instance_norms,
     own_buffers,
     pruned_name,
     tree_leaves,
@@ -35,7 +35,6 @@ def replicas() -> tuple[type, ...]:
     return (*REPLICAS, opacus.DifferentiallyPrivateDistributedDataParallel)
 
 
-BATCH_NORMS, INSTANCE_NORMS = batch_norms(), instance_norms()
 MESSAGE = "{name} ({kind}): {why}; {instead}"
 
 
@@ -57,7 +56,7 @@ def check_module(module: nn.Module) -> None:
 
 def normalizations(network: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns name and module of all normalisations that may mix samples in training mode."""
-    kinds = BATCH_NORMS + INSTANCE_NORMS
+    kinds = (BATCH_NORM, INSTANCE_NORM)
     return [(name, m) for name, m in network.named_modules() if isinstance(m, kinds)]
 
 
@@ -76,12 +75,12 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
         return "would not exchange clipped sums, which autograd does not accumulate", (
             'give ddp.wrap("torch_ddp", network), or another of its variants'
         )
-    if isinstance(module, BATCH_NORMS):
+    if isinstance(module, BATCH_NORM):
         fixed = not module.training and module.running_mean is not None
         if fixed and not any(p.requires_grad for p in module.parameters()):
             return None  # frozen in evaluation mode: fixed statistics mix nothing
         return "normalises with statistics of the batch, which mix samples", "use nn.GroupNorm"
-    if isinstance(module, INSTANCE_NORMS) and module.track_running_stats:
+    if isinstance(module, INSTANCE_NORM) and module.track_running_stats:
         return "carries statistics of earlier samples", "set track_running_stats=False"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         trainable = module.weight.requires_grad
@@ -129,16 +128,6 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
             f"remove it, {call}, or use torch.nn.utils.parametrizations.orthogonal or weight_norm"
         )
     return None
-
-
-def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
-    """Raises ValueError for bags with offsets, in a sharded network; a hook before a forward."""
-    ids = args[0] if args else kwargs.get("input")
-    if isinstance(ids, Tensor) and ids.dim() == 1:
-        raise ValueError(
-            "EmbeddingBag is called with offsets in a sharded network, where samples need a row "
-            "each: give it ids [batch, tokens], padded with padding_idx, which no bag counts"
-        )
 
 
 def refuse_packed(args: tuple, kwargs: dict) -> None:

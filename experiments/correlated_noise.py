@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import CorrelatedNoise, PrivacyEngine
-from dp_clipping.table import aligned
 from examples.font_digits import font_digits
+from measure import Column, format_table
 from measure.command_line import ending_quietly
 from measure.options import option, parse_options, positive
 
@@ -37,6 +37,11 @@ PROGRAM = "experiments.correlated_noise"
 SIZE, HELD_OUT = 12, 4096  # pixels of a side; pictures to scale features, to tune, and to test
 DECAY = 0.98  # of the running mean of the parameters, a step
 TUNING_SEED = 1000
+COLUMNS = (
+    Column("ε", format="g"), Column("noise, batches"), Column("σ", format=".3f"),
+    Column("rate", format="g"), Column("mean of parameters, %"), Column("last parameters, %"),
+    Column("s", format=".1f"),
+)  # fmt: skip
 
 Accuracies = tuple[float, float]
 """Of the running mean of the parameters, and of the last ones."""
@@ -78,20 +83,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for bands in options.bands:
         noise = CorrelatedNoise(bands)
         methods[f"{bands} bands, cyclic"] = {"noise_mechanism": noise, "sampling": "cyclic"}
-    rows = [
-        ("ε", "noise, batches", "σ", "rate", "mean of parameters, %", "last parameters, %", "s")
-    ]
+    rows = []
     for epsilon in options.epsilons:
         for name, method in methods.items():
-            rows.append((f"{epsilon:g}", name, *measured(options, split, epsilon, method)))
-            print(" ".join(rows[-1]), file=sys.stderr)
-    print("\n".join(aligned(rows, (True, False, True, True, False, False, True))))
+            rows.append({"ε": epsilon, "noise, batches": name}
+                        | measured(options, split, epsilon, method))  # fmt: skip
+            print(*rows[-1].values(), file=sys.stderr)
+    print(format_table(COLUMNS, rows))
     return 0
 
 
 def measured(
     options: Options, split: Split, epsilon: float, method: dict[str, Any]
-) -> tuple[str, ...]:
+) -> dict[str, Any]:
     """Returns σ, the learning rate, accuracies with their standard deviation, seconds per run."""
     sigma = noise_multiplier(options, split, epsilon, method)
     found = [
@@ -106,7 +110,8 @@ def measured(
     ]
     seconds = (time.perf_counter() - began) / options.seeds
     mean, last = zip(*runs, strict=True)
-    return f"{sigma:.3f}", f"{rate:g}", shown(mean), shown(last), f"{seconds:.1f}"
+    found = (sigma, rate, shown(mean), shown(last), seconds)
+    return dict(zip((column.key for column in COLUMNS[2:]), found, strict=True))
 
 
 def shown(accuracies: Sequence[float]) -> str:

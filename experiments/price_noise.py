@@ -17,7 +17,6 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,20 +26,19 @@ from dp_clipping.noise.secure.source import SecureNoise
 from dp_clipping.noise.sources import IndependentNoise, NoiseSource, source_of
 from experiments.llama_fsdp.network import LABELS, PAD, SHAPES
 from experiments.price.models import MODELS, Model
-from experiments.price.report import ratio_of_rounds
 from experiments.rounds import (
-    Recorder,
     RoundCell,
+    RoundOptions,
     Row,
-    attempt,
-    describe_cell,
     interleave,
+    report,
     row_of,
+    run_rounds,
 )
 from experiments.training import ClassifierTraining
 from lm.timing import MIB, PeakMemory, StepClock, wait_for_all
-from measure import ERROR, OK, Column, format_table, summarize
-from measure.command_line import check_folder, ending_quietly, refuse
+from measure import ERROR
+from measure.command_line import ending_quietly, refuse
 from measure.options import option, parse_options, positive
 
 PROGRAM = "experiments.price_noise"
@@ -51,7 +49,6 @@ ALONE = "alone"
 LEGEND = (
     "alone: noise on float32 sums of all parameters, without a step; other rows: a step on so many",
     "  samples x tokens, of which --part are computed at once; noise is added once in each",
-    "ratio: to the default noise in the same rounds; low, high: its 95 % interval over the rounds",
 )
 SEED_KEY = bytes(range(32))  # of noise that is timed and not used
 WARM_UP = 3  # steps of each noise on each row, before its first round
@@ -72,7 +69,7 @@ def bands_of(noise: str) -> int:
 
 # fmt: off
 @dataclass(frozen=True)
-class Options:
+class Options(RoundOptions):
     model: str = option(next(iter(MODELS)), "shape of the network", choices=tuple(SHAPED))
     layers: int | None = option(None, "decoder layers (default: the model's)", check=positive)
     rows: tuple[Row, ...] = option((Row(8, 1024), Row(64, 1024)), metavar="BxT", type=row_of,
@@ -82,12 +79,10 @@ class Options:
         unique=True, help="default, secure, and such as bands_8")
     rounds: int = option(5, "rounds in which they take turns", check=positive)
     steps: int = option(2, "timed steps per round", check=positive)
-    output: Path | None = option(None, "JSON of all samples (default: none)")
 # fmt: on
 
     def __post_init__(self) -> None:
-        if self.output:
-            check_folder("--output", self.output.absolute().parent, create=False)
+        super().__post_init__()
         if DEFAULT not in self.noise:
             raise ValueError(f"--noise has no {DEFAULT}, to which ratios are: add it")
         for row in self.rows:
@@ -181,36 +176,11 @@ def run_all(options: Options, device: torch.device) -> list[dict]:
     steps = Steps(options, device)
     print(f"{options.model}: {steps.numel:,} parameters", flush=True)
     config = {"model": options.model, "layers": options.layers, "part": options.part}
-    recorder = Recorder(options.output)
-    for cell in interleave((ALONE, *options.rows), options.noise, options.rounds):
-        found = {**cell.names(), "config": config}
-        found |= attempt(measure, cell, steps, options, device)
-        recorder.add(found, describe_cell(found))
-    return recorder.cells
-
-
-def report(cells: list[dict]) -> str:
-    """Formats one line per row and noise, with ratios to the default noise of the same rounds."""
-    lines = []
-    for row, noise in dict.fromkeys((cell["row"], cell["variant"]) for cell in cells):
-        same = [c for c in cells if c["row"] == row and c["status"] == OK]
-        own = [c for c in same if c["variant"] == noise]
-        base = [c for c in same if c["variant"] == DEFAULT]
-        if not own:
-            continue
-        line = {
-            "row": row, "noise": noise,
-            "ms": summarize([x for c in own for x in c["step_ms"]]).median,
-            "peak MiB": max(c["peak_memory_mb"] for c in own),
-        }  # fmt: skip
-        if {c["round"] for c in own} & {c["round"] for c in base}:
-            whole = ratio_of_rounds(own, base, "step_ms")
-            line |= {"ratio": whole.value, "low": whole.low, "high": whole.high}
-        lines.append(line)
-    columns = ["row", "noise", Column("ms", format=".2f")]
-    columns += [Column(key, format=".3f") for key in ("ratio", "low", "high")]
-    columns += [Column("peak MiB", format=",.0f")]
-    return "\n".join([format_table(columns, lines), "", *LEGEND])
+    return run_rounds(
+        interleave((ALONE, *options.rows), options.noise, options.rounds),
+        lambda cell: measure(cell, steps, options, device), lambda _: config, device,
+        options.output,
+    )  # fmt: skip
 
 
 @ending_quietly
@@ -221,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(PROGRAM, f"{options.model} needs a CUDA device: --model {TINY} does without")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cells = run_all(options, device)
-    print(report(cells))
+    print(report(cells), "", *LEGEND, sep="\n")
     return int(any(cell["status"] == ERROR for cell in cells))
 
 

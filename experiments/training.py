@@ -8,30 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 Batch = tuple[Tensor, Tensor]
-
-
-class Blanks(Dataset):
-    """A data set of given size whose samples are empty; the batches come from elsewhere."""
-
-    def __init__(self, count: int):
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.zeros(())
-
-    def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        return [torch.zeros(())] * len(indices)
-
-
-def count_blanks(blanks: list[Tensor]) -> Tensor:
-    """Returns a batch of them."""
-    return torch.zeros(len(blanks))
 
 
 class ClassifierTraining:
@@ -61,12 +40,13 @@ class ClassifierTraining:
 
         Batches of fixed size are compared: nothing is published, and no ε is stated.
         """
-        blanks = DataLoader(Blanks(64 * batch_size), batch_size, collate_fn=count_blanks)
+        # Only its length and its batches' sizes are used: what is trained on comes from elsewhere.
+        loader = DataLoader(range(64 * batch_size), batch_size, collate_fn=torch.tensor)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="poisson_sampling=False")
             self.model, self.optimizer, *others = engine.make_private(
                 module=self.model, optimizer=self.optimizer, criterion=self.criterion,
-                data_loader=blanks, poisson_sampling=False, **options,
+                data_loader=loader, poisson_sampling=False, **options,
             )  # fmt: skip
         self.loader = others[-1]
         if len(others) == 2:  # Opacus returns no criterion for its `hooks`

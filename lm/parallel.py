@@ -28,9 +28,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lm.layout import DATA, TENSOR
 from lm.model import Transformer
 
-DATA, TENSOR = "data", "tensor"  # names of a mesh's axes
 WRAPS = ("leaf", "block", "root")
 
 EMBEDDINGS = ("token_embedding", "model.embed_tokens")

@@ -6,32 +6,34 @@ are the raw steps, the line across them is the spread. Behind the bar stand the 
 right, where it is known, peak memory. A row that has no time says why, in words.
 """
 
-import re
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from measure.picture import save_picture
+from measure.picture import (
+    FAINT,
+    INK,
+    frame,
+    name_rows,
+    new_figure,
+    save_picture,
+    shorten,
+    three_digits,
+    wrap,
+)
 from measure.results import OK
 from measure.table import describe_failure
 
-# Okabe and Ito's colour-blind safe palette; the two also differ in lightness
 _FLOOR = "#8CC5E8"
 _EXPOSED = "#D55E00"
 _MEMORY = "#B8B8B8"
-_INK = "#222222"
-_FAINT = "#6B6B6B"
 
-_WIDTH = 9.0  # inches, drawn at 200 dots each: 1800 pixels, shown at 900 in a README
-_DPI = 200
 _ROW = 0.56  # inches for one row
 _HEAD = 1.05  # inches above the first row: title, a line of subtitle, legend
 _LINE = 0.16  # a further line of subtitle
 _SUBTITLE_LENGTH = 112  # characters in a line of subtitle
 _FOOT = 0.62  # inches below the last: the time axis
-_LABEL_LENGTH = 23  # characters; about what fits to the left of the bars
 _TEXT_ROOM = 1.55  # width of the time axes in widths of the bars' region
 _OFF_SCALE = "▸"
 
@@ -54,7 +56,7 @@ def draw_comparison(
     median is drawn as a line behind all bars. Memory is in MiB.
     """
     lines = wrap(subtitle, _SUBTITLE_LENGTH, lines=3)
-    figure, times, memory = _layout(rows, _HEAD + _LINE * max(0, len(lines) - 1))
+    figure, times, memory = _layout(rows, title, lines)
     limit = _time_limit(rows)
     for position, row in enumerate(rows):
         if _is_ok(row):
@@ -67,16 +69,15 @@ def draw_comparison(
     _finish_memory(memory, rows)
     floor = baseline if _draw_floor_line(times, rows, baseline) else None
     exposed = any(row.get("exposed_ms") is not None for row in rows)
-    _write_head(figure, title, lines, floor, exposed)
+    _write_key(figure, lines, floor, exposed)
     save_picture(figure, path, _sentence(floor, exposed, reference))
 
 
-def _layout(rows: Sequence[dict], head: float):
+def _layout(rows: Sequence[dict], title: str, lines: list[str]):
     """Returns figure and axes; the memory axes are None if no row has its memory."""
-    from matplotlib.figure import Figure
-
+    head = _HEAD + _LINE * max(0, len(lines) - 1)
     height = head + _ROW * max(1, len(rows)) + _FOOT
-    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
+    figure = new_figure(height, title, lines)
     has_memory = any(_memory(row) is not None for row in rows)
     right = 0.83 if has_memory else 0.985
     bottom, top = _FOOT / height, 1 - head / height
@@ -84,9 +85,7 @@ def _layout(rows: Sequence[dict], head: float):
     memory = figure.add_axes((0.85, bottom, 0.135, top - bottom)) if has_memory else None
     for axes in [times] if memory is None else [times, memory]:
         axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(_FAINT)
-        axes.tick_params(labelsize=9, color=_FAINT, labelcolor=_INK)
+        frame(axes, "bottom")
         axes.set_yticks([])
     return figure, times, memory
 
@@ -108,10 +107,10 @@ def _draw_bar(axes, position: int, row: dict, limit: float) -> None:
     samples = _samples(row)
     shown = samples[samples <= limit]
     jitter = np.random.default_rng(position).uniform(-0.24, 0.24, shown.size)
-    axes.plot(shown, position + jitter, ".", ms=2.6, mew=0, color=_INK, alpha=0.5)
+    axes.plot(shown, position + jitter, ".", ms=2.6, mew=0, color=INK, alpha=0.5)
     low, high = row["low_ms"], row["high_ms"]
-    axes.plot([low, high], [position] * 2, color=_INK, lw=1.3)
-    axes.plot([low, high], [position] * 2, "|", color=_INK, ms=7, mew=1.3)
+    axes.plot([low, high], [position] * 2, color=INK, lw=1.3)
+    axes.plot([low, high], [position] * 2, "|", color=INK, ms=7, mew=1.3)
 
 
 def _write_failure(axes, position: int, row: dict, limit: float) -> None:
@@ -123,7 +122,7 @@ def _write_failure(axes, position: int, row: dict, limit: float) -> None:
         text,
         size=9,
         style="italic",
-        color=_FAINT,
+        color=FAINT,
         va="center",
         parse_math=False,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
@@ -141,8 +140,10 @@ def _write_ratios(axes, position, row, limit, baseline, reference) -> None:
     details += [f"{_OFF_SCALE} {beyond}"] if beyond else []
     x = end + 0.012 * limit
     y = position - 0.16 if to_reference else position
-    style = {"va": "center", "color": _INK, "parse_math": False}
-    median = axes.text(x, y, f"{_number(row['median_ms'])} ms", size=9.5, weight="bold", **style)
+    style = {"va": "center", "color": INK, "parse_math": False}
+    median = axes.text(
+        x, y, f"{three_digits(row['median_ms'])} ms", size=9.5, weight="bold", **style
+    )
     axes.annotate(
         "  ".join(details),
         (1, 0.5),
@@ -160,7 +161,7 @@ def _ratio_text(ratio, other: str | None, label: str, doubt: bool = False) -> st
         return ""
     value, low, high = ratio
     interval = f" [{low:.2f}, {high:.2f}]" if doubt else ""
-    return f"{value:.2f}× {_shorten(_name(other), 12)}{interval}"
+    return f"{value:.2f}× {shorten(_name(other), 12)}{interval}"
 
 
 def _draw_memory(axes, position: int, row: dict) -> None:
@@ -169,7 +170,7 @@ def _draw_memory(axes, position: int, row: dict) -> None:
         return
     axes.barh(position, value, height=0.62, color=_MEMORY)
     axes.text(
-        value, position, f" {_bytes(value)}", size=8.5, va="center", color=_INK, parse_math=False
+        value, position, f" {_bytes(value)}", size=8.5, va="center", color=INK, parse_math=False
     )
 
 
@@ -178,14 +179,11 @@ def _finish_times(axes, rows: Sequence[dict], limit: float, spread: str) -> None
     axes.set_xlim(0, _TEXT_ROOM * limit)
     measured = any(_is_ok(row) for row in rows)
     axes.set_xticks([tick for tick in axes.get_xticks() if measured and 0 <= tick <= limit])
-    axes.set_yticks(range(len(rows)), [label_of(row["label"]) for row in rows])
-    for tick in axes.get_yticklabels():
-        tick.set(size=9, parse_math=False)
-    axes.tick_params(axis="y", length=0)
+    name_rows(axes, [row["label"] for row in rows])
     note = f"step time in ms: bar = median, dots = steps, |–| = {spread}"
     if any((_samples(row) > limit).any() for row in rows):
         note += f", {_OFF_SCALE} n = n slower steps off the scale"
-    axes.set_xlabel(note if measured else "", size=8.5, color=_FAINT, loc="left")
+    axes.set_xlabel(note if measured else "", size=8.5, color=FAINT, loc="left")
 
 
 def _finish_memory(axes, rows: Sequence[dict]) -> None:
@@ -194,29 +192,23 @@ def _finish_memory(axes, rows: Sequence[dict]) -> None:
     axes.set_xlim(0, 1.9 * max(1.0, *(_memory(row) or 0.0 for row in rows)))
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
-    axes.set_xlabel("peak memory", size=8.5, color=_FAINT, loc="left")
+    axes.set_xlabel("peak memory", size=8.5, color=FAINT, loc="left")
 
 
 def _draw_floor_line(axes, rows: Sequence[dict], baseline: str | None) -> bool:
     """Draws the baseline's median behind all bars; returns whether there is one."""
     medians = [row["median_ms"] for row in rows if row["label"] == baseline and _is_ok(row)]
     if medians:
-        axes.axvline(medians[0], color=_INK, lw=0.9, ls=(0, (4, 3)), zorder=0.5)
+        axes.axvline(medians[0], color=INK, lw=0.9, ls=(0, (4, 3)), zorder=0.5)
     return bool(medians)
 
 
-def _write_head(
-    figure, title: str, subtitle: list[str], baseline: str | None, exposed: bool
-) -> None:
-    """Writes title, subtitle and legend above the axes, at fixed distances from the top."""
+def _write_key(figure, lines: list[str], baseline: str | None, exposed: bool) -> None:
+    """Writes the key of colours above the axes, at a fixed distance from the top."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    height = figure.get_figheight()
-    style = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
-    figure.text(y=1 - 0.1 / height, s=title, size=13, weight="bold", color=_INK, **style)
-    figure.text(y=1 - 0.38 / height, s="\n".join(subtitle), size=9, color=_FAINT, **style)
-    below = 0.6 + _LINE * max(0, len(subtitle) - 1)
+    below = 0.6 + _LINE * max(0, len(lines) - 1)
     handles = []
     if exposed:
         handles += [
@@ -224,13 +216,13 @@ def _write_head(
             Patch(color=_EXPOSED, label=f"exposed communication{_minus(baseline)}"),
         ]
     if baseline is not None:
-        name = f"{_shorten(_name(baseline), 14)}: the floor"
-        handles.append(Line2D([], [], color=_INK, lw=0.9, ls=(0, (4, 3)), label=name))
+        name = f"{shorten(_name(baseline), 14)}: the floor"
+        handles.append(Line2D([], [], color=INK, lw=0.9, ls=(0, (4, 3)), label=name))
     if handles:
         figure.legend(
             handles=handles,
             loc="upper left",
-            bbox_to_anchor=(0.004, 1 - below / height),
+            bbox_to_anchor=(0.004, 1 - below / figure.get_figheight()),
             ncols=3,
             frameon=False,
             fontsize=9,
@@ -241,7 +233,7 @@ def _write_head(
 
 def _minus(baseline: str | None) -> str:
     """Returns how exposed communication was measured, for the legend."""
-    return "" if baseline is None else f": step minus {_shorten(_name(baseline), 14)}"
+    return "" if baseline is None else f": step minus {shorten(_name(baseline), 14)}"
 
 
 def _sentence(floor: str | None, exposed: bool, reference: str | None) -> str:
@@ -269,11 +261,6 @@ def _memory(row: dict) -> float | None:
     return row.get("peak_memory_mb") if _is_ok(row) else None
 
 
-def _number(value: float) -> str:
-    """Formats a time in ms with three digits that count: 755, 62.0, 0.63."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
 def _bytes(megabytes: float) -> str:
     return f"{megabytes:.0f} MiB" if megabytes < 1000 else f"{megabytes / 1024:.2f} GiB"
 
@@ -281,30 +268,3 @@ def _bytes(megabytes: float) -> str:
 def _name(label: str) -> str:
     """Returns the name after the file in `path/to/file.py:Name`, and other labels unchanged."""
     return label.rpartition(":")[2] or label
-
-
-def label_of(label: str) -> str:
-    """Breaks `file.py:Name` after a colon and `NAME+OPTION` before a plus.
-
-    Each line is shortened in its middle.
-    """
-    lines = [""]
-    for piece in re.split(r"(?<=:)|(?=\+)", label):
-        if lines[-1] and len(lines[-1] + piece) > _LABEL_LENGTH:
-            lines.append("")
-        lines[-1] += piece
-    return "\n".join(_shorten(line, _LABEL_LENGTH) for line in lines)
-
-
-def _shorten(text: str, length: int) -> str:
-    """Replaces the middle of a text that is longer than `length` characters by an ellipsis."""
-    text = " ".join(text.split())
-    if len(text) <= length:
-        return text
-    tail = length * 2 // 3
-    return f"{text[: length - tail - 1]}…{text[-tail:]}"
-
-
-def wrap(text: str, length: int = 84, lines: int = 2) -> list[str]:
-    """Breaks a text into at most so many lines of so many characters."""
-    return textwrap.wrap(text, length, max_lines=lines, placeholder=" …")

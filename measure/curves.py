@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from measure.picture import save_picture
+from measure.picture import FAINT, INK, apart, frame, new_figure, save_picture
 
-# Okabe and Ito's colour-blind safe palette, and two greys; dashes tell apart what lies together
+# dashes tell apart what lies together
 COLOURS = ("#999999", "#D55E00", "#E69F00", "#CC79A7", "#0072B2", "#009E73", "#56B4E9", "#444444",
            "#B0A000", "#7A5195", "#8B4513")  # fmt: skip
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
@@ -42,9 +42,7 @@ def draw_efficiency(
     curves = {name: [alone / step_of(name, n) for n in COUNTS] for name in others}
     counts, limit = COUNTS, PAYS
     title = "Efficiency of each variant, and the last number of GPUs at which it pays"
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5.8), dpi=160, facecolor="white")
+    figure = new_figure(5.8, title, [subtitle], width=10)
     axes = figure.add_axes((0.085, 0.115, 0.585, 0.735))
     low = min(limit, *(min(curve) for curve in curves.values()))
     bottom, top = max(0.0, low - 0.06), max(1.0, *(max(c) for c in curves.values())) + ROOM
@@ -53,11 +51,11 @@ def draw_efficiency(
     axes.set_xticklabels([f"{n:,}" for n in counts], fontsize=9)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.grid(axis="y", color="#E6E6E6", lw=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
+    frame(axes, "bottom", "left")
     axes.set_xlabel("GPUs (the batch per GPU stays the same)")
     axes.set_ylabel(f"a step of {floor} on one GPU / a step")
-    axes.axhline(limit, color="#222222", lw=0.9, ls=":")
-    note = {"fontsize": 8.5, "color": "#555555"}
+    axes.axhline(limit, color=INK, lw=0.9, ls=":")
+    note = {"fontsize": 8.5, "color": FAINT}
     axes.text(counts[0], limit - 0.008, f"  below {limit:.0%} it no longer pays", va="top", **note)
     if counts[0] < hosts_from < counts[-1]:
         axes.axvspan(hosts_from, counts[-1], color="#F4F6FA", zorder=0)
@@ -67,8 +65,9 @@ def draw_efficiency(
         name: first.setdefault(tuple(round(value, 3) for value in curve), name)
         for name, curve in curves.items()
     }
-    order = sorted(curves, key=lambda name: -curves[look[name]][-1])
-    heights = _spread([(curves[name][-1] - bottom) / (top - bottom) for name in order])
+    order = sorted(curves, key=lambda name: curves[look[name]][-1])
+    ends = [(curves[name][-1] - bottom) / (top - bottom) for name in order]
+    heights = apart(ends, GAP, 0.0, 1.0)
     for name, height in zip(order, heights, strict=True):
         place = list(curves).index(look[name])
         style = {"color": COLOURS[place % len(COLOURS)], "ls": DASHES[place % len(DASHES)]}
@@ -79,18 +78,4 @@ def draw_efficiency(
         label = f"{curves[name][-1]:.0%} {name}: {last_that_pays(curves[name])}"
         axes.text(1.035, height, label, va="center",
                   fontsize=8.8, color=style["color"], transform=axes.transAxes)  # fmt: skip
-    figure.text(0.07, 0.945, title, fontsize=13, weight="bold")
-    figure.text(0.07, 0.895, subtitle, fontsize=9, color="#555555")
     save_picture(figure, path, f"{title}. {subtitle}")
-
-
-def _spread(heights: list[float]) -> list[float]:
-    """Moves labels, highest first, apart by `GAP` and into the axis."""
-    placed: list[float] = []
-    for height in heights:
-        placed.append(min([height, *(last - GAP for last in placed[-1:])]))
-    lift = max(0.0, -(placed[-1] if placed else 0.0))
-    for i in range(len(placed) - 1, -1, -1):
-        below = placed[i + 1] + GAP if i + 1 < len(placed) else 0.0
-        placed[i] = max(placed[i], below) if lift else placed[i]
-    return placed

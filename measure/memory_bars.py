@@ -10,10 +10,8 @@ one, in grey.
 from collections.abc import Sequence
 from pathlib import Path
 
-from measure.chart import label_of, wrap
-from measure.picture import save_picture
+from measure.picture import FAINT, INK, frame, name_rows, new_figure, save_picture, wrap
 
-# Okabe and Ito's colour-blind safe palette; neighbours differ in lightness
 COLOURS = {
     "parameters": "#0072B2", "gradients": "#56B4E9", "optimizer": "#00664B",
     "activations": "#F0C05A", "buffers": "#CC79A7",
@@ -22,8 +20,6 @@ _NAMES = {
     "optimizer": "optimizer state",
     "buffers": "buffers: buckets, what is gathered or on the wire",
 }
-_INK, _FAINT = "#222222", "#6B6B6B"
-_WIDTH, _DPI = 9.0, 200  # inches; 1800 pixels, shown at 900 in a README
 _ROW, _HEAD, _FOOT, _LINE = 0.46, 1.0, 0.6, 0.16  # inches
 _TEXT_ROOM = 1.5  # width of the axes in widths of the longest bar
 
@@ -35,14 +31,13 @@ def draw_memory(rows: Sequence[dict], path: Path, title: str, notes: Sequence[st
     backward), `measured` (MiB or None) and `reason`, which
     says why nothing was measured (or None). `notes` are the lines below the title.
     """
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     lines = [line for note in notes for line in wrap(note, 112, lines=3)]
     head = _HEAD + _LINE * max(0, len(lines) - 1)
     height = head + _ROW * len(rows) + _FOOT
-    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
+    figure = new_figure(height, title, lines)
     axes = figure.add_axes((0.2, _FOOT / height, 0.785, (height - head - _FOOT) / height))
     ends = [max(sum(row["kinds"].values()), row["measured"] or 0.0) for row in rows]
     scale, unit = (1024, "GiB") if max(ends) >= 1024 else (1, "MiB")
@@ -52,33 +47,25 @@ def draw_memory(rows: Sequence[dict], path: Path, title: str, notes: Sequence[st
         _stack(axes, position + 0.26, 0.18, row["later"], scale)
         measured = row["measured"]
         if measured is not None:
-            axes.plot([measured / scale] * 2, [position - 0.38, position + 0.18], color=_INK, lw=2)
+            axes.plot([measured / scale] * 2, [position - 0.38, position + 0.18], color=INK, lw=2)
         text, weight = _beside(left, measured, scale, unit, row["reason"])
         axes.text(end / scale + 0.012 * limit, position, text, size=8.8, va="center", weight=weight,
-                  color=_FAINT if measured is None else _INK, parse_math=False)  # fmt: skip
+                  color=FAINT if measured is None else INK, parse_math=False)  # fmt: skip
     axes.set(xlim=(0, _TEXT_ROOM * limit), ylim=(len(rows) - 0.5, -0.5))
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= limit])
-    axes.set_yticks(range(len(rows)), [label_of(row["label"]) for row in rows])
-    for tick in axes.get_yticklabels():
-        tick.set(size=9, parse_math=False)
-    axes.tick_params(labelsize=9, color=_FAINT, labelcolor=_INK)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_FAINT)
+    frame(axes, "bottom")
+    name_rows(axes, [row["label"] for row in rows])
     axes.set_xlabel(
         f"{unit} on a rank, predicted: upper bar = at the peak; thin bar = after backward, when "
         "all gradients are there",
         size=8.5,
-        color=_FAINT,
+        color=FAINT,
         loc="left",
     )
-    style = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
-    figure.text(y=1 - 0.1 / height, s=title, size=13, weight="bold", color=_INK, **style)
-    figure.text(y=1 - 0.38 / height, s="\n".join(lines), size=9, color=_FAINT, **style)
     handles = [Patch(color=c, label=_NAMES.get(kind, kind)) for kind, c in COLOURS.items()]
     is_measured = any(row["measured"] is not None for row in rows)
     if is_measured:
-        handles.append(Line2D([], [], color=_INK, lw=2, label="measured"))
+        handles.append(Line2D([], [], color=INK, lw=2, label="measured"))
     figure.legend(handles=handles, loc="upper left", ncols=6, frameon=False, fontsize=8.8,
                   bbox_to_anchor=(0.004, 1 - (head - 0.4) / height), handlelength=1.1,
                   columnspacing=1.2, handletextpad=0.5)  # fmt: skip

@@ -3,6 +3,7 @@
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from typing import Self, TextIO
 
 _CLEAR_LINE = "\r\x1b[K"
@@ -14,7 +15,8 @@ class Progress:
     Call `update(label)` as each of `total` steps *starts*, and `close()` at the end. Elsewhere
     (in the log of a job) `finished(text)` prints a line for each step that has ended. As a context
     manager it closes itself, also when an exception passes through, so that a traceback or a
-    table starts on a clean line. `done` of the steps were over before.
+    table starts on a clean line. `done` of the steps were over before. `weights` say how long steps
+    take, relative to each other; default: all the same.
 
         with Progress(total=len(cells)) as progress:
             for cell in cells:
@@ -28,8 +30,10 @@ class Progress:
         enabled: bool | None = None,
         stream: TextIO | None = None,
         done: int = 0,
+        weights: Sequence[float] | None = None,
     ):
         self.total, self.done_before = total, done
+        self._weights = [1.0] * total if weights is None else list(weights)
         self.stream = sys.stderr if stream is None else stream
         self.enabled = self.stream.isatty() if enabled is None else enabled
         self.prints_lines = enabled is None and not self.enabled
@@ -37,17 +41,24 @@ class Progress:
         self.began = time.monotonic()
         self._dirty = False
 
-    def update(self, label: str, left: float | None = None) -> None:
-        """Shows that the next step, called `label`, starts now.
-
-        `left`: seconds for it and the rest, where the caller estimates better than the mean
-        of the steps that are done.
-        """
+    def update(self, label: str) -> None:
+        """Shows that the next step, called `label`, starts now."""
+        if self.enabled:
+            self._show(f"[{self.started + 1}/{self.total}] {' '.join(label.split())}{self.left()}")
         self.started += 1
-        if not self.enabled:
-            return
-        rest = self._remaining() if left is None else f", about {duration(left)} left"
-        line = f"[{self.started}/{self.total}] {' '.join(label.split())}{rest}"
+
+    def left(self) -> str:
+        """Returns `, about 3 min 05 s left`, from how long the steps took that have started.
+
+        All of them have ended. Returns nothing if there are none, or if all are over.
+        """
+        done, rest = self._weights[self.done_before : self.started], self._weights[self.started :]
+        if not done or not rest:
+            return ""
+        seconds = (time.monotonic() - self.began) * sum(rest) / sum(done)
+        return f", about {duration(seconds)} left"
+
+    def _show(self, line: str) -> None:
         width = shutil.get_terminal_size().columns - 1  # a full line would scroll
         self.stream.write(_CLEAR_LINE + line[:width])
         self.stream.flush()
@@ -73,15 +84,6 @@ class Progress:
 
     def __exit__(self, *exception) -> None:
         self.close()
-
-    def _remaining(self) -> str:
-        """Estimates the remaining time from the mean duration of the steps that are done."""
-        done = self.started - 1
-        if done <= self.done_before:
-            return ""
-        each = (time.monotonic() - self.began) / (done - self.done_before)
-        seconds = each * max(0, self.total - done)
-        return f", about {duration(seconds)} left"
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,9 @@
 """Columns and rows of a report's tables: times and ratios, memory and exchange, failures."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
+from measure.growth import MIN_LENGTHS, Growth, fit_growth
 from measure.results import OK
 from measure.runs import BASELINES, NAMES, SECTION, STEP, Cell, beside, ratio_beside, varying
 from measure.statistics import Ratio, summarize
@@ -79,12 +81,71 @@ def part_table(cells: Sequence[Cell]) -> Table:
     for cell in cells:
         for metric in cell.metrics:
             if metric != STEP:
-                part = metric.removesuffix("_ms").replace("_", " ")
-                rows.append({**_times(cells, cell, metric), "part": part})
+                rows.append({**_times(cells, cell, metric), "part": _part(metric)})
     against = [Column(h, f"× {h} [95\u00a0%]", right=True) for _, _, h in baselines(cells)]
     lengths = {cell.names.get(SECTION) for cell in cells}
     length = [Column(SECTION, "tokens", ",d", right=True)] if len(lengths) > 1 else []
     return [*name_columns(cells), *length, Column("part"), *_spread(), *against], rows
+
+
+def wide_table(cells: Sequence[Cell], more: Callable[[Cell], dict] | None = None) -> Table:
+    """Returns times, their parts and memory, one line a cell: the table that programs print.
+
+    `more` returns further entries of a cell's line: heading -> number or text.
+    """
+    columns, rows = time_table(cells)
+    columns = [column for column in columns if column.key not in ("over", "steps")]
+    if len({cell.names.get(SECTION) for cell in cells}) > 1:
+        columns.insert(0, Column(SECTION, "tokens", str, right=False))
+    (*_, heading), *_ = [*baselines(cells), ("", "", "")]
+    for metric in dict.fromkeys(m for cell in cells for m in cell.metrics if m != STEP):
+        part = _part(metric)
+        columns += [Column(metric, f"{part} ms", milliseconds, right=True)]
+        columns += [Column(f"{metric} ×", f"{part} × {heading}", right=True)] if heading else []
+        for row, cell in zip(rows, cells, strict=True):
+            times = _times(cells, cell, metric)
+            row |= {metric: times.get("median"), f"{metric} ×": times.get(heading)}
+    of_memory, peaks = memory_table(cells)
+    columns += [column for column in of_memory if column not in columns]
+    rows = [{**peak, **row} for row, peak in zip(rows, peaks or rows, strict=True)]
+    if more is not None:
+        found = [more(cell) for cell in cells]
+        columns += [Column(key, right=True) for key in dict.fromkeys(k for f in found for k in f)]
+        rows = [row | own for row, own in zip(rows, found, strict=True)]
+    known = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
+    return known, rows
+
+
+def wide_legend(cells: Sequence[Cell]) -> str:
+    """Returns the legend of the columns of `wide_table`."""
+    parts = [PARTS_LEGEND] if any(len(cell.metrics) > 1 for cell in cells) else []
+    return " ".join([time_legend(cells), *parts, memory_legend(cells)])
+
+
+def growths_of(cells: Sequence[Cell]) -> dict[tuple[int, str], Growth]:
+    """Returns (batch size, variant) -> growth of step time, where lengths suffice for an interval.
+
+    A row such as `4x1024` has the sizes of a cell without a length of its own.
+    """
+    points: dict[tuple[int, str], dict[int, float]] = {}
+    for cell in cells:
+        sizes = re.fullmatch(r"(\d+)x(\d+)", str(cell.names.get("row")))
+        batch, tokens = sizes.groups() if sizes else (
+            cell.settings.get("batch_size"), cell.names.get(SECTION)
+        )  # fmt: skip
+        if cell.status == OK and tokens is not None:
+            variant = cell.names.get("variant", cell.names.get("mode"))
+            own = points.setdefault((int(batch), variant), {})
+            own[int(tokens)] = summarize(cell.samples()).median
+    return {
+        key: fit_growth(list(own), list(own.values()))
+        for key, own in points.items()
+        if len(own) >= MIN_LENGTHS
+    }
+
+
+def _part(metric: str) -> str:
+    return metric.removesuffix("_ms").replace("_", " ")
 
 
 def _spread() -> list[Column]:
@@ -132,11 +193,11 @@ def memory_table(cells: Sequence[Cell]) -> Table:
         for name, value, heading in against:
             other = beside(cells, cell, name, value)
             if other is not None and cell.peak_memory_mb and other.peak_memory_mb:
-                row[heading] = cell.peak_memory_mb / other.peak_memory_mb
+                row[f"peak {heading}"] = cell.peak_memory_mb / other.peak_memory_mb
         rows.append(row)
     columns = [
         Column("peak", "peak MiB", ",.0f", right=True),
-        *(Column(heading, f"× {heading}", ".3f", right=True) for _, _, heading in against),
+        *(Column(f"peak {h}", f"× {h}", ".3f", right=True) for _, _, h in against),
         Column("collectives", "collectives per step", ",d", right=True),
         Column("bytes", "MiB sent per step", lambda count: f"{count / _MIB:,.1f}", right=True),
         Column("error", "gradient error", right=True),

@@ -13,6 +13,7 @@ What is read of a row of `results.jsonl`, or of a `*_result.json`; anything else
 | `cells` | of a JSON file: its rows, which share what stands beside them |
 | `total_batch_size`, `collectives`, `bytes`, `plan`, sizes of the network | facts |
 | `phases_ms` | phase -> its milliseconds in a step |
+| `host_ms`, `kernel_ms`, `launches` | of a step: issued, run on the GPU, how many kernels |
 | `ran_as` | the mode whose way of computing it was, where its own could not be |
 | `environment`, `command` | where it was measured, and what was typed |
 
@@ -27,14 +28,14 @@ from pathlib import Path
 
 from measure.results import OK, STATUSES, check_version, numbered_rows
 from measure.row_fields import check_fields
-from measure.statistics import Ratio, ratio
+from measure.statistics import Ratio, ratio_of_rounds
 
 STEP = "step_ms"
 NAMES = ("implementation", "clipping", "mode", "variant", "row", "seq_length")
 SECTION = "seq_length"  # of the names: other lengths are other work, so each has its own table
 BASELINES = {
     "implementation": ("none", "torch_ddp"), "clipping": ("none",), "mode": ("no_dp",),
-    "variant": ("ordinary",),
+    "variant": ("ordinary", "default"),
 }  # fmt: skip
 """Which values of a name the others are compared with, where they have been measured."""
 ORDER = ("ghost_fsdp", "flash_fsdp", "bookkeeping_fsdp", "flash_bookkeeping_fsdp")
@@ -42,7 +43,10 @@ ORDER = ("ghost_fsdp", "flash_fsdp", "bookkeeping_fsdp", "flash_bookkeeping_fsdp
 EFFORT = ("num_epochs", "warmup_epochs", "steps_per_epoch", "num_iter", "warmup_iter", "seed")
 """Settings that say how much was measured: they do not change what a step does."""
 SIZES = ("vocab_size", "parameters", "trained_parameters")
-_FACTS = ("total_batch_size", "collectives", "bytes", "plan", "tolerance", "phases_ms", "ran_as")
+_FACTS = (
+    "total_batch_size", "collectives", "bytes", "plan", "tolerance", "phases_ms", "ran_as",
+    "host_ms", "kernel_ms", "launches",
+)  # fmt: skip
 _MACHINE = ("device", "torch", "source")  # of `config`
 _PLACE = ("device_type", "backend")  # beside `config`
 _SAID_BY_NAMES = ("kind", "round", "clipping.mode", "clipping.norm_algorithm")
@@ -176,6 +180,14 @@ def read_cells(path: str | Path) -> list[Cell]:
             ) from None
     if not cells:
         raise ValueError(f"{path}: no results there (results.jsonl or *_result.json)")
+    return list(cells.values())
+
+
+def cells_of(rows: Iterable[dict]) -> list[Cell]:
+    """Returns the cells of rows that this process has measured itself, in order of appearance."""
+    cells: dict[str, Cell] = {}
+    for row in rows:
+        _add(cells, row)
     return list(cells.values())
 
 
@@ -315,11 +327,7 @@ def differing(one: dict, other: dict) -> list[str]:
 
 def ratio_beside(cell: Cell, other: Cell | None, metric: str = STEP) -> Ratio | None:
     """Returns the ratio of the cell's times to the other's, over the rounds that both have."""
-    if other is None:
-        return None
-    own, base = cell.times(metric), other.times(metric)
-    both = sorted(own.keys() & base.keys())
-    return ratio([own[r] for r in both], [base[r] for r in both]) if both else None
+    return other and ratio_of_rounds(cell.times(metric), other.times(metric))
 
 
 def varying(cells: Sequence[Cell]) -> list[str]:

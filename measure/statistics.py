@@ -4,7 +4,7 @@ Times have a hard floor and a long tail (a garbage collection, a neighbour on th
 everything here is built on medians and quantiles; a mean would mostly measure the tail.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +82,14 @@ def ratio(
     low, high = np.quantile(ratios, [tail, 1 - tail])
     value = np.median(np.concatenate(a)) / np.median(np.concatenate(b))
     return Ratio(float(value), float(low), float(high))
+
+
+def ratio_of_rounds(
+    own: Mapping[int, Sequence[float]], base: Mapping[int, Sequence[float]]
+) -> Ratio | None:
+    """Returns the ratio over the rounds that both have, number -> times; None if they have none."""
+    both = sorted(own.keys() & base.keys())
+    return ratio([own[r] for r in both], [base[r] for r in both]) if both else None
 
 
 def _resampled_medians(

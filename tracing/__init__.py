@@ -4,8 +4,7 @@ Read in this order: `intervals` (time as sets), `trace` with `cpu_rules` and `gp
 computation, what is communication), `waiting` (for a slower rank), `overlap` (the numbers),
 `timeline` (the picture), `budget` and `budget_chart` (numbers and picture beside a step that does
 not communicate), `pieces` (a step, cut at each gradient). `phases` and `profiler` are for the code
-that is being measured. Of the other packages it imports the writers of files and of aligned tables
-only, which are in `dp_clipping`.
+that is being measured. Of the other packages it imports the writers of files, tables and pictures.
 """
 
 from .budget import Budget, basis_of, budget, budgets, describe_budgets

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dp_clipping.files import replacing
+from measure.picture import FAINT, INK, WIDTH, frame, new_figure, save_picture
 
 from .budget import NOT_TOLD_APART, Budget, less_computed, tells_added
-from .timeline import COMPUTATION, DOTS_PER_INCH, EXPOSED, INK, QUIET, WAITING, WIDTH
+from .timeline import COMPUTATION, EXPOSED, WAITING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +24,10 @@ STYLES = {  # part: colour, hatch, what it is, colour of a number in it
     "waiting": (WAITING, "....", "waiting for a slower rank", INK),
     "idle": ("#F1F1F1", "", "idle: nothing runs", INK),
 }
+SENTENCE = (
+    "A bar is a step, cut into what its time went into: what lies right of the dashed line is what "
+    "communication costs, and the colours say how."
+)
 ROW, HEAD, FOOT, LINE = 0.42, 0.98, 1.08, 0.135  # inches; a further line of the note
 AXIS = 0.65  # of the figure's width
 CHARACTER, MARGIN = 5.1, 3.0  # points: a number that is wider than its part is left out
@@ -31,9 +35,7 @@ CHARACTER, MARGIN = 5.1, 3.0  # points: a number that is wider than its part is 
 
 def draw_budgets(found: Mapping[str, Budget], path: str | Path, title: str, basis: str) -> None:
     """Draws the budgets, from the top in their order, on one axis."""
-    figure = budget_figure(found, title, basis)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+    save_picture(budget_figure(found, title, basis), path, SENTENCE)
 
 
 def budget_figure(found: Mapping[str, Budget], title: str, basis: str) -> Figure:
@@ -44,12 +46,10 @@ def budget_figure(found: Mapping[str, Budget], title: str, basis: str) -> Figure
     """
     if not found:
         raise ValueError("draw_budgets: no budget; profile none beside the others")
-    from matplotlib.figure import Figure
-
     note = _note(found, basis)
     foot = FOOT + LINE * max(0, len(note) - 3)
     height = HEAD + ROW * len(found) + foot
-    figure = Figure(figsize=(WIDTH, height), facecolor="white")
+    figure = new_figure(height, title, [])
     longest = max(one.step for one in found.values()) / 1000
     area = (0.2, foot / height, _axis(longest), ROW * len(found) / height)
     axes = figure.add_axes(area)
@@ -57,7 +57,7 @@ def budget_figure(found: Mapping[str, Budget], title: str, basis: str) -> Figure
     for row, one in enumerate(found.values()):
         _draw_bar(axes, -row, one, shown, longest)
     _finish(axes, found, longest)
-    _write_words(figure, shown, title, note)
+    _write_words(figure, shown, note)
     return figure
 
 
@@ -110,10 +110,9 @@ def _finish(axes: Axes, found: Mapping[str, Budget], longest: float) -> None:
     axes.set_xlim(0, longest * 1.005)
     axes.set_ylim(-len(found) + 0.5, 0.5)
     axes.set_yticks([-row for row in range(len(found))], [_broken(name) for name in found])
+    frame(axes, "bottom")
     axes.tick_params(labelsize=9, length=0, axis="y")
-    axes.tick_params(labelsize=9, axis="x")
     axes.set_xlabel("milliseconds per step", fontsize=9)
-    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _broken(name: str) -> str:
@@ -121,11 +120,10 @@ def _broken(name: str) -> str:
     return name.replace("+", "\n+") if len(name) > 20 else name
 
 
-def _write_words(figure: Figure, shown: list[str], title: str, note: list[str]) -> None:
+def _write_words(figure: Figure, shown: list[str], note: list[str]) -> None:
     from matplotlib.patches import Patch
 
     inches = figure.get_figheight()
-    figure.text(0.012, 1 - 0.08 / inches, title, fontsize=13, weight="bold", va="top", color=INK)
     handles = [
         Patch(facecolor=STYLES[p][0], hatch=STYLES[p][1], edgecolor="white", label=STYLES[p][2])
         for p in shown
@@ -134,7 +132,7 @@ def _write_words(figure: Figure, shown: list[str], title: str, note: list[str]) 
         handles=handles, loc="upper left", bbox_to_anchor=(0.004, 1 - 0.34 / inches), ncols=3,
         fontsize=9, frameon=False, handlelength=1.4, columnspacing=1.4,
     )  # fmt: skip
-    figure.text(0.012, 0.06 / inches, "\n".join(note), fontsize=8, va="bottom", color=QUIET)
+    figure.text(0.012, 0.06 / inches, "\n".join(note), fontsize=8, va="bottom", color=FAINT)
 
 
 def _note(found: Mapping[str, Budget], basis: str) -> list[str]:

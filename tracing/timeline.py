@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from dp_clipping.files import replacing
+from measure.picture import FAINT, INK, frame, new_figure, save_picture
 
 from .intervals import Interval, difference, intersection, union
 from .overlap import Overlap, disturbance, hidden_fraction, overlap, representative_step
@@ -33,8 +33,6 @@ COMPUTATION = "#0072B2"
 HIDDEN = "#F3C7A4"
 EXPOSED = "#D55E00"
 WAITING = "#BDBDBD"
-QUIET = "#6B6B6B"
-INK = "#222222"
 TINTS = {  # phase: (label, background, label's colour)
     "forward_pass": ("forward", "#E4EEF8", "#35608A"),
     "backward_pass": ("backward", "#E3F1E4", "#3D7345"),
@@ -48,8 +46,10 @@ TINTS = {  # phase: (label, background, label's colour)
     "optimizer_step": ("optimizer", "#EAE6F2", "#5F4B8B"),
 }
 
-WIDTH = 9.0  # inches: 100 pixels each in a README of 900
-DOTS_PER_INCH = 200
+SENTENCE = (
+    "Computation above, communication below: the hatched blocks are communication that nothing "
+    "hides, which makes a step longer; pale ones cost nothing."
+)
 LANE, HEADER = 0.46, 0.34  # inches: one rank, and the panel's line of names above the lanes
 ROWS = {"computation": (0.52, 0.40), "communication": (0.08, 0.40)}  # (bottom, height) in a lane
 
@@ -75,9 +75,7 @@ def draw_timeline(
     traces: dict[str, list[Trace]], path: str | Path, title: str = "One training step"
 ) -> None:
     """Draws one representative step of each implementation, {name: traces, one per rank}."""
-    figure = timeline_figure(traces, title)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+    save_picture(timeline_figure(traces, title), path, SENTENCE)
 
 
 def timeline_figure(traces: dict[str, list[Trace]], title: str) -> Figure:
@@ -87,7 +85,8 @@ def timeline_figure(traces: dict[str, list[Trace]], title: str) -> Figure:
         raise ValueError(f"draw_timeline: no trace of {', '.join(empty) or 'any implementation'}")
     windows = {name: representative_step(ranks) for name, ranks in traces.items()}
     panels = {name: _lanes(ranks, windows[name]) for name, ranks in traces.items()}
-    figure, all_axes = _empty_figure([len(lanes[:MAX_LANES]) for lanes in panels.values()])
+    counts = [len(lanes[:MAX_LANES]) for lanes in panels.values()]
+    figure, all_axes = _empty_figure(counts, title)
     axis_end = max(lane.end for lanes in panels.values() for lane in lanes[:MAX_LANES])
     for axes, (name, lanes) in zip(all_axes, panels.items(), strict=True):
         measured = [overlap(t, w) for t, w in zip(traces[name], windows[name], strict=True)]
@@ -96,7 +95,7 @@ def timeline_figure(traces: dict[str, list[Trace]], title: str) -> Figure:
         _write_figures(axes, name, measured, len(lanes[:MAX_LANES]), disturbed)
     all_axes[-1].set_xlabel("milliseconds since the step's first forward pass began", fontsize=9)
     all_axes[-1].tick_params(labelbottom=True)
-    _draw_frame(figure, title, traces)
+    _write_words(figure, traces)
     return figure
 
 
@@ -122,14 +121,12 @@ def _lane(trace: Trace, window: Interval, start: float) -> Lane:
     )
 
 
-def _empty_figure(lane_counts: list[int]) -> tuple[Figure, list[Axes]]:
+def _empty_figure(lane_counts: list[int], title: str) -> tuple[Figure, list[Axes]]:
     """Returns panels under each other, laid out in inches: lanes look alike in every picture."""
-    from matplotlib.figure import Figure
-
     heights = [HEADER + LANE * max(count, 2) for count in lane_counts]
     top, bottom, gap = 0.78, 1.25, 0.12
     height = top + bottom + sum(heights) + gap * (len(heights) - 1)
-    figure = Figure(figsize=(WIDTH, height))
+    figure = new_figure(height, title, [])
     all_axes, y = [], height - top
     for panel_height in heights:
         y -= panel_height
@@ -147,9 +144,9 @@ def _draw_panel(axes: Axes, lanes: list[Lane], axis_end: float) -> None:
     axes.set_ylim(-lane_height * len(lanes), HEADER / LANE)
     middles = [-(index + 0.5) * lane_height for index in range(len(lanes))]
     axes.set_yticks(middles, [f"rank {lane.rank}" for lane in lanes])
+    frame(axes, "bottom")
     axes.tick_params(labelsize=9, length=0, axis="y")
-    axes.tick_params(labelsize=9, labelbottom=False, axis="x")
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(labelbottom=False, axis="x")
 
 
 def _draw_lane(axes: Axes, lane: Lane, bottom: float, height: float) -> None:
@@ -195,7 +192,7 @@ def _write_figures(
     lines = [
         (f"step {fmean(m.span for m in measured) / 1000:.1f} ms", INK, "bold"),
         (f"exposed {fmean(m.exposed for m in measured) / 1000:.1f} ms", EXPOSED, "bold"),
-        (f"waiting {fmean(m.waiting for m in measured) / 1000:.1f} ms", QUIET, "bold"),
+        (f"waiting {fmean(m.waiting for m in measured) / 1000:.1f} ms", FAINT, "bold"),
         ("no communication" if hidden is None else f"{hidden:.0%} hidden", INK, "normal"),
     ]
     if not any(m.waiting for m in measured):
@@ -216,13 +213,12 @@ def _write_figures(
         )
 
 
-def _draw_frame(figure: Figure, title: str, traces: dict[str, list[Trace]]) -> None:
-    """Writes title, legend and footnote."""
+def _write_words(figure: Figure, traces: dict[str, list[Trace]]) -> None:
+    """Writes legend and footnote."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     inches = figure.get_figheight()
-    figure.text(0.012, 1 - 0.08 / inches, title, fontsize=13, weight="bold", va="top", color=INK)
     handles = [
         Patch(facecolor=COMPUTATION, label="computation"),
         Patch(facecolor=HIDDEN, label="hidden communication"),

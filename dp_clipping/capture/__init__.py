@@ -2,12 +2,13 @@
 
 Files:
 
-    capture               replaces the layers' forwards; the parameters, their groups and slots
+    capture               replaces the layers' forwards
     ownership             whose parameters are whose
     vmap_trial            whether modules under vmap can leave their child layers outside
+    callers               modules whose code needs weights that other layers own
     layer_kinds           which arithmetic a layer gets, and whether it still fits
     rms_norms             RMS norms of other libraries, known by what they compute
-    network               a captured network as steps and searches know it; its modules
+    network               a captured network as steps and searches know it: parameters, sessions
     fixed_parameters      refuses parameters that were frozen or replaced meanwhile
     samples/              the samples in a forward's arguments
     layout_search         where the samples are in each layer's tensors

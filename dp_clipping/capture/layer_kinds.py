@@ -14,8 +14,7 @@ from torch import nn
 
 from dp_clipping.capture.rms_norms import rms_norm_kind
 from dp_clipping.distributed.dtensor import plain_type
-from dp_clipping.layers import convolution, group_norm, linear, norm
-from dp_clipping.layers.attention import module as attention
+from dp_clipping.layers import attention, convolution, group_norm, linear, norm
 from dp_clipping.layers.embedding import bag
 from dp_clipping.layers.embedding import module as embedding
 from dp_clipping.layers.inner_call import Inner, inner_of

@@ -1,71 +1,266 @@
-"""The interface of a captured network for steps and searches, and calls of its layers."""
+"""A captured network as steps and searches know it, which import no layers.
 
+Capturing is `capture.Capture`'s. Here are the records of its parameters, the private step that its
+layers' calls belong to, and plain forwards that are only tried.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from dp_clipping.capture.samples.known_bags import refuse_offsets
+from dp_clipping.clipping.accumulation import accumulation_dtype
+from dp_clipping.distributed.dtensor import owner_of
+from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Recorder, Trainable
+from dp_clipping.torch_compat import (
+    any_compiled,
+    any_size,
+    every_module,
+    plain_name,
+    reusable_backwards,
+    tensors_in,
+)
 from dp_clipping.trials.draws import without_dropout
+from dp_clipping.trials.randomness import same_randomness
 
 
-class CapturedNetwork(Protocol):
-    """The interface of `capture.Capture` for steps and searches, which import no layers."""
+class CapturedNetwork(ABC):
+    """A network whose layers deliver per-sample gradients to private steps.
 
-    network: nn.Module
-    sharding: Any  # a `distributed.sharding.Sharding`, or None
-    state: Any  # a `checks.state.State`, or None
-    handles: list[LayerState]
-    parameters: list[Parameter]
-    names: dict[Parameter, str]
-    groups: dict[Parameter, int]
-    group_names: list[str]
-    trained: list[Trainable]
-    record: dict[Parameter, Trainable]
-    members: list[list[Trainable]]
-    trigger: Tensor
+    Each forward of a private step runs inside `attached`, where layers deliver to that step. The
+    search for samples runs plain forwards inside `looked_at`. The attributes do not change
+    afterwards, but `handles`.
+
+    Attributes:
+        network: the bare network, without a wrapper.
+        handles: the handles of every captured module.
+        parameters: trainable ones in order of registration, tied ones once.
+        names: parameter -> its full name.
+        trained: a record of each of `parameters`, for steps; `record` has them by parameter.
+        groups: parameter -> clipping group; `group_names` has one line per group.
+        members: the records of each clipping group.
+        trigger: one parameter's trigger; see `Trainable`.
+        sharding: how the network is spread over ranks; None: it is not.
+        state: a `guard.state.State` of the network, which `guard.guard` sets, or None.
+        copied: parameters whose copies a module computes with -> the module, and its name there.
+    """
+
+    def __init__(self, network: nn.Module, clipping: str, sharding: Sharding | None):
+        self.network, self.sharding = network, sharding
+        self._session: Recorder | None = None
+        self.handles: list[LayerState] = []
+        self.copied: dict[Trainable, tuple[nn.Module, str]] = {}
+        self.state: Any = None
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        self.names = {p: plain_name(n) for n, p in reversed(list(network.named_parameters()))}
+        self.groups, self.group_names = self._make_groups(clipping)
+        self.trained = self._make_records()
+        self.record = {one.parameter: one for one in self.trained}
+        self.members: list[list[Trainable]] = [[] for _ in self.group_names]
+        for one in self.trained:
+            self.members[one.group].append(one)
+        self.trigger = self.trained[0].trigger
+        self._zeros: dict[torch.dtype, Tensor] = {}
+        self._hooks = []
+        for module, names in () if sharding is None else sharding.gathering:
+            owners = {p: owner_of(module, name) for p, name in names.items()}
+            note = partial(self._note_leaves, owners)
+            self._hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+
+    @abstractmethod
+    def make_whole(self, handles: Collection[LayerState]) -> None:
+        """Runs these modules under vmap, with their children; where samples are is forgotten.
+
+        All layers get a new state.
+        """
+
+    @abstractmethod
+    def widen(self, modules: Collection[nn.Module], layers: Collection[str]) -> bool:
+        """Lets these modules compute with copies of the parameters of layers that they call.
+
+        A module that does so already runs under vmap with its children. Returns False, and does
+        nothing, if they all do, or if ranks share the network's parameters.
+        """
+
+    @abstractmethod
+    def let_read(self, weights: dict[nn.Module, list[Parameter]]) -> None:
+        """Lets these modules compute with copies of the weights of layers that their code reads."""
+
+    @abstractmethod
+    def let_differentiate(self, handles: Collection[LayerState]) -> None:
+        """Runs these modules under vmap, where a gradient can be differentiated again."""
+
+    def _make_records(self) -> list[Trainable]:
+        """Makes the records by which steps know the trainable parameters."""
+        parts = {} if self.sharding is None else self.sharding.parts
+        found = []
+        for number, p in enumerate(self.parameters):
+            shape = parts[p].shape if p in parts else p.shape
+            group, split = self.groups[p], p in parts and parts[p].split
+            trigger = torch.zeros((), device=p.device, requires_grad=True)
+            rest = accumulation_dtype(p.dtype), trigger
+            found.append(Trainable(p, number, self.names[p], shape, group, (group, split), *rest))
+        return found
+
+    def _make_groups(self, clipping: str) -> tuple[dict[Parameter, int], list[str]]:
+        """Makes one group of all parameters, or one per module; a tied weight is in its first."""
+        if clipping == "flat":
+            return dict.fromkeys(self.parameters, 0), ["all parameters"]
+        owners = {p: self.names[p].rpartition(".")[0] for p in self.parameters}
+        names = list(dict.fromkeys(owners.values()))
+        return {p: names.index(owner) for p, owner in owners.items()}, names
+
+    def _note_leaves(
+        self,
+        owners: dict[Parameter, tuple[nn.Module, str]],
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+    ) -> None:
+        """Records the tensors that stand for sharded parameters now.
+
+        Before the forward of what gathers them, since nothing of theirs may be called at all.
+        """
+        if self._session is not None:
+            leaves = {p: getattr(owner, name) for p, (owner, name) in owners.items()}
+            self._session.leaves.update(leaves)
+            self.sharding.entered(module, lambda: tensors_in((args, kwargs)))
+
+    @contextmanager
+    def new_triggers(self) -> Iterator[None]:
+        """Enters a context with new triggers: leaves that no earlier step has used.
+
+        Autograd remembers on which stream a leaf was first used, as long as a graph with it is
+        alive, and makes that stream wait. So a step that is captured on another stream needs
+        leaves of its own.
+        """
+        before = [one.trigger for one in self.trained]
+        for one in self.trained:
+            one.trigger = torch.zeros_like(one.trigger, requires_grad=True)
+        try:
+            yield
+        finally:
+            for one, trigger in zip(self.trained, before, strict=True):
+                one.trigger = trigger
+
+    @contextmanager
+    def attached(self, private_step: Recorder | None) -> Iterator[None]:
+        """Enters a context in which layers' calls belong to the private step (None: to none)."""
+        before = {handle: (handle.private_step, handle.slots) for handle in self.handles}
+        outer, self._session = self._session, private_step
+        for handle in self.handles:
+            handle.private_step = private_step
+            handle.slots = {} if private_step is None else private_step.slots[handle.name]
+        try:
+            with ExitStack() as stack:
+                if private_step is not None and private_step.is_compiled:
+                    stack.enter_context(any_size())
+                    if private_step.policy.may_run_twice:
+                        stack.enter_context(reusable_backwards())
+                yield
+        finally:
+            self._session = outer
+            for handle in self.handles:
+                handle.private_step, handle.slots = before.get(handle, (outer, {}))
+
+    def make_slots(self, private_step: Recorder) -> dict[str, dict[str, Tensor]]:
+        """Returns handle -> parameter's name -> slot.
+
+        Slots are made where a layer asks for one; inside a compiled region none can be made, so a
+        network with one gets them all beforehand.
+        """
+        if private_step.is_compiled and (apart := self.apart):
+            self.make_whole(apart)
+        if not private_step.is_compiled:
+            return {handle.name: {} for handle in self.handles}
+        return {handle.name: private_step.slots_of(handle) for handle in self.handles}
 
     @property
-    def apart(self) -> list[LayerState]: ...
+    def apart(self) -> list[LayerState]:
+        """Returns the vectorized modules whose child layers are captured themselves."""
+        return [handle for handle in self.handles if handle.children_apart]
 
     @property
-    def inner(self) -> list[LayerState]: ...
+    def inner(self) -> list[LayerState]:
+        """Returns the subclasses of layers in which only the layer's own call is captured."""
+        return [handle for handle in self.handles if handle.inner is not None]
 
     @property
-    def is_compiled(self) -> bool: ...
+    def is_compiled(self) -> bool:
+        """Returns whether any part of the network is."""
+        return any_compiled(self.network)
 
-    def attached(self, private_step: Recorder | None) -> AbstractContextManager[None]: ...
+    def slot_value(self, parameter: Trainable) -> Tensor:
+        """Returns the tensor that a slot expands: the parameter if a module uses it, else a zero.
 
-    def make_slots(self, private_step: Recorder) -> dict[str, dict[str, Tensor]]: ...
+        Its dtype is that of the G it receives: float16's largest number is too small for a sum
+        over tokens, so there G is float32.
+        """
+        if parameter in self.copied:
+            return getattr(*self.copied[parameter]).detach()
+        dtype, device = parameter.parameter.dtype, parameter.trigger.device.type
+        if len(parameter.shape) < 2:
+            dtype = accumulation_dtype(dtype)
+        elif torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        if dtype == torch.float16:
+            dtype = accumulation_dtype(dtype)
+        return self.zero(dtype)
 
-    def slot_value(self, parameter: Trainable) -> Tensor: ...
+    def zero(self, dtype: torch.dtype) -> Tensor:
+        """Returns one number, kept."""
+        if dtype not in self._zeros:
+            self._zeros[dtype] = torch.zeros((), dtype=dtype, device=self.trigger.device)
+        return self._zeros[dtype]
 
-    def zero(self, dtype: torch.dtype) -> Tensor: ...
+    @contextmanager
+    def tried(self, args: tuple, kwargs: dict) -> Iterator[Any]:
+        """Runs a forward that is only tried, and yields its outputs.
 
-    def make_whole(self, handles: Collection[LayerState]) -> None: ...
+        At the end the network, and objects in the arguments, hold what they held before. On ranks
+        that share the network's parameters only the arguments do: FSDP keeps state of its own.
+        """
+        only_given, state = self.sharding is not None, self.state
+        with nullcontext() if state is None else state.rewound(args, kwargs, only_given=only_given):
+            yield self.network(*args, **kwargs)
 
-    def widen(self, modules: Collection[nn.Module], layers: Collection[str]) -> bool: ...
+    @contextmanager
+    def looked_at(self, before: Callable, after: Callable | None = None) -> Iterator[None]:
+        """Enters a context with plain forwards, in which hooks run around each captured module.
 
-    def let_read(self, weights: dict[nn.Module, list[Parameter]]) -> None: ...
+        Random generators, the network's own too, and compiled code are not affected.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self.attached(None))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            modules = every_module(self.network)
+            stack.enter_context(same_randomness(modules, self.trigger.device))
 
-    def let_differentiate(self, handles: Collection[LayerState]) -> None: ...
-
-    def remove(self) -> None: ...
-
-    def tried(self, args: tuple, kwargs: dict) -> AbstractContextManager[Any]:
-        """Runs a forward, and restores at the end what it has changed; yields its outputs."""
-        ...
-
-    def looked_at(
-        self, before: Callable[..., Any], after: Callable[..., Any] | None = None
-    ) -> AbstractContextManager[None]:
-        """Enters a context with plain forwards, in which hooks run around each captured module."""
-        ...
+            for module in modules:
+                if self.sharding is not None and isinstance(module, nn.EmbeddingBag):
+                    hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
+                    stack.callback(hook.remove)
+                if "_private" in module.__dict__:
+                    handle = module._private
+                    if handle.inner is not None:
+                        stack.callback(setattr, handle, "around", handle.around)
+                        handle.around = (before, after)
+                        continue
+                    hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+                    stack.callback(hook.remove)
+                    if after is not None:
+                        hook = module.register_forward_hook(after, with_kwargs=True)
+                        stack.callback(hook.remove)
+            yield
 
 
 def _nothing(*_: Any) -> None:

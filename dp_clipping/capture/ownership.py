@@ -31,6 +31,8 @@ def bare(module: nn.Module) -> Iterator[Parameter]:
 
 def called_by(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the children that a module may call, also those in lists and dictionaries."""
+    if isinstance(module, nn.MultiheadAttention):  # which reads the weights of its only child
+        return
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from called_by(child)
@@ -67,7 +69,7 @@ def trainable_names(
     """Returns the names of the parameters that are captured with a module; see `own_names`.
 
     All names of one that is used under several (`lstm.weight_hh_l1 = lstm.weight_hh_l0`), but for
-    modules under vmap, in which PyTorch ties them.
+    modules under vmap, where PyTorch ties them.
     """
     if is_apart:
         return tuple(own_names(module, also))

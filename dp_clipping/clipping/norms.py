@@ -29,7 +29,6 @@ product with ‖a‖ < 1.8e19 by less than 1e-25.
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -113,14 +112,6 @@ class Norms:
             part._records = [self._records[n] for n in rows]
             part._errors = [self._errors[n] for n in rows]
             part._blocks = [(squares[index], None if scales is None else scales[index])]
-        return part
-
-    def of_good(self, good: Tensor) -> "Norms":
-        """Returns the same with zeros for samples that are not `good` [B]."""
-        part = copy(self)
-        squares, scales = self._stacked()
-        scales = None if scales is None else scales.where(good, 0.0)
-        part._blocks = [(squares.where(good, 0.0), scales)]
         return part
 
     def leave_out_unless(self, good: Tensor) -> None:

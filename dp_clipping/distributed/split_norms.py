@@ -31,7 +31,6 @@ class SplitNorms:
 
     def __init__(self, reducer: NormReducer, sharding: Sharding | None):
         self._reducer, self._sharding = reducer, sharding
-        self._rescaled: Tensor | None = None
         self.differ: Tensor | None = None
 
     @property
@@ -39,41 +38,31 @@ class SplitNorms:
         """Returns whether ranks have parts of the norms, to be summed before clipping."""
         return self._reducer.splits_parameters
 
-    def counted(self, parameters: Iterable[Any]) -> set[Any]:
+    def _counted(self, parameters: Iterable[Any]) -> set[Any]:
         """Returns the parameters whose norms this rank adds: one rank does if several have them."""
         if self._sharding is None:
             return set(parameters)
         parts, counts = self._sharding.parts, self._reducer.counts
         return {p for p in parameters if counts(replicated=not parts[p.parameter].split)}
 
-    def table(self, norms: Norms, parameters: Iterable[Any], rescaled: bool) -> Tensor:
-        """Returns this rank's table for some parameters, whose rows add up over ranks: [6, K, B].
+    def table(self, norms: Norms, parameters: Iterable[Any]) -> Tensor:
+        """Returns this rank's table for some parameters, whose rows add up over ranks: [5, K, B].
 
         Squared norms; upper bounds of the squared norms of what will be summed; squared norms of
-        shared parameters, as they are and with two weights; whether sums are rescaled here.
+        shared parameters, as they are and with two weights.
         """
-        counted = norms.only(self.counted(parameters))
+        counted = norms.only(self._counted(parameters))
         shared = norms.only(self._shared(parameters)).squared()
         across, along = self._reducer.contrasts
         rows = counted.squared(), counted.bounds(), shared, across * shared, along * shared
-        return torch.stack((*rows, torch.full_like(shared, rescaled)))
+        return torch.stack(rows)
 
     def unpack(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns squared norms and upper bounds [K, B] from the sum of all tables [6, K, B]."""
-        squares, bounds, shared, across, along, self._rescaled = total
+        """Returns squared norms and upper bounds [K, B] from the sum of all tables [5, K, B]."""
+        squares, bounds, shared, across, along = total
         differs = across.abs() + along.abs() > DIFFERS * shared + NONE
         self.differ = differs.any() if self.differ is None else self.differ | differs.any()
         return squares, torch.where(differs, torch.inf, bounds)
-
-    def some_are_rescaled(self, here: bool) -> bool:
-        """Returns whether sums of any rank are rescaled: then all ranks take part."""
-        return bool(self._rescaled.any()) if self.is_split else here
-
-    def sum(self, bounds: Tensor) -> Tensor:
-        """Returns the sum over ranks of bounds of their parts [K, B]."""
-        if not self.is_split:
-            return bounds
-        return self._reducer.reduce(bounds[None]).wait()[0]
 
     def _shared(self, parameters: Iterable[Any]) -> set[Any]:
         """Returns the parameters that all ranks of the tensor axis have whole."""

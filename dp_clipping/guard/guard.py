@@ -13,17 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dp_clipping.capture.callers import callers_of, weights_read_elsewhere
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork, plain_run
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
-from dp_clipping.capture.vmap_trial import (
-    callers_of,
-    unfit_modules,
-    weights_read_elsewhere,
-)
+from dp_clipping.capture.vmap_trial import unfit_modules
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.guard.carried import Carried, restored

@@ -5,15 +5,13 @@ Files:
     handle                the state of a captured layer
     recorder              the interface of a private step for layers
     batch_layout          finds the dimension of a tensor that counts samples
-    linear, convolution, norm, group_norm    layers with arithmetic of their own
+    linear, convolution, norm, group_norm, attention    layers with arithmetic of their own
     embedding/            nn.Embedding and nn.EmbeddingBag
     recurrent/            LSTM, GRU and RNN, and their cells
-    attention/            nn.MultiheadAttention
     projection            a linear layer, or one that is part of another layer
     linear_factors        norms and sums of a linear layer from its inputs and output gradients
     inner_call            a subclass of a layer, whose own forward calls the layer's
     registered/           layers of the user's own classes, given to `register_layer`
     vmap/                 any other module
     tensor_parallel       layers whose parameters are DTensors
-    low_precision_sums    weighted sums of 16-bit factors in one product
 """

@@ -31,7 +31,6 @@ from dp_clipping.clipping.accumulation import (
     squared_norms,
     weighted_sum,
     wide_bmm,
-    wide_mm,
 )
 from dp_clipping.clipping.norms import GRAM_PIECE, GRAM_ROUNDING, UNDERFLOW, Norm
 from dp_clipping.planning.cost_model import LONGEST_GRAM
@@ -99,9 +98,6 @@ class LinearFactors:
         is_long = tokens > longest or tokens * (inputs + outputs) >= inputs * outputs
         self.accumulates = is_long and not self.is_one_token
         self._each = max(1, PIECE_ELEMENTS // max(1, inputs * outputs))
-        self.is_rescaled = self.is_16_bit and not self.accumulates  # see `low_precision_sums`
-        self.is_scaled = False  # y contains the coefficients
-        self._gram_a: Tensor | None = None
 
     @property
     def operands(self) -> tuple[Tensor, Tensor]:
@@ -120,9 +116,7 @@ class LinearFactors:
             return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
         if self.is_one_token:
             return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
-        if self._gram_a is None:
-            self._gram_a = (grams or Grams()).of(self.a)
-        gram_a, gram_y = self._gram_a, gram(self.y)
+        gram_a, gram_y = (grams or Grams()).of(self.a), gram(self.y)
         squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)
         for each in (gram_a, gram_y):  # a factor whose square is infinite: see `product_squares`
             is_large = each.diagonal(dim1=1, dim2=2).amax(1) > torch.finfo(torch.float32).max
@@ -146,15 +140,13 @@ class LinearFactors:
         """Returns Σ_i c_i G_i in `accumulation_dtype(dtype)`, in the parameter's shape.
 
         16-bit factors of several tokens on a GPU are multiplied sample by sample, each product
-        scaled where it is accumulated, in float32; scaled ones (see `low_precision_sums`) by one
-        product.
+        scaled where it is accumulated, in float32: rounded before, tokens that cancel could exceed
+        the threshold.
         """
-        if self.accumulates and not self.is_scaled and self._each >= self.a.shape[0]:
+        if self.accumulates and self._each >= self.a.shape[0]:
             return weighted_sum(weights, self.dense())
         left, right = self.operands
         dtype = accumulation_dtype(left.dtype)
-        if self.is_scaled:
-            return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1))
         if self.accumulates:
             total = left.new_zeros(left.shape[-1], right.shape[-1], dtype=dtype)
             for part, gradients in self._pieces():

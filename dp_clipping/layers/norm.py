@@ -22,14 +22,18 @@ from dp_clipping.layers.recorder import NORMALIZED
 from dp_clipping.torch_compat import fused_rms_norm, fused_rms_norm_backward
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-# RMS norms that other libraries define (`capture.rms_norms`). Input and weight -> what scales x̂,
-# the dtype that x̂ is rounded to before (None: none), and that of the output (None: the product's).
-COPIES: dict[str, Callable[[Tensor, Tensor], tuple]] = {
-    "llama_rms_norm": lambda x, w: (w, x.dtype, None),
-    "t5_rms_norm": lambda x, w: (w, w.dtype if w.dtype in LOW_PRECISION else None, None),
-    "olmo_rms_norm": lambda x, w: (w, None, x.dtype),
-    "gemma_rms_norm": lambda x, w: (1.0 + w.float(), None, x.dtype),
-}
+# RMS norms that other libraries define (`capture.rms_norms`): the attribute with epsilon, and input
+# and weight -> what scales x̂, the dtype that x̂ is rounded to before (None: none), and that of the
+# output (None: the product's).
+COPIES: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple]]] = {
+    "llama_rms_norm": ("variance_epsilon", lambda x, w: (w, x.dtype, None)),  # Qwen, Mistral too
+    "t5_rms_norm": (
+        "variance_epsilon", lambda x, w: (w, w.dtype if w.dtype in LOW_PRECISION else None, None),
+    ),
+    "olmo_rms_norm": ("variance_epsilon", lambda x, w: (w, None, x.dtype)),  # OLMo 2, gpt-oss
+    # Gemma 1 to 3 and Qwen3-Next
+    "gemma_rms_norm": ("eps", lambda x, w: (1.0 + w.float(), None, x.dtype)),
+}  # fmt: skip
 
 
 def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) -> Tensor:
@@ -43,8 +47,7 @@ def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) 
             f"{shape} for inputs of {x.shape[-1]} features, and a weight that is broadcast has "
             f"no per-sample gradients here: build it with {x.shape[-1]} features"
         )
-    with_eps = kind in ("rms_norm", "gemma_rms_norm", "layer_norm")
-    setting = "eps" if with_eps else "variance_epsilon"
+    setting = COPIES[kind][0] if kind in COPIES else "eps"
     eps = getattr(self, setting)
     options = (shape, eps, kind if kind in COPIES else None)
     function = LayerNorm if kind == "layer_norm" else RMSNorm
@@ -121,25 +124,29 @@ def _gradients_of_slots(
     return weights.view(shape) if wants_weight else None, biases.view(shape) if wants_bias else None
 
 
+def copied(kind: str, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what an RMS norm of `COPIES` computes, what scales x̂ in it, and rstd."""
+    scale, inner, outer = COPIES[kind][1](x, weight)
+    if x.is_cuda and x.dtype == (inner or torch.float32) != torch.float64:
+        normalized, rstd = fused_rms_norm(x, x.shape[-1:], None, eps)
+    else:
+        wider = x.to(torch.float32)
+        rstd = torch.rsqrt(wider.pow(2).mean(-1, keepdim=True) + eps)
+        normalized = (x if kind == "t5_rms_norm" else wider) * rstd
+    y = scale * normalized.to(inner or normalized.dtype)
+    return y.to(outer or y.dtype), scale, rstd
+
+
 class RMSNorm(Norm):
     """Runs `F.rms_norm`, or a copy of it."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
         shape, eps, copy = rest[2] if rest[0] is None else rest[0].options
-        fused = fused_rms_norm() if x.is_cuda else None
         if copy:
-            weight, inner, outer = COPIES[copy](x, weight)
-            if fused and x.dtype == (inner or torch.float32) != torch.float64:
-                normalized, rstd = fused(x, shape, None, eps)
-            else:
-                wider = x.to(torch.float32)
-                rstd = torch.rsqrt(wider.pow(2).mean(-1, keepdim=True) + eps)
-                normalized = (x if copy == "t5_rms_norm" else wider) * rstd
-            y = weight * normalized.to(inner or normalized.dtype)
-            y = y.to(outer or y.dtype)
-        elif fused and weight.dtype == x.dtype:
-            y, rstd = fused(x, shape, weight, eps)
+            y, weight, rstd = copied(copy, x, weight, eps)
+        elif x.is_cuda and weight.dtype == x.dtype:
+            y, rstd = fused_rms_norm(x, shape, weight, eps)
         else:
             y = F.rms_norm(x, shape, weight, eps)
             dtype = accumulation_dtype(x.dtype)
@@ -173,9 +180,8 @@ class LayerNorm(Norm):
 
 
 def _rms_norm_input_gradient(gy, x, weight, rstd, shape) -> Tensor:
-    backward = fused_rms_norm_backward() if x.is_cuda else None
-    if backward and weight.dtype == x.dtype == gy.dtype:
-        return backward(gy, x, shape, rstd, weight, [True, False])[0]
+    if x.is_cuda and weight.dtype == x.dtype == gy.dtype:
+        return fused_rms_norm_backward(gy, x, shape, rstd, weight, [True, False])[0]
     dtype = accumulation_dtype(x.dtype)
     dims = list(range(-len(shape), 0))
     normalized, scaled = x.to(dtype) * rstd, gy.to(dtype) * weight

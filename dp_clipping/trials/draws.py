@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.torch_compat import TorchDispatchMode, dropouts, every_module
+from dp_clipping.torch_compat import DROPOUT, TorchDispatchMode, every_module
 
 DROPOUTS = {
     torch.dropout, functional.dropout, functional.dropout1d, functional.dropout2d,
@@ -38,8 +38,8 @@ def _causal(args: tuple) -> dict[str, bool]:
 @contextmanager
 def without_dropout(network: nn.Module) -> Iterator[None]:
     """Turns dropout off, because it would make one sample differ between two runs."""
-    modules, kinds = every_module(network), dropouts()
-    layers = [m for m in modules if isinstance(m, kinds)]
+    modules = every_module(network)
+    layers = [m for m in modules if isinstance(m, DROPOUT)]
     before = [m.training for m in layers]
     between = [(m, m.dropout) for m in modules if isinstance(m, nn.RNNBase) and m.dropout]
     for module in layers:

@@ -5,7 +5,6 @@ to it can be compared over all lengths. `width` grows with T, `gradient` falls, 
 traffic does with the number of samples, and `input_length` stays.
 """
 
-import io
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
@@ -29,14 +28,15 @@ from experiments.kernels.one_layer import (
     medians,
     predicted_ms,
 )
-from measure import Column, format_table, write_atomically
+from measure import Column, format_table
+from measure.picture import FAINT, INK, frame, new_figure, save_picture
 
 FEATURES = (2048, 4096)
 TOKENS = 8192  # in all, B·T
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 
-INK, FAINT = "#222222", "#6B6B6B"
-STYLES = {  # colours by Okabe and Ito; told apart also by line and marker
+TITLE = "Norm and clipped sum of one linear layer: which algorithm pays"
+STYLES = {  # told apart also by line and marker
     INSTANTIATE: {"color": "#D55E00", "linestyle": "-", "marker": "o"},
     GRAM: {"color": "#0072B2", "linestyle": (0, (5, 2)), "marker": "s"},
     ACCUMULATE: {"color": "#222222", "linestyle": (0, (1, 1.5)), "marker": "^"},
@@ -129,20 +129,16 @@ def report(results: dict) -> str:
 
 
 def draw(results: dict, path: str | Path) -> None:
-    """Write the picture as a PNG, atomically."""
-    from matplotlib.figure import Figure
-
+    """Writes the picture as a PNG, atomically."""
     by_features = panels(results)
-    figure = Figure(figsize=(4.6 * len(by_features), 5.0), dpi=200, facecolor="white")
+    figure = new_figure(5.0, TITLE, [], width=4.6 * len(by_features))
     left, width = 0.075, 0.92 / len(by_features)
     limits = _limits(by_features)
     for number, (features, cells) in enumerate(by_features.items()):
         axes = figure.add_axes((left + number * width, 0.235, width - 0.035, 0.545))
         _draw_panel(axes, features, cells, limits, first=number == 0)
     _write_around(figure, results)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_atomically(path, buffer.getvalue())
+    save_picture(figure, path, f"{TITLE}: the lowest curve at a length is the fastest there.")
 
 
 def _limits(by_features: dict[int, list[dict]]) -> tuple[float, float]:
@@ -180,8 +176,7 @@ def _draw_panel(axes, features: int, cells: list[dict], limits, first: bool) -> 
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_yticklabels([f"{tick:g}×" for tick in ticks] if first else [])
-    axes.tick_params(labelsize=8.5, color=FAINT, labelcolor=INK)
-    axes.spines[["top", "right"]].set_visible(False)
+    frame(axes, "bottom", "left")
     axes.set_xlabel("tokens of a sample T, and samples B below", size=8.5, color=FAINT)
     title = f"d = p = {features}, ordinary {cells[0]['ordinary_ms']:.3f} ms"
     axes.set_title(title, size=10, loc="left", color=INK)
@@ -212,13 +207,9 @@ def _mark_crossings(axes, cells: list[dict], limits: tuple[float, float]) -> Non
 
 
 def _write_around(figure, results: dict) -> None:
-    """Writes title, legend and caption."""
+    """Writes legend and caption."""
     from matplotlib.lines import Line2D
 
-    figure.text(
-        0.012, 0.975, "Norm and clipped sum of one linear layer: which algorithm pays",
-        size=13, weight="bold", color=INK, va="top",
-    )  # fmt: skip
     handles = [
         Line2D([], [], lw=1.5, ms=6, mfc="white", mew=1.4, label=MEANINGS[name], **style)
         for name, style in STYLES.items()

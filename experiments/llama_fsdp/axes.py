@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.llama_fsdp.results import good_rounds
 from measure import OK
+from measure.picture import FAINT, apart
 
-# Okabe and Ito's colour-blind safe palette
 COLOURS = {
     "no_dp": "#6B6B6B",
     "ghost_fsdp": "#E69F00",
@@ -18,23 +17,11 @@ COLOURS = {
     "flash_bookkeeping_fsdp": "#0072B2",
 }
 MARKERS = dict(zip(COLOURS, "os^Dv", strict=True))
-INK, FAINT, LATER = "#222222", "#6B6B6B", "#D9D9D9"
-WIDTH, DPI = 9.0, 200  # inches; dots an inch
+LATER = "#D9D9D9"
 HEAD, KEY, FOOT = 0.76, 0.26, 0.6  # inches above and below the axes; of a legend
 ROW, GAP = 0.34, 0.42  # inches: of a bar, and between the lengths
 ROOM = 1.5  # width of the axes in widths of the longest bar: text stands behind bars
 COLUMN = 1.06  # where labels begin, in widths of the axes that hold the points
-
-
-def new_figure(height: float, title: str, subtitle: str) -> tuple[Any, float]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
-    style = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
-    figure.text(y=1 - 0.1 / height, s=title, size=13, weight="bold", color=INK, **style)
-    lines = "\n".join(textwrap.wrap(subtitle, 122, max_lines=2, placeholder=" ..."))
-    figure.text(y=1 - 0.37 / height, s=lines, size=8.5, color=FAINT, **style)
-    return figure, height
 
 
 def draw_key(figure: Any, entries: Sequence[tuple[str, list[str]]]) -> None:
@@ -51,13 +38,6 @@ def draw_key(figure: Any, entries: Sequence[tuple[str, list[str]]]) -> None:
     )  # fmt: skip
 
 
-def plain(axes: Any, spines: Sequence[str]) -> None:
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(side in spines)
-        axes.spines[side].set_color(FAINT)
-    axes.tick_params(labelsize=8.5, color=FAINT, labelcolor=INK)
-
-
 def interval_words(results: Sequence[dict]) -> str:
     """Names the intervals of ratios; those of a single round do not cover differences of rounds."""
     rounds = [len(good_rounds(r)) for r in results if r["status"] == OK]
@@ -66,11 +46,6 @@ def interval_words(results: Sequence[dict]) -> str:
 
 def memory_kind(results: Sequence[dict]) -> str:
     return "allocated" if any(r["num_gpus"] for r in results) else "resident"
-
-
-def short(value: float) -> str:
-    """Formats three significant digits: 755, 62.0, 0.63."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def set_range(setter: Callable[[float, float], Any], values: Sequence[float]) -> None:
@@ -98,14 +73,9 @@ def draw_column(
     line = min(0.105, 1.0 / (count + 1))
     low, high = axes.get_ylim()
     ordered = sorted(labels, key=lambda label: label[1])
-    heights: list[float] = []
     floor = line * (len(notes) + 0.4) if notes else 0.0
-    for _, y, _, _ in ordered:
-        heights.append(max((y - low) / (high - low), heights[-1] + line if heights else floor))
-    over = max(0.0, heights[-1] - (1 - line / 2)) if heights else 0.0
-    for i in range(len(heights) - 1, -1, -1):  # push down what has been pushed over the top
-        top = heights[i + 1] - line if i + 1 < len(heights) else 1 - line / 2
-        heights[i] = min(heights[i], top) if over else heights[i]
+    points = [(y - low) / (high - low) for _, y, _, _ in ordered]
+    heights = apart(points, line, floor, 1 - line / 2)
     place = axes.transAxes
     for label, height in zip(ordered, heights, strict=True):
         x, y, text, colour = label

@@ -10,11 +10,9 @@ import numpy as np
 
 from experiments.llama_fsdp.axes import (
     COLOURS,
-    FAINT,
     FOOT,
     GAP,
     HEAD,
-    INK,
     KEY,
     LATER,
     ROOM,
@@ -22,9 +20,6 @@ from experiments.llama_fsdp.axes import (
     draw_key,
     interval_words,
     memory_kind,
-    new_figure,
-    plain,
-    short,
 )
 from experiments.llama_fsdp.results import (
     BASELINE,
@@ -36,6 +31,7 @@ from experiments.llama_fsdp.results import (
     time_ratio,
 )
 from measure import OK, describe_failure
+from measure.picture import FAINT, INK, frame, new_figure, three_digits, wrap
 
 
 def draw_memory(results: Sequence[dict]) -> Any:
@@ -74,7 +70,9 @@ def draw_time(results: Sequence[dict]) -> Any:
         more = steps.size - shown.size
         beyond.append(more)
         # In one column: behind a bar's last dot the number would look like that dot's.
-        _behind(axes, 1.03 * limit, y, f"{short(median)} ms", ratio + f"  (+{more})" * bool(more))
+        _behind(
+            axes, 1.03 * limit, y, f"{three_digits(median)} ms", ratio + f"  (+{more})" * bool(more)
+        )
 
     ends = [
         end for r in results if r["status"] == OK for end in (r["median_time_ms"], r["p90_time_ms"])
@@ -107,7 +105,8 @@ def _bars(
     groups = [[r for r in results if r["seq_length"] == length] for length in lengths_of(results)]
     step = GAP / ROW
     inches = ROW * (sum(map(len, groups)) + step * len(groups))
-    figure, height = new_figure(head + inches + FOOT, title, describe_run(results))
+    height = head + inches + FOOT
+    figure = new_figure(height, title, wrap(describe_run(results), 122), size=8.5)
     axes = figure.add_axes((0.235, FOOT / height, 0.75, inches / height))
     limit = 1.02 * max(ends, default=1.0) or 1.0
     y, names = 0.0, {}
@@ -129,7 +128,7 @@ def _bars(
     axes.set_yticks(list(names), list(names.values()), size=9, color=INK)
     axes.tick_params(axis="y", length=0)
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= limit])
-    plain(axes, ["bottom"])
+    frame(axes, "bottom")
     axes.set_xlabel(unit, size=8.5, color=FAINT, loc="left")
     return figure
 

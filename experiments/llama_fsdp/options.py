@@ -7,6 +7,7 @@ from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from dp_clipping.arguments.checks import CLIPPINGS
 from experiments.llama_fsdp.network import SHAPES, TOKEN, without_token
@@ -23,6 +24,7 @@ from measure.options import (
 )
 
 PROGRAM = "experiments.llama_fsdp"
+Parsed = TypeVar("Parsed")
 LENGTHS = (1024, 2048, 4096)
 OF_A_GRID = ("modes", "seq_lengths", "rounds")
 DESCRIPTION = """\
@@ -142,13 +144,23 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Parses the command line; a mistake ends it with one line and status 2."""
+    return parse_typed(Options, arguments, PROGRAM, DESCRIPTION, EXAMPLES)
+
+
+def parse_typed(
+    kind: type[Parsed], arguments: Sequence[str] | None, program: str, *texts: str
+) -> Parsed:
+    """Parses the command line of a program of several ranks, and fills in its `typed`.
+
+    A mistake ends it with one line and status 2. `texts`: description, and examples.
+    """
+    description, examples = texts
     options = parse_options(
-        Options, arguments, prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES,
+        kind, arguments, prog=program, description=description, epilog=examples,
         speaks=is_first_of_host,
     )  # fmt: skip
     words = [without_token(w) for w in (sys.argv[1:] if arguments is None else arguments)]
-    return replace(options, typed=tuple(typed_command(["-m", PROGRAM], words)))
+    return replace(options, typed=tuple(typed_command(["-m", program], words)))
 
 
 def settings_of(options: Options) -> GridSettings:
@@ -163,8 +175,12 @@ def cell_arguments(cell: GridCell, options: Options, output: Path) -> list[str]:
 
 
 def folder_of(options: Options) -> Path:
-    stamp = invocation()[: len("YYYYMMDD_HHMMSS")]
-    return options.output_dir or Path("results") / f"run_{stamp}"
+    return options.output_dir or new_folder("run")
+
+
+def new_folder(name: str) -> Path:
+    """Returns the folder of this call's results: the name, and when the call began."""
+    return Path("results") / f"{name}_{invocation()[: len('YYYYMMDD_HHMMSS')]}"
 
 
 def output_of(options: Options, cell: GridCell) -> Path:

@@ -9,15 +9,11 @@ import numpy as np
 
 from experiments.llama_fsdp.axes import (
     COLOURS,
-    FAINT,
     FOOT,
     HEAD,
-    INK,
     KEY,
     draw_column,
     interval_words,
-    new_figure,
-    plain,
     set_range,
 )
 from experiments.llama_fsdp.results import (
@@ -30,6 +26,7 @@ from experiments.llama_fsdp.results import (
     time_ratio,
 )
 from measure import OK
+from measure.picture import FAINT, INK, frame, new_figure, wrap
 
 BROKEN = " (the axis does not begin at 0)"
 
@@ -44,10 +41,9 @@ def draw_overhead(results: Sequence[dict]) -> Any:
     ]
     panel, between = 2.1, 0.62
     inches = len(panels) * (panel + between) - between
-    figure, height = new_figure(
-        HEAD + KEY + inches + FOOT, f"The cost of privacy: each mode over {BASELINE}",
-        describe_run(results),
-    )  # fmt: skip
+    height = HEAD + KEY + inches + FOOT
+    heading = f"The cost of privacy: each mode over {BASELINE}"
+    figure = new_figure(height, heading, wrap(describe_run(results), 122), size=8.5)
     for number, (title, key) in enumerate(panels):
         bottom = FOOT + (len(panels) - 1 - number) * (panel + between)
         axes = figure.add_axes((0.085, bottom / height, 0.58, panel / height))
@@ -92,7 +88,7 @@ def _curves(axes: Any, results: Sequence[dict], lengths: list[int], key: str | N
     axes.set_xlim(-0.4, len(lengths) - 0.6)
     axes.set_xticks(list(places.values()), [f"{length:,}" for length in lengths])
     set_range(axes.set_ylim, values)
-    plain(axes, ["bottom", "left"])
+    frame(axes, "bottom", "left")
     missing = [n for n in lengths if baseline_of(results, n) is None]
     if missing:
         notes.append(f"no {BASELINE} to compare with at {', '.join(map(str, missing))}")

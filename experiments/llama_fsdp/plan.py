@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
-import torch
-
 from experiments.llama_fsdp.network import config_of, on_meta
-from experiments.llama_fsdp.options import LENGTHS, Options, folder_of, settings_of
+from experiments.llama_fsdp.options import (
+    LENGTHS,
+    PROGRAM,
+    Options,
+    cell_arguments,
+    folder_of,
+    settings_of,
+)
 from experiments.llama_fsdp.results import GIB, MODES, GridCell, ran_as
+from experiments.llama_fsdp.run import Run
 from lm.runtime import Hardware
-from measure import Results, plan_rounds
+from measure import plan_rounds
 from measure.words import counted
 
 
@@ -26,31 +33,14 @@ def plan(options: Options) -> list[GridCell]:
     ]
 
 
-class Plan:
-    """The cells with what they are recognised by on these devices, and those still to be measured.
-
-    Of one cell alone nothing is finished: it is measured whenever it is asked for.
-    """
-
-    def __init__(self, options: Options, hardware: Hardware, world_size: int):
-        self._settings, self._world_size = settings_of(options), world_size
-        on_cpu = hardware.device_type == "cpu"
-        self._device = "cpu" if on_cpu else torch.cuda.get_device_name(0)
-        self.folder = folder_of(options)
-        self.keys = {cell: self.key_of(cell) for cell in plan(options)}
-        results = Results(self.folder)
-        self.todo = [c for c, k in self.keys.items() if options.mode or not results.finished(k)]
-
-    def key_of(self, cell: GridCell) -> str:
-        return cell.key(self._settings, self._world_size, self._device, torch.__version__)
-
-    def say_finished(self) -> str:
-        """Says how many cells are finished; empty if none is."""
-        if len(self.todo) == len(self.keys):
-            return ""
-        verb = "is" if len(self.keys) == 1 else "are"
-        done = len(self.keys) - len(self.todo)
-        return f"{done} of {counted(len(self.keys), 'cell')} {verb} finished in {self.folder}"
+def run_of(options: Options, hardware: Hardware, world_size: int) -> Run:
+    return Run(
+        plan(options), settings_of(options), folder_of(options), hardware, world_size,
+        lambda cell, output: [
+            sys.executable, "-m", PROGRAM, *cell_arguments(cell, options, output)
+        ],
+        options.typed,
+    )  # fmt: skip
 
 
 def say_reference_modes(modes: Iterable[str], device_type: str) -> str:
@@ -64,14 +54,16 @@ def say_reference_modes(modes: Iterable[str], device_type: str) -> str:
     )
 
 
-def describe_plan(options: Options, hardware: Hardware, world_size: int) -> str:
+def describe_plan(options: Options, run: Run) -> str:
     """Describes what would run, for `--dry-run`."""
+    hardware, world_size = run.hardware, run.world_size
     network = on_meta(config_of(options.model_name), options.train_embedding)
     count = sum(p.numel() for p in network.parameters())
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
     state = (4 * count + 12 * trained) / world_size / GIB  # weights; gradients and AdamW's two
-    planned = Plan(options, hardware, world_size)
-    cells, finished = planned.todo, planned.say_finished()
+    cells, finished = run.todo, run.say_finished()
+    if options.mode:  # one cell alone is measured whenever it is asked for
+        cells, finished = run.cells, ""
     remarks = [say_reference_modes((c.mode for c in cells), hardware.device_type), finished]
     place = f"in {counted(world_size, 'process', 'processes')} of its own:"
     each = "each " if len(cells) > 1 else ""
@@ -87,5 +79,5 @@ def describe_plan(options: Options, hardware: Hardware, world_size: int) -> str:
         *filter(None, remarks),
         f"{counted(len(cells), 'cell')}{left}, {each}{place}" if cells else "nothing is left",
         *(f"  {cell.label}" for cell in cells),
-        f"results: {planned.folder}",
+        f"results: {run.folder}",
     ])  # fmt: skip

@@ -22,29 +22,34 @@ from experiments.llama_fsdp.results import BASELINE
 from experiments.llama_fsdp.tradeoff import draw_tradeoff
 from measure.picture import save_picture
 
-SENTENCES = {
-    "memory_comparison": f"Of bars of one length, what one is longer than that of {BASELINE} is "
-    "memory that the mode costs.",
-    "time_comparison": "The coloured part of a bar is forward, backward, clipping and exchange, "
-    f"the grey end noise and AdamW: a mode is cheap where both end near those of {BASELINE}.",
-    "memory_vs_time_tradeoff": "A point left of and below another is better in both; one near the "
-    f"crossing of the dashed lines costs hardly more than {BASELINE}.",
-    "overhead_analysis": "A line that falls towards 1 is an overhead that longer samples pay off, "
-    "a level one is paid at every length; intervals that overlap show no difference between modes.",
+PICTURES = {
+    "memory_comparison": (
+        draw_memory,
+        f"Of bars of one length, what one is longer than that of {BASELINE} is memory that the "
+        "mode costs.",
+    ),
+    "time_comparison": (
+        draw_time,
+        "The coloured part of a bar is forward, backward, clipping and exchange, the grey end "
+        f"noise and AdamW: a mode is cheap where both end near those of {BASELINE}.",
+    ),
+    "memory_vs_time_tradeoff": (
+        draw_tradeoff,
+        "A point left of and below another is better in both; one near the crossing of the dashed "
+        f"lines costs hardly more than {BASELINE}.",
+    ),
+    "overhead_analysis": (
+        draw_overhead,
+        "A line that falls towards 1 is an overhead that longer samples pay off, a level one is "
+        "paid at every length; intervals that overlap show no difference between modes.",
+    ),
 }
-"""For each picture, what it shows and how to read it."""
+"""File -> what draws it, and how to read it."""
 
 
 def draw(results: Sequence[dict], folder: Path) -> list[Path]:
-    """Write all four; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = {
-        "memory_comparison": draw_memory,
-        "time_comparison": draw_time,
-        "memory_vs_time_tradeoff": draw_tradeoff,
-        "overhead_analysis": draw_overhead,
-    }
-    paths = [folder / f"{name}.png" for name in pictures]
-    for path, make in zip(paths, pictures.values(), strict=True):
-        save_picture(make(results), path, SENTENCES[path.stem])
+    """Writes all four; returns their paths."""
+    paths = [folder / f"{name}.png" for name in PICTURES]
+    for path, (make, sentence) in zip(paths, PICTURES.values(), strict=True):
+        save_picture(make(results), path, sentence)
     return paths

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
-from experiments.price.report import growths_of
 from lm.runtime import Hardware
-from measure import OK, SCHEMA_VERSION, Column, Ratio, cell_key, format_table, ratio, summarize
+from measure import OK, SCHEMA_VERSION, Ratio, cell_key, format_table, summarize
+from measure.report_tables import growths_of, milliseconds, wide_legend, wide_table
+from measure.runs import SECTION, Cell, cells_of
+from measure.statistics import ratio_of_rounds
 from measure.words import counted
 
 BASELINE = "no_dp"
@@ -33,13 +37,13 @@ class GridSettings:
     batch_size: int
     num_iter: int
     warmup_iter: int
-    learning_rate: float
-    sigma: float
-    max_grad_norm: float
-    clipping: str
-    train_embedding: bool
-    seed: int
-    timeout_s: float
+    learning_rate: float = 1e-5
+    sigma: float = 1.0
+    max_grad_norm: float = 1.0
+    clipping: str = "flat"
+    train_embedding: bool = False
+    seed: int = 0
+    timeout_s: float = 600.0
     enable_profiling: bool = False
     norm_algorithm: str = "auto"
 
@@ -53,6 +57,11 @@ class GridCell:
     @property
     def clipping_mode(self) -> str:
         return MODES[self.mode]
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Returns what all rounds of the cell have in common."""
+        return self.mode, self.seq_length
 
     @property
     def label(self) -> str:
@@ -222,9 +231,8 @@ def time_ratio(result: dict, baseline: dict | None, key: str = "step_ms") -> Rat
     """Returns the ratio to the baseline's times, over the rounds that both have."""
     if baseline is None:
         return None
-    own, base = good_rounds(result), good_rounds(baseline)
-    both = sorted(own.keys() & base.keys())
-    return ratio([own[r][key] for r in both], [base[r][key] for r in both]) if both else None
+    own, base = ({n: r[key] for n, r in good_rounds(x).items()} for x in (result, baseline))
+    return ratio_of_rounds(own, base)
 
 
 def memory_ratio(result: dict, baseline: dict | None) -> float | None:
@@ -276,78 +284,30 @@ def modes_run_as_others(results: Sequence[dict]) -> dict[str, str]:
 
 def summarize_run(results: Sequence[dict]) -> str:
     """Formats one table per sequence length, growth with the length, and the columns' meanings."""
+    cells = cells_of(results)
     lines = [f"Private training under FSDP2: {describe_run(results)}", ""]
-    rows = []
     for length in lengths_of(results):
-        own = [r for r in results if r["seq_length"] == length]
-        table = [_row(r, baseline_of(results, length)) for r in own]
-        rows += table
-        lines += [format_table(_columns(), table, title=f"{length} tokens per sample"), ""]
-    growths = growths_of(r for r in rows if r["status"] == OK)
-    lines += [
+        own = [cell for cell in cells if cell.names[SECTION] == length]
+        table = format_table(*wide_table(own, _rest), title=f"{length} tokens per sample")
+        lines += [table, ""]
+    growths = [
         f"{mode}: step time grows with the length as {growth}"
-        for (_, mode), growth in growths.items()
+        for (_, mode), growth in growths_of(cells).items()
     ]
-    lines += ["the exponents' 95 % intervals are wide where lengths are few"] if growths else []
-    return "\n".join([*lines, *([""] if growths else []), *_legend(results), ""])
-
-
-def _row(result: dict, base: dict | None) -> dict:
-    row = {
-        "mode": result["mode"], "status": result["status"], "reason": result["reason"],
-        "variant": result["mode"], "row": f"{result['batch_size']}x{result['seq_length']}",
-    }  # fmt: skip
-    if result["status"] != OK:
-        return row
-    base = None if result is base else base
-    whole = time_ratio(result, base)
-    part = time_ratio(result, base, "forward_backward_ms")
-    steps = f"{len(good_rounds(result))} of {len(result['rounds'])}"
-    return row | {
-        "step ms": result["median_time_ms"], "p10": result["p10_time_ms"],
-        "p90": result["p90_time_ms"], "ratio": whole and whole.value, "low": whole and whole.low,
-        "high": whole and whole.high, "fw+bw ms": result["phases"]["forward_backward_ms"],
-        "fw+bw ratio": part and part.value, "optimizer ms": result["phases"]["optimizer_step_ms"],
-        "tokens/s": 1e3 * result["total_batch_size"] * result["seq_length"]
-        / result["median_time_ms"],
-        "peak GiB": result["peak_memory_gb"], "peak ratio": memory_ratio(result, base),
-        "rounds": steps,
-    }  # fmt: skip
-
-
-def _columns() -> list[Column | str]:
-    times = [Column(key, format=".1f", right=True) for key in ("step ms", "p10", "p90")]
-    ratios = [Column(key, format=".3f", right=True) for key in ("ratio", "low", "high")]
-    return [
-        "mode", *times, *ratios, Column("fw+bw ms", format=".1f", right=True),
-        Column("fw+bw ratio", format=".3f", right=True),
-        Column("optimizer ms", format=".1f", right=True),
-        Column("tokens/s", format=",.0f", right=True), Column("peak GiB", format=".2f", right=True),
-        Column("peak ratio", format=".3f", right=True), Column("rounds", right=True),
-    ]  # fmt: skip
-
-
-def _legend(results: Sequence[dict]) -> list[str]:
-    memory = (
-        "allocated on the GPU"
-        if any(r["num_gpus"] for r in results)
-        else "resident, with Python and all libraries"
+    if growths:
+        lines += [*growths, "the exponents' 95 % intervals are wide where lengths are few", ""]
+    if references := modes_run_as_others(results):
+        pairs = ", ".join(f"{mode} ran as {reference}" for mode, reference in references.items())
+        lines.append(f"{pairs}, in plain PyTorch: there were no fused kernels.")
+    legend = (
+        f"{wide_legend(cells)} Forward backward: clipping and the exchange of sums included; noise "
+        "and AdamW are the rest. Batches of fixed size on random tokens: no epsilon is stated."
     )
-    references = [
-        f"{mode} ran as {reference}" for mode, reference in modes_run_as_others(results).items()
-    ]
-    said = (
-        [f"{', '.join(references)}, in plain PyTorch: there were no fused kernels."]
-        if references
-        else []
-    )
-    return [
-        *said,
-        "step ms: median of a complete step, of the slowest rank; p10 and p90: its spread.",
-        f"ratio: to {BASELINE} of the same rounds, with its 95 % bootstrap interval low to high; "
-        "of one round the interval says nothing about another.",
-        "fw+bw: forward and backward, clipping and the exchange of sums included.",
-        "optimizer ms: the rest of the step: noise and AdamW.",
-        f"peak: memory of the largest rank after warm-up, {memory}.",
-        "Batches of fixed size on random tokens: no epsilon is stated.",
-    ]
+    return "\n".join([*lines, *textwrap.wrap(legend, 100), ""])
+
+
+def _rest(cell: Cell) -> dict[str, str]:
+    """Returns the time of noise and AdamW."""
+    both = zip(cell.samples(), cell.samples("forward_backward_ms"), strict=True)
+    rest = [whole - part for whole, part in both]
+    return {"noise and AdamW ms": milliseconds(median(rest))} if rest else {}

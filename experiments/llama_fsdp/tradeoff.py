@@ -7,16 +7,12 @@ from typing import Any
 
 from experiments.llama_fsdp.axes import (
     COLOURS,
-    FAINT,
     FOOT,
     HEAD,
-    INK,
     KEY,
     MARKERS,
     draw_column,
     memory_kind,
-    new_figure,
-    plain,
     set_range,
 )
 from experiments.llama_fsdp.results import (
@@ -28,6 +24,7 @@ from experiments.llama_fsdp.results import (
     time_ratio,
 )
 from measure import OK
+from measure.picture import FAINT, INK, frame, new_figure, wrap
 
 
 def draw_tradeoff(results: Sequence[dict]) -> Any:
@@ -35,10 +32,9 @@ def draw_tradeoff(results: Sequence[dict]) -> Any:
     lengths = lengths_of(results)
     panel, between = 2.35, 0.78  # inches
     inches = len(lengths) * (panel + between) - between
-    figure, height = new_figure(
-        HEAD + KEY + inches + FOOT, "What each mode pays in memory and in time",
-        describe_run(results),
-    )  # fmt: skip
+    height = HEAD + KEY + inches + FOOT
+    title = "What each mode pays in memory and in time"
+    figure = new_figure(height, title, wrap(describe_run(results), 122), size=8.5)
     for number, length in enumerate(lengths):
         bottom = FOOT + (len(lengths) - 1 - number) * (panel + between)
         axes = figure.add_axes((0.085, bottom / height, 0.5, panel / height))
@@ -81,6 +77,6 @@ def _points(axes: Any, results: Sequence[dict], base: dict | None) -> None:
     else:
         axes.set_xticks([])
         axes.set_yticks([])
-    plain(axes, ["bottom", "left"])
+    frame(axes, "bottom", "left")
     draw_column(axes, labels, [f"{r['mode']}: {r['status']}" for r in failed],
                 [MARKERS[r["mode"]] for r in good])  # fmt: skip

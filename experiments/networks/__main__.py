@@ -18,33 +18,31 @@ and AdamW. Inputs are copied from pinned memory. The peak of memory is that of t
 """
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dp_clipping import MODES
-from experiments.networks.bounds import bounds_of
+from experiments.networks.bounds import LEGEND, bounds_of, describe_bounds
 from experiments.networks.graphs import GraphedTraining, in_pinned_memory
-from experiments.networks.report import report
 from experiments.networks.rows import ROWS
 from experiments.networks.training import failure_of, training_of
 from experiments.rounds import (
     BASELINE,
     PER_LAYER,
-    Recorder,
     RoundCell,
+    RoundOptions,
     costs_of,
-    describe_cell,
     interleave,
+    report,
+    run_rounds,
 )
-from lm.timing import release_memory, time_steps
+from lm.timing import time_steps
 from measure import OK
-from measure.command_line import check_file, ending_quietly
-from measure.options import option, parse_options, positive
+from measure.command_line import ending_quietly
+from measure.options import option, parse_options
 
 PROGRAM = "experiments.networks"
 OPACUS = ("opacus_hooks", "opacus_ghost")
@@ -56,22 +54,18 @@ WARM_UP_SMALL = 1
 
 # fmt: off
 @dataclass(frozen=True)
-class Options:
+class Options(RoundOptions):
     networks: tuple[str, ...] = option(tuple(ROWS), choices=tuple(ROWS), unique=True,
         aliases=("--rows",), metavar="NETWORK", help=f"of {', '.join(ROWS)} (default: all)")
     variants: tuple[str, ...] = option(VARIANTS, choices=CHOICES, unique=True, metavar="VARIANT",
         help=f"of {', '.join(CHOICES)}")
-    rounds: int = option(3, "times each is built", check=positive)
-    steps: int = option(5, "timed steps per round", check=positive)
     small: bool = option(False, "small networks on small batches, as on a CPU (default: off)")
     compile: bool = option(False, "compile each network, in all variants (default: off)")
     cuda_graph: bool = option(False, "capture each step as a CUDA graph (default: off)")
-    output: Path | None = option(None, "JSON of all samples (default: none)")
 # fmt: on
 
     def __post_init__(self) -> None:
-        if self.output:
-            check_file("--output", self.output)
+        super().__post_init__()
         if self.cuda_graph and self.compile:
             raise ValueError(
                 "--cuda-graph with --compile: a private step of compiled modules cannot be "
@@ -85,49 +79,38 @@ class Options:
 
 
 def measure(cell: RoundCell, options: Options, device: torch.device) -> dict:
-    """Returns the costs of a cell, or why there are none."""
+    """Returns the costs of a cell."""
     is_small = options.small or device.type != "cuda"
     graphed = None
-    try:
-        training: Any
-        training, batch = training_of(
-            cell.variant, cell.row, is_small, device, options.compile, options.cuda_graph
-        )
-        if options.cuda_graph:
-            training = graphed = GraphedTraining(training, len(batch[1]), device)
-            batch = in_pinned_memory(batch)
-        warm_up = WARM_UP_SMALL if is_small and graphed is None else WARM_UP
-        batches = [batch] * (warm_up + options.steps)
-        check = (lambda: None) if graphed is None else graphed.check
-        found = costs_of(time_steps(training, batches, warm_up, device, warmed_up=check))
-        if graphed is not None:
-            found["peak_memory_mb"] = max(found["peak_memory_mb"], graphed.capture_peak_mb)
-        bounds = bounds_of(training, batch, device) if cell.round == 0 else {}
-        return {"status": OK, **found, **bounds}
-    except Exception as error:
-        return failure_of(error)
+    training: Any
+    training, batch = training_of(
+        cell.variant, cell.row, is_small, device, options.compile, options.cuda_graph
+    )
+    if options.cuda_graph:
+        training = graphed = GraphedTraining(training, len(batch[1]), device)
+        batch = in_pinned_memory(batch)
+    warm_up = WARM_UP_SMALL if is_small and graphed is None else WARM_UP
+    batches = [batch] * (warm_up + options.steps)
+    check = (lambda: None) if graphed is None else graphed.check
+    found = costs_of(time_steps(training, batches, warm_up, device, warmed_up=check))
+    if graphed is not None:
+        found["peak_memory_mb"] = max(found["peak_memory_mb"], graphed.capture_peak_mb)
+    return found | (bounds_of(training, batch, device) if cell.round == 0 else {})
 
 
 def run_all(options: Options, device: torch.device) -> list[dict]:
-    """Returns all cells; a variant that failed on a network is not tried on it again."""
-    recorder = Recorder(options.output)
-    failed: set[tuple[str, str]] = set()
+    is_small = options.small or device.type != "cuda"
+
+    def config(cell: RoundCell) -> dict:
+        batch = "small" if is_small else cell.row.batch
+        return {"batch": batch, "compiled": options.compile, "cuda_graph": options.cuda_graph}
+
     rows = [ROWS[name] for name in options.networks]
-    for cell in interleave(rows, options.variants, options.rounds):
-        if (cell.row.name, cell.variant) in failed:
-            continue
-        started = time.perf_counter()
-        config = {
-            "batch": cell.row.batch, "compiled": options.compile, "cuda_graph": options.cuda_graph,
-        }  # fmt: skip
-        if options.small or device.type != "cuda":
-            config["batch"] = "small"
-        found = cell.names() | {"config": config} | measure(cell, options, device)
-        if found["status"] != OK:
-            failed.add((cell.row.name, cell.variant))
-        release_memory(device)
-        recorder.add(found, f"{describe_cell(found)}, {time.perf_counter() - started:.1f} s")
-    return recorder.cells
+    return run_rounds(
+        interleave(rows, options.variants, options.rounds),
+        lambda cell: measure(cell, options, device), config, device, options.output,
+        failure=failure_of,
+    )  # fmt: skip
 
 
 @ending_quietly
@@ -136,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cells = run_all(options, device)
-    print(report(cells))
+    print(report(cells, describe_bounds), "", LEGEND, sep="\n")
     return int(any(c["variant"] == BASELINE and c["status"] != OK for c in cells))
 
 

@@ -16,9 +16,14 @@ from typing import Any
 import torch
 
 from lm.timing import Trainee
+from measure import summarize
+from measure.runs import Cell
 
 STEPS = 3  # whose host time is taken
 BOUND = 0.9  # of a step's time: what takes as much bounds it
+LEGEND = """\
+host: until a step is issued, waits for the GPU within it included; kernels: of one step, added up;
+bound: which of the two takes at least nine tenths of the step (kernels first)"""
 
 
 def bounds_of(training: Trainee, batch: Any, device: torch.device) -> dict[str, float]:
@@ -55,10 +60,17 @@ def _kernels(training: Trainee, batch: Any) -> dict[str, float]:
     }
 
 
-def bound_by(step_ms: float, cell: dict) -> str | None:
-    """Returns the bound of a step: `kernels`, `host` or, if neither takes nearly all, `neither`."""
-    if "host_ms" not in cell:
-        return None
-    if cell["kernel_ms"] >= BOUND * step_ms:
-        return "kernels"
-    return "host" if cell["host_ms"] >= BOUND * step_ms else "neither"
+def describe_bounds(cell: Cell) -> dict[str, str]:
+    """Returns the entries, formatted, and the bound of a step.
+
+    It is `kernels`, `host` or, if neither takes nearly all of the step, `neither`.
+    """
+    host, kernels = cell.facts.get("host_ms"), cell.facts.get("kernel_ms")
+    if host is None:
+        return {}
+    least = BOUND * summarize(cell.samples()).median
+    bound = "kernels" if kernels >= least else "host" if host >= least else "neither"
+    return {
+        "host ms": f"{host:.1f}", "kernel ms": f"{kernels:.1f}",
+        "launches": f"{cell.facts['launches']:,}", "bound": bound,
+    }  # fmt: skip

@@ -7,11 +7,11 @@ from typing import Any
 from experiments.plan_privacy.law import Observation
 from experiments.plan_privacy.plan import Candidate, Planner
 from measure.curves import COLOURS
-from measure.picture import save_picture
+from measure.picture import FAINT, INK, frame, new_figure, save_picture
 
 MOST = 5  # sizes that are drawn, and the chosen one
 ROOM = 1.6  # losses up to so many times the chosen one are shown
-INK, FAINT, CHOSEN = "#222222", "#6B6B6B", "#D55E00"
+CHOSEN = "#D55E00"
 
 
 def draw_plan(
@@ -23,26 +23,21 @@ def draw_plan(
     seen: Sequence[Observation] = (),
 ) -> None:
     """Writes the picture; with `seen`, what the law was fitted to, a third panel compares it."""
-    from matplotlib.figure import Figure
-
-    panels = 3 if seen else 2
-    figure = Figure(figsize=(5.2 * panels, 4.9), dpi=150, facecolor="white")
-    axes = figure.subplots(1, panels)
-    figure.subplots_adjust(left=0.06, right=0.985, top=0.76, bottom=0.13, wspace=0.24)
-    _draw_batches(axes[0], planner, chosen, measured)
-    _draw_compute(axes[1], planner, chosen, measured)
-    if seen:
-        _draw_fit(axes[2], planner, seen, chosen, measured)
     sentence = (
         f"Predicted best: {short(chosen.parameters)} parameters, {chosen.steps:,.0f} steps of "
         f"{chosen.batch:,.0f}, loss {chosen.loss:.3f}"
     )
     if measured is not None:
         sentence += f"; measured {measured:.3f} ({chosen.loss / measured - 1:+.1%})"
-    figure.text(0.02, 0.935, sentence, fontsize=13, weight="bold", color=INK)
     law = f"Law: {planner.law.source}"
-    figure.text(0.02, 0.885, title, fontsize=8.5, color=FAINT)
-    figure.text(0.02, 0.845, law, fontsize=8.5, color=FAINT)
+    panels = 3 if seen else 2
+    figure = new_figure(4.9, sentence, [title, law], size=8.5, width=5.2 * panels)
+    axes = figure.subplots(1, panels)
+    figure.subplots_adjust(left=0.06, right=0.985, top=0.76, bottom=0.13, wspace=0.24)
+    _draw_batches(axes[0], planner, chosen, measured)
+    _draw_compute(axes[1], planner, chosen, measured)
+    if seen:
+        _draw_fit(axes[2], planner, seen, chosen, measured)
     save_picture(figure, path, f"{sentence}. {title}. {law}")
 
 
@@ -108,8 +103,7 @@ def _finish(axes: Any, title: str, label: str, *, is_log: bool) -> None:
         _label_decades(axes)
     axes.set_title(title, loc="left", size=10, color=INK)
     axes.set_xlabel(label, size=9, color=FAINT)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, color=FAINT, labelcolor=INK)
+    frame(axes, "bottom", "left")
     axes.grid(axis="y", color="#E4E4E4", lw=0.6)
 
 

@@ -14,32 +14,30 @@ AdamW. With --compile every variant's decoder layers are compiled, also those wi
 """
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from dp_clipping import MODES, PrivacyEngine
 from experiments.llama_fsdp.network import LABELS, PAD
 from experiments.price.models import MODELS, compile_layers
-from experiments.price.report import report
 from experiments.rounds import (
     BASELINE,
     PER_LAYER,
-    Recorder,
     RoundCell,
+    RoundOptions,
     Row,
-    attempt,
     costs_of,
-    describe_cell,
     interleave,
+    report,
     row_of,
+    run_rounds,
 )
 from experiments.training import Batch, ClassifierTraining
-from lm.timing import release_memory, time_steps
+from lm.timing import time_steps
 from measure import ERROR
+from measure.command_line import ending_quietly, refuse
 from measure.options import option, parse_options, positive
 
 PROGRAM = "experiments.price"
@@ -50,19 +48,16 @@ WARM_UP = 3  # steps of a round that are not timed
 
 # fmt: off
 @dataclass(frozen=True)
-class Options:
+class Options(RoundOptions):
     model: str = option(next(iter(MODELS)), "shape of the network", choices=tuple(MODELS))
     rows: tuple[Row, ...] | None = option(None, metavar="BxT", type=row_of, help=(
         "batch x tokens (default: five of the model's, 8192 to 16384 tokens of the 1B, "
         "4096 to 8192 of the 8B shape)"))
     variants: tuple[str, ...] = option(VARIANTS, choices=CHOICES, metavar="VARIANT",
         help=f"of {', '.join(CHOICES)}")
-    rounds: int = option(3, "times each is built", check=positive)
-    steps: int = option(5, "timed steps per round", check=positive)
     layers: int | None = option(None, "decoder layers (default: 16 of 1B, 4 of 8B)", check=positive)
     compile: bool = option(False, "compile each decoder layer, in all variants")
     profile: bool = option(False, "print the slowest kernels")
-    output: Path | None = option(None, "JSON of all samples (default: none)")
 # fmt: on
 
 
@@ -132,23 +127,18 @@ def slowest(recorder: torch.profiler.profile, count: int = 30) -> list[str]:
     return lines
 
 
-def run_all(options: Options, device: torch.device) -> list[dict]:
-    recorder = Recorder(options.output)
-    config = {"model": options.model, "layers": options.layers, "compiled": options.compile}
-    for cell in interleave(options.rows, options.variants, options.rounds):
-        started = time.perf_counter()
-        found = {**cell.names(), "config": config} | attempt(measure, cell, options, device)
-        release_memory(device)
-        recorder.add(found, f"{describe_cell(found)}, {time.perf_counter() - started:.1f} s")
-    return recorder.cells
-
-
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures all cells. Returns 0, 1 (a cell failed), 2 (bad input) or 130 (Ctrl-C)."""
     options = parse(arguments)
     if not torch.cuda.is_available():
-        print(f"{PROGRAM}: needs a CUDA device", file=sys.stderr)
-        return 2
-    results = run_all(options, torch.device("cuda"))
+        return refuse(PROGRAM, "needs a CUDA device")
+    device = torch.device("cuda")
+    config = {"model": options.model, "layers": options.layers, "compiled": options.compile}
+    results = run_rounds(
+        interleave(options.rows, options.variants, options.rounds),
+        lambda cell: measure(cell, options, device), lambda _: config, device, options.output,
+    )  # fmt: skip
     print(report(results))
     return int(any(cell["status"] == ERROR for cell in results))
 

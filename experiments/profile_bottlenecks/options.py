@@ -10,10 +10,11 @@ from pathlib import Path
 
 from dp_clipping.arguments.checks import CLIPPINGS
 from dp_clipping.planning.plan import NORM_ALGORITHMS
-from experiments.llama_fsdp.network import SHAPES, without_token
+from experiments.llama_fsdp.network import SHAPES
+from experiments.llama_fsdp.options import new_folder, parse_typed
 from experiments.llama_fsdp.results import GridSettings
-from lm.runtime import Hardware, invocation, is_first_of_host, typed_command
-from measure.options import as_arguments, not_negative, option, parse_options, positive
+from lm.runtime import Hardware
+from measure.options import as_arguments, not_negative, option, positive, shared_values
 
 PROGRAM = "experiments.profile_bottlenecks"
 ON_GPU, ON_CPU = (1024, 2048, 4096, 8192, 16_384), (64, 128, 256, 512, 1024)
@@ -98,24 +99,17 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Parses the command line; a mistake ends it with one line and status 2."""
-    options = parse_options(
-        Options, arguments, prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES,
-        speaks=is_first_of_host,
-    )  # fmt: skip
-    words = [without_token(w) for w in (sys.argv[1:] if arguments is None else arguments)]
-    return replace(options, typed=tuple(typed_command(["-m", PROGRAM], words)))
+    return parse_typed(Options, arguments, PROGRAM, DESCRIPTION, EXAMPLES)
 
 
 def complete(options: Options, hardware: Hardware) -> Options:
     """Fills in the defaults that depend on the machine."""
     on_gpu = hardware.device_type == "cuda"
-    stamp = invocation()[: len("YYYYMMDD_HHMMSS")]
     return replace(
         options,
         model_name=options.model_name or ("llama-3.2-1b" if on_gpu else "tiny"),
         seq_lengths=tuple(sorted(options.seq_lengths or (ON_GPU if on_gpu else ON_CPU))),
-        output_dir=options.output_dir or Path("results") / f"bottlenecks_{stamp}",
+        output_dir=options.output_dir or new_folder("bottlenecks"),
     )
 
 
@@ -127,12 +121,9 @@ def mode_of(options: Options) -> str:
 
 
 def settings_of(options: Options) -> GridSettings:
-    return GridSettings(
-        model_name=options.model_name, batch_size=options.batch_size, num_iter=options.num_iter,
-        warmup_iter=options.warmup_iter, learning_rate=1e-5, sigma=1.0, max_grad_norm=1.0,
-        clipping=options.clipping, train_embedding=False, seed=0, timeout_s=options.timeout,
-        enable_profiling=True, norm_algorithm=options.norm_algorithm,
-    )  # fmt: skip
+    return shared_values(
+        options, GridSettings, timeout_s=options.timeout, enable_profiling=True
+    )
 
 
 def cell_command(options: Options, length: int, output: Path) -> list[str]:

@@ -7,16 +7,15 @@ Memory is not: its axis begins at 0, so that heights are shares of the limit.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.profile_bottlenecks.verdict import PHASES, described, growths, headline, measured
 from measure.growth import Growth
-from measure.picture import save_picture
+from measure.picture import FAINT, INK, apart, frame, new_figure, save_picture, three_digits, wrap
 
-# Okabe and Ito's colour-blind safe palette; phases that an ordinary step has too are grey
+# phases that an ordinary step has too are grey
 COLOURS = {
     "total": "#222222", "forward": "#777777", "first backward": "#777777", "optimizer": "#A0A0A0",
     "norms": "#D55E00", "coefficients": "#E69F00", "second backward": "#CC79A7", "sums": "#0072B2",
@@ -24,8 +23,7 @@ COLOURS = {
 }  # fmt: skip
 DASHES = {"first backward": (0, (4, 2)), "optimizer": (0, (1, 1.5)), "memory": "-"}
 MARKERS = {"first backward": "s", "optimizer": "D"}
-INK, FAINT = "#222222", "#6B6B6B"
-WIDTH, HEIGHT, DPI = 9.0, 6.6, 200
+HEIGHT = 6.6  # inches
 SMALLEST = 0.002  # of the longest step: smaller phases are left out
 TALL, LOW = 0.435, 0.19  # heights of the axes, in heights of the figure
 SUBTITLE = 0.023  # height of a line of it, in heights of the figure
@@ -42,17 +40,13 @@ def draw(rows: Sequence[Mapping[str, Any]], limit_mb: float | None, path: Path) 
 
 
 def figure_of(rows: Sequence[Mapping[str, Any]], limit_mb: float | None) -> Any:
-    from matplotlib.figure import Figure
-
     good, fits = measured(rows), growths(rows)
-    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, facecolor="white")
-    style = {"ha": "left", "va": "top", "parse_math": False}
-    figure.text(0.012, 0.985, "What a private step spends its time on, by length of the samples",
-                size=13, weight="bold", color=INK, **style)  # fmt: skip
-    subtitle = _wrapped(described(rows), 120)
-    figure.text(0.012, 0.945, subtitle, size=8.5, color=FAINT, **style)
-    below = 0.915 - SUBTITLE * subtitle.count("\n")
-    figure.text(0.012, below, _wrapped(headline(rows, limit_mb), 120), size=9.5, color=INK, **style)
+    title = "What a private step spends its time on, by length of the samples"
+    subtitle = wrap(described(rows), 120, lines=4)
+    figure = new_figure(HEIGHT, title, subtitle, size=8.5)
+    below = 0.915 - SUBTITLE * (len(subtitle) - 1)
+    answer = "\n".join(wrap(headline(rows, limit_mb), 120, lines=4))
+    figure.text(0.012, below, answer, size=9.5, color=INK, va="top", parse_math=False)
     times = figure.add_axes((0.075, 0.335, 0.5, TALL))
     memory = figure.add_axes((0.075, 0.07, 0.5, LOW))
     _draw_times(times, good, fits)
@@ -63,9 +57,7 @@ def figure_of(rows: Sequence[Mapping[str, Any]], limit_mb: float | None) -> Any:
         axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.12)
         axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
         axes.minorticks_off()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["bottom", "left"]].set_color(FAINT)
-        axes.tick_params(labelsize=8.5, color=FAINT, labelcolor=INK)
+        frame(axes, "bottom", "left")
     memory.set_xlabel("tokens per sample", size=8.5, color=FAINT, loc="left")
     return figure
 
@@ -87,7 +79,7 @@ def _draw_times(axes: Any, good: Sequence[Mapping], fits: Mapping[str, Growth]) 
             ends = lengths[0], lengths[-1]
             axes.plot(ends, [growth.at(x) for x in ends], color=colour, ls=DASHES.get(name, "-"),
                       lw=2.2 if name == "total" else 1.4)  # fmt: skip
-        text = f"{name} {_short(points[-1][1])} ms"
+        text = f"{name} {three_digits(points[-1][1])} ms"
         labels.append((points[-1][1], text, "" if growth is None else str(growth), colour))
     _tick(axes)
     axes.set_ylabel("ms per step", size=8.5, color=FAINT)
@@ -163,33 +155,3 @@ def _column(axes: Any, labels: Sequence[tuple[float, str, str, str]]) -> None:
         style = {"size": 8.5, "color": colour, "va": "center", "transform": axes.transAxes}
         axes.text(1.06, y, name, weight="bold", **style)
         axes.text(1.48, y, growth, **style)
-
-
-def apart(points: Sequence[float], distance: float) -> list[float]:
-    """Spreads ascending positions to a minimal distance; each crowded group keeps its middle."""
-    groups: list[list[float]] = []
-    for point in points:
-        groups.append([point])
-        while (
-            len(groups) > 1
-            and _middle(groups[-1]) - _middle(groups[-2])
-            < distance * (len(groups[-1]) + len(groups[-2])) / 2
-        ):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    return [
-        _middle(group) + distance * (n - (len(group) - 1) / 2)
-        for group in groups
-        for n in range(len(group))
-    ]
-
-
-def _middle(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _wrapped(text: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(text, width)[:4])
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

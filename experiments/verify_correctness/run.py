@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.modes import REFERENCE_MODE
@@ -27,7 +26,7 @@ from experiments.verify_correctness.options import Options
 from experiments.verify_correctness.phases import phase_table
 from experiments.verify_correctness.step import verify
 from lm.launch import INTERRUPTED, run_ranks
-from lm.parallel import DATA, TENSOR, plan_of
+from lm.layout import DATA, Layout, mesh_of
 from lm.ranks import watched_rank
 from lm.runtime import (
     Hardware,
@@ -113,41 +112,27 @@ def _mesh_size(hardware: Hardware) -> int:
 
 def check_ranks(options: Options, world_size: int) -> None:
     """Raises ValueError if the networks cannot be spread over `world_size` ranks."""
-    if not options.use_tp:
-        return
-    data, tensor = axes_of(options, world_size)
-    if options.use_fsdp and (data < 2 or data * tensor != world_size):
-        raise ValueError(
-            f"--use-fsdp --use-tp on {world_size} ranks: the mesh has {TENSOR_RANKS} ranks on the "
-            f"tensor axis and two or more on the data axis, start {2 * TENSOR_RANKS} ranks or "
-            f"another multiple of {TENSOR_RANKS}"
-        )
+    given = "--use-fsdp --use-tp" if options.use_fsdp else "--use-tp"
     for name in options.networks:
         try:
-            with torch.device("meta"):
-                plan_of(NETWORKS[name](SMALL), tensor)
+            layout_of(options).check(world_size, lambda name=name: NETWORKS[name](SMALL))
         except ValueError as error:
             raise ValueError(
-                f"--use-tp on {world_size} ranks, {name}: {error}, with --num-processes"
+                f"{given} on {world_size} ranks, {name}: {error}, with --num-processes"
             ) from error
 
 
-def axes_of(options: Options, world_size: int) -> tuple[int, int]:
-    """Returns the numbers of ranks on the data axis and on the tensor axis."""
-    tensor = 1
+def layout_of(options: Options) -> Layout:
+    tensor_ranks = 1
     if options.use_tp:
-        tensor = TENSOR_RANKS if options.use_fsdp else world_size
-    return world_size // tensor, tensor
+        tensor_ranks = TENSOR_RANKS if options.use_fsdp else None
+    return Layout(tensor_ranks, "block" if options.use_fsdp else None)
 
 
 def ranks_of(options: Options, worker: Worker) -> Ranks:
-    data, tensor = axes_of(options, worker.world_size)
-    sizes = {DATA: data} if options.use_fsdp else {}
-    sizes |= {TENSOR: tensor} if options.use_tp else {}
     mesh = None
-    if sizes:
-        shape, names = tuple(sizes.values()), tuple(sizes)
-        mesh = init_device_mesh(worker.device.type, shape, mesh_dim_names=names)
+    if options.use_fsdp or options.use_tp:
+        mesh = mesh_of(layout_of(options), worker.world_size, worker.device.type)
     return Ranks(worker.device, dist.group.WORLD, mesh)
 
 

@@ -10,7 +10,7 @@ from bench import main as command
 from bench.options import parse
 from bench.report import report
 from bench.settings import Subject, check_world, settings_from
-from bench.sharded import DATA, REPLICATED, SHARDED, TENSOR, layout_of
+from bench.sharded import REPLICATED, SHARDED, layout_of
 from bench.worker import GATE, TIMING, plan
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from lm import parallel
@@ -30,7 +30,6 @@ def settings_for(*arguments, folder="folder"):
 
 
 def test_the_names_are_those_of_the_libraries():
-    assert (DATA, TENSOR) == (parallel.DATA, parallel.TENSOR)
     assert {layout.wrap for layout in SHARDED.values()} - {None} <= set(parallel.WRAPS)
 
 

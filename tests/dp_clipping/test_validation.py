@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from dp_clipping.validation import check_module, problem_of, refuse_offsets, replicas
+from dp_clipping.capture.samples.known_bags import refuse_offsets
+from dp_clipping.validation import check_module, problem_of, replicas
 
 
 def frozen(module: nn.Module) -> nn.Module:

@@ -14,15 +14,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from dp_clipping.kernels.launch.tiles import available
-from experiments.llama_fsdp import grid as grid_module
 from experiments.llama_fsdp import plots
-from experiments.llama_fsdp.__main__ import main
+from experiments.llama_fsdp import run as run_module
+from experiments.llama_fsdp.__main__ import main, run_grid
 from experiments.llama_fsdp.cell import write_result
-from experiments.llama_fsdp.grid import measure, run_grid
-from experiments.llama_fsdp.left import TimeLeft
 from experiments.llama_fsdp.network import build, config_of
 from experiments.llama_fsdp.options import cell_arguments, parse, settings_of
-from experiments.llama_fsdp.plan import plan
+from experiments.llama_fsdp.plan import plan, run_of
 from experiments.llama_fsdp.results import (
     MODES,
     GridCell,
@@ -128,7 +126,7 @@ def test_the_token_is_written_nowhere(grid):
 def test_a_rerun_measures_nothing_again(grid, capsys, monkeypatch):
     arguments, folder, _ = grid
     before = (folder / "results.jsonl").read_bytes()
-    monkeypatch.setattr(grid_module, "run_ranks", None)
+    monkeypatch.setattr(run_module, "run_ranks", None)
     assert main(arguments) == 0
     assert "1 of 1 cell is finished" in capsys.readouterr().out
     assert (folder / "results.jsonl").read_bytes() == before
@@ -253,7 +251,7 @@ def test_failed_cells_are_rows_and_others_go_on(tmp_path, capsys):
     arguments = ["--modes", "no_dp", "ghost_fsdp", "flash_fsdp", "--seq-lengths", "8", "16"]
     options = options_of(tmp_path, *arguments, "--rounds", "2")
     fail = {"ghost_fsdp": killed, "flash_fsdp": Outcome(3)}
-    assert run_grid(options, CPU, 2, starter(fail, started)) == 1
+    assert run_grid(options, run_of(options, CPU, 2), starter(fail, started)) == 1
     assert len(started) == 2 * (2 + 1 + 1)  # what has failed is not tried in the second round
     lost = json.loads((tmp_path / "ghost_fsdp_seq16_result.json").read_text())
     assert (lost["status"], lost["peak_memory_gb"]) == ("oom", None)
@@ -264,35 +262,11 @@ def test_failed_cells_are_rows_and_others_go_on(tmp_path, capsys):
     assert "oom: rank 1 failed first: OutOfMemoryError" in (tmp_path / "summary.txt").read_text()
 
     started.clear()  # a rerun tries them again, and only them
-    assert run_grid(options, CPU, 2, starter({}, started)) == 0
+    assert run_grid(options, run_of(options, CPU, 2), starter({}, started)) == 0
     assert len(started) == 2 * (2 + 2)
     assert not any("no_dp" in one for one in started)
     result = json.loads((tmp_path / "ghost_fsdp_seq16_result.json").read_text())
     assert [r["status"] for r in result["rounds"]] == ["ok", "ok"]
-
-
-def finished(mode: str, length: int, ms: float, status: str = "ok") -> dict:
-    return {"mode": mode, "seq_length": length, "status": status, "median_time_ms": ms}
-
-
-def test_the_time_left_follows_from_cells_of_like_length():
-    left = TimeLeft(steps=10)
-    cells = [GridCell(mode, length) for length in (16, 64) for mode in ("no_dp", "ghost_fsdp")]
-    assert left.of(cells) is None
-    left.note(3.0, finished("flash_fsdp", 16, 0, "oom"))
-    assert left.of(cells) == 12.0  # nothing better is known
-    left.note(6.0, finished("no_dp", 16, 100.0))  # 5 s of start, 10 steps of 0.1 s
-    assert left.of(cells[1:2]) == pytest.approx(5 + 1)  # as the other mode
-    left.note(7.0, finished("ghost_fsdp", 16, 200.0))
-    assert left.of(cells[2:]) == pytest.approx((5 + 4) + (5 + 8))  # four times the tokens
-    assert left.of([GridCell("no_dp", 16, 1)]) == pytest.approx(6)
-    assert left.of([]) == 0
-
-
-def test_the_time_left_knows_what_an_earlier_call_has_measured():
-    left = TimeLeft(10, [finished("no_dp", 64, 400.0), finished("flash_fsdp", 16, 0, "error")])
-    left.note(7.0, finished("ghost_fsdp", 64, 200.0))
-    assert left.of([GridCell("no_dp", 64, 1)]) == pytest.approx(5 + 4)
 
 
 def test_rounds_are_interleaved():
@@ -308,7 +282,7 @@ def test_a_token_in_an_error_is_hidden(tmp_path, monkeypatch):
     outcome = Outcome(70, Cause(0, "error", f"HTTPError: Bearer {SECRET} was refused"))
     options = options_of(tmp_path)
     path = tmp_path / "one.json"
-    measure(GridCell("no_dp", 8), options, CPU, 2, lambda _: outcome, path)
+    run_of(options, CPU, 2).measure(GridCell("no_dp", 8), lambda _: outcome, path)
     assert SECRET not in path.read_text()
     assert "Bearer *** was refused" in path.read_text()
     assert not any(SECRET in word for word in cell_arguments(GridCell("no_dp", 8), options, path))
@@ -352,7 +326,7 @@ def test_summary_has_ratios_of_each_length_and_failures():
     line = next(line for line in text.splitlines() if line.startswith("flash_fsdp"))
     assert line.split()[1] == "163.8"
     assert float(line.split()[4]) == pytest.approx(1.6)
-    assert line.split()[-3:] == ["2", "of", "2"]
+    assert "  2 of 2  " in line
     assert "oom: no more" in text
     assert "8 x NVIDIA H200" in text
 

@@ -10,15 +10,14 @@ import torch
 from opacus.validators.errors import UnsupportedModuleError
 
 from dp_clipping.cuda_graph import EAGER
-from experiments.networks.__main__ import PROGRAM, Options, main, measure
-from experiments.networks.bounds import bound_by, bounds_of
+from experiments.networks.__main__ import PROGRAM, Options, main, run_all
+from experiments.networks.bounds import bounds_of, describe_bounds
 from experiments.networks.graphs import GraphedTraining, in_pinned_memory
-from experiments.networks.report import report
 from experiments.networks.rows import ROWS
 from experiments.networks.training import failure_of, training_of
-from experiments.rounds import RoundCell
+from experiments.rounds import report
 from measure.options import parse_options, parser_of
-from measure.runs import read_cells
+from measure.runs import cells_of, read_cells
 
 CPU = torch.device("cpu")
 
@@ -26,10 +25,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", ROWS)
 def test_a_network_runs_in_small(name):
     """A private step runs, or is refused by name."""
-    options = Options(steps=1)
-    for variant in ("ordinary", "flash_bookkeeping"):
-        found = measure(RoundCell(ROWS[name], variant, 0), options, CPU)
-        if variant == "ordinary" or found["status"] == "ok":
+    variants = ("ordinary", "flash_bookkeeping")
+    for found in run_all(Options(networks=(name,), variants=variants, rounds=1, steps=1), CPU):
+        if found["variant"] == "ordinary" or found["status"] == "ok":
             assert len(found["step_ms"]) == 1
         else:
             assert found["reason"].startswith("refused: ValueError: "), found
@@ -91,21 +89,25 @@ def test_the_table():
         {"row": "vit_b16", "variant": "opacus_ghost", "round": 0, "status": "error",
          "reason": "refused: NotImplementedError: no"},
     ]  # fmt: skip
-    lines = report(cells).splitlines()
+    lines = report(cells, describe_bounds).splitlines()
     ordinary, ours, theirs = (line.split() for line in lines[2:5])
-    assert ordinary[1:6] == ["ordinary", "10.0", "10.0", "11.0", "1.000"]
+    assert ordinary[:6] == ["ordinary", "vit_b16", "10.00", "10.00", "11.00", "–"]
     assert ordinary[-2:] == ["700", "kernels"]
     assert ours[5] == "2.000"
-    assert ours[-5:] == ["1.50", "19.0", "12.0", "7,300", "host"]
+    assert ours[-5:] == ["1.500", "19.0", "12.0", "7,300", "host"]
     assert " ".join(theirs[2:]) == "error: refused: NotImplementedError: no"
 
 
 def test_what_bounds_a_step():
-    cell = {"host_ms": 5.0, "kernel_ms": 5.0}
-    assert bound_by(10.0, cell) == "neither"
-    assert bound_by(5.0, cell) == "kernels"
-    assert bound_by(5.0, cell | {"kernel_ms": 3.0}) == "host"
-    assert bound_by(5.0, {}) is None
+    def bound(step_ms: float, **measured: float) -> str | None:
+        row = {"row": "table", "variant": "ordinary", "round": 0, "status": "ok", **measured}
+        (cell,) = cells_of([row | {"step_ms": [step_ms]}])
+        return describe_bounds(cell).get("bound")
+
+    assert bound(10.0, host_ms=5.0, kernel_ms=5.0, launches=9) == "neither"
+    assert bound(5.0, host_ms=5.0, kernel_ms=5.0, launches=9) == "kernels"
+    assert bound(5.0, host_ms=5.0, kernel_ms=3.0, launches=9) == "host"
+    assert bound(5.0) is None
 
 
 def test_on_a_cpu_nothing_is_launched():
@@ -130,6 +132,14 @@ def test_bounds_on_a_gpu():
 # ---- steps as CUDA graphs ------------------------------------------------------------------------
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GRAPHED = ("ordinary", "flash_bookkeeping")
+
+
+def graphed(network: str, *variants: str) -> list[dict]:
+    """What a GPU measures of a small network's graphs."""
+    options = Options(networks=(network,), variants=variants, rounds=1, steps=2, small=True,
+                      cuda_graph=True)  # fmt: skip
+    return run_all(options, torch.device("cuda"))
 
 
 class Graph:
@@ -210,23 +220,20 @@ def test_without_a_gpu_graphs_are_refused(capsys):
 @needs_gpu
 @pytest.mark.parametrize("name", ["table", "bert_base", "wide_resnet_16_4"])
 def test_graphs_on_a_gpu(name):
-    device, options = torch.device("cuda"), Options(steps=2, small=True, cuda_graph=True)
-    for variant in ("ordinary", "flash_bookkeeping"):
-        found = measure(RoundCell(ROWS[name], variant, 0), options, device)
+    for found in graphed(name, *GRAPHED):
         assert found["status"] == "ok", found
         assert found["peak_memory_mb"] > 0
-    found = measure(RoundCell(ROWS[name], "opacus_hooks", 0), options, device)
+    (found,) = graphed(name, "opacus_hooks")
     assert found["reason"].startswith("raised: ValueError: Opacus has no step")
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_a_step_that_waits_is_a_cell_and_the_next_is_measured():
-    device, options = torch.device("cuda"), Options(steps=2, small=True, cuda_graph=True)
-    for variant in ("ordinary", "flash_bookkeeping"):
-        found = measure(RoundCell(ROWS["lstm_packed"], variant, 0), options, device)
+    for variant in GRAPHED:
+        (found,) = graphed("lstm_packed", variant)
         assert "lengths.cpu()" in found["reason"]
-        assert measure(RoundCell(ROWS["table"], variant, 0), options, device)["status"] == "ok"
+        assert graphed("table", variant)[0]["status"] == "ok"
 
 
 @pytest.mark.gpu

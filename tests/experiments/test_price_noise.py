@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from experiments import price_noise
-from experiments.price_noise import ALONE, Options, RoundCell, Steps, main, measure, report
-from experiments.rounds import Row
+from experiments.price_noise import ALONE, Options, Steps, main, measure
+from experiments.rounds import RoundCell, Row
 
 CPU = torch.device("cpu")
 NOISE = ["default", "secure", "bands_3"]
@@ -33,13 +33,14 @@ def test_each_noise_has_a_line_for_each_row(without_gpu, tmp_path, capsys):
         (row, noise) for row in (ALONE, "2x8", "4x8") for noise in NOISE
     }
     for cell in cells:
-        own = next(x.split() for x in lines if x.split()[:2] == [cell["row"], cell["variant"]])
+        own = next(x.split() for x in lines if x.split()[:2] == [cell["variant"], cell["row"]])
         base = next(
             c for c in cells if (c["row"], c["variant"]) == (cell["row"], price_noise.DEFAULT)
         )
         own_ms, base_ms = median(cell["step_ms"]), median(base["step_ms"])
         assert float(own[2]) == pytest.approx(own_ms, abs=0.01)
-        assert float(own[3]) == pytest.approx(own_ms / base_ms, abs=0.002)
+        if cell is not base:
+            assert float(own[5]) == pytest.approx(own_ms / base_ms, abs=0.002)
 
 
 def test_steps_have_the_noise_of_their_cell_and_all_its_bands(monkeypatch):
@@ -67,14 +68,6 @@ def test_steps_have_the_noise_of_their_cell_and_all_its_bands(monkeypatch):
     assert [name for name, *_ in seen[7:]] == ["secure"] * (1 + 2 * price_noise.TIMES_ALONE)
     assert all(step >= 1000 and whole for _, step, whole in seen[7:])
     assert steps.training.optimizer.steps == taken
-
-
-def test_a_failed_cell_has_no_line():
-    done = {"row": "2x8", "variant": "default", "round": 0, "status": "ok", "step_ms": [2.0]}
-    failed = {"row": "2x8", "variant": "secure", "round": 0, "status": "oom", "reason": "full"}
-    text = report([done | {"peak_memory_mb": 1.0}, failed])
-    assert "default" in text
-    assert "secure" not in text
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.price.report import report
-from experiments.price_sharded.__main__ import main
-from experiments.price_sharded.run import measure, parse
-from experiments.rounds import interleave
+from experiments.price_sharded import main, parse, run_all
+from experiments.rounds import report
 from lm.rank_pool import Context
 from tests.support.alone import Watching, worker_of
 
@@ -23,20 +21,17 @@ REHEARSAL = [
 
 
 def cells_of(context: Context) -> list[dict]:
-    worker = worker_of(context)
-    options = parse(REHEARSAL)
-    cells = interleave(options.rows, VARIANTS, 1)
-    return [measure(cell, options, worker, Watching()) for cell in cells]
+    return run_all(parse(REHEARSAL), worker_of(context), Watching())
 
 
 def check(cells: list[dict], text: str, ranks: int) -> None:
     assert sorted(c["variant"] for c in cells) == sorted(VARIANTS)
     for cell in cells:
-        assert cell["ranks"] == ranks
+        assert cell["config"]["ranks"] == ranks
         assert len(cell["step_ms"]) == 2
         pairs = zip(cell["without_step_ms"], cell["step_ms"], strict=True)
         assert all(0 < part < whole for part, whole in pairs)
-        own = next(x for x in text.splitlines() if x.startswith(f"2x16  {cell['variant']} "))
+        own = next(x for x in text.splitlines() if x.startswith(f"{cell['variant']} "))
         assert float(own.split()[2]) > 0
 
 

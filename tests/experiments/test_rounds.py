@@ -5,10 +5,11 @@ from collections import Counter
 import pytest
 import torch
 
-from experiments.rounds import Recorder, Row, attempt, describe_cell, interleave, row_of
-from measure.runs import beside, ratio_beside, read_cells
+from experiments.rounds import Row, interleave, report, row_of, run_rounds
+from measure.report_tables import growths_of
+from measure.runs import beside, cells_of, ratio_beside, read_cells
 
-CONFIG = {"config": {"model": "tiny"}}
+CPU = torch.device("cpu")
 
 
 def test_variants_of_a_row_take_turns():
@@ -24,34 +25,101 @@ def test_a_row_is_written_as_it_is_read():
     assert str(row_of("8x1024")) == "8x1024"
 
 
+def costs(ms: float, peak: float = 7.0) -> dict:
+    steps = [ms, ms * 1.01, ms * 0.99]
+    return {"step_ms": steps, "without_step_ms": [ms * 0.9] * 3, "peak_memory_mb": peak}
+
+
+def run(measure, variants, rounds, output=None, row="8x16") -> list[dict]:
+    """Runs cells on the CPU as a program does."""
+    cells = interleave([row], variants, rounds)
+    return run_rounds(cells, measure, lambda cell: {"model": "tiny"}, CPU, output)
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [(torch.OutOfMemoryError("no room\nat all"), "oom"), (KeyError("x"), "error")],
 )
-def test_a_failed_cell_says_why(error, status):
-    def fail():
-        raise error
+def test_a_failed_cell_says_why_and_is_not_tried_again(error, status, capsys):
+    def measure(cell):
+        if cell.variant == "lost":
+            raise error
+        return costs(10.0)
 
-    found = attempt(fail)
+    cells = run(measure, ["lost", "found"], 3)
+    assert Counter(cell["variant"] for cell in cells) == {"lost": 1, "found": 3}
+    (found,) = (cell for cell in cells if cell["variant"] == "lost")
     assert found["status"] == status
     assert found["reason"].startswith(type(error).__name__)
     assert "\n" not in found["reason"]
-    cell = {"row": "8x16", "variant": "a", "round": 0} | found
-    assert describe_cell(cell) == f"8x16 a round 1: {status}: {found['reason']}"
+    assert f"8x16 lost round 1: {status}: {found['reason']}, " in capsys.readouterr().out
 
 
 def test_the_file_is_read_as_other_results_are(tmp_path, capsys):
-    recorder = Recorder(tmp_path / "new" / "out.json")
-    for cell in interleave(["8x16"], ["ordinary", "flash", "lost"], 2):
-        ms = {"ordinary": 10.0, "flash": 15.0}
-        costs = {"step_ms": [ms.get(cell.variant)] * 3, "peak_memory_mb": 7.0}
-        measured = attempt(lambda costs=costs: {"a": 1 / (costs["step_ms"][0] or 0), **costs})
-        recorder.add(cell.names() | CONFIG | measured, "a line")
-    assert capsys.readouterr().out == "a line\n" * 6
-    cells = {cell.names["variant"]: cell for cell in read_cells(tmp_path / "new" / "out.json")}
+    ms = {"ordinary": 10.0, "flash": 15.0}
+    output = tmp_path / "new" / "out.json"
+    run(lambda cell: costs(ms[cell.variant]), [*ms, "lost"], 2, output)
+    assert capsys.readouterr().out.count("\n") == 5
+    cells = {cell.names["variant"]: cell for cell in read_cells(output)}
     flash, lost = cells["flash"], cells["lost"]
-    assert flash.samples() == [15.0] * 6
+    assert flash.samples() == 2 * costs(15.0)["step_ms"]
     assert (flash.peak_memory_mb, flash.settings) == (7.0, {"model": "tiny"})
     ordinary = beside(list(cells.values()), flash, "variant", "ordinary")
     assert ratio_beside(flash, ordinary).value == pytest.approx(1.5)
-    assert (lost.status, lost.reason) == ("error", "ZeroDivisionError: division by zero")
+    assert (lost.status, lost.reason) == ("error", "KeyError: 'lost'")
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def cell(row: str, variant: str, ms: float, peak: float, number: int = 0) -> dict:
+    names = {"row": row, "variant": variant, "round": number, "status": "ok"}
+    return names | costs(ms, peak)
+
+
+def line_of(text: str, variant: str) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.startswith(f"{variant} "))
+
+
+def test_ratios_and_failed_cells():
+    results = [
+        cell("8x1024", variant, ms, peak, number)
+        for number in range(3)
+        for variant, ms, peak in (("flash", 150.0, 1010), ("ordinary", 100.0, 1000))
+    ]
+    failed = {"row": "8x1024", "variant": "ghost", "round": 0, "status": "oom", "reason": "full"}
+    text = report([*results, failed])
+    found = line_of(text, "flash")
+    assert found[2] == "150.0"
+    assert float(found[5]) == pytest.approx(1.5)
+    assert found[-1] == "1.010"
+    assert text.index("ordinary") < text.index("flash")
+    assert line_of(text, "ghost") == ["ghost", "8x1024", "oom:", "full"]
+    assert "T^" not in text
+
+
+def test_growth_with_the_length_of_samples():
+    def growth(middle: float):
+        results = [cell(f"4x{t}", "flash", 2e-3 * t**1.25, 1.0) for t in (512, 4096)]
+        results += [cell("4x1024", "flash", middle * 2e-3 * 1024**1.25, 1.0)]
+        ((key, found),) = growths_of(cells_of([*results, cell("8x512", "flash", 9.0, 1.0)])).items()
+        assert key == (4, "flash")
+        return found
+
+    assert growth(1.0).exponent == pytest.approx(1.25)
+    assert growth(1.0).high - growth(1.0).low == pytest.approx(0, abs=1e-6)
+    assert growth(1.1).low < 1.25 < growth(1.1).high
+    assert 1.2 < growth(1.1).exponent < 1.3
+
+
+def test_growth_is_in_the_report():
+    text = report([cell(f"4x{t}", "ordinary", t / 10, 1000) for t in (1024, 2048, 4096)])
+    assert "B = 4, ordinary: step time grows as T^1.00" in text
+
+
+def test_the_legend_explains_only_what_is_there():
+    flash, ordinary = cell("4x512", "flash", 2.0, 1000), cell("4x512", "ordinary", 1.0, 1000)
+    assert "ratio" not in report([flash])
+    assert "ratio" not in report([ordinary])
+    assert "ratio of medians" in report([flash, ordinary])
+    assert "slowest rank" in report([flash])

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from measure import chart
 from measure.chart import draw_comparison
-from measure.picture import read_picture
+from measure.picture import label_of, read_picture
 
 
 def _row(label, median, exposed=None, memory=None, samples=None):
@@ -65,10 +65,10 @@ def test_every_row_is_labelled_in_order_from_the_top(drawn):
     assert labels[0] == "floor"
     assert labels[1].endswith("file.py:\nMyVariant")
     assert max(len(line) for label in labels for line in label.split("\n")) <= 23
-    mode = chart.label_of("ddp_individual_v2:flash_bookkeeping:input_length")
+    mode = label_of("ddp_individual_v2:flash_bookkeeping:input_length")
     assert mode == "ddp_individual_v2:\nflash_bookkeeping:\ninput_length"
-    assert chart.label_of("ddp:flash:width") == "ddp:flash:width"
-    option = chart.label_of("ddp_copy_engine+find_unused_parameters")
+    assert label_of("ddp:flash:width") == "ddp:flash:width"
+    option = label_of("ddp_copy_engine+find_unused_parameters")
     assert option == "ddp_copy_engine\n+find_unused_parameters"
     bottom, top = times.get_ylim()
     assert bottom > len(ROWS) - 1 > 0 > top

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from measure.picture import read_picture, save_picture
+from measure.picture import apart, read_picture, save_picture
 
 
 @pytest.mark.parametrize("sentence", ["Left is faster.", "ε × 2 – «links» ist schneller", ""])
@@ -26,3 +26,11 @@ def test_what_is_no_whole_png_is_refused(tmp_path):
         (tmp_path / "b.png").write_bytes(content)
         with pytest.raises(ValueError, match=r"b\.png: not a whole PNG"):
             read_picture(tmp_path / "b.png")
+
+
+def test_labels_are_a_line_apart_and_near_their_points():
+    found = apart([0.1, 0.11, 0.12, 0.9], 0.05)
+    assert found == pytest.approx([0.06, 0.11, 0.16, 0.9])
+    assert apart([], 0.05) == []
+    assert apart([1.0, 1.0, 1.0], 0.1, 0.0, 1.0) == pytest.approx([0.8, 0.9, 1.0])
+    assert apart([0.0, 0.02, 0.12], 0.1, 0.0, 1.0) == pytest.approx([0.0, 0.1, 0.2])

@@ -40,6 +40,19 @@ def test_estimate_of_the_remaining_time(monkeypatch):
     assert "\n" not in stream.getvalue()
 
 
+def test_steps_may_weigh_more_than_others(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(room.time, "monotonic", lambda: clock[0])
+    progress = Progress(4, enabled=False, done=1, weights=[9, 1, 2, 3])
+    assert progress.left() == ""
+    progress.update("the second")
+    clock[0] += 4
+    assert progress.left() == ", about 20 s left"
+    progress.update("the third")
+    progress.update("the last")
+    assert progress.left() == ""
+
+
 def test_long_label_does_not_wrap(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     stream = Terminal()

@@ -11,7 +11,7 @@ STATISTICS = "tests/dp_clipping/clipping/test_statistics.py"
 OPS = "tests/dp_clipping/ops/test_ops.py"
 CONTRACT = "tests/dp_clipping/contract/test_contract.py"
 SAMPLES = "tests/dp_clipping/contract/test_samples.py"
-SCALED = "tests/dp_clipping/layers/test_low_precision_sums.py"
+FACTORS = "tests/dp_clipping/layers/test_linear_factors.py"
 UNITS = "tests/dp_clipping/test_units_of_privacy.py"
 BUFFER = "tests/dp_clipping/step/test_gradient_buffer.py"
 GAUSSIAN = "tests/dp_clipping/noise/test_gaussian.py"
@@ -89,8 +89,8 @@ ROWS = [
      "work.versions.reads_values = is_looked_at", "work.versions.reads_values = False", KEPT,
      "without_a_version"),
     ("versions are compared in no step", "capture/checks/kept.py",
-     "if then != tuple(map(VERSION, tensors))",
-     "if self.reads_values and then != tuple(map(VERSION, tensors))", KEPT, "later_step"),
+     "if then != tuple(map(version_of, tensors))",
+     "if self.reads_values and then != tuple(map(version_of, tensors))", KEPT, "later_step"),
     ("a second backward may bring anything", "capture/checks/kept.py",
      "if first is not found and self._is_other(*first, found[1]):", "if False:", KEPT,
      "counts_its_calls"),
@@ -187,6 +187,9 @@ ROWS = [
      "at_most_c and linear_large"),
     ("a Gram matrix of other activations", "layers/linear_factors.py",
      "if not same:", "if self._of is None:", OPS, "at_most_c and gru_packed"),
+    ("16-bit sums are of rounded coefficients", "layers/linear_factors.py",
+     "left = left.to(dtype) * weights.of_dtype(dtype)[:, None, None]",
+     "left = (left * weights.values.to(left.dtype)[:, None, None]).to(dtype)", FACTORS),
     ("accumulated sums are not weighted", "layers/linear_factors.py",
      "weighted_sum(weights.only(part), gradients)", "gradients.sum(0)", OPS,
      "few_samples_at_a_time"),
@@ -203,14 +206,6 @@ ROWS = [
     ("an input gradient without its mean", "layers/norm.py",
      "(rstd * (scaled - normalized * mean)).to(x.dtype)", "(rstd * scaled).to(x.dtype)", OPS,
      "test_reference and rms_norm"),
-    ("rescaled sums exceed by rounding", "layers/low_precision_sums.py",
-     "coefficients * (1 - ROUNDING_SLACK), coefficients)", "coefficients * 1.01, coefficients)",
-     SCALED),
-    ("an excess on another rank is not seen", "layers/low_precision_sums.py",
-     "bounds = over_parts(scale.square() * others.bounds() + scaled.bounds())",
-     "bounds = scale.square() * others.bounds() + scaled.bounds()", SCALED),
-    ("a shared output gradient is scaled twice", "layers/low_precision_sums.py",
-     "if seen.setdefault(storage, use) != use or 0 in y.stride():", "if False:", SCALED),
     # ---- step
     ("coefficients of other groups", "step/sums/plain.py",
      "self._weights[record.group]",
@@ -495,7 +490,7 @@ ROWS = [
     ("ranks that differ are not noticed", "distributed/split_norms.py",
      "return squares, torch.where(differs, torch.inf, bounds)", "return squares, bounds", SPLIT),
     ("bounds stay on their rank", "distributed/split_norms.py",
-     "return self._reducer.reduce(bounds[None]).wait()[0]", "return bounds", SPLIT),
+     "counted.bounds(), shared", "counted.bounds() * self._reducer.counts(True), shared", SPLIT),
     ("shards add up over no ranks", "distributed/gradient_reduce.py",
      "self._sums[parameter].add_(shard.view_as(self._sums[parameter]))", "pass", REDUCE),
     ("a shard of another rank", "distributed/gradient_reduce.py",

@@ -16,7 +16,7 @@ from torch import Tensor
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.recorder import Trainable
-from dp_clipping.torch_compat import VERSION
+from dp_clipping.torch_compat import version_of
 from dp_clipping.trials.seen import Summary, compared
 from dp_clipping.trials.values import checksum, others
 
@@ -86,7 +86,7 @@ class Kept:
             values: their values were noted, too.
         """
         noted = list(noted)
-        changed = [own for own, tensors, then in noted if then != tuple(map(VERSION, tensors))]
+        changed = [own for own, tensors, then in noted if then != tuple(map(version_of, tensors))]
         if self.reads_values and values and not changed:
             changed = self._others([one[:2] for one in noted])
         if changed:

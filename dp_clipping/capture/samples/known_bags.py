@@ -77,6 +77,16 @@ class KnownBags:
         self._known[_key(args, kwargs)] = bags
 
 
+def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
+    """Raises ValueError for bags with offsets, in a sharded network; a hook before a forward."""
+    ids = args[0] if args else kwargs.get("input")
+    if isinstance(ids, Tensor) and ids.dim() == 1:
+        raise ValueError(
+            "EmbeddingBag is called with offsets in a sharded network, where samples need a row "
+            "each: give it ids [batch, tokens], padded with padding_idx, which no bag counts"
+        )
+
+
 def _key(args: tuple, kwargs: dict) -> Hashable:
     leaves, structure = tree_flatten((args, kwargs))
     return structure, *(x.dim() if isinstance(x, Tensor) else None for x in leaves)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dp_clipping.layers import projection, tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, check_size
-from dp_clipping.torch_compat import fused_gru_cell, fused_lstm_cell, never_compiled
+from dp_clipping.torch_compat import never_compiled
 
 
 @never_compiled
@@ -63,9 +63,6 @@ def _layout(self: nn.RNNCellBase, handle: LayerState, input: Tensor, hx: Any) ->
 
 def lstm(i: Tensor, k: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """Returns h' = o tanh(c') and c' = f c + i g [N, H], of the gates' shares [N, 4H]."""
-    fused = fused_lstm_cell()
-    if i.is_cuda and fused is not None:
-        return fused(i, k, c.to(i.dtype))[:2]
     admit, keep, new, out = (i + k).chunk(4, 1)
     c = keep.sigmoid() * c + admit.sigmoid() * new.tanh()
     return out.sigmoid() * c.tanh(), c
@@ -73,9 +70,6 @@ def lstm(i: Tensor, k: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 def gru(i: Tensor, k: Tensor, h: Tensor) -> Tensor:
     """Returns h' = (1 - z) n + z h with n = tanh(i_n + r k_n), of the gates' shares [N, 3H]."""
-    fused = fused_gru_cell()
-    if i.is_cuda and fused is not None:
-        return fused(i, k, h.to(i.dtype))[0]
     (i_r, i_z, i_n), (k_r, k_z, k_n) = i.chunk(3, 1), k.chunk(3, 1)
     z, n = (i_z + k_z).sigmoid(), (i_n + (i_r + k_r).sigmoid() * k_n).tanh()
     return n + z * (h - n)

@@ -1,7 +1,6 @@
 """Maps tokens of packed sequences to those of padded ones, [T, N, ..]."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,18 +39,15 @@ class Packing:
             columns, ends = order[columns], ends[places]
         return cls(sizes, times * count + columns, ends, order, places)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Returns T and N."""
-        return len(self.batch_sizes), len(self.ends)
-
     def pad(self, packed: Tensor) -> Tensor:
         """Returns [T, N, ..] of [tokens, ..], zero where a sequence has ended."""
-        return Pad.apply(packed, self.tokens, self.shape)
+        times, count = len(self.batch_sizes), len(self.ends)
+        padded = packed.new_zeros(times * count, *packed.shape[1:])
+        return padded.index_copy(0, self.tokens, packed).view(times, count, *packed.shape[1:])
 
     def pack(self, padded: Tensor) -> Tensor:
         """Returns the inverse of `pad`."""
-        return Pack.apply(padded, self.tokens)
+        return padded.flatten(0, 1).index_select(0, self.tokens)
 
     def by_length(self, x: Tensor) -> Tensor:
         """Returns x [D, N, ..], in the order of the batch, by length."""
@@ -65,35 +61,3 @@ class Packing:
         """Returns which sequences run in each time step: [T, N, 1]."""
         times = torch.arange(len(self.batch_sizes), device=self.ends.device)
         return (times[:, None] <= self.ends)[..., None]
-
-
-def _pad(packed: Tensor, tokens: Tensor, shape: tuple[int, int]) -> Tensor:
-    padded = packed.new_zeros(shape[0] * shape[1], *packed.shape[1:])
-    padded[tokens] = packed
-    return padded.unflatten(0, shape)
-
-
-class Pad(torch.autograd.Function):
-    """Copies tokens to their places. Autograd's own backward of an index adds up, which is slow."""
-
-    @staticmethod
-    def forward(ctx, packed: Tensor, tokens: Tensor, shape: tuple[int, int]) -> Tensor:
-        ctx.tokens = tokens
-        return _pad(packed, tokens, shape).data
-
-    @staticmethod
-    def backward(ctx, gy: Any) -> Any:
-        return gy.flatten(0, 1)[ctx.tokens], None, None
-
-
-class Pack(torch.autograd.Function):
-    """Copies tokens from their places."""
-
-    @staticmethod
-    def forward(ctx, padded: Tensor, tokens: Tensor) -> Tensor:
-        ctx.tokens, ctx.shape = tokens, padded.shape[:2]
-        return padded.flatten(0, 1)[tokens]
-
-    @staticmethod
-    def backward(ctx, gy: Any) -> Any:
-        return _pad(gy, ctx.tokens, ctx.shape), None

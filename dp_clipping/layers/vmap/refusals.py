@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.torch_compat import in_transform, is_of_vmap
+from dp_clipping.torch_compat import is_of_vmap, transforms_run
 
 LIBRARIES = (
     *(str(Path(str(m.__file__)).parent) for m in (torch, linecache)),
@@ -89,7 +89,7 @@ def leaves_samples(left: Sequence[dict[Any, Tensor]]) -> bool:
 
 def refuse_transforms(name: str) -> None:
     """Raises ValueError if a layer is called under a transform of the network's own code."""
-    if in_transform():
+    if transforms_run():
         raise ValueError(f"{name or 'the network'}: {TRANSFORMED}")
 
 

@@ -18,7 +18,6 @@ from dp_clipping.clipping.accumulation import (
 )
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
 from dp_clipping.layers.linear_factors import Grams, LinearFactors
-from dp_clipping.layers.low_precision_sums import rescale
 from dp_clipping.layers.recorder import (
     DENSE,
     FACTORS,
@@ -88,8 +87,6 @@ class Plain:
                     work.norms.table.add(record, norm)
                     work.norms.known.add(record)
                 if not two_passes:
-                    if getattr(value, "is_rescaled", False):
-                        work.norms.rescaled.add(record)
                     work.kept[record] = (value, left.tensors, left.versions)
             for mine in vectors.values():
                 records = [record for record, _ in mine]
@@ -149,29 +146,11 @@ class Plain:
         if self.padding is not None:  # values that are not left out are finite, and c is 0
             scale = scale.masked_fill(self.padding, 0.0)
             nonfinite = nonfinite and int((~finite & ~self.padding).sum())
-        scale = self._rescaled(scale, work)
         self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
         return BatchNorms(squared.sum(0).sqrt(), squared, nonfinite)
 
     def _replace(self, work: Any, record: Trainable, value: Any) -> None:
         work.keep(record, value, (value,) if isinstance(value, Tensor) else value.held(value))
-
-    def _rescaled(self, scale: Tensor, work: Any) -> Tensor:
-        """Returns coefficients for 16-bit factors, corrected for the rounding of scaled factors."""
-        norms = work.norms
-        here = not norms.rescaled.isdisjoint(work.kept)
-        if not norms.split.some_are_rescaled(here):
-            return scale
-        values = {record: value for record, (value, *_) in work.kept.items()}
-        factors = {record: values[record] for record in values if record in norms.rescaled}
-        counted = norms.split.counted(norms.known)
-        table = norms.table if self._good is None else norms.table.of_good(self._good)
-        rest = table.only(counted - factors.keys())
-        scale = rescale(factors, values, rest, scale, self._clip_norms, counted, norms.split.sum)
-        for record, value in values.items():
-            if not isinstance(value, Tensor):
-                self._replace(work, record, value)
-        return scale
 
     # ---- sums -----------------------------------------------------------------------------------
 

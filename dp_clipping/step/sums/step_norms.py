@@ -24,7 +24,6 @@ class StepNorms:
     Attributes:
         table: the norms that have been taken.
         known: parameters whose norm is in it: a row may be that of several parameters together.
-        rescaled: parameters whose sum will be rescaled (`layers.low_precision_sums`).
         split: what other ranks have to add.
     """
 
@@ -40,7 +39,6 @@ class StepNorms:
         """Begins a backward, with `count` clipping groups."""
         self.table = Norms(count, self._zero, self._timer.part)
         self.known: set[Trainable] = set()
-        self.rescaled: set[Trainable] = set()
         self._partial: Layerwise | None = None
         self._left: set[Trainable] = set()  # whose norms are in it
         self._parts: list[Tensor] = []  # squared norms of this rank's parts, exchange by exchange
@@ -64,8 +62,7 @@ class StepNorms:
 
     def _own_table(self, records: Sequence[Any]) -> Tensor:
         """Returns this rank's part of norms that add up over ranks: see `SplitNorms.table`."""
-        rescaled = not self.rescaled.isdisjoint(records)
-        table = self.split.table(self.table, records, rescaled)
+        table = self.split.table(self.table, records)
         self._parts.append(table[0])
         return table
 

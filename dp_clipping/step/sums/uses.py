@@ -15,7 +15,7 @@ from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients_plain
 from dp_clipping.layers.handle import Site
 from dp_clipping.layers.projection import Linear, gradients_of
 from dp_clipping.layers.recorder import DENSE, LINEAR, NORMALIZED, Joint, Trainable
-from dp_clipping.torch_compat import VERSION
+from dp_clipping.torch_compat import version_of
 
 Left = tuple[str, tuple[Trainable, ...], Any, tuple[Tensor, ...]]
 """The arguments of `Work.take`."""
@@ -47,7 +47,7 @@ class Uses:
             if weight is not None and weight in weight.joint.linear:
                 pair = (a, y) if value[2].transposed else (y, a)
                 self._factors.setdefault(weight, []).append(pair)
-                noted = tensors, tuple(map(VERSION, tensors))
+                noted = tensors, tuple(map(version_of, tensors))
                 self._noted.setdefault(weight, []).append(noted)
                 records = tuple([record for record in records if record is not weight])
         for record, gradients in gradients_left(kind, records, value, self._batch_size):

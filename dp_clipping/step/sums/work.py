@@ -33,7 +33,7 @@ from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.step_norms import StepNorms
 from dp_clipping.step.sums.uses import Uses, gradients_left
-from dp_clipping.torch_compat import VERSION, allocated, current_stream
+from dp_clipping.torch_compat import allocated, current_stream, version_of
 from dp_clipping.trials.randomness import RandomStates
 
 Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
@@ -209,7 +209,7 @@ class Work:
             return
         self.seen.update(records)
         # `Left(..)` would call a function in Python for each.
-        values = (kind, records, value, tensors, tuple(map(VERSION, tensors)))
+        values = (kind, records, value, tensors, tuple(map(version_of, tensors)))
         left = tuple.__new__(Left, values)
         for record in records:
             self._order[record] = None
@@ -338,7 +338,7 @@ class Work:
 
     def keep(self, record: Trainable, value: Any, tensors: tuple[Tensor, ...]) -> None:
         """Keeps what the sum of a parameter is formed of."""
-        self.kept[record] = (value, tensors, tuple(map(VERSION, tensors)))
+        self.kept[record] = (value, tensors, tuple(map(version_of, tensors)))
         if self.versions.reads_values:
             self.versions.note(record, tensors)
 
@@ -347,7 +347,7 @@ class Work:
         for record, gradients in several:
             if gradients is not None and record not in self.kept:
                 tensors = (gradients,)
-                self.kept[record] = (gradients, tensors, tuple(map(VERSION, tensors)))
+                self.kept[record] = (gradients, tensors, tuple(map(version_of, tensors)))
                 if self.versions.reads_values:
                     self.versions.note(record, tensors)
 

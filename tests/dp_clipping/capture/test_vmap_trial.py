@@ -5,13 +5,14 @@ import torch
 from torch import nn
 
 from dp_clipping.capture import vmap_trial
+from dp_clipping.capture.callers import callers_of, weights_read_elsewhere
 from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.layout_search import Search
-from dp_clipping.capture.vmap_trial import callers_of, unfit_modules, weights_read_elsewhere
+from dp_clipping.capture.vmap_trial import unfit_modules
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import NeedsVmap
 from dp_clipping.layers.vmap.whole_batch import Operation, learn
-from dp_clipping.torch_compat import in_transform
+from dp_clipping.torch_compat import transforms_run
 from tests.dp_clipping.conftest import private
 from tests.support import zoo
 from tests.support.zoo import Net
@@ -175,7 +176,7 @@ class Failing(nn.Module):
         if self.kept:
             raise AssertionError("a call before this one has left something")
         self.kept.append(x.shape)
-        if in_transform() or (self.also_alone and len(x) == 1):
+        if transforms_run() or (self.also_alone and len(x) == 1):
             raise RuntimeError("vmap: for one sample")
         y = with_first(x, self.scale)
         self.kept.clear()
@@ -190,7 +191,7 @@ class Once(nn.Module):
         self.scale, self.error = nn.Parameter(torch.ones(3)), error
 
     def forward(self, x):
-        if in_transform():
+        if transforms_run():
             raise self.error
         return with_first(x, self.scale)
 

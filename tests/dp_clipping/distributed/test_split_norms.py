@@ -26,11 +26,11 @@ def norms_of(split: float, shared: float) -> Norms:
     return norms
 
 
-def summed(context, shared: float, rescaled: bool = False):
+def summed(context, shared: float):
     reducer = NormReducer(tensor_group=context.group)
     found = SplitNorms(reducer, SHARDING)
     assert found.is_split
-    table = found.table(norms_of(1.0 + context.rank, shared), TRAINED, rescaled)
+    table = found.table(norms_of(1.0 + context.rank, shared), TRAINED)
     squares, bounds = found.unpack(reducer.reduce(table).wait())
     return found, squares, bounds
 
@@ -40,12 +40,6 @@ def on_ranks(context) -> None:
     torch.testing.assert_close(squares, torch.tensor([[7.0, 10.0]]))
     torch.testing.assert_close(bounds, squares)
     assert not found.differ
-    assert not found.some_are_rescaled(True)
-    assert found.counted(TRAINED) == ({SPLIT, SHARED} if context.rank == 0 else {SPLIT})
-    torch.testing.assert_close(found.sum(torch.ones(1, 2)), torch.full((1, 2), 2.0))
-
-    found, _, _ = summed(context, 4.0, rescaled=context.rank == 1)
-    assert found.some_are_rescaled(False)
 
     found, _, bounds = summed(context, 4.0 + context.rank)
     assert found.differ
@@ -69,7 +63,4 @@ def two_agree(context) -> None:
 def test_a_rank_alone_has_whole_norms():
     found = SplitNorms(NormReducer(), None)
     assert not found.is_split
-    assert found.counted(TRAINED) == set(TRAINED)
-    bounds = torch.ones(1, 2)
-    assert found.sum(bounds) is bounds
-    assert found.table(norms_of(1.0, 4.0), TRAINED, False)[0].tolist() == [[5.0, 6.0]]
+    assert found.table(norms_of(1.0, 4.0), TRAINED)[0].tolist() == [[5.0, 6.0]]

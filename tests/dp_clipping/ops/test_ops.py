@@ -196,6 +196,8 @@ def test_a_sample_adds_at_most_c(record, dtype):
 IN_ANOTHER_DTYPE = {  # under autocast, with the same values: under vmap, and of two dtypes at once
     "conv1d_standardised", "conv2d_own_arithmetic", "prelu", "trained_mask", "lstm_all",
     "lstm_packed", "opacus_lstm", "opacus_lstm_packed", "opacus_gru", "lstm_cell", "gru_cell",
+    "attention_widths", "attention_widths_no_bias", "attention_more_keys",
+    "attention_more_keys_batch_second", "attention_windows", "attention_one_weight",
 }  # fmt: skip
 
 

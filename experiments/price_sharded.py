@@ -1,36 +1,41 @@
-"""Measures a private step under FSDP2 on all GPUs, against the same step without privacy."""
+#!/usr/bin/env python3
+"""Measures a private step of a Llama under FSDP2, against the same step without privacy.
+
+Variants take turns in interleaved rounds in one set of processes, each built, warmed up, timed and
+freed: drift of the machine then affects all of them. The shape of the network, its weights and
+batches are those of experiments.llama_fsdp, which measures each cell in processes of its own.
+Ratios are of complete steps, with noise and fused AdamW; medians over rounds with their interval.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from dp_clipping.modes import MODES
 from experiments.llama_fsdp.network import SHAPES
 from experiments.llama_fsdp.plan import say_reference_modes
 from experiments.llama_fsdp.results import MODES as GRID
 from experiments.llama_fsdp.results import GridCell, GridSettings
-from experiments.price.report import legend, report
 from experiments.rounds import (
     BASELINE,
     PER_LAYER,
-    Recorder,
     RoundCell,
+    RoundOptions,
     Row,
     costs_of,
-    describe_cell,
     interleave,
+    report,
     row_of,
+    run_rounds,
 )
 from lm.launch import INTERRUPTED, run_ranks
 from lm.ranks import watched_rank
 from lm.runtime import Hardware, Worker, find_hardware, is_first_of_host, launched
-from lm.timing import release_memory, time_steps
+from lm.timing import time_steps
 from lm.watch import Watch
-from measure import OK
-from measure.command_line import check_folder, ending_quietly, is_alone, refuse
+from measure.command_line import ending_quietly, is_alone, refuse
 from measure.options import not_negative, option, parse_options, positive
 
 PROGRAM = "experiments.price_sharded"
@@ -39,14 +44,6 @@ CHOICES = (BASELINE, *(m for m in MODES if m in OF_GRID and m != "no_dp"))
 CHOICES += tuple(mode + PER_LAYER for mode in CHOICES[1:])
 DEFAULT = (BASELINE, "flash_bookkeeping", "flash_bookkeeping" + PER_LAYER, "flash")
 ROWS, TINY = ("2x1024", "2x2048", "2x4096"), "2x32"
-DESCRIPTION = """\
-What a private step of a Llama costs under FSDP2, against the same step without privacy.
-
-Variants take turns in interleaved rounds in one set of processes, each built, warmed up, timed and
-freed: drift of the machine then affects all of them. The shape of the network, its weights and
-batches are those of experiments.llama_fsdp, which measures each cell in processes of its own.
-Ratios are of complete steps, with noise and fused AdamW; medians over rounds with their interval.
-"""
 EXAMPLES = """\
 examples:
   python -m experiments.price_sharded
@@ -59,7 +56,7 @@ examples:
 
 # fmt: off
 @dataclass(frozen=True)
-class Options:
+class Options(RoundOptions):
     model_name: str = option("llama-3.1-8b", choices=tuple(SHAPES), metavar="NAME",
         help=f"shape of the network: {', '.join(SHAPES)}")
     rows: tuple[Row, ...] | None = option(None, unique=True, metavar="BxT", type=row_of,
@@ -67,24 +64,18 @@ class Options:
     variants: tuple[str, ...] = option(DEFAULT, choices=CHOICES, unique=True, metavar="VARIANT",
         help=(
         f"of {', '.join(CHOICES)}"))
-    rounds: int = option(3, "times each is built", check=positive)
     steps: int = option(6, "timed steps per round", check=positive)
     warm_up: int = option(3, "steps of a round before those", check=not_negative)
-    output: Path | None = option(None, "JSON of all samples (default: none)")
     num_processes: int | None = option(None, metavar="N", check=positive,
         help="ranks, unless torchrun says it (default: one per GPU, two on a CPU)")
     timeout: float = option(300.0, metavar="S", check=positive,
         help="seconds without progress after which the run ends")
 # fmt: on
 
-    def __post_init__(self) -> None:
-        if self.output:
-            check_folder("--output", self.output.absolute().parent, create=False)
-
 
 def parse(arguments: Sequence[str] | None) -> Options:
     options = parse_options(
-        Options, arguments, prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES,
+        Options, arguments, prog=PROGRAM, description=__doc__, epilog=EXAMPLES,
         speaks=is_first_of_host,
     )  # fmt: skip
     default = (TINY,) if options.model_name == "tiny" else ROWS
@@ -117,13 +108,20 @@ def work(options: Options, hardware: Hardware) -> int:
         modes = (OF_GRID[mode_of(variant)] for variant in options.variants)
         if worker.is_first and (references := say_reference_modes(modes, worker.device.type)):
             print(references.replace("_fsdp", ""), flush=True)
-        recorder = Recorder(options.output if worker.is_first else None)
-        for cell in interleave(options.rows, options.variants, options.rounds):
-            found = measure(cell, options, worker, watch)
-            recorder.add(found, describe_cell(found) if worker.is_first else "")
+        results = run_all(options, worker, watch)
         if worker.is_first:
-            print(report(recorder.cells), legend(recorder.cells), sep="\n\n")
+            print(report(results))
     return 0
+
+
+def run_all(options: Options, worker: Worker, watch: Watch) -> list[dict]:
+    """Measures all cells. An error on one rank ends all ranks, which could not go on without it."""
+    config = {"model": options.model_name, "ranks": worker.world_size}
+    return run_rounds(
+        interleave(options.rows, options.variants, options.rounds),
+        lambda cell: measure(cell, options, worker, watch), lambda _: config, worker.device,
+        options.output if worker.is_first else None, speaks=worker.is_first,
+    )  # fmt: skip
 
 
 def mode_of(variant: str) -> str:
@@ -131,21 +129,19 @@ def mode_of(variant: str) -> str:
 
 
 def measure(cell: RoundCell, options: Options, worker: Worker, watch: Watch) -> dict:
-    """Measures one cell. An error on one rank ends all ranks, which could not go on without it."""
     from experiments.llama_fsdp.cell import LlamaTraining, make_batches
 
     watch.at(str(cell))
     settings = GridSettings(
         model_name=options.model_name, batch_size=cell.row.samples, num_iter=options.steps,
-        warmup_iter=options.warm_up, learning_rate=1e-5, sigma=1.0, max_grad_norm=1.0,
+        warmup_iter=options.warm_up, timeout_s=options.timeout,
         clipping="per_layer" if cell.variant.endswith(PER_LAYER) else "flat",
-        train_embedding=False, seed=0, timeout_s=options.timeout,
     )  # fmt: skip
     mode, length = OF_GRID[mode_of(cell.variant)], cell.row.tokens
     training = LlamaTraining(GridCell(mode, length, cell.round), settings, worker)
     batches = make_batches(length, training.config.vocab_size, settings, worker)
-    costs = time_steps(training, batches, options.warm_up, worker.device, watch.at)
-    del training, batches
-    release_memory(worker.device)
-    place = {"ranks": worker.world_size, "config": {"model": options.model_name}}
-    return {**cell.names(), **place, "status": OK, **costs_of(costs)}
+    return costs_of(time_steps(training, batches, options.warm_up, worker.device, watch.at))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

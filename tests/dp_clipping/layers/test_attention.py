@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dp_clipping.layers.attention.module import is_plain
+from dp_clipping.layers.attention import is_plain
 from tests.dp_clipping.conftest import assert_exact, unchecked
 from tests.support import zoo
 

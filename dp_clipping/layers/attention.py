@@ -1,0 +1,168 @@
+"""`nn.MultiheadAttention`, and with it the layers of `nn.Transformer`.
+
+Projections are uses of linear layers. Between them attention is computed as
+`F.multi_head_attention_forward` does, which also projects, with its own parameters. Autograd does
+the rest. Modules with `kdim`, `vdim` or `add_bias_kv` have other parameters, and run under vmap.
+"""
+
+import math
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dp_clipping.layers import projection, tensor_parallel
+from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.handle import LayerState, check_size
+from dp_clipping.torch_compat import never_compiled, own_parameters
+
+OWN = ("forward", "merge_masks")
+IN, OUT = ("in_proj_weight", "in_proj_bias"), ("out_proj.weight", "out_proj.bias")
+OTHERS = ("q_proj_weight", "bias_k")  # parameters that only some modules have
+
+
+def is_plain(module: nn.Module, kind: type) -> bool:
+    """Returns whether a module computes what PyTorch's does, with parameters of its own."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    if any(getattr(module, name, None) is not None for name in OTHERS):
+        return False
+    own = {*own_parameters(module), *(f"out_proj.{n}" for n in own_parameters(module.out_proj))}
+    weights = {name: attrgetter(name)(module) for name in (*IN, *OUT)}
+    if any(value is not None and name not in own for name, value in weights.items()):
+        return False  # a hook computes a weight of other parameters
+    parametrized = (nn.utils.parametrize.is_parametrized(m) for m in module.modules())
+    same = all(getattr(kind, name) is getattr(nn.MultiheadAttention, name) for name in OWN)
+    return same and not any(parametrized) and "forward" not in vars(module.out_proj)
+
+
+@never_compiled
+def forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+    handle: Any = self._private
+    if handle.private_step is None:
+        return type(self).forward(self, *args, **kwargs)
+    tensors = handle.tensors((args, kwargs))
+    tensor_parallel.refuse_distributed(handle, *tensors, *self.parameters())
+    layouts = handle.layouts_of(tensors)
+    for x, layout in zip(tensors, layouts, strict=True):
+        check_size(x, layout, handle, handle.private_step.batch_size)
+    return _run(self, handle, layouts[0], *args, **kwargs)
+
+
+def _run(
+    self: nn.MultiheadAttention,
+    handle: LayerState,
+    sequences: Layout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    if is_causal and attn_mask is None:
+        raise RuntimeError("is_causal is a hint: give attn_mask too")
+    is_causal = is_causal and key_padding_mask is None and not need_weights
+    mask = None if is_causal else attn_mask
+    mask = _merged_mask(mask, key_padding_mask, self.num_heads, query.dtype)
+    q, k, v = (
+        x.transpose(0, 1) if self.batch_first else x
+        for x in _projected(self, handle, sequences, query, key, value)
+    )
+    y, weights = _attend(self, q, k, v, mask, is_causal, need_weights)
+    y = y.transpose(0, 1) if self.batch_first else y
+    y = projection.project(
+        handle, y, sequences, self.out_proj.weight, self.out_proj.bias, names=OUT
+    )
+    return y, weights.mean(1) if weights is not None and average_attn_weights else weights
+
+
+def _projected(
+    self: nn.MultiheadAttention, handle: LayerState, sequences: Layout, query: Tensor, key: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Returns queries, keys and values, whose weights are rows of one.
+
+    Tokens of several inputs are those of one use of that weight: it computes all rows of each, so
+    that the gradient is zero in those that are not used.
+    """
+    inputs = [query] if query is key is value else [query, key]
+    inputs = inputs if key is value else [query, key, value]
+    time = 1 if self.batch_first else 0
+    x = inputs[0] if len(inputs) == 1 else torch.cat(inputs, time)
+    y = projection.project(handle, x, sequences, self.in_proj_weight, self.in_proj_bias, names=IN)
+    if len(inputs) == 1:
+        return y.chunk(3, -1)
+    of_query, *others = y.split([one.shape[time] for one in inputs], time)
+    (q, _, _), (_, k, _), (_, _, v) = (
+        x.chunk(3, -1) for x in (of_query, others[0], others[-1])
+    )  # fmt: skip
+    return q, k, v
+
+
+def _attend(
+    self: nn.MultiheadAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns attention [L, N, E] and, if they are needed, its weights [N, heads, L, S].
+
+    Args:
+        q, k, v: [L, N, E] and [S, N, E], projected.
+        mask: the mask of `_merged_mask`, [1, L, S] or [N · heads, L, S].
+    """
+    length, count, width = q.shape
+    dropout = self.dropout if self.training else 0.0
+    q, k, v = (_by_head(x, self.num_heads) for x in (q, k, v))
+    if self.add_zero_attn:
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        mask = None if mask is None else F.pad(mask, (0, 1))
+    if not need_weights:
+        if mask is not None:
+            mask = mask.view(-1, self.num_heads, *mask.shape[1:]) if len(mask) > 1 else mask[None]
+        q, k, v = (x.unflatten(0, (count, self.num_heads)) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+        return y.permute(2, 0, 1, 3).reshape(length, count, width), None
+    q = q * math.sqrt(1.0 / q.shape[2])
+    scores = torch.bmm(q, k.mT) if mask is None else torch.baddbmm(mask, q, k.mT)
+    weights = F.dropout(scores.softmax(-1), dropout)
+    y = torch.bmm(weights, v).transpose(0, 1).reshape(length, count, width)
+    return y, weights.unflatten(0, (count, self.num_heads))
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """Returns [T, N, E] as [N · heads, T, E / heads]."""
+    return x.reshape(len(x), x.shape[1] * heads, x.shape[2] // heads).transpose(0, 1)
+
+
+def _merged_mask(
+    mask: Tensor | None, padding: Tensor | None, heads: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Returns the mask that is added to scores, [1, L, S] or [N · heads, L or 1, S].
+
+    Args:
+        mask: [L, S] or [N · heads, L, S], numbers that are added, or True where none may look.
+        padding: [N, S], of keys, likewise.
+    """
+    found = None
+    if mask is not None:
+        found = _added(mask, dtype)
+        found = found.unsqueeze(0) if found.dim() == 2 else found
+    if padding is not None:
+        padding = _added(padding, dtype).repeat_interleave(heads, 0).unsqueeze(1)
+        found = padding if found is None else found + padding
+    return found
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
