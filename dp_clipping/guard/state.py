@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dp_clipping.guard.places import MISSING, PLAIN, Change, Named, Place, Places
 from dp_clipping.layers.vmap.objects import Objects
-from dp_clipping.torch_compat import VERSION, hooks_so_far, take_hooks_since
+from dp_clipping.torch_compat import hooks_so_far, take_hooks_since, version_of
 
 COPY, TENSOR = methodcaller("copy"), attrgetter("tensor")
 
@@ -182,4 +182,4 @@ def _are_same(one: Sequence[Collection], other: Sequence[Collection]) -> bool:
 def _versions(named: list[Named]) -> list[tuple[int, int]]:
     """Returns numbers that each write and each `x.data = ...` change; the host does not wait."""
     tensors = list(map(TENSOR, named))
-    return list(zip(map(VERSION, tensors), map(Tensor.data_ptr, tensors), strict=True))
+    return list(zip(map(version_of, tensors), map(Tensor.data_ptr, tensors), strict=True))

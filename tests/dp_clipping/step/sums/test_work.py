@@ -122,7 +122,7 @@ class Step:
         context = SimpleNamespace(
             capture=capture, policy=policy, reducer=NormReducer(), timer=Timer(),
             sharding=None if modules is None else sharding_of(everyone, modules),
-            sums=None if modules is None else Shards(self.events),
+            departures=None, sums=None if modules is None else Shards(self.events),
         )  # fmt: skip
         self.work = Work(context, BATCH, self.arithmetic, plans, compiled)
         self.work.begin(torch.zeros(BATCH), torch.ones(len(members)), list)
@@ -337,8 +337,8 @@ def test_at_a_sync_point_complete_groups_are_summed_and_sent():
     with step.work.in_backward():
         step.take("dc")
         assert step.events == [("norms", "dc"), ("clip", "1"), ("sums", "dc"), ("send", "")]
-        assert step.work._shards.deferred
-    assert not step.work._shards.deferred
+        assert step.work._departures.deferred
+    assert not step.work._departures.deferred
 
 
 def test_flat_clipping_sends_nothing_in_backward():
