@@ -10,6 +10,7 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from ddp.internals.gradients import Gradients, Reduction
 from ddp.sharded.internals.stand_in import StandIn
@@ -60,19 +61,25 @@ class DividedGradients(Gradients):
                 self._made[i] = one.expand(parameter.shape).as_subclass(StandIn)
         return [self._made[i] for i in indices]
 
-    def is_reduced(self, i: int) -> bool:
-        """Returns whether `.grad` is None, or stands for a gradient that was reduced here."""
-        gradient, known = self.parameters[i].grad, self._made.get(i)
-        if not isinstance(gradient, StandIn) or known is None:
-            return gradient is None
-        return gradient.untyped_storage().data_ptr() == known.untyped_storage().data_ptr()
+    def not_reduced(self) -> Parameter | None:
+        """Returns a parameter whose `.grad` stands for nothing that was reduced here, if any."""
+        for i, parameter in enumerate(self.parameters):
+            gradient, known = parameter.grad, self._made.get(i)
+            if gradient is None:
+                continue
+            if not isinstance(gradient, StandIn) or known is None:
+                return parameter
+            if gradient.untyped_storage().data_ptr() != known.untyped_storage().data_ptr():
+                return parameter
+        return None
 
     def of(self, unit: FlatUnit, piece: Piece) -> Tensor | None:
         """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
         stand_in = unit.parameters[piece.member].grad
         if unit.gradient is None or stand_in is None:
             return None
-        return _cleared(piece.of(unit.gradient), stand_in, version_of(stand_in) > 0)
+        own = piece.of(unit.gradient)
+        return _cleared(own, stand_in) if version_of(stand_in) else own
 
     # ---- before and behind a backward, and a reduction -----------------------------------------
 
@@ -192,13 +199,11 @@ class DividedGradients(Gradients):
         self.reduced.clear()
 
 
-def _cleared(own: Tensor, stand_in: Tensor, is_written: bool = True) -> Tensor:
+def _cleared(own: Tensor, stand_in: Tensor) -> Tensor:
     """Returns a piece of the gradient, made zero if the stand-in was, without waiting for a GPU.
 
     It is NaN where another number was written to the stand-in, of one element.
     """
-    if is_written:
-        mark = stand_in.as_strided((), ())
-        own.masked_fill_(mark == 0, 0)
-        own.masked_fill_((mark == mark) & (mark != 0), torch.nan)
-    return own
+    mark = stand_in.as_strided((), ())
+    own.masked_fill_(mark == 0, 0)
+    return own.masked_fill_((mark == mark) & (mark != 0), torch.nan)

@@ -123,9 +123,8 @@ class ShardedInterface(DataParallel):
 
     def refuse_not_reduced(self) -> None:
         """Raises RuntimeError unless each `.grad` is None or stands for a reduced gradient."""
-        for i, parameter in enumerate(self.gradients.parameters):
-            if not self.gradients.is_reduced(i):
-                raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
+        if (parameter := self.gradients.not_reduced()) is not None:
+            raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
         if self.step.is_in_the_middle():  # `.grad` has stand-ins already
             raise RuntimeError(UNFINISHED)
 

@@ -73,10 +73,10 @@ def stand_ins(context: Context) -> None:
         model.gradient_ready(p)
     model.finish_gradient_synchronization()
     mean = (context.world_size - 1) / 2
-    for i, p in enumerate(parameters):
+    assert model.gradients.not_reduced() is None
+    for p in parameters:
         assert p.grad.shape == p.shape
         assert p.grad.isnan().all()
-        assert model.gradients.is_reduced(i)
     parameters[2].grad.zero_()  # as zero_grad(set_to_none=False) does
     whole = [torch.arange(p.numel(), dtype=p.dtype).view(p.shape) + mean for p in parameters]
     whole[2].zero_()
@@ -90,7 +90,7 @@ def stand_ins(context: Context) -> None:
     for p, expected in zip(parameters, whole, strict=True):
         dist.all_reduce(p.grad, group=context.group)
         assert torch.equal(p.grad / context.world_size, expected)
-    assert not model.gradients.is_reduced(0)
+    assert model.gradients.not_reduced() is parameters[0]
     del model
     gc.collect()
 
