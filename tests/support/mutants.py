@@ -358,7 +358,7 @@ MUTANTS = [
     Mutant(
         "a block is freed before its last gradient",
         (("sharded/fsdp.py", "if are_there and", "if"),),
-        ("tests/ddp/sharded/test_fsdp.py", "one_process"),
+        ("tests/ddp/sharded/test_fsdp_networks.py", "TwoSegments or unused or wire"),
     ),
     Mutant(
         "a segment computed again is taken for the whole backward",
