@@ -65,10 +65,8 @@ class BucketedDDP(DataParallel):
             self.gradients.replace(i, view.copy_(gradient))
 
     def launch(self, bucket: Bucket) -> dist.Work:
-        buffer = self.fill(bucket)
-        return dist.all_reduce(
-            buffer, op=self.reduction.op, group=self.process_group, async_op=True
-        )
+        op, group = self.reduction.op, self.process_group
+        return dist.all_reduce(self.fill(bucket), op=op, group=group, async_op=True)
 
     def wait(self, bucket: Bucket, handle: dist.Work) -> None:
         handle.wait()

@@ -65,7 +65,7 @@ def plan_buckets(
         by_dtype.setdefault(gradients[i].dtype, []).append(i)
     groups = [g for of_one in by_dtype.values() for g in _cut(of_one, gradients, bucket_bytes)]
     groups.sort(key=lambda group: position[group[-1]])
-    return [_lay_out(group, gradients) for group in groups]
+    return [lay_out(group, gradients) for group in groups]
 
 
 def _cut(
@@ -88,7 +88,8 @@ def _cut(
     return groups
 
 
-def _lay_out(group: list[int], gradients: Sequence[Gradient]) -> Bucket:
+def lay_out(group: Sequence[int], gradients: Sequence[Gradient]) -> Bucket:
+    """Returns a bucket of gradients that lie one behind the other, each at an aligned offset."""
     unit = max(1, ALIGNMENT_BYTES // gradients[group[0]].itemsize)
     padded = [-(-gradients[i].numel // unit) * unit for i in group]
     *offsets, numel = accumulate(padded, initial=0)

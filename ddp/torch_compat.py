@@ -34,42 +34,32 @@ version_of: Callable[[Tensor], int] = (
 twice for each gradient."""
 
 
+def _own(module: nn.Module, name: str) -> dict[str, Any]:
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        raise missing(f"Module.{name}") from error
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Returns the dict that holds a module's own parameters, `Module._parameters`.
 
     `named_parameters` leaves out a tensor that stands in a parameter's place a second time.
 
     Raises:
-        RuntimeError: if modules have no such dict.
+        RuntimeError: if modules have no such dict, as the two functions below.
     """
-    try:
-        return module._parameters
-    except AttributeError as error:
-        raise missing("Module._parameters") from error
+    return _own(module, "_parameters")
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Returns the dict that holds a module's own buffers, `Module._buffers`.
-
-    Raises:
-        RuntimeError: if modules have no such dict.
-    """
-    try:
-        return module._buffers
-    except AttributeError as error:
-        raise missing("Module._buffers") from error
+    """Returns the dict that holds a module's own buffers, `Module._buffers`."""
+    return _own(module, "_buffers")
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Returns the dict that holds a module's own submodules, `Module._modules`.
-
-    Raises:
-        RuntimeError: if modules have no such dict.
-    """
-    try:
-        return module._modules
-    except AttributeError as error:
-        raise missing("Module._modules") from error
+    """Returns the dict that holds a module's own submodules, `Module._modules`."""
+    return _own(module, "_modules")
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

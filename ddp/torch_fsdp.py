@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from ddp.internals.gradients import Reduction, full_names
 from ddp.internals.interface import trainable
 from ddp.internals.replicas import Replicas, group_or_default
-from ddp.sharded.state import entries
-from ddp.sharded.units import parameters_by_block
+from ddp.sharded.internals.blocks import parameters_by_block
+from ddp.sharded.internals.state import entries
 
 
 class TorchFSDP(nn.Module):

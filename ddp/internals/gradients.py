@@ -41,8 +41,8 @@ class Reduction:
         """Returns the collective's operation; averaging inside it saves a pass over memory."""
         return dist.ReduceOp.AVG if self.name == "mean" else dist.ReduceOp.SUM
 
-    def share_of(self, i: int, reduced: Tensor) -> Tensor:
-        """Returns this rank's part of reduced gradient `i`, in place where that is possible."""
+    def share_of(self, reduced: Tensor) -> Tensor:
+        """Returns this rank's part of a reduced gradient, in place."""
         if self.name == "sum" and self.contributors > 1:
             reduced.div_(self.contributors)
         return reduced
@@ -103,7 +103,7 @@ class Gradients:
     def replace(self, i: int, tensor: Tensor) -> None:
         """Makes `tensor`, which has the values of `local(i)`, that gradient or what stands for it.
 
-        A flat buffer's slice, or a stand-in of a divided gradient (sharded/layout.py).
+        It is a slice of a flat buffer, or this rank's share of what was reduced.
         """
         if i in self.stand_ins:
             self.stand_ins[i] = tensor
@@ -117,7 +117,7 @@ class Gradients:
             self.reduced.discard(i)
             held = self.stand_ins.get(i, self.parameters[i].grad)
             if held is not None:
-                self.replace(i, self._reduction.share_of(i, held))
+                self.replace(i, self._reduction.share_of(held))
 
     def settle(self, i: int) -> None:
         """Notes that a backward has added to `.grad`, which holds this rank's part alone.

@@ -11,19 +11,13 @@ float32 under Adam, as parameters + gradients + optimizer state:
 What the variants have in common:
 
 - layout.py: how parameters lie in a flat buffer, and which part of it a rank owns
-- optimizer.py: an optimizer whose ranks step their own slices, and agree on it before
-- elementwise.py: which optimizers can step slices
-- state.py: its whole checkpoint, to be skipped at the first reading
-- interface.py: the methods that a training loop calls
+- base.py: gradients are reduced into slices
+- part.py: the optimizer's step of slices
+- optimizer.py: one optimizer made of such parts; the ranks agree on each step before
 
-What `fsdp` has beside, with units.py to be read first:
+What `fsdp` has beside: units.py, the memory of a block's parameters, which comes and goes.
 
-- units.py: the memory of a block's parameters, which comes and goes, and its gradients
-- call_order.py: blocks are called in one order, and backward goes through them in its reverse, on
-  every rank, also where it has failed
-- whole.py: whole parameters on demand: where they are used outside of their block's forward, for
-  evaluation, and for checkpoints
-
-torch_compat.py has interfaces of PyTorch without a public name. What PyTorch has beside them is in
+Skip at the first reading: internals/ (robustness, one concern a file), and torch_compat.py
+(PyTorch interfaces without a public name). What PyTorch has beside the variants is in
 ddp/torch_zero1.py (ZeroRedundancyOptimizer) and ddp/torch_fsdp.py (fully_shard).
 """

@@ -10,27 +10,27 @@ full, step the own slice, then gather the *parameters*. The bytes on the wire ar
 all-reduce; state and step are 1/W. Parameters are views of flat buffers that lie as the buckets do,
 so the gather writes them in place, and it runs beside the step of the next bucket.
 
-After the reduction, `.grad` is no whole gradient: it is a stand-in of NaN (layout.py).
-
 What remains: a bucket's gradients stay allocated, though only 1/W of them is used any more.
 """
 
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from ddp.bucketed import BucketedDDP
-from ddp.buckets import Bucket, Gradient, plan_buckets
-from ddp.internals.gradients import Reduction
-from ddp.sharded.interface import Sharded, ShardReduction
-from ddp.sharded.layout import FlatUnit, bind
+from ddp.base import DataParallel
+from ddp.buckets import plan_buckets
+from ddp.internals.gradients import Gradients
+from ddp.internals.options import mebibytes
+from ddp.sharded.base import Sharded
+from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import all_gather
 
 
-class Zero1DDP(Sharded, BucketedDDP):
+class Zero1DDP(Sharded):
     """Reduce-scatters flat buckets of gradients, steps a slice of each, gathers the parameters.
 
     Parameters become contiguous views of flat buffers.
@@ -40,55 +40,32 @@ class Zero1DDP(Sharded, BucketedDDP):
             bucket per dtype.
     """
 
-    reduction: ShardReduction
+    options = (*DataParallel.options, "bucket_size_mb")
 
     def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 200, **options):
-        self.units: list[FlatUnit] = []
-        self._unit_of: dict[tuple[int, ...], FlatUnit] = {}
+        self.bucket_size_mb, self.bucket_bytes = bucket_size_mb, mebibytes(bucket_size_mb)
         self._gathers: list[dist.Work] = []
-        super().__init__(module, bucket_size_mb=bucket_size_mb, **options)
+        super().__init__(module, **options)
 
-    def make_reduction(self, name: str) -> Reduction:
-        return ShardReduction(name, self.world_size)
+    def divide(self) -> list[FlatUnit]:
+        """Cuts the network once, because state belongs to slices: later plans order buckets."""
+        gradients = Gradients(self.module, self.reduction)
+        by_both_dtypes = [
+            replace(gradient, dtype=f"{gradient.dtype} of {p.dtype}")
+            for gradient, p in zip(gradients.describe(), gradients.parameters, strict=True)
+        ]
+        order = [*reversed(range(len(by_both_dtypes)))]
+        units = []
+        for bucket in plan_buckets(by_both_dtypes, order, self.bucket_bytes):
+            unit = FlatUnit([gradients.parameters[i] for i in bucket.members], self.process_group)
+            unit.values = unit.flatten()
+            unit.shard = unit.own(unit.values)
+            units.append(unit)
+        bind(units)
+        return units
 
-    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
-        """Divides the network once, because state belongs to slices; then only orders buckets."""
-        self.flats.clear()
-        if not self.units:
-            self._divide(gradients, order)
-        position = {i: place for place, i in enumerate(order)}
-        buckets = []
-        for members, unit in self._unit_of.items():
-            self._convert(unit, members)
-            nbytes = sum(gradients[i].nbytes for i in members)
-            buckets.append(Bucket(members, unit.layout.offsets, unit.layout.numel, nbytes))
-        return sorted(buckets, key=lambda bucket: max(position[i] for i in bucket.members))
-
-    def launch(self, bucket: Bucket) -> dist.Work:
-        buffer, unit = self.fill(bucket), self._unit_of[bucket.members]
-        own = self.receiver(unit.layout.slice_of(buffer, unit.rank))
-        unit.gradient = own  # once the collective has finished
-        return self.reduce_slices(own, buffer)
-
-    def wait(self, bucket: Bucket, handle: dist.Work) -> None:
-        handle.wait()
-        unit = self._unit_of[bucket.members]
-        self.average(unit.gradient)
-        for i, stand_in in zip(bucket.members, unit.stand_ins(), strict=True):
-            if i in self.gradients.stand_ins:
-                self.gradients.stand_ins[i] = stand_in
-            elif self.gradients.parameters[i].grad is not None:
-                self.gradients.parameters[i].grad = stand_in
-
-    def receiver(self, own: Tensor) -> Tensor:
-        """Returns where the reduced slice goes: in place, into this rank's slice of the bucket."""
+    def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
         return own
-
-    def deactivate(self) -> None:
-        """Leaves gradients as this rank's part, which another wrapper of the network can reduce."""
-        self.wait_for(*self.schedule.in_flight)
-        self.gradients.make_local(*self.gradients.reduced)
-        super().deactivate()
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
@@ -105,33 +82,34 @@ class Zero1DDP(Sharded, BucketedDDP):
             self._gathers.pop(0).wait()
         increment_version(parameters)  # a graph that has saved old values is refused
 
-    # ---- how the network is divided ------------------------------------------------------------
+    def deactivate(self) -> None:
+        self.wait_for(*self.schedule.in_flight)
+        self.gradients.hand_over(self.world_size if self.reduction.name == "mean" else 1)
+        super().deactivate()
 
-    def _divide(self, gradients: list[Gradient], order: list[int]) -> None:
-        parameters = self.gradients.parameters
-        by_both_dtypes = [
-            replace(gradient, dtype=f"{gradient.dtype} of {p.dtype}")
-            for gradient, p in zip(gradients, parameters, strict=True)
-        ]
-        place_of: dict[int, tuple[FlatUnit, int]] = {}
-        for bucket in plan_buckets(by_both_dtypes, order, self.bucket_bytes):
-            unit = FlatUnit([parameters[i] for i in bucket.members], self.process_group)
-            unit.values = unit.flatten()
-            unit.shard = unit.layout.slice_of(unit.values, unit.rank)
-            for view, parameter in zip(
-                unit.layout.views(unit.values), unit.parameters, strict=True
-            ):
-                parameter.data = view
-            self.units.append(unit)
-            self._unit_of[bucket.members] = unit
-            place_of |= {i: (unit, member) for member, i in enumerate(bucket.members)}
-        self.reduction.place_of = place_of
 
-    def _convert(self, unit: FlatUnit, members: tuple[int, ...]) -> None:
-        """Converts reduced gradients after a change of `gradient_dtype`."""
-        dtype = self.gradients.dtypes.all[members[0]]
-        if unit.gradient is None or unit.gradient.dtype == dtype:
-            return
-        for i, stand_in in zip(members, unit.cast_gradient(dtype), strict=True):
-            if i in self.gradients.reduced and self.gradients.parameters[i].grad is not None:
-                self.gradients.parameters[i].grad = stand_in
+@torch.no_grad()
+def bind(units: list[FlatUnit]) -> None:
+    """Makes every parameter a view of its flat buffer, with the value that it has now.
+
+    All values are read before the first one is written: parameters may have been exchanged.
+
+    Raises:
+        RuntimeError: for a parameter that has another shape than when it was wrapped.
+    """
+    moved = []
+    for unit in units:
+        start, itemsize = unit.values.data_ptr(), unit.values.element_size()
+        for member, offset in enumerate(unit.offsets):
+            parameter, place = unit.parameters[member], start + offset * itemsize
+            if parameter.shape != (shape := unit.shapes[member]):
+                raise RuntimeError(
+                    f"a parameter of shape {[*shape]} has been given the shape "
+                    f"{[*parameter.shape]}: wrap the network anew, and make another optimizer"
+                )
+            lies_there = parameter.data_ptr() == place and parameter.is_contiguous()
+            if not lies_there and parameter.numel():
+                moved.append((unit, member, parameter.detach().clone()))
+    for unit, member, value in moved:
+        view = unit.views(unit.values)[member]
+        unit.parameters[member].data = view.copy_(value)

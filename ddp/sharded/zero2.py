@@ -5,8 +5,8 @@ it stays allocated until the gradients are cleared.
 
 The idea (ZeRO stage 2, https://arxiv.org/abs/1910.02054): reduce-scatter into a buffer of a slice's
 size, and free the bucket. A collective reads the bucket until it has finished, so a launch first
-waits for the last but one: three buckets are allocated at most, one being filled and two on the
-wire, whatever the size of the network.
+waits for the last but one: the gradients of three buckets are allocated at most, those that become
+ready and two on the wire, whatever the size of the network.
 
 What remains: parameters are whole on every rank, though a layer's are used only while that layer
 computes. Gradients that accumulate over several backwards, under `no_sync` too, are whole
@@ -24,13 +24,9 @@ from ddp.sharded.zero1 import Zero1DDP
 class Zero2DDP(Zero1DDP):
     """Does as `Zero1DDP`, and frees each bucket of gradients once it is reduced."""
 
-    def launch(self, bucket: Bucket) -> dist.Work:
+    def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor, Tensor]:
         self.wait_for(*list(self.schedule.in_flight)[:-1])
         return super().launch(bucket)
 
-    def wait(self, bucket: Bucket, handle: dist.Work) -> None:
-        super().wait(bucket, handle)
-        self.flats.pop(bucket, None)
-
-    def receiver(self, own: Tensor) -> Tensor:
+    def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
         return torch.empty_like(own)

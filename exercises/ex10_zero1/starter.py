@@ -36,7 +36,7 @@ You need
 Check it        python -m exercises.check zero1 my_zero1.py
 Benchmark it    python benchmark_ddp.py \
                     --implementations none ddp_bucketed zero1 my_zero1.py:StateShardedDDP
-Then read       ddp/sharded/layout.py, ddp/sharded/optimizer.py
+Then read       ddp/sharded/layout.py, ddp/sharded/part.py
 """
 
 import torch

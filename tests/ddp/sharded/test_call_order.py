@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp.sharded.call_order import CallOrder
+from ddp.sharded.internals.call_order import CallOrder
 from lm.rank_pool import Context
 
 BLOCKS = [SimpleNamespace(name=f"blocks.{i}") for i in range(3)]

@@ -285,7 +285,7 @@ class Watched(HandBuiltFSDP):
         super().start(block)
 
     def launch(self, bucket):
-        unit, _ = self.places[bucket.members[0]]
+        unit = self.unit_of[bucket]
         self.note("reduce", next(b for b in self.blocks if unit in b.units))
         assert len(self.schedule.in_flight) <= 1
         return super().launch(bucket)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from ddp.sharded.fsdp import HandBuiltFSDP
-from ddp.sharded.whole import Divided
+from ddp.sharded.internals.divided import Divided
 from lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Pair
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp import wrap
-from ddp.sharded.interface import STATUS_BYTES
+from ddp.sharded.internals.interface import STATUS_BYTES
 from ddp.sharded.torch_compat import without_dispatch
 from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets, whole_values

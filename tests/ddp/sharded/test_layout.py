@@ -1,12 +1,16 @@
 """How a flat buffer is divided: every element has one owner, whatever the shapes and ranks."""
 
 import gc
+from collections import Counter
+from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ddp.sharded.layout import FlatUnit, lay_out
+from ddp import wrap
+from ddp.sharded.layout import FlatUnit, cut
 from lm.rank_pool import Context
 
 SHAPES = [
@@ -17,59 +21,80 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_pieces_tile_every_parameter(shapes, world_size):
-    for itemsize in (2, 4, 8):
-        layout = lay_out([torch.Size(s) for s in shapes], itemsize, world_size)
-        assert layout.numel == world_size * layout.slice_numel
-        assert layout.slice_numel * itemsize % 16 == 0
-        flat = torch.full((layout.numel,), -1)
-        for member, view in enumerate(layout.views(flat)):
+def tiled(context: Context) -> None:
+    for shapes, dtype in product(SHAPES, (torch.bfloat16, torch.float32, torch.float64)):
+        parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes]
+        unit = FlatUnit(parameters, context.group)
+        assert unit.numel == context.world_size * unit.slice_numel
+        assert unit.slice_numel * dtype.itemsize % 16 == 0
+        flat = torch.full((unit.numel,), -1)
+        for member, view in enumerate(unit.views(flat)):
             view.copy_(torch.arange(view.numel()).view(view.shape) + 10_000 * member)
-            assert layout.offsets[member] * itemsize % 16 == 0
-        found = []
-        for rank in range(world_size):
-            own = layout.slice_of(flat, rank)
-            for piece in layout.pieces(rank):
-                values = own[piece.start : piece.start + piece.numel]
-                first = 10_000 * piece.member + piece.offset
-                assert values.tolist() == list(range(first, first + piece.numel))
-                found += values.tolist()
-        assert sorted(found) == flat[flat >= 0].tolist()
+            assert unit.offsets[member] * dtype.itemsize % 16 == 0
+        for piece in unit.pieces:
+            values = piece.of(unit.own(flat))
+            part = unit.views(flat)[piece.member]
+            assert torch.equal(values, piece.of_parameter(part))
+            assert values.numel() == piece.numel
+        everyone = [([], [])] * context.world_size
+        mine = [value for piece in unit.pieces for value in piece.of(unit.own(flat)).tolist()]
+        dist.all_gather_object(
+            everyone, (mine, [piece.member for piece in unit.pieces]), group=context.group
+        )
+        assert (
+            sorted(value for values, _ in everyone for value in values) == flat[flat >= 0].tolist()
+        )
+        owners = Counter(member for _, members in everyone for member in members)
+        assert set(owners) == set(range(len(shapes)))
+        assert all(owners[m] == 1 for m, p in enumerate(parameters) if not p.numel())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_pieces_tile_every_parameter(cpu_ranks, world_size):
+    cpu_ranks.run(world_size, tiled)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_a_parameter_without_elements_has_one_owner(ranks):
+    for offsets, numels in (([0, 0, 4], [0, 4, 0]), ([0, 16], [16, 0]), ([0], [0])):
+        owned = cut(offsets, numels, 4, ranks)
+        for member, numel in enumerate(numels):
+            owners = [rank for rank in range(ranks) for p in owned[rank] if p.member == member]
+            assert len(owners) == 1 or numel
 
 
 def stand_ins(context: Context) -> None:
-    parameters = [nn.Parameter(torch.ones(s, dtype=torch.bfloat16)) for s in ((3, 2), (), (5,))]
-    unit = FlatUnit(parameters, context.group)
-    flat = unit.flatten()
-    unit.shard = unit.layout.slice_of(flat, unit.rank)
-    unit.gradient = torch.arange(unit.layout.slice_numel).float() + 100 * context.rank
-    for p, gradient in zip(parameters, unit.stand_ins(), strict=True):
-        p.grad_dtype = None
-        p.grad = gradient
+    """`.grad` says what this rank has, also to another wrapper that goes on with it."""
+    module = nn.ParameterList([torch.ones(s, dtype=torch.bfloat16) for s in ((3, 2), (), (5,))])
+    model = wrap("zero1", module, process_group=context.group)
+    parameters = list(module.parameters())
+    for p in parameters:
+        p.grad = torch.arange(p.numel(), dtype=p.dtype).view(p.shape) + context.rank
+        model.gradient_ready(p)
+    model.finish_gradient_synchronization()
+    mean = (context.world_size - 1) / 2
+    assert model.gradients.not_reduced() is None
+    for p in parameters:
         assert p.grad.shape == p.shape
         assert p.grad.isnan().all()
-        assert unit.is_stand_in(p.grad)
-    assert not unit.is_stand_in(torch.ones(3))
     parameters[2].grad.zero_()  # as zero_grad(set_to_none=False) does
-    for member, p in enumerate(parameters):
-        behind = unit.own_gradient_behind(p.grad, member)
-        expected = torch.zeros(p.numel())
-        for piece in unit.pieces:
-            if piece.member == member and member != 2:
-                expected[piece.offset :][: piece.numel] = unit.gradient_of(piece)
-        assert torch.equal(behind, expected.view(p.shape))
-    whole = unit.gather(unit.gradient)
-    assert [g.shape for g in whole] == [p.shape for p in parameters]
-    assert whole[0].flatten().tolist() == [*range(6)]
-    del unit
-    gc.collect()
+    whole = [torch.arange(p.numel(), dtype=p.dtype).view(p.shape) + mean for p in parameters]
+    whole[2].zero_()
+    for gradient, expected in zip(model.whole_gradients(), whole, strict=True):
+        assert torch.equal(gradient, expected)
     for options in ({}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"foreach": True}):
         with pytest.raises(RuntimeError, match="SGD steps whole parameters"):
             torch.optim.SGD(parameters[:2], lr=0.1, **options).step()
     assert all((p == 1).all() for p in parameters)
+    model.deactivate()
+    for p, expected in zip(parameters, whole, strict=True):
+        dist.all_reduce(p.grad, group=context.group)
+        assert torch.equal(p.grad / context.world_size, expected)
+    assert model.gradients.not_reduced() is parameters[0]
+    del model
+    gc.collect()
 
 
-def test_stand_ins_say_what_is_not_here(cpu_ranks):
-    cpu_ranks.run(2, stand_ins)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stand_ins_say_what_is_not_here(cpu_ranks, world_size):
+    cpu_ranks.run(world_size, stand_ins)

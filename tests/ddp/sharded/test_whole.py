@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ddp import wrap
-from ddp.sharded.whole import Divided
+from ddp.sharded.internals.divided import Divided
 from lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, loss_of, tied, tokens
 

@@ -65,7 +65,7 @@ def two_optimizers(context: Context) -> None:
                 optimizer.step()
                 other.step()
                 _, *gathers = [e.numel for e in recorder.events if e.what == "all_gather"]
-                assert gathers == [unit.layout.slice_numel for unit in units]
+                assert gathers == [unit.slice_numel for unit in units]
                 assert len(units) < len(model.units)
                 for p, (version, value) in before.items():
                     assert (p._version > version) == (p in held)
@@ -103,7 +103,7 @@ def parameters_are_views(context: Context) -> None:
             torch.testing.assert_close(p, q)
         pair.zero_grad(set_to_none=True)
         for unit in pair.model.units:
-            for view, p in zip(unit.layout.views(unit.values), unit.parameters, strict=True):
+            for view, p in zip(unit.views(unit.values), unit.parameters, strict=True):
                 assert view.data_ptr() == p.data_ptr()
     assert any(not torch.equal(v, first.state_dict()[k]) for k, v in state.items())
     first.load_state_dict(state)

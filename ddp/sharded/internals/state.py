@@ -5,7 +5,7 @@ between numbers of ranks and to and from a plain optimizer.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,9 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp.sharded.layout import FlatUnit, Piece
-
-Part = tuple[FlatUnit, list[tuple[Piece, Parameter]], Optimizer]
-"""A unit, this rank's pieces of it with the parameter that is stepped for each, and by which."""
+from ddp.sharded.part import Part, Settings
 
 IMPLEMENTATIONS = ("capturable", "foreach", "fused")
 SHOWN = 8  # names in a message
@@ -105,12 +103,23 @@ def _check(key: str, value: Any, parameter: Tensor, name: str, elementwise: bool
         )
 
 
-def cut(key: str, value: Any, parameter: Parameter, piece: Piece | None) -> Any:
-    """Returns a piece's part of a whole value of a parameter's state, a copy.
+def own_entries(found: Entries, parts: Sequence[Part]) -> dict[Parameter, dict[str, Any]]:
+    """Returns this rank's part of the entries of a whole state, under the network's parameters.
 
     Raises:
-        ValueError: if it has neither the parameter's shape nor a single element.
+        ValueError: for a value that has neither the parameter's shape nor a single element.
     """
+    pieces = [(u.parameters[piece.member], piece) for part in parts for u, piece, _ in part.pieces]
+    piece_of = dict(pieces)
+    own = {
+        parameter: {k: _cut(k, v, parameter, piece_of.get(parameter)) for k, v in values.items()}
+        for parameter, values in found.values()
+    }
+    return {parameter: values for parameter, values in own.items() if parameter in piece_of}
+
+
+def _cut(key: str, value: Any, parameter: Parameter, piece: Piece | None) -> Any:
+    """Returns a piece's part of a whole value of a parameter's state, a copy."""
     if not isinstance(value, Tensor):
         return value
     if key == "step" or (value.dim() == 0 and parameter.dim() > 0):
@@ -120,45 +129,82 @@ def cut(key: str, value: Any, parameter: Parameter, piece: Piece | None) -> Any:
             f"load_state_dict: the optimizer's state is of another network: {key} is "
             f"{list(value.shape)} for a parameter {list(parameter.shape)}"
         )
-    return None if piece is None else value.reshape(-1)[piece.offset :][: piece.numel].clone()
+    return None if piece is None else piece.of_parameter(value.contiguous()).clone()
+
+
+def load(part: Part, state: dict[Parameter, dict[str, Any]], settings: Settings) -> None:
+    """Loads a part's state, each value in the dtype of the slice that is stepped.
+
+    That of the network's parameter may be another one, as with `fsdp`'s `param_dtype`.
+    """
+    groups = part.optimizer.param_groups
+    number = {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
+    part.optimizer.load_state_dict(
+        {
+            "state": {
+                number[own]: state[parameter]
+                for unit, piece, own in part.pieces
+                if (parameter := unit.parameters[piece.member]) in state
+            },
+            "param_groups": [
+                {**options, "params": [number[p] for p in group["params"]]}
+                for group, options in zip(groups, settings, strict=True)
+            ],
+        }
+    )
+
+
+def states(part: Part) -> Iterator[tuple[Parameter, dict[str, Any]]]:
+    """Yields the network's parameters of which a part has a state, and that of its piece."""
+    for unit, piece, own in part.pieces:
+        if own in part.optimizer.state:
+            yield unit.parameters[piece.member], part.optimizer.state[own]
 
 
 def gather(parts: Sequence[Part]) -> defaultdict[Tensor, Any]:
     """Returns the state of all ranks under the network's parameters; a collective call."""
     whole: defaultdict[Tensor, Any] = defaultdict(dict)
-    for unit, own, inner in parts:
-        mine = {
-            piece.member: {
-                key: value.dtype if _is_elementwise(key, value, parameter) else _on_cpu(value)
-                for key, value in inner.state[parameter].items()
-            }
-            for piece, parameter in own
-            if parameter in inner.state
-        }
-        everyone: list[dict[int, dict[str, Any]]] = [{}] * unit.layout.world_size
-        dist.all_gather_object(everyone, mine, group=unit.group)
-        found = {member: values for theirs in everyone for member, values in theirs.items()}
-        for member in sorted(found):
-            whole[unit.parameters[member]] = dict(found[member])
-        kinds = {
-            (key, value)
-            for values in found.values()
-            for key, value in values.items()
-            if isinstance(value, torch.dtype)
-        }
-        for key, dtype in sorted(kinds, key=str):
-            flat = torch.zeros_like(unit.shard, dtype=dtype)
-            for piece, parameter in own:
-                value = inner.state.get(parameter, {}).get(key)
-                if value is not None and value.dtype == dtype:
-                    flat.narrow(0, piece.start, piece.numel).copy_(value)
-            for member, values in enumerate(unit.gather(flat)):
-                if found.get(member, {}).get(key) == dtype:
-                    whole[unit.parameters[member]][key] = values.to("cpu", copy=True)
+    for part in parts:
+        own = dict(states(part))
+        for unit in part.units:
+            _gather_unit(unit, own, whole)
     return whole
 
 
-def _is_elementwise(key: str, value: Any, piece: Tensor) -> bool:
+def _gather_unit(
+    unit: FlatUnit, own: dict[Parameter, dict[str, Any]], whole: defaultdict[Tensor, Any]
+) -> None:
+    mine = {
+        piece.member: {
+            key: value.dtype if _is_elementwise(key, value, piece) else _on_cpu(value)
+            for key, value in own[parameter].items()
+        }
+        for piece in unit.pieces
+        if (parameter := unit.parameters[piece.member]) in own
+    }
+    everyone: list[dict[int, dict[str, Any]]] = [{}] * dist.get_world_size(unit.group)
+    dist.all_gather_object(everyone, mine, group=unit.group)
+    found = {member: values for theirs in everyone for member, values in theirs.items()}
+    for member in sorted(found):
+        whole[unit.parameters[member]] = dict(found[member])
+    kinds = {
+        (key, value)
+        for values in found.values()
+        for key, value in values.items()
+        if isinstance(value, torch.dtype)
+    }
+    for key, dtype in sorted(kinds, key=str):
+        flat = torch.zeros_like(unit.shard, dtype=dtype)
+        for piece in unit.pieces:
+            value = own.get(unit.parameters[piece.member], {}).get(key)
+            if value is not None and value.dtype == dtype:
+                piece.of(flat).copy_(value)
+        for member, values in enumerate(unit.gather(flat)):
+            if found.get(member, {}).get(key) == dtype:
+                whole[unit.parameters[member]][key] = values.to("cpu", copy=True)
+
+
+def _is_elementwise(key: str, value: Any, piece: Piece) -> bool:
     """Returns whether a value of the state has one element for each of the parameter's.
 
     Raises:
@@ -166,10 +212,8 @@ def _is_elementwise(key: str, value: Any, piece: Tensor) -> bool:
     """
     if not isinstance(value, Tensor) or key == "step" or value.dim() == 0:
         return False
-    if value.shape != piece.shape:
-        raise TypeError(
-            f"the optimizer's {key} is {list(value.shape)} for {piece.numel()} elements"
-        )
+    if value.shape != (piece.numel,):
+        raise TypeError(f"the optimizer's {key} is {list(value.shape)} for {piece.numel} elements")
     return True
 
 

@@ -5,6 +5,7 @@ would compute with a mixture of both, without any error.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -107,10 +108,8 @@ class WayBack:
 
     def has_entered(self, name: str) -> bool:
         """Returns whether backward has entered all calls of a block; "": of all blocks."""
-        names = [block.name for block in self.blocks]
-        if name and name not in names:
-            return True
-        return self.ahead <= (names.index(name) if name else 0)
+        names = [block.name for block in self.blocks[: self.ahead]]
+        return name not in names if name else not names
 
     def go_on(self, start: Callable[[Block], None]) -> None:
         """Enters a block: frees those that backward has left, starts this one and the next."""
@@ -127,3 +126,21 @@ class WayBack:
         """Goes on to the end after a backward that has failed: others may have come further."""
         while not self.is_over and 0 < self.ahead < len(self.blocks):
             self.go_on(start)
+
+
+@dataclass
+class Progress:
+    """How far this rank has come. Apart from the wrapper: to set attributes of modules is slow.
+
+    Attributes:
+        way, way_back: the blocks that the last forward has left; those of the last backward.
+        backward: the number of the one that runs, not of those inside of it.
+        is_ahead: the optimizer has started the gathers of the next forward.
+        has_agreed: all ranks are about to begin this forward.
+    """
+
+    way: WayBack
+    way_back: WayBack
+    backward: int = -1
+    is_ahead: bool = False
+    has_agreed: bool = False

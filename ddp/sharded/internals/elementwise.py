@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp.sharded.state import IMPLEMENTATIONS, told_to_train
+from ddp.sharded.internals.state import IMPLEMENTATIONS, told_to_train
 
 NOT_ELEMENTWISE = (
     "{name} looks at whole tensors, at several together or at the loss, and here each rank steps a "

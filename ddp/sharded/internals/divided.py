@@ -1,4 +1,4 @@
-"""Whole parameters of a network that `fsdp` has divided: where they are used, and all at once.
+"""Parameters that `fsdp` has divided, where functions of PyTorch use them outside of their block.
 
 Where nothing computes with a parameter, `fsdp` makes it a stand-in: the same object, of another
 class, whose functions PyTorch hands to `call` below.
@@ -18,19 +18,19 @@ import inspect
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 
-from ddp.sharded.layout import refuse_plain, stepping_optimizer
+from ddp.sharded.internals.stand_in import refuse_plain, stepping_optimizer
 from ddp.sharded.torch_compat import register_tree
-from ddp.torch_compat import own_parameters, version_of, without_torch_functions
+from ddp.torch_compat import version_of, without_torch_functions
 
 GONE = (
     "{name} has no values, because the wrapper that has divided it is deleted: build another "
@@ -88,10 +88,10 @@ class Values(Protocol):
 
     parameters: list[Parameter]
     replaced: list[int]
+    before_use: Callable[[], Callable[[str], None] | None]
 
-    def before_use(self, what: str) -> None: ...
     def whole(self) -> list[Tensor]: ...
-    def keep(self, member: int, value: Tensor) -> None: ...
+    def keep(self, whole: dict[int, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,10 @@ class Place:
         if self.views and self.replaced != unit.replaced[self.member]:
             raise RuntimeError(REPLACED.format(name=self.name))
         return unit
+
+    def begin_use(self, what: str) -> None:
+        if (ask_all := self.values().before_use()) is not None:
+            ask_all(what)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -198,12 +202,14 @@ def hide_all(parameters: list[Parameter], places: list[Place], nothing: Tensor) 
             parameter._place = place  # type: ignore[attr-defined]  # of its class now
 
 
-def reveal(parameter: Parameter, name: str) -> None:
-    """Makes a stand-in an ordinary parameter again."""
-    if not isinstance(parameter, Divided):
-        raise RuntimeError(EXCHANGED.format(name=name))
-    parameter.__class__ = type(parameter).__mro__[2]
-    del parameter._place
+def reveal_all(parameters: list[Parameter], places: list[Place], views: list[Tensor]) -> None:
+    """Makes stand-ins ordinary parameters again, each with its view of the whole values."""
+    for parameter, place, view in zip(parameters, places, views, strict=True):
+        if not isinstance(parameter, Divided):
+            raise RuntimeError(EXCHANGED.format(name=place.name))
+        parameter.__class__ = type(parameter).__mro__[2]
+        del parameter._place
+        parameter.data = view
 
 
 @cache
@@ -248,7 +254,7 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
         view = _view(first, func, args[1:], kwargs)
         if view is not None:
             return view
-    first._place.values().before_use(f"{first._place.name}.{name}()")
+    first._place.begin_use(f"{first._place.name}.{name}()")
     whole = _gather([first, *others], lambda _parameter, value: value)
     new_args, new_kwargs = _replace((args, kwargs), lambda x: _with_gradient(x, whole))
     result = func(*new_args, **new_kwargs)
@@ -266,7 +272,7 @@ def _write(func: Any, name: str, targets: list[Divided], args: tuple, kwargs: di
         if args[1] is args[0]:
             return None
         func, what = _assign, what.replace("__set__", "data = ")
-    targets[0]._place.values().before_use(what)
+    targets[0]._place.begin_use(what)
     with torch.inference_mode(False):
         whole = _gather(
             _stand_ins((args, kwargs)), lambda p, value: Parameter(value, p.requires_grad)
@@ -284,7 +290,7 @@ def _write(func: Any, name: str, targets: list[Divided], args: tuple, kwargs: di
         p, (pointer, shape, version) = whole[key], before[key]
         if (p.data_ptr(), p.shape) != (pointer, shape) or p.grad_fn is not None:
             raise RuntimeError(UNFIT.format(what=what))
-        place.values().keep(place.member, p)
+        place.values().keep({place.member: p})
         place.values().replaced[place.member] += func is _assign
         if version_of(p) != version:
             with without_torch_functions():
@@ -414,82 +420,3 @@ def _digest(x: Any) -> int:
         return zlib.crc32(values.view(torch.uint8).numpy().tobytes(), x.dim())
     is_plain = isinstance(x, bool | int | float | complex | str | slice | torch.dtype)
     return zlib.crc32(repr(x).encode()) if is_plain else 0
-
-
-class WholeOnDemand(nn.Module):
-    """Methods that gather all parameters of a wrapper at once."""
-
-    module: nn.Module
-    blocks: list[Any]  # of units.py, which imports this file
-    is_whole: bool = False
-    """True inside of `whole_parameters`, where a forward communicates nothing."""
-
-    def free(self) -> None:
-        """Frees the parameters of all blocks."""
-
-    @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """Enters a context with whole parameters in the network; changes of them are kept.
-
-        They are other tensors than those of training, in the dtype of the slices. A collective
-        call; inside, one rank alone may call the network, and enter another one.
-        """
-        if self.is_whole:
-            yield
-            return
-        self.free()
-        units = [unit for block in self.blocks for unit in block.units]
-        whole: dict[Parameter, Parameter] = {}
-        for unit in units:
-            for p, value in zip(unit.parameters, unit.gather(unit.shard), strict=True):
-                whole[p] = Parameter(value, requires_grad=p.requires_grad)
-        places = [
-            (module, name, p)
-            for module in self.module.modules()
-            for name, p in own_parameters(module).items()
-            if p in whole  # none that was added to the network since
-        ]
-        try:
-            self.is_whole = True
-            for module, name, p in places:
-                setattr(module, name, whole[p])
-            yield
-            with torch.no_grad():
-                for unit in units:
-                    for piece in unit.pieces:
-                        value = whole[unit.parameters[piece.member]].reshape(-1)
-                        own = unit.shard.narrow(0, piece.start, piece.numel)
-                        own.copy_(value.narrow(0, piece.offset, piece.numel))
-        finally:
-            for module, name, p in places:
-                setattr(module, name, p)
-            self.is_whole = False
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the whole state, on every rank. A collective call."""
-        with self.whole_parameters():
-            return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Takes this rank's slices of a whole state, which must be the same on every rank.
-
-        Raises:
-            ValueError: for `assign=True`.
-            RuntimeError: inside of `whole_parameters`, and for a state that does not fit; the
-                parameters stay as they were.
-        """
-        if assign:
-            raise ValueError("load_state_dict: a rank keeps slices of its own, give assign=False")
-        if self.is_whole:
-            raise RuntimeError("load_state_dict: leave whole_parameters() first, on all ranks")
-        with self.whole_parameters():
-            return super().load_state_dict(state_dict, strict=strict)
-
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        self.__reduce__()
-
-    def __reduce__(self) -> NoReturn:
-        raise RuntimeError(
-            "a network that fsdp has divided cannot be copied or pickled, because this rank has "
-            "slices of it only: save model.state_dict() on one rank, after calling it on all"
-        )

@@ -1,0 +1,76 @@
+"""The base of the sharded variants: gradients are reduced into slices, of which a rank has one.
+
+Parameters lie together in units (layout.py). A bucket is a unit's gradients: copied to a flat
+buffer once the last of them is ready, and reduce-scattered, so that each rank gets the sums of its
+slice. In `.grad` a stand-in of NaN says so from then on (internals/gradients.py).
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp.buckets import Bucket, Gradient
+from ddp.internals.gradients import Gradients
+from ddp.sharded.internals.gradients import DividedGradients
+from ddp.sharded.internals.interface import ShardedInterface
+from ddp.sharded.layout import FlatUnit
+from ddp.torch_compat import reduce_scatter
+
+
+class Sharded(ShardedInterface):
+    """A network of which each rank reduces, and steps, its slices. A variant says what is whole."""
+
+    def divide(self) -> list[FlatUnit]:
+        """Returns the trainable parameters in units; called once, at construction."""
+        raise NotImplementedError
+
+    def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
+        """Returns where the reduced slice goes; `own` is that slice of `flat`."""
+        raise NotImplementedError
+
+    def describe_gradients(self) -> Gradients:
+        self.units = self.divide()
+        return DividedGradients(self.module, self.reduction, self.units, self.process_group)
+
+    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
+        """Returns a bucket for each unit, in the order in which the last gradients of each come."""
+        self.gradients.convert()
+        place = {i: place for place, i in enumerate(order)}
+        self.unit_of: dict[Bucket, FlatUnit] = {}
+        for unit, members in self.gradients.members.items():
+            nbytes = sum(gradients[i].numel for i in members)
+            nbytes *= self.gradients.reduced_in(unit).itemsize
+            bucket = Bucket(members, unit.offsets, unit.numel, nbytes)
+            self.unit_of[bucket] = unit
+        return sorted(self.unit_of, key=lambda bucket: max(place[i] for i in bucket.members))
+
+    def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor, Tensor]:
+        unit = self.unit_of[bucket]
+        flat = unit.shard.new_empty(bucket.numel, dtype=self.gradients.reduced_in(unit))
+        self.gradients.collect(unit, flat)
+        own = self.receiver(flat, unit.own(flat))
+        op = self.reduction.op if self.gradients.can_average else dist.ReduceOp.SUM
+        self.gradients.reductions += 1
+        self.count(collectives=1, nbytes=bucket.nbytes)
+        return reduce_scatter(own, flat, op, self.process_group), own, flat
+
+    def wait(self, bucket: Bucket, handle: tuple[dist.Work, Tensor, Any]) -> None:
+        work, own, _ = handle  # the collective reads the flat buffer until now
+        self.await_reduction(bucket, work)
+        if self.reduction.name == "mean" and not self.gradients.can_average:
+            own.div_(self.world_size)
+        self.gradients.add(self.unit_of[bucket], own)
+
+    def await_reduction(self, bucket: Bucket, work: dist.Work) -> None:
+        work.wait()
+
+    def before_accumulation(self, i: int) -> None:
+        self.wait_for(self.schedule.bucket_of[i])
+        self.gradients.begin_accumulation(i)
+        self.gradients.make_local(i)
+
+    def after_accumulation(self, i: int) -> None:
+        if self.gradients.kept:
+            self.gradients.end_accumulation(i)
+        super().after_accumulation(i)

@@ -1,0 +1,163 @@
+"""Methods of a sharded wrapper that take no part in a backward: a training loop's, in its units.
+
+They are those of `ddp.internals.interface.Interface`, and `gradient_pieces` for code that works on
+gradients element by element. The optimizer calls the others.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from operator import methodcaller
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp.base import DataParallel
+from ddp.internals.interface import trainable
+from ddp.sharded.internals.gradients import DividedGradients
+from ddp.sharded.layout import FlatUnit, Piece
+from ddp.sharded.optimizer import ShardedOptimizer
+from ddp.sharded.torch_compat import gather_on_hosts, gloo_beside
+
+STATUS_BYTES = 400  # of a message to other ranks
+
+NOT_REDUCED = (
+    "a parameter of shape {shape} has a gradient that is this rank's alone: call "
+    "finish_gradient_synchronization() between backward() and optimizer.step(); to change reduced "
+    "gradients, write to those that model.gradient_pieces() returns"
+)
+UNFINISHED = (
+    "gradients are on their way to other ranks, or this rank's alone: call "
+    "finish_gradient_synchronization() after backward()"
+)
+
+
+class ShardedInterface(DataParallel):
+    """A network whose ranks each own one slice of every unit.
+
+    Attributes:
+        units: parameters that lie together.
+    """
+
+    gradients: DividedGradients
+    units: list[FlatUnit]
+
+    def __init__(self, module: nn.Module, **options: Any):
+        super().__init__(module, **options)
+        if self.world_size > 1 and not self.is_copy:  # building a copy communicates nothing
+            gloo_beside(self.process_group)
+
+    # ---- a training loop -----------------------------------------------------------------------
+
+    def make_optimizer(
+        self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
+    ) -> Optimizer:
+        """Returns an optimizer that steps this rank's slices: see `ShardedOptimizer`.
+
+        Args:
+            cls: the class of an optimizer that treats every element alone.
+            params: parameters or parameter groups; default all trainable parameters.
+            options: further arguments of `cls`.
+        """
+        params = trainable(self.module) if params is None else params
+        return ShardedOptimizer(self, cls, params, **options)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradient of all ranks to a norm of at most `max_norm`; returns the norm.
+
+        A collective call, between `finish_gradient_synchronization()` and `optimizer.step()`.
+        """
+        own = [gradient for *_, gradient in self.gradient_pieces()]
+        shards = [unit.shard for unit in self.units]
+        dtypes = [shard.dtype.to_real() for shard in shards]
+        wide = reduce(torch.promote_types, dtypes, torch.float32)  # on ranks without pieces too
+        square = torch.nn.utils.get_total_norm(own).to(shards[0].device, wide).square()
+        dist.all_reduce(square, group=self.process_group)
+        norm = square.sqrt()
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for unit in self.units:
+            if unit.gradient is not None:
+                unit.gradient.mul_(coefficient)
+        return norm
+
+    def gradient_pieces(self) -> list[tuple[Parameter, int, int, Tensor]]:
+        """Returns what this rank owns of the reduced gradients.
+
+        For each piece: the parameter, the first element in it (flattened), the number of elements,
+        and a view of their gradient [numel], which `optimizer.step()` uses. Pieces without a
+        gradient are left out.
+
+        Raises:
+            RuntimeError: before `finish_gradient_synchronization()`.
+        """
+        self.refuse_not_reduced()
+        return [
+            (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
+            for unit in self.units
+            for piece in unit.pieces
+            if piece.numel and (gradient := self.gradient_of(unit, piece)) is not None
+        ]
+
+    @torch.no_grad()
+    def whole_gradients(self) -> list[Tensor | None]:
+        """Returns the reduced gradient of each parameter, in the order of `parameters()`.
+
+        A collective call that takes the memory of all gradients: for tests and for debugging.
+        """
+        whole: dict[Parameter, Tensor] = {}
+        for unit in self.units:
+            if unit.gradient is not None:
+                for piece in unit.pieces:
+                    self.gradient_of(unit, piece)  # which makes it zero if the stand-in is
+                whole |= zip(unit.parameters, unit.gather(unit.gradient), strict=True)
+        return [None if p.grad is None else whole.get(p) for p in self.module.parameters()]
+
+    def before_forward(self) -> None:
+        self.gradients.free_cleared()
+
+    # ---- what the optimizer calls --------------------------------------------------------------
+
+    def refuse_not_reduced(self) -> None:
+        """Raises RuntimeError unless each `.grad` is None or stands for a reduced gradient."""
+        if (parameter := self.gradients.not_reduced()) is not None:
+            raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
+        if self.step.is_in_the_middle():  # `.grad` has stand-ins already
+            raise RuntimeError(UNFINISHED)
+
+    def gradient_of(self, unit: FlatUnit, piece: Piece) -> Tensor | None:
+        """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
+        return self.gradients.of(unit, piece)
+
+    @property
+    def reductions(self) -> int:
+        return self.gradients.reductions
+
+    def exchange(
+        self, status: str, wait: Callable[[dist.Work], object] = methodcaller("wait")
+    ) -> list[str]:
+        """Returns the status of every rank, or its first bytes; a collective call.
+
+        It waits for other hosts, and for no GPU: a host that did would have nothing queued behind
+        the last reduction, and the GPU would be idle while the optimizer's kernels are launched.
+        """
+        if self.world_size == 1:
+            return [status]
+        own = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
+        if text := status.encode()[:STATUS_BYTES]:
+            own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        everyone = own.new_empty(self.world_size, STATUS_BYTES)
+        wait(gather_on_hosts(everyone, own, self.process_group))
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone.tolist()]
+
+    def begin_step(self, units: list[FlatUnit]) -> None:
+        """Called before the first of `units` is stepped, on all ranks."""
+
+    def publish(self, unit: FlatUnit) -> None:
+        """Called when `unit.shard` holds its new values."""
+
+    def end_step(self, parameters: list[Parameter]) -> None:
+        """Called at the end: every reader of `parameters` sees the new values."""

@@ -1,0 +1,81 @@
+"""The part of the optimizer's step that belongs to this rank's slices.
+
+Adam keeps two float32 numbers per parameter, on every rank the same. If each rank steps its slice
+only, it keeps its slice's state only: 1/W of the memory and of the work.
+
+An ordinary optimizer steps this rank's pieces of a few units, and there are a few of these parts.
+`optimizer.step()` steps one after another. When one has stepped, the model publishes the new values
+of its units: `zero1` starts to gather them, so that their transfer runs beside the next one's step.
+A part for each unit would take the host longer than the GPU.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp.sharded.layout import FlatUnit, Piece
+
+PARTS = 4
+Settings = list[dict[str, Any]]
+"""Of each parameter group of the network's optimizer, its options."""
+
+
+class Part:
+    """This rank's pieces of some units, and the optimizer that steps them.
+
+    Args:
+        number_of: the parameter group of each parameter of the network that is to be stepped.
+        make: makes an optimizer from parameter groups.
+
+    Attributes:
+        pieces: of each, its unit and the parameter that is stepped: a view of this rank's slice.
+    """
+
+    def __init__(
+        self,
+        units: list[FlatUnit],
+        number_of: dict[Parameter, int],
+        settings: Settings,
+        make: Callable[..., Optimizer],
+    ):
+        self.units = units
+        self.pieces: list[tuple[FlatUnit, Piece, Parameter]] = []
+        groups: Settings = [{**options, "params": []} for options in settings]
+        for unit in units:
+            for piece in unit.pieces:
+                if (number := number_of.get(unit.parameters[piece.member])) is not None:
+                    own = Parameter(piece.of(unit.shard))
+                    own.grad_dtype = None  # any
+                    groups[number]["params"].append(own)
+                    self.pieces.append((unit, piece, own))
+        self.optimizer = make(groups)
+
+    def take(self, settings: Settings) -> None:
+        """Takes the options of the groups, which a schedule may have changed."""
+        for group, options in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(options)
+
+    def step(
+        self, settings: Settings, gradient_of: Callable[[FlatUnit, Piece], Tensor | None]
+    ) -> None:
+        self.take(settings)
+        for unit, piece, own in self.pieces:
+            gradient = gradient_of(unit, piece)
+            own.grad = None if gradient is None else gradient.to(own.dtype)
+        self.optimizer.step()
+        for *_, own in self.pieces:
+            own.grad = None
+
+
+def in_parts(units: list[FlatUnit]) -> list[list[FlatUnit]]:
+    """Returns the units in order, in at most `PARTS` lists of about as many elements."""
+    ends = list(accumulate(unit.slice_numel for unit in units))
+    size = max(1, -(-ends[-1] // PARTS))
+    parts: dict[int, list[FlatUnit]] = {}
+    for unit, end in zip(units, ends, strict=True):
+        parts.setdefault(max(0, end - 1) // size, []).append(unit)
+    return list(parts.values())
