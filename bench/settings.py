@@ -178,7 +178,7 @@ def settings_from(options: Options, device_type: str, default_folder: Path) -> S
         raise ValueError("--enable-profiling: give --profile and a private --clipping mode too")
     _check_sharded(options, names)
     if options.implementations == tuple(IMPLEMENTATIONS) and set(clippings) != {NOT_PRIVATE}:
-        names = [name for name in names if not _lacking(name)]  # of the default, those that can
+        names = [name for name in names if not _not_private(name)]  # of the default, those that can
     for name in names:
         _check_can_clip(name, clippings)
     if options.warmup_epochs > options.num_epochs:
@@ -351,26 +351,29 @@ def _check_sharded(options: Options, names: list[str]) -> None:
 
 
 def _check_can_clip(name: str, clippings: list[str]) -> None:
-    """Refuses a plug-in that lacks the methods which private training calls.
+    """Refuses an implementation that cannot be private, and a plug-in that lacks methods.
 
     Private training hands its clipped sums to the plug-in, which must sum them over ranks.
     """
     private = [mode for mode in clippings if mode != NOT_PRIVATE]
-    if private and (lacking := _lacking(name)):
-        raise ValueError(
-            f"--clipping {private[0]}: {name} lacks {', '.join(lacking)}, which private training "
-            f"needs: make it a subclass of ddp.DataParallel, or give --clipping {NOT_PRIVATE}"
-        )
+    if private and (reason := _not_private(name)):
+        raise ValueError(f"--clipping {private[0]}: {reason}, or give --clipping {NOT_PRIVATE}")
 
 
-def _lacking(name: str) -> list[str]:
+def _not_private(name: str) -> str | None:
     if name in SHARDED:
-        return []
+        return None
     cls = implementation(plain(name))
+    if refusal := getattr(cls, "refuses_privacy", None):
+        return f"{refusal[0]}: leave {name} out"
     lacking = [f"method {m}" for m in SEAM if not hasattr(cls, m)]
-    return lacking + [
-        f"option {o}" for o in ("reduce", "process_group") if o not in options_of(cls)
-    ]
+    lacking += [f"option {o}" for o in ("reduce", "process_group") if o not in options_of(cls)]
+    if not lacking:
+        return None
+    return (
+        f"{name} lacks {', '.join(lacking)}, which private training needs: make it a subclass of "
+        "ddp.DataParallel"
+    )
 
 
 def _model(options: Options, device_type: str) -> ModelConfig:

@@ -19,6 +19,7 @@ exchange itself is exposed, for nothing is computed beside it. `start` and `mome
 copies of the parameters.
 """
 
+import copy
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -53,9 +54,8 @@ WAITED = (
 )
 PARAMETER = "diloco parameter"  # a rank's own, in the middle of a round, among its state
 NOT_PRIVATE = (
-    "steps with the gradients of one rank at a time, and privacy needs each step to have the noisy "
-    'sum of all ranks: give ddp.wrap("ddp_bucketed", network), or another variant that reduces '
-    "gradients"
+    "diloco steps with the gradients of one rank, where privacy needs the noisy sum of all ranks",
+    'give ddp.wrap("ddp_bucketed", network), or another variant that reduces each gradient',
 )
 
 
@@ -84,7 +84,7 @@ class DilocoDDP(DataParallel):
         "process_group", "find_unused_parameters", "every", "outer_lr", "outer_momentum",
         "bucket_size_mb",
     )  # fmt: skip
-    not_private = NOT_PRIVATE  # dp_clipping says it
+    refuses_privacy = NOT_PRIVATE  # dp_clipping says why, and what to give
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class DilocoDDP(DataParallel):
         self.counts: list[int] = []  # steps in this round, of each optimizer that was made
         self.start: list[Tensor] = []  # parameters where this round began; empty before its first
         self.momentum: list[Tensor] = []
-        self._finished_at: list[int] = []  # versions of the parameters, while none is made
+        self._seen: list[int] = []  # versions of the parameters since the last finish
         super().__init__(module, **options)
 
     # ---- local steps ---------------------------------------------------------------------------
@@ -138,23 +138,26 @@ class DilocoDDP(DataParallel):
             self.outer_step()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled():
-            if max(self.counts, default=0) >= self.every:
-                self.outer_step()
-            self._refuse_steps_that_are_not_counted()
-        return super().forward(*args, **kwargs)
+        self._refuse_steps_that_are_not_counted()
+        if self.training and torch.is_grad_enabled() and max(self.counts, default=0) >= self.every:
+            self.outer_step()
+        output = super().forward(*args, **kwargs)
+        if self._seen:  # a forward may write to parameters, as Embedding(max_norm=1) does
+            self._note_versions()
+        return output
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
-        if not self.counts:
-            self._finished_at = [version_of(p) for p in self.gradients.parameters]
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        """Notes the versions of the parameters, as long as no optimizer was made to be counted."""
+        self._seen = [] if self.counts else [version_of(p) for p in self.gradients.parameters]
 
     def _refuse_steps_that_are_not_counted(self) -> None:
-        if self._finished_at and not self.counts:
-            pairs = zip(self.gradients.parameters, self._finished_at, strict=True)
-            for i, (parameter, version) in enumerate(pairs):
-                if version_of(parameter) != version:
-                    raise RuntimeError(NOT_COUNTED.format(name=self.gradients.names[i]))
+        for i, version in enumerate([] if self.counts else self._seen):
+            if version_of(self.gradients.parameters[i]) != version:
+                raise RuntimeError(NOT_COUNTED.format(name=self.gradients.names[i]))
 
     # ---- the outer step ------------------------------------------------------------------------
 
@@ -231,7 +234,7 @@ class DilocoDDP(DataParallel):
         """Takes parameters, with which a round begins. Load the optimizer's state afterwards."""
         result = super().load_state_dict(*args, **kwargs)
         self._forget_round()
-        self._finished_at = []
+        self._seen = []
         return result
 
     @torch.no_grad()
@@ -294,7 +297,7 @@ class DilocoDDP(DataParallel):
                     self.start[i].copy_(found["start"][k])
                     parameters[i].copy_(values[k])
         self.watch.accept_changes()
-        return {**state, "state": _of_optimizer(mine)}
+        return {**state, "state": copy.deepcopy(_of_optimizer(mine))}  # not shared with the file
 
     def _indices_of(self, optimizer: Optimizer) -> list[int]:
         """Returns the index of each of an optimizer's parameters, in the order of its state."""

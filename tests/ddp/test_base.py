@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ddp
-from tests.support.differences import REFUSED
+from tests.support.differences import REDUCED, REFUSED
 
 FOLDER = Path(ddp.__file__).parent
 BASE = ["ddp.base", "ddp.schedule", "ddp.buckets"]
@@ -19,6 +19,7 @@ READ = {  # what a learner reads to understand a variant, and the lines that it 
     "ddp.sharded.zero1": (FLAT, 500),
     "ddp.sharded.zero2": ([*FLAT, "ddp.sharded.zero1"], 530),
     "ddp.sharded.fsdp": (BASE, 625),
+    "ddp.diloco": (BASE, 630),
 }
 CLOSURE = 2100  # lines of all modules of the course that the first four variants import
 ALL = 6042
@@ -88,3 +89,4 @@ def test_what_a_variant_refuses_is_a_behaviour_of_the_tests():
     for name, rows in REFUSED.items():
         assert name in ddp.IMPLEMENTATIONS
         assert all(f"\ndef {behaviour}(" in code for behaviour in rows)
+    assert all(f"\ndef {behaviour}(" in code for behaviour in REDUCED)
