@@ -62,10 +62,6 @@ class DataParallel(Interface):
     def before_forward(self) -> None:
         """Called before each synchronising forward, when no reduction is under way."""
 
-    def share_buffers(self) -> None:
-        """Overwrites buffers with those of rank 0, before each synchronising forward."""
-        self.replicas.broadcast_buffers(self.watch.buffers)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.step.begin_forward(self):  # not in evaluation or under no_sync()
             self.before_forward()

@@ -19,13 +19,10 @@ exchange itself is exposed, for nothing is computed beside it. `start` and `mome
 copies of the parameters.
 """
 
-import copy
 import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +32,7 @@ from torch.optim import Optimizer
 
 from ddp.base import DataParallel
 from ddp.buckets import Bucket, Gradient, plan_buckets
-from ddp.internals import copies
+from ddp.internals import copies, rounds
 from ddp.internals.options import mebibytes
 from ddp.internals.replicas import group_or_default
 from ddp.torch_compat import version_of
@@ -52,7 +49,6 @@ WAITED = (
     "diloco waited for the other ranks in an outer step: every rank must take as many steps of its "
     "optimizer as the others, and call model.outer_step() where they do"
 )
-PARAMETER = "diloco parameter"  # a rank's own, in the middle of a round, among its state
 NOT_PRIVATE = (
     "diloco steps with the gradients of one rank, where privacy needs the noisy sum of all ranks",
     'give ddp.wrap("ddp_bucketed", network), or another variant that reduces each gradient',
@@ -100,7 +96,7 @@ class DilocoDDP(DataParallel):
         self.bucket_size_mb, self.bucket_bytes = bucket_size_mb, mebibytes(bucket_size_mb)
         if not copies.COPYING.get():
             settings = {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
-            agree_on(settings, group_or_default(options.get("process_group")))
+            rounds.agree_on(settings, group_or_default(options.get("process_group")))
         self.counts: list[int] = []  # steps in this round, of each optimizer that was made
         self.start: list[Tensor] = []  # parameters where this round began; empty before its first
         self.momentum: list[Tensor] = []
@@ -123,8 +119,8 @@ class DilocoDDP(DataParallel):
         self.counts.append(0)
         optimizer.register_step_pre_hook(lambda *_: self.begin_round())
         optimizer.register_step_post_hook(lambda *_: self.end_local_step(number))
-        optimizer.register_state_dict_post_hook(partial(self._save, number))
-        optimizer.register_load_state_dict_pre_hook(partial(self._load, number))
+        optimizer.register_state_dict_post_hook(partial(rounds.save, self, number))
+        optimizer.register_load_state_dict_pre_hook(partial(rounds.load, self, number))
         return optimizer
 
     def begin_round(self) -> None:
@@ -222,7 +218,7 @@ class DilocoDDP(DataParallel):
     def _forget_round(self) -> None:
         self.start, self.counts = [], [0] * len(self.counts)
 
-    # ---- state: skip it at the first reading ---------------------------------------------------
+    # ---- state, of which internals/rounds.py saves the rest with the optimizer's ---------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the network's state, which is this rank's own in the middle of a round."""
@@ -236,119 +232,3 @@ class DilocoDDP(DataParallel):
         self._forget_round()
         self._seen = []
         return result
-
-    @torch.no_grad()
-    def _save(self, number: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Adds to an optimizer's state the round, and what each rank has; a collective call.
-
-        What a plain optimizer would load is rank 0's: the same on every rank, on the CPU.
-        """
-        own = {(k, key): x for k, values in state["state"].items() for key, x in values.items()}
-        indices = {k: i for k, i in enumerate(self._indices_of(optimizer)) if i >= 0}
-        parameters, shared = self.gradients.parameters, {}
-        for name, tensors in (("start", self.start), ("momentum", self.momentum)):
-            held = indices if tensors else {}
-            shared[name] = {k: tensors[i].to("cpu", copy=True) for k, i in held.items()}
-        if self.start:
-            own |= {(k, PARAMETER): parameters[i] for k, i in indices.items()}
-        ranks: list[dict[int, dict[str, Any]]] = []
-        for theirs in gather(own, self.process_group, parameters[0].device):
-            ranks.append({})
-            for (k, key), value in theirs.items():
-                ranks[-1].setdefault(k, {})[key] = value
-        state["diloco"] = {"steps": self.counts[number], "ranks": ranks, **shared}
-        state["state"] = _of_optimizer(ranks[0])
-
-    @torch.no_grad()
-    def _load(self, number: int, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Takes the round out of a state, and what this rank had; of another number, one of them.
-
-        The state of another variant, or of a plain optimizer, begins a round without momentum.
-
-        Raises:
-            ValueError: if it is that of another network; nothing is changed then.
-        """
-        saved = [k for group in state["param_groups"] for k in group["params"]]
-        indices = self._indices_of(optimizer)
-        if len(saved) != len(indices):
-            return state  # which PyTorch refuses
-        index_of = dict(zip(saved, indices, strict=True))
-        found = state.get("diloco") or {
-            "steps": 0, "ranks": [state["state"]], "start": {}, "momentum": {}
-        }  # fmt: skip
-        mine = found["ranks"][dist.get_rank(self.process_group) % len(found["ranks"])]
-        values = {k: own[PARAMETER] for k, own in mine.items() if PARAMETER in own}
-        parameters = self.gradients.parameters
-        for k, value in chain(*(x.items() for x in (values, found["start"], found["momentum"]))):
-            if value.shape != parameters[index_of[k]].shape:
-                raise ValueError(
-                    "load_state_dict: the optimizer's state is of another network: it has "
-                    f"{list(value.shape)} for {self.gradients.names[index_of[k]]} "
-                    f"{list(parameters[index_of[k]].shape)}"
-                )
-        self.counts[number], self.start = found["steps"], self.start if found["start"] else []
-        if found["start"]:
-            self.begin_round()
-        self.momentum = self.momentum or [torch.zeros_like(p) for p in parameters]
-        for k, i in index_of.items():
-            if i >= 0:
-                self.momentum[i].copy_(found["momentum"].get(k, torch.zeros(())))
-                if k in values:
-                    self.start[i].copy_(found["start"][k])
-                    parameters[i].copy_(values[k])
-        self.watch.accept_changes()
-        return {**state, "state": copy.deepcopy(_of_optimizer(mine))}  # not shared with the file
-
-    def _indices_of(self, optimizer: Optimizer) -> list[int]:
-        """Returns the index of each of an optimizer's parameters, in the order of its state."""
-        groups = optimizer.param_groups
-        return [self.gradients.index_of(p) for group in groups for p in group["params"]]
-
-
-def _of_optimizer(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Returns a rank's state without its parameters."""
-    found = {k: {key: x for key, x in own.items() if key != PARAMETER} for k, own in state.items()}
-    return {k: own for k, own in found.items() if own}
-
-
-def gather(
-    own: dict[Any, Any], group: dist.ProcessGroup, device: torch.device
-) -> list[dict[Any, Any]]:
-    """Returns what each rank has under its keys, tensors on the CPU; a collective call."""
-    mine = {key: x.to("meta") if isinstance(x, Tensor) else x for key, x in own.items()}
-    everyone = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    for rank, theirs in enumerate(everyone):
-        for key, x in theirs.items():
-            if isinstance(x, Tensor):
-                sent = torch.empty(x.shape, dtype=x.dtype, device=device)
-                if rank == dist.get_rank(group):
-                    sent.copy_(own[key])
-                dist.broadcast(sent, group=group, group_src=rank)
-                theirs[key] = torch.empty_like(x, device="cpu").copy_(sent)  # with its strides
-    return everyone
-
-
-def agree_on(settings: dict[str, float], group: dist.ProcessGroup) -> None:
-    """Raises ValueError on all ranks if settings of one are wrong, or not those of rank 0."""
-    everyone = [settings] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, settings, group=group)
-    for rank, theirs in enumerate(everyone):
-        if complaint := complaint_about(**theirs):
-            raise ValueError(f"{complaint} (on rank {rank})")
-        for name, value in theirs.items():
-            if value != everyone[0][name]:
-                raise ValueError(
-                    f"the ranks have different options: {name}={everyone[0][name]} on rank 0, "
-                    f"{name}={value} on rank {rank}"
-                )
-
-
-def complaint_about(every: int, outer_lr: float, outer_momentum: float) -> str | None:
-    if not isinstance(every, int) or every < 1:
-        return f"every: {every} is not a number of steps, give 1 or more"
-    if not 0 < outer_lr < inf:
-        return f"outer_lr: {outer_lr} is not a positive finite number"
-    if not 0 <= outer_momentum < 1:
-        return f"outer_momentum: {outer_momentum} is not below 1, nor 0 for none"
-    return None

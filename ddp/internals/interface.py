@@ -98,6 +98,10 @@ class Interface(nn.Module):
         """Plans again: rank 0's first order of arrival replaces the reverse of registration."""
         self.schedule.adopt(order, self.plan(self.gradients.describe(), order))
 
+    def share_buffers(self) -> None:
+        """Overwrites buffers with those of rank 0, before each synchronising forward."""
+        self.replicas.broadcast_buffers(self.watch.buffers)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Enters a context in which gradients add up locally; a later backward reduces them."""
