@@ -119,7 +119,7 @@ def gather(
     return everyone
 
 
-def agree_on(settings: dict[str, float], group: dist.ProcessGroup) -> None:
+def agree_on(settings: dict[str, Any], group: dist.ProcessGroup) -> None:
     """Raises ValueError on all ranks if settings of one are wrong, or not those of rank 0."""
     everyone = [settings] * dist.get_world_size(group)
     dist.all_gather_object(everyone, settings, group=group)
