@@ -1,6 +1,6 @@
 """Shows what `diloco` saves in bytes, and what that costs in loss, on Python's own library's text.
 
-    python -m experiments.local_steps                   four ranks, eight minutes on two cores
+    python -m experiments.local_steps                   four ranks, a quarter of an hour on two cores
     python -m experiments.local_steps --every 10 100 --seeds 1 --steps 400
 
 The same transformer is trained by `ddp_bucketed`, by `diloco` with several numbers of local steps,
@@ -55,7 +55,7 @@ class Options:
 
 
 class Run(NamedTuple):
-    """One training: loss on held-out text after each hundredth part, and MiB that a rank sent."""
+    """One training: loss on held-out text after some of the steps, and MiB that a rank sent."""
 
     losses: list[tuple[int, float]]
     mib: float
@@ -119,7 +119,7 @@ def train(context: Context, options: Options, variant: str, more: dict, seed: in
         optimizer.step()
         optimizer.zero_grad()
         sent += model.stats()["bytes"]
-        if step + 1 in shown:
+        if step + 1 in shown and not any(getattr(model, "counts", ())):  # not inside of a round
             with torch.no_grad():
                 losses.append((step + 1, forward_loss(network, evaluated).item()))
     return Run(losses, sent / 2**20)
@@ -164,8 +164,8 @@ def draw(runs: dict[str, list[Run]], options: Options, where: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.6), dpi=150, facecolor="white")
-    curves = figure.add_axes((0.065, 0.115, 0.44, 0.69))
-    costs = figure.add_axes((0.565, 0.115, 0.415, 0.69), sharey=curves)
+    curves = figure.add_axes((0.065, 0.115, 0.44, 0.68))
+    costs = figure.add_axes((0.565, 0.115, 0.415, 0.68), sharey=curves)
     last = {name: statistics.mean(finals(own)) for name, own in runs.items()}
     top = max(last.values()) + 0.6 * (max(last.values()) - min(last.values()))
     bottom = min(last.values()) - 0.2 * (max(last.values()) - min(last.values()))
@@ -185,33 +185,36 @@ def draw(runs: dict[str, list[Run]], options: Options, where: str) -> None:
         costs.plot([mib] * 2, [min(losses), max(losses)], color=colours[name], lw=1.4)
         costs.plot(mib, last[name], "o", ms=8, color=colours[name])
         part = "" if name == TOGETHER else f"1/{runs[TOGETHER][0].mib / mib:.0f} of the bytes\n"
-        costs.annotate(
-            f"{name}\n{part}loss {last[name]:.3f}", (mib, last[name]), (0, 13),
-            textcoords="offset points", ha="center", fontsize=9, color=colours[name],
-        )  # fmt: skip
+        text = f"{name}\n{part}loss {last[name]:.3f}"
+        costs.annotate(text, (mib, last[name]), (9, 3), textcoords="offset points", fontsize=9,
+                       color=colours[name])  # fmt: skip
     costs.set_xscale("log")
     low = min(own[0].mib for name, own in runs.items() if name != APART)
-    costs.set_xlim(low / 4, 4 * runs[TOGETHER][0].mib)
+    costs.set_xlim(low / 3, 10 * runs[TOGETHER][0].mib)
     curves.set_ylim(bottom, top)
     curves.set_xlim(0, options.steps)
     curves.set(xlabel="steps of each rank", ylabel="loss on held-out text, nats a byte")
-    costs.set_xlabel("MiB that a rank has sent in all, logarithmic (left: fewer)")
+    costs.set_xlabel(f"MiB that a rank has sent in all {options.steps:,} steps, logarithmic")
+    costs.xaxis.set_major_formatter(lambda mib, _: f"{mib:,g}")
+    costs.text(0.02, 0.03, "← fewer bytes   ↓ better", transform=costs.transAxes, fontsize=9,
+               color=GREY)  # fmt: skip
     curves.set_title("the same steps, apart or together", fontsize=10, loc="left")
     costs.set_title("where they end, and what they sent", fontsize=10, loc="left")
-    curves.legend(frameon=False, fontsize=9, loc="upper right")
+    curves.legend(frameon=False, fontsize=9, loc="lower left")
     for axes in (curves, costs):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#E6E6E6", lw=0.8)
-    title = "diloco sends one H-th of the bytes, and pays with loss: the more, the larger H is"
+    title = "diloco, every H steps: 1/H of the bytes, for a higher loss"
     subtitle = (
-        f"{where} train a transformer on Python's own library's text: {options.steps} steps, "
-        f"{options.batch_size} x {options.context_length} bytes each; outer_lr "
-        f"{options.outer_lr:g}, outer_momentum {options.outer_momentum:g}; means of "
-        f"{options.seeds} seeds, bars from the smallest to the largest"
+        f"{where} train a transformer on the text of Python's library, with "
+        f"{options.batch_size} x {options.context_length} bytes a rank and step, by AdamW.\n"
+        f"Means of {options.seeds} seeds; bars go from the smallest to the largest. Losses of "
+        f"diloco are those behind an outer step (outer_lr {options.outer_lr:g}, outer_momentum "
+        f"{options.outer_momentum:g})."
     )
     figure.text(0.035, 0.94, title, fontsize=13, weight="bold")
-    figure.text(0.035, 0.895, subtitle, fontsize=8.6, color="#555555")
-    save_picture(figure, options.output, f"{title}. {subtitle}")
+    figure.text(0.035, 0.925, subtitle, fontsize=8.6, color="#555555", va="top")
+    save_picture(figure, options.output, f"{title}. {subtitle}".replace("\n", " "))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def test_it_trains_prints_and_draws(tmp_path, capsys):
         ("ddp_bucketed", "100.00"), ("diloco, every 2", "50.00"), ("diloco, every 4", "25.00"),
         ("none", "0.00"),
     ]  # fmt: skip
-    assert read_picture(picture).description.startswith("diloco sends one H-th of the bytes")
+    assert read_picture(picture).description.startswith("diloco, every H steps: 1/H")
 
 
 def test_rounds_must_be_whole(capsys):
