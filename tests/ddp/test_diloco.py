@@ -184,17 +184,22 @@ def test_several_optimizers(cpu_ranks):
 def buffers_follow(context: Context) -> None:
     """Rank 0's, from each outer step on, and a rank's own in between."""
     network = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    network.register_buffer("mark", torch.zeros(1))
     model = wrap("diloco", network, every=2, process_group=context.group)
     optimizer = model.make_optimizer(SGD)
     for step in range(1, 5):
-        train_step = numbers(4, 5, seed=step, rank=context.rank, like=model)
-        model(train_step).square().sum().backward()
+        network.mark.fill_(context.rank + 1)
+        x = numbers(4, 5, seed=step, rank=context.rank, like=model)
+        model(x).square().sum().backward()
+        assert network.mark == context.rank + 1
         model.finish_gradient_synchronization()
         optimizer.step()
+        is_outer = step % 2 == 0
+        assert network.mark == (1 if is_outer else context.rank + 1)
         mean = network[1].running_mean
         everyone = [torch.empty_like(mean) for _ in range(context.world_size)]
         dist.all_gather(everyone, mean, group=context.group)
-        assert torch.equal(*everyone) is (step % 2 == 0)
+        assert torch.equal(*everyone) is is_outer
 
 
 def test_buffers_are_those_of_rank_0_after_an_outer_step(cpu_ranks):
