@@ -343,3 +343,20 @@ def private(context: Context) -> None:
 
 def test_private_training_is_refused_by_name(cpu_ranks):
     cpu_ranks.run(2, private)
+
+
+def alone(context: Context) -> None:
+    """What the backend says when other ranks do not come has a note."""
+    model, optimizer = wrapped(context, every=1)
+
+    def timed_out(_mine: bool) -> bool:
+        raise RuntimeError("Timed out")
+
+    model.any_rank = timed_out
+    with pytest.raises(RuntimeError, match="Timed out") as error:
+        train(context, model, optimizer, range(1, 2))
+    assert "take as many steps of its optimizer as the others" in error.value.__notes__[0]
+
+
+def test_a_rank_that_waits_in_vain_is_told_why(cpu_ranks):
+    cpu_ranks.run(1, alone)
