@@ -2,7 +2,8 @@
 
 Data-parallel training is right when W ranks with a shard each get the gradient that one process
 gets from the whole batch. So each rank also computes that gradient alone, in float32, and compares.
-`none` does not communicate, and is compared with the rank's own shard.
+`none` does not communicate, and is compared with the rank's own shard. `diloco` reduces no gradient
+either: bench/rounds.py compares its parameters.
 
 A private gradient, without its noise, is compared with one process that clips sequence by sequence
 and adds up. In the second step the threshold is the median of the first step's norms, so that
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.parts import Batch
-from bench.settings import Settings, Subject, batches_for, mode_and_algorithm
+from bench.rounds import EVERY, ROUNDS, expected_moves, moves
+from bench.settings import Settings, Subject, batches_for, has_rounds, mode_and_algorithm
 from bench.sharded import whole
 from bench.training import assemble, build_network
 from dp_clipping.clipping.norms import GRAM_ROUNDING
@@ -62,6 +64,7 @@ class Worst(NamedTuple):
     """The gradient with the largest error. Ranks compare these, so the error comes first.
 
     ratio  its norm over that of the right one
+    what   it is, if it is no gradient
     """
 
     error: float
@@ -69,11 +72,12 @@ class Worst(NamedTuple):
     step: int
     parameter: str
     ratio: float
+    what: str = "gradient"
 
     def describe(self) -> str:
         return (
-            f"gradient of {self.parameter} on rank {self.rank} in step {self.step}: relative error "
-            f"{self.error:.1e}, its norm is {self.ratio:.3g} x the right one"
+            f"{self.what} of {self.parameter} on rank {self.rank} in step {self.step}: relative "
+            f"error {self.error:.1e}, its norm is {self.ratio:.3g} x the right one"
         )
 
 
@@ -90,6 +94,33 @@ class Gate:
 
     def error(self, subject: Subject) -> Worst:
         """Returns the largest relative error of a gradient over parameters, steps and ranks."""
+        found = (
+            self._round_errors(subject)
+            if has_rounds(subject.implementation)
+            else (self._gradient_errors(subject))
+        )
+        release_memory(self._worker.device)
+        self._note(f"{subject.label} (gate), comparison")
+        everyone: list[list[Worst]] = [[] for _ in range(self._worker.world_size)]
+        dist.all_gather_object(everyone, found)
+        return max((one for own in everyone for one in own), key=lambda one: one.error)
+
+    def _round_errors(self, subject: Subject) -> list[Worst]:
+        worker, ranks = self._worker, self._worker.world_size
+
+        def batch(step: int, rank: int) -> Batch:
+            self._note(f"{subject.label} (gate), step {step}, batch of rank {rank}")
+            return self._batch(step, rank, ranks)
+
+        moved = moves(self._settings, worker, subject, batch)
+        network = build_network(self._settings, worker.device, "float32").double()
+        names = [name for name, _ in network.named_parameters()]
+        expected = expected_moves(network, ranks, batch)
+        error, number, ratio = relative_error(moved, expected)
+        step = EVERY * ROUNDS - 1
+        return [Worst(error, worker.rank, step, names[number], ratio, "change of two rounds")]
+
+    def _gradient_errors(self, subject: Subject) -> list[Worst]:
         reference = self._reference_for(subject)
         expected = reference.own if subject.implementation == FLOOR else reference.whole
         network = build_network(self._settings, self._worker.device, "float32", subject.layout)
@@ -112,12 +143,7 @@ class Gate:
             )
             found.append(Worst(error, self._worker.rank, step, names[number], ratio))
             parts.optimizer.zero_grad(set_to_none=True)
-        del parts, network
-        release_memory(self._worker.device)
-        self._note(f"{subject.label} (gate), comparison")
-        everyone: list[list[Worst]] = [[] for _ in range(world_size)]
-        dist.all_gather_object(everyone, found)
-        return max((one for own in everyone for one in own), key=lambda one: one.error)
+        return found
 
     def _reference_for(self, subject: Subject) -> Reference:
         data_rank, data_ranks = subject.layout.data_place(

@@ -68,6 +68,11 @@ class Options:
         "(default: each one's own: 200 for ddp_individual_v2, ddp_bucketed, zero1 and zero2, 100 "
         "for ddp_copy_engine and torch_ddp_tuned, 25 for torch_ddp and torch_zero1)"))
 
+    every: int | None = option(None, metavar="H", check=positive, help=(
+        "local steps of diloco in a round, which has one exchange; its row has means over H steps. "
+        "H divides the number of all steps and is at most that of timed ones (default: the "
+        "largest such number)"))
+
     clipping: tuple[str, ...] = option((NOT_PRIVATE,),
         group="privacy (what --clipping MODE adds to every step)", metavar="MODE", help=(
         f"{NOT_PRIVATE} (or no_dp): ordinary training; or any of {', '.join(PRIVATE_MODES)}: "

@@ -7,7 +7,7 @@ from pathlib import Path
 from bench.gate import FLOOR, TOLERANCE, tolerance
 from bench.memory import draw_predicted, predictions
 from bench.options import NOT_PRIVATE
-from bench.settings import Settings, Subject
+from bench.settings import Settings, Subject, has_rounds
 from bench.sharded import SPLIT
 from bench.worker import plan
 from lm.model import flops_per_token
@@ -22,7 +22,7 @@ from measure import (
     summarize,
 )
 from measure.files import say_unwritten
-from measure.report_tables import milliseconds
+from measure.report_tables import calls, milliseconds
 from measure.runs import Cell, cells_of, ratio_beside
 from measure.statistics import NOISY
 
@@ -118,7 +118,7 @@ def columns(rows: list[dict]) -> list[Column]:
         *overhead,
         Column("to_floor", f"× {FLOOR}", right=True),
         Column("to_reference", f"× {REFERENCE} [95 %]", right=True),
-        Column("collectives", "calls", ",d"),
+        Column("collectives", "calls", calls),
         Column("sent_mb", "MiB sent", ",.1f"),
         Column("peak_memory_mb", "peak MiB", ",.0f"),
         *predicted,
@@ -305,6 +305,11 @@ def _legend(rows: list[dict], device: str, settings: Settings) -> str:
         lines.append(
             "predicted     the peak as it follows from the model's shape (by kind in memory.png), "
             "and how far off that is"
+        )
+    if apart := [subject for subject in settings.subjects if has_rounds(subject.implementation)]:
+        lines.append(
+            f"{apart[0].name:<13} one exchange in {settings.local_steps(apart[0])} steps, of which "
+            "step, calls and sent are means; its error is that of what two rounds move"
         )
     if split := [name for name in SPLIT if name in settings.implementations]:
         lines.append(

@@ -27,7 +27,14 @@ from lm.model import PRESETS, ModelConfig
 from measure.options import flag, shared_values
 
 KERNEL_OPTIONS = ("tile_size", "memory_budget_mb")  # of `Privacy`, for fused modes only
-NO_SWITCHES = ("reduce", "process_group", "bucket_size_mb")  # options of `ddp.wrap` with a value
+NO_SWITCHES = (
+    "reduce",
+    "process_group",
+    "bucket_size_mb",
+    "every",
+    "outer_lr",
+    "outer_momentum",
+)  # options of `ddp.wrap` with a value
 SEAM = ("before_gradient", "gradient_ready")  # by which a wrapper receives private gradients
 
 
@@ -104,6 +111,7 @@ class Settings:
     model: ModelConfig
     batch_size: int
     bucket_size_mb: float | None
+    every: int | None
     num_epochs: int
     warmup_epochs: int
     steps_per_epoch: int
@@ -123,6 +131,21 @@ class Settings:
     @property
     def num_steps(self) -> int:
         return self.num_epochs * self.steps_per_epoch
+
+    @property
+    def untimed_steps(self) -> int:
+        """Counts untimed steps: warmup epochs, or else the first steps, which allocate memory."""
+        return max(self.warmup_steps, min(3, self.num_steps - 1))
+
+    def local_steps(self, subject: Subject) -> int:
+        """Returns the steps of a round of `diloco`; 1 of an implementation that has no rounds.
+
+        The last step ends a round, and as many timed steps as it has begin no further one.
+        """
+        if not has_rounds(subject.implementation):
+            return 1
+        most = max(1, self.num_steps - self.untimed_steps)
+        return self.every or max(n for n in range(1, most + 1) if self.num_steps % n == 0)
 
     @property
     def subjects(self) -> list[Subject]:
@@ -149,7 +172,9 @@ class Settings:
         """
         skipped = {"implementations", "clippings", "privacy", "output_dir", "rounds", "timeout_s",
                    "show_plan"}  # fmt: skip
-        common = {k: v for k, v in asdict(self).items() if k not in skipped}
+        common = {k: v for k, v in asdict(self).items() if k not in skipped | {"every"}}
+        if has_rounds(subject.implementation):
+            common["every"] = self.local_steps(subject)
         if not subject.is_private:
             return common
         mode, _ = mode_and_algorithm(subject.clipping)
@@ -177,8 +202,10 @@ def settings_from(options: Options, device_type: str, default_folder: Path) -> S
     if options.enable_profiling and not (options.profile and set(clippings) != {NOT_PRIVATE}):
         raise ValueError("--enable-profiling: give --profile and a private --clipping mode too")
     _check_sharded(options, names)
+    if options.every is not None and not any(map(has_rounds, names)):
+        raise ValueError("--every: only diloco has rounds, give --implementations diloco too")
     if options.implementations == tuple(IMPLEMENTATIONS) and set(clippings) != {NOT_PRIVATE}:
-        names = [name for name in names if not _lacking(name)]  # of the default, those that can
+        names = [name for name in names if not _not_private(name)]  # of the default, those that can
     for name in names:
         _check_can_clip(name, clippings)
     if options.warmup_epochs > options.num_epochs:
@@ -203,6 +230,12 @@ def settings_from(options: Options, device_type: str, default_folder: Path) -> S
         timeout_s=options.timeout,
         output_dir=options.output_dir or default_folder,
     )
+    timed = settings.num_steps - settings.untimed_steps
+    if options.every and (settings.num_steps % options.every or options.every > timed):
+        raise ValueError(
+            f"--every {options.every}: give a number that divides the {settings.num_steps} steps "
+            f"and is at most {timed}, the timed ones, or change --steps-per-epoch"
+        )
     batches_for(settings, rank=0, world_size=1)  # unreadable, empty or too short a text
     return settings
 
@@ -221,6 +254,11 @@ def mode_and_algorithm(clipping: str) -> tuple[str, str]:
     """Splits a clipping mode: `flash:width` is ("flash", "width"), `flash` is ("flash", "auto")."""
     mode, _, algorithm = clipping.partition(":")
     return mode, algorithm or "auto"
+
+
+def has_rounds(name: str) -> bool:
+    """Returns whether ranks of an implementation step apart, as those of `diloco`."""
+    return name not in SHARDED and "every" in options_of(implementation(plain(name)))
 
 
 @functools.cache
@@ -351,26 +389,29 @@ def _check_sharded(options: Options, names: list[str]) -> None:
 
 
 def _check_can_clip(name: str, clippings: list[str]) -> None:
-    """Refuses a plug-in that lacks the methods which private training calls.
+    """Refuses an implementation that cannot be private, and a plug-in that lacks methods.
 
     Private training hands its clipped sums to the plug-in, which must sum them over ranks.
     """
     private = [mode for mode in clippings if mode != NOT_PRIVATE]
-    if private and (lacking := _lacking(name)):
-        raise ValueError(
-            f"--clipping {private[0]}: {name} lacks {', '.join(lacking)}, which private training "
-            f"needs: make it a subclass of ddp.DataParallel, or give --clipping {NOT_PRIVATE}"
-        )
+    if private and (reason := _not_private(name)):
+        raise ValueError(f"--clipping {private[0]}: {reason}, or give --clipping {NOT_PRIVATE}")
 
 
-def _lacking(name: str) -> list[str]:
+def _not_private(name: str) -> str | None:
     if name in SHARDED:
-        return []
+        return None
     cls = implementation(plain(name))
+    if refusal := getattr(cls, "refuses_privacy", None):
+        return f"{refusal[0]}: leave {name} out"
     lacking = [f"method {m}" for m in SEAM if not hasattr(cls, m)]
-    return lacking + [
-        f"option {o}" for o in ("reduce", "process_group") if o not in options_of(cls)
-    ]
+    lacking += [f"option {o}" for o in ("reduce", "process_group") if o not in options_of(cls)]
+    if not lacking:
+        return None
+    return (
+        f"{name} lacks {', '.join(lacking)}, which private training needs: make it a subclass of "
+        "ddp.DataParallel"
+    )
 
 
 def _model(options: Options, device_type: str) -> ModelConfig:

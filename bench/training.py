@@ -104,7 +104,11 @@ def assemble(
     is_sharded = subject.layout is not REPLICATED
     model = network
     if not is_sharded:
-        sizes = {"bucket_size_mb": settings.bucket_size_mb, "param_dtype": param_dtype}
+        sizes = {
+            "bucket_size_mb": settings.bucket_size_mb,
+            "param_dtype": param_dtype,
+            "every": settings.local_steps(subject),
+        }
         model = wrap_network(subject.implementation, network, sizes)
     optimizer = make_optimizer(model, lr=0.0, fused=True)
     if subject.is_private:

@@ -3,7 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -237,12 +237,15 @@ class Benchmark:
             stats = run.model.stats() if hasattr(run.model, "stats") else {}
             plan = run.model.step_context.plans.last if cell.subject.is_fused else None
             del run
-        timed = milliseconds[self._untimed_steps() :]
+        untimed = self.settings.untimed_steps
+        if (round_ := self.settings.local_steps(cell.subject)) > 1:  # the last step ends a round
+            stats |= {key: stats[key] / round_ for key in ("collectives", "bytes")}
+        timed = means_of(milliseconds[untimed:], round_)
         peak = max_over_ranks([-1.0 if peak is None else peak + outside], self.worker.device)[0]
         return {
             "step_ms": timed,
             "total_batch_size": self.settings.batch_size * self._data_ranks(cell),
-            "untimed_step_ms": milliseconds[: self._untimed_steps()],
+            "untimed_step_ms": milliseconds[:untimed],
             "peak_memory_bytes": None if peak < 0 else int(peak),
             "loss": float(loss),
             **stats,
@@ -253,6 +256,12 @@ class Benchmark:
         """Returns the number of ranks that have a batch each; ranks of a tensor axis share one."""
         return cell.subject.layout.sizes(self.worker.world_size)[0]
 
-    def _untimed_steps(self) -> int:
-        """Counts untimed steps: warmup epochs, or else the first steps, which allocate memory."""
-        return max(self.settings.warmup_steps, min(3, self.settings.num_steps - 1))
+
+def means_of(steps: list[float], round_: int) -> list[float]:
+    """Returns the mean of each whole round among the last of these steps.
+
+    As many steps in succession as a round has include one exchange, wherever they begin.
+    """
+    rounds = len(steps) // round_
+    last = steps[len(steps) - rounds * round_ :]
+    return [fmean(last[i * round_ : (i + 1) * round_]) for i in range(rounds)]

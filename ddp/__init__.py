@@ -10,6 +10,8 @@ The steps, in the order of reading:
 
 The second part, sharded/: what every rank holds in common is divided among the ranks.
 
+The third, diloco.py: ranks train apart, and take one step together in many.
+
 none.py is the floor of every comparison. PyTorch's own are torch_ddp.py, torch_zero1.py and
 torch_fsdp.py.
 
@@ -29,6 +31,7 @@ from torch import nn
 from ddp.base import DataParallel
 from ddp.bucketed import BucketedDDP
 from ddp.copy_engine import CopyEngineDDP, Unavailable
+from ddp.diloco import DilocoDDP
 from ddp.individual import IndividualDDP
 from ddp.individual_v2 import IndividualV2DDP
 from ddp.none import NoCommunication
@@ -52,6 +55,7 @@ IMPLEMENTATIONS: dict[str, type[nn.Module]] = {
     "zero1": Zero1DDP,
     "zero2": Zero2DDP,
     "fsdp": HandBuiltFSDP,
+    "diloco": DilocoDDP,
     "torch_ddp": TorchDDP,
     "torch_ddp_tuned": TunedTorchDDP,
     "torch_zero1": TorchZero1,
@@ -66,7 +70,7 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
         name: a key of `IMPLEMENTATIONS`, or `path/to/file.py:ClassName`.
         module: the network, on its device already.
         options: `reduce`, `process_group`, `find_unused_parameters`; `bucket_size_mb` where
-            gradients are batched, None for one bucket per dtype.
+            gradients are batched, None for one bucket per dtype; further ones of the variant.
 
     Raises:
         ValueError: for an unknown name, or ranks with different models.

@@ -65,7 +65,7 @@ class DataParallel(Interface):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.step.begin_forward(self):  # not in evaluation or under no_sync()
             self.before_forward()
-            self.replicas.broadcast_buffers(self.watch.buffers)
+            self.share_buffers()
         output = self.watch.call(self.module, args, kwargs)
         self.step.end_forward(self, output)
         return output

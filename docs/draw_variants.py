@@ -123,6 +123,13 @@ def gathered() -> list[Work]:
     return [*works, Work("step", "step", STEP / 2, sent)]
 
 
+def apart() -> list[Work]:
+    """The last step of a round: buckets of what the round has moved, then the outer step."""
+    sends = tuple(buckets().values())
+    works = [*forward(), *backward({}), Work("step", "step", STEP, 0, sends)]
+    return [*works, Work("step", "outer", 0.7 * STEP, len(sends))]
+
+
 SINGLE: Plan = {n: ("1", lasts(1)) for n in range(1, GRADIENTS + 1)}
 AFTERWARDS = [
     *forward(),
@@ -161,6 +168,7 @@ VARIANTS = {
         gathered(),
         (0.5, 0.5, 0.5),
     ),
+    "diloco": Variant("The last step of a round; all others of it send nothing, as none", apart()),
 }
 
 

@@ -71,6 +71,8 @@ def check_still_fixed(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 def problem_of(module: nn.Module) -> tuple[str, str] | None:
     """Returns why this one module is refused, and what to do; None if it is not."""
+    if refusal := getattr(module, "refuses_privacy", None):  # a variant of ddp may have it
+        return refusal
     if isinstance(module, replicas()) and not hasattr(module, "gradient_ready"):
         return "would not exchange clipped sums, which autograd does not accumulate", (
             'give ddp.wrap("torch_ddp", network), or another of its variants'

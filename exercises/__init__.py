@@ -22,5 +22,6 @@ EXERCISES: dict[str, str] = {
     "zero2": "ex11_zero2",
     "fsdp": "ex12_fsdp",
     "predict": "ex13_predict",
+    "diloco": "ex14_diloco",
 }
 """Name on the command line -> folder, in order of difficulty."""

@@ -93,6 +93,9 @@ def factor(seconds: float, longer: float) -> float:
 class Plan(NamedTuple):
     """A kind of collective, of which buckets of gradients, of how many bytes; copies per byte.
 
+    `diloco` sends what a round has moved, in its outer step. That reads and writes as many bytes as
+    ten copies: differences, momentum, the step, and where the next round begins.
+
     `fsdp` reduces and steps float32 numbers. It copies gradients, and slices that it gathers, from
     or to the dtype of the arithmetic: not both sides of these copies are then 4 bytes wide.
     """
@@ -119,5 +122,7 @@ def plan(variant: str, shape: Shape) -> Plan:
     width = 4 if variant == "fsdp" else shape.width
     nbytes = [width * sum(gradients[i].numel for i in bucket) for bucket in buckets]
     kind = "reduce_scatter" if variant in SHARDED else "all_reduce"
-    copies = {"torch_ddp": 2, "ddp_individual_v2": 0, "fsdp": (shape.arithmetic + 4) / 8}
+    copies = {
+        "torch_ddp": 2, "ddp_individual_v2": 0, "diloco": 10, "fsdp": (shape.arithmetic + 4) / 8
+    }  # fmt: skip
     return Plan(kind, buckets, nbytes, copies.get(variant, 1))

@@ -4,10 +4,11 @@ W ranks share some of the kinds (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.020
 Parameters and optimizer state (two of the parameters' size for AdamW) last the whole step.
 Activations grow through forward and shrink through backward, in which gradients grow. Buffers are
 what a variant allocates beside them: parts of buckets that are not filled yet, gradients on the
-wire, whole parameters that `fsdp` has gathered. The peak is at the start of backward, where the
-loss has copies of the logits [B, T, V], where a gradient arrives, in the optimizer's step, or where
-the network is built. `predict_memory` walks through all these moments and returns the kinds at the
-peak.
+wire, whole parameters that `fsdp` has gathered. `diloco` has two more copies of the parameters in
+its optimizer's state: where the round began, and the outer momentum. The peak is at the start of
+backward, where the loss has copies of the logits [B, T, V], where a gradient arrives, in the
+optimizer's step, or where the network is built. `predict_memory` walks through all these moments
+and returns the kinds at the peak.
 
 What a block keeps for backward, in bytes per token, is counted from `lm.model.Block` (D = d_model,
 F = d_ff, H heads; a = bytes of a number in arithmetic, r = of one in the residual stream):
@@ -34,7 +35,7 @@ from lm.model import ModelConfig
 MIB = 1 << 20
 REPLICATED = (
     "none", "ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed", "ddp_copy_engine",
-    "torch_ddp", "torch_ddp_tuned",
+    "diloco", "torch_ddp", "torch_ddp_tuned",
 )  # fmt: skip
 SHARDED = ("zero1", "zero2", "fsdp")
 VARIANTS = (*REPLICATED, *SHARDED, "torch_zero1", "torch_fsdp")
@@ -135,7 +136,7 @@ def memory_after_backward(
     step = _Step(variant, model, ranks, 0, dtype, 0, True)
     parameters = step.whole / (ranks if "fsdp" in variant else 1)
     gradients = step.whole / (ranks if "fsdp" in variant or variant == "zero2" else 1)
-    held = Kinds(parameters, gradients, 2 * step.stepped(), 0, 0)
+    held = Kinds(parameters, gradients, step.state(), 0, 0)
     return {kind: round(size) for kind, size in held._asdict().items()}
 
 
@@ -172,13 +173,17 @@ class _Step:
         """Yields what is allocated at every moment that can be the peak."""
         by_variant = {"fsdp": self._fsdp, "torch_fsdp": self._torch_fsdp}
         parameters = self.whole / (self.ranks if self.variant in by_variant else 1)
-        optimizer = 2 * self.stepped()
+        optimizer = self.state()
         for kept, gradients, buffers in by_variant.get(self.variant, self._whole_parameters)():
             yield Kinds(parameters, gradients, optimizer, kept, buffers)
         table = self.width * self.model.vocab_size * self.model.d_model
         copied = {"fsdp": 2 * table, "zero1": self.capacity, "zero2": self.capacity}
         building = max(MESSAGE_BYTES, copied.get(self.variant, 0))  # broadcast, or divided
         yield Kinds(self.whole, 0, 0, 0, min(building, self.whole))
+
+    def state(self) -> float:
+        """Returns the bytes of an optimizer's state: two numbers for each that is stepped."""
+        return 2 * self.stepped() + (2 * self.whole if self.variant == "diloco" else 0)
 
     def stepped(self) -> float:
         """Returns the bytes of parameters that a rank steps.
@@ -238,6 +243,9 @@ class _Step:
                 else:
                     yield kept, arrived, max(begun, shared) - arrived + copied + always
             sent, own = [*sent[-1:], bucket.nbytes], own + bucket.nbytes / self.ranks
+        if self.variant == "diloco":  # two buckets of the outer step, and a difference for the next
+            sent = [b.nbytes for b in plan_buckets(described, order, self.capacity)]
+            yield 0, arrived, max(map(sum, zip(sent, [*sent[1:], 0], strict=True))) + max(sizes)
 
     def _fsdp(self) -> Iterator[tuple[float, float, float]]:
         """Yields the same of `fsdp`, where at most two blocks are whole, and gradients of two.

@@ -168,6 +168,11 @@ def memory_heading(cells: Sequence[Cell]) -> str:
     return "Memory and exchange" if _has_exchange(cells) else "Memory"
 
 
+def calls(value: float) -> str:
+    """Returns a number of collectives, which is a mean where not every step has them."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
+
+
 def memory_legend(cells: Sequence[Cell]) -> str:
     """Returns the legend of the columns of `memory_table`."""
     known = [
@@ -198,7 +203,7 @@ def memory_table(cells: Sequence[Cell]) -> Table:
     columns = [
         Column("peak", "peak MiB", ",.0f", right=True),
         *(Column(f"peak {h}", f"× {h}", ".3f", right=True) for _, _, h in against),
-        Column("collectives", "collectives per step", ",d", right=True),
+        Column("collectives", "collectives per step", calls, right=True),
         Column("bytes", "MiB sent per step", lambda count: f"{count / _MIB:,.1f}", right=True),
         Column("error", "gradient error", right=True),
     ]

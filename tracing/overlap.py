@@ -80,14 +80,18 @@ def overlap(trace: Trace, window: Interval | None = None) -> Overlap:
 def representative_step(traces: list[Trace]) -> list[Interval]:
     """Returns the step of median length (mean over ranks), the same on every rank; else the span.
 
-    It is the same because the ranks of one step wait for each other: lanes explain each other.
+    It is the same because the ranks of one step wait for each other: lanes explain each other. If
+    some steps communicate and others do not, as those of `diloco`, it is one of the former.
     """
     per_rank = [steps(trace) for trace in traces]
     count = min(len(windows) for windows in per_rank)
     if count == 0:
         return [trace.span for trace in traces]
     lengths = [fmean(w[i][1] - w[i][0] for w in per_rank) for i in range(count)]
-    median = sorted(range(count), key=lengths.__getitem__)[(count - 1) // 2]
+    first, its_steps = traces[0], per_rank[0]
+    sending = [i for i in range(count) if intersection(first.communication, its_steps[i : i + 1])]
+    among = sending or list(range(count))
+    median = sorted(among, key=lengths.__getitem__)[(len(among) - 1) // 2]
     return [windows[median] for windows in per_rank]
 
 

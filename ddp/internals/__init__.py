@@ -12,4 +12,5 @@ A first reading can skip them.
 - ownership.py: several wrappers of one network
 - copies.py: copies and pickles
 - options.py: checks of options
+- rounds.py: options and state of `diloco`
 """

@@ -98,6 +98,10 @@ class Interface(nn.Module):
         """Plans again: rank 0's first order of arrival replaces the reverse of registration."""
         self.schedule.adopt(order, self.plan(self.gradients.describe(), order))
 
+    def share_buffers(self) -> None:
+        """Overwrites buffers with those of rank 0, before each synchronising forward."""
+        self.replicas.broadcast_buffers(self.watch.buffers)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Enters a context in which gradients add up locally; a later backward reduces them."""
@@ -118,23 +122,23 @@ class Interface(nn.Module):
         """
 
         def ask(*_: Any) -> None:
-            if self.training and torch.is_grad_enabled() and self._has_any_ended(False):
+            if self.training and torch.is_grad_enabled() and self.any_rank(False):
                 raise _Ended
 
         handle = self.register_forward_pre_hook(ask, prepend=True)
         try:
             yield
-            self._has_any_ended(True)
+            self.any_rank(True)
         except _Ended:
             pass
         finally:
             handle.remove()
 
-    def _has_any_ended(self, mine: bool) -> bool:
-        """Returns whether a rank has left its loop; collective, and the host waits."""
-        ended = torch.tensor(float(mine), device=self.gradients.parameters[0].device)
-        dist.all_reduce(ended, op=dist.ReduceOp.MAX, group=self.process_group)
-        return bool(ended)
+    def any_rank(self, mine: bool) -> bool:
+        """Returns whether it is true on any rank; collective, and the host waits."""
+        found = torch.tensor(float(mine), device=self.gradients.parameters[0].device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.process_group)
+        return bool(found)
 
     # ---- gradients that come by calls, not by autograd, as those of private training ------------
 

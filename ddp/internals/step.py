@@ -173,8 +173,9 @@ class Step:
 
     def end(self, wrapper: Any) -> None:
         """Ends a round: reduces unused or late gradients, and completes the step."""
+        is_shared = self._schedule.launched > 0  # else each rank has gradients of its own
         used, anything_late = self._used, bool(self._used - self._gradients.reduced)
-        if wrapper.find_unused_parameters:
+        if wrapper.find_unused_parameters and is_shared:
             parameters = self._gradients.parameters
             used, anything_late = agree_on_use(
                 parameters, used, anything_late, wrapper.process_group
@@ -188,7 +189,7 @@ class Step:
         self._gradients.restore_strides()
         self.record.buckets = len(self._schedule.buckets)
         self.finished = self.record
-        if not self._order_is_observed:
+        if not self._order_is_observed and is_shared:
             self._agree_on_order(wrapper)
         self.begin()
 

@@ -30,6 +30,7 @@ MEMORY_ONLY = tuple(name for name in KNOWN_MEMORY if name not in VARIANTS)
 NOTES = (
     "step = computed + exposed + contention; computed: what none computes (of the optimizer a",
     "  rank's part where it is sharded), and what the variant copies and launches",
+    "diloco: the mean of the steps of a round (--every), of which the last one has the exchange",
     "contention of: the variant whose traces, or results, tell how computation and communication",
     "  slow each other; another one's where a variant itself was not measured",
     f"{' and '.join(MEMORY_ONLY)}: PyTorch decides inside what it sends when, and in which stream,",
@@ -54,6 +55,7 @@ class Options:
     context_length: int | None = option(None, "tokens (default: the model's)", check=positive)
     batch_size: int | None = option(None, "per rank (default: the traces')", check=positive)
     bucket_size_mb: float | None = option(None, "in MiB (default: each variant's)", check=positive)
+    every: int = option(50, "steps of a round of diloco", metavar="H", check=positive)
     output: Path = option(Path("simulation.png"), "the picture", metavar="FILE")
 # fmt: on
 
@@ -65,8 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     links = Network(0, 0, options.gpus_per_host, options.host_latency / 1e6, bandwidth)
     try:
         check_file("--output", options.output)
-        found = calibrate(options.traces, links)
-        timed = {run: own for folder in options.results for run, own in measured(folder).items()}
+        found = replace(calibrate(options.traces, links), every=options.every)
+        timed = {
+            run: own
+            for folder in options.results
+            for run, own in measured(folder, options.every).items()
+        }
         if timed:
             found = found.matched({n: s for (shape, n), s in timed.items() if shape == found.shape})
         for folder in options.validate:
@@ -113,11 +119,16 @@ def table(found: Calibration, shape: Shape, gpus: int) -> str:
     return "\n".join([format_table(columns, rows, f"Predicted for {gpus:,} ranks"), "", *NOTES])
 
 
-def measured(folder: Path) -> dict[tuple[Shape, int], dict[str, float]]:
-    """Returns (shape, ranks) -> variant -> seconds of a step, of results with `none`."""
+def measured(folder: Path, every: int) -> dict[tuple[Shape, int], dict[str, float]]:
+    """Returns (shape, ranks) -> variant -> seconds of a step, of results with `none`.
+
+    Results of `diloco` count if its rounds had `every` steps.
+    """
 
     def size(config: dict) -> tuple[Shape, int] | None:
-        return None if "clipping" in config else (Shape.of(config), config["world_size"])
+        if "clipping" in config or config.get("every", every) != every:
+            return None
+        return Shape.of(config), config["world_size"]
 
     if not (folder / "results.jsonl").exists():
         raise ValueError(f"{folder} has no results of benchmark_ddp.py --output-dir {folder}")
@@ -134,7 +145,7 @@ def measured(folder: Path) -> dict[tuple[Shape, int], dict[str, float]]:
 def validation(found: Calibration, folder: Path) -> str:
     """Compares with results, also of other shapes: the step, and what it is relative to `none`."""
     tables = []
-    for (shape, ranks), steps in measured(folder).items():
+    for (shape, ranks), steps in measured(folder, found.every).items():
         predicted = {v: found.simulate(v, shape, ranks).step for v in VARIANTS if v in steps}
         rows = [{
             "variant": name, "measured ms": 1e3 * steps[name], "predicted ms": 1e3 * step,

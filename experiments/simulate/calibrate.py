@@ -27,7 +27,8 @@ from lm.memory import SHARDED
 from lm.shape import Computation, Shape, Times
 from tracing import StepPieces, collective_seconds, load_runs, slowdown, undisturbed
 
-LIKE = {"torch_ddp_tuned": "torch_ddp", "ddp_individual_v2": "ddp_individual", "zero2": "zero1"}
+LIKE = {"torch_ddp_tuned": "torch_ddp", "ddp_individual_v2": "ddp_individual", "zero2": "zero1",
+        "diloco": "ddp"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Calibration:
     shared: float = 0.0
     lean: float = 1.0
     faster: tuple[str, ...] = ()  # variants whose traced step was shorter than that of `none`
+    every: int = 50  # steps of `diloco`, of which the last one has the exchange
 
     @property
     def shape(self) -> Shape:
@@ -58,9 +60,12 @@ class Calibration:
         return self.computation.scaled(shape, lean).times(slower)
 
     def simulate(self, variant: str, shape: Shape, ranks: int) -> Outcome:
-        """Returns a step of so many ranks."""
+        """Returns a step of so many ranks; of `diloco` the mean of a round."""
         times, known = self.times(variant, shape, ranks), self.contention_of(variant)
-        return run(program_of(times, self.network, variant, shape, ranks, known.launch), known)
+        found = run(program_of(times, self.network, variant, shape, ranks, known.launch), known)
+        if variant != "diloco":
+            return found
+        return found.mean(self.simulate("none", shape, ranks), self.every)
 
     def contention_of(self, variant: str) -> Contention:
         """Returns that of a variant that is known, otherwise of its like or of `ddp_bucketed`."""
@@ -145,7 +150,8 @@ def calibrate(folders: Sequence[Path], network: Network) -> Calibration:
     works = (np.median([getattr(s, part) for s in floor], axis=0).tolist()
              for part in ("forward", "backward", "optimizer", "rest"))  # fmt: skip
     found = Calibration(ranks, Computation(shape, *works), network.fitted(samples, ranks), {})
-    own = {name: s for (name, n), s in steps.items() if n == ranks and name != "none"}
+    # Nothing is computed beside what diloco sends, in one of many steps.
+    own = {v: s for (v, n), s in steps.items() if n == ranks and v not in ("none", "diloco")}
     found = replace(found, contention={v: _contention(found, v, s, floor) for v, s in own.items()})
     if "fsdp" in own:
         found = replace(found, lean=_lean(found, own["fsdp"]))

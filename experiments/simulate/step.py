@@ -30,6 +30,10 @@ class Outcome(NamedTuple):
     def contention(self) -> float:  # what computation lost while communication worked beside it
         return max(0.0, self.step - self.computed - self.exposed)
 
+    def mean(self, other: "Outcome", steps: int) -> "Outcome":
+        """Returns the mean of so many steps, of which this is one, and the others are `other`."""
+        return Outcome(*((a + (steps - 1) * b) / steps for a, b in zip(self, other, strict=True)))
+
 
 def run(program: Program, contention: Contention) -> Outcome:
     """Runs a program. What is still being sent at its end is not part of the step."""
@@ -85,6 +89,11 @@ def program_of(
         for number, (nbytes, copying) in enumerate(zip(layout.nbytes, copies, strict=True)):
             program += [*send("all_reduce", nbytes), ("wait", number + 1), ("compute", copying)]
         return [*program, update]
+    if variant == "diloco":  # its outer step, behind the last one of a round
+        program += [("compute", sum(pieces)), update]
+        for nbytes, copying in zip(layout.nbytes, copies, strict=True):
+            program += [("compute", copying), *send("all_reduce", nbytes)]
+        return [*program, ("wait", len(copies))]
     late = variant in SINGLE  # what is divided, after the wait
     for piece, nbytes, copying in zip(pieces, layout.nbytes, copies, strict=True):
         program += [("compute", piece + (0 if late else copying)), *send(layout.kind, nbytes)]

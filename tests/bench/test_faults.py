@@ -48,12 +48,14 @@ def check(run, folder, names) -> None:
 
 def test_wrong_ones_and_a_raising_one(tmp_path):
     """With a right one beside them: all are measured, and the exit status says it."""
-    names = ["Forgetful", "Raising", "Poisonous", "Minimal"]
+    names = ["Forgetful", "Raising", "Poisonous", "Uphill", "Minimal"]
     run = run_with(tmp_path, *names, timeout=120, start=forked_benchmark)
     check(run, tmp_path, ["Raising"])
     table = table_of(run.stdout)
     assert "1.0e+00 WRONG" in table["Forgetful"]
     assert "inf WRONG" in table["Poisonous"]
+    assert "WRONG" in table["Uphill"]
+    assert re.search(r"Uphill: change of two rounds of [\w.]+ on rank \d in step 3", run.stdout)
     assert re.search(r"^Minimal +0.0e\+00 +\d", table["Minimal"])
     assert (tmp_path / "comparison.png").exists()
     said = rows_of(tmp_path)
@@ -64,7 +66,7 @@ def test_wrong_ones_and_a_raising_one(tmp_path):
         assert "in _in_backward" in text
     assert "Forgetful: gradient of token_embedding.weight on rank " in run.stdout
     assert "its norm is 2 x the right one" in run.stdout
-    lines = re.findall(r"^\d+ of 15, after .*: (\w+) \(.*\): \S", run.stderr, re.MULTILINE)
+    lines = re.findall(r"^\d+ of 18, after .*: (\w+) \(.*\): \S", run.stderr, re.MULTILINE)
     assert lines.count("Minimal") == 3  # one gate, two rounds
 
 

@@ -10,8 +10,8 @@ HAND_BUILT = ["ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed"]
 COPY_ENGINE = "ddp_copy_engine"
 CPU_COPY_ENGINE = "tests/support/cpu_copy_engine.py:CpuCopyEngineDDP"
 SHARDED = ["zero1", "zero2", "fsdp"]
-SLOW = ["zero2"]  # differs from zero1 in what sharded/test_zero2.py tests
-BUILT_IN = [*HAND_BUILT, CPU_COPY_ENGINE, *SHARDED, "torch_ddp"]
+SLOW = ["zero2", "diloco"]  # differ from others in what test_zero2.py and test_diloco.py test
+BUILT_IN = [*HAND_BUILT, CPU_COPY_ENGINE, *SHARDED, "diloco", "torch_ddp"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -155,7 +155,7 @@ def hidden_from_the_graph(context: Context, name: str) -> None:
     for step in range(4):
         loss = branches_loss(step, lambda r, s=step: [1] if (r + s) % 2 else [])
         loss(pair.model, context.rank).backward()
-        for rank in range(context.world_size):
+        for rank in pair.ranks:
             loss(pair.reference, rank).backward()
         pair.finish()
         pair.zero_grad(set_to_none=step % 2 == 0)

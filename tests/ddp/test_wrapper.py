@@ -10,15 +10,16 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp import implementation, wrap
 from lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, small_buckets
+from tests.support.beside import Beside, Chain, chain_loss, ranks_of, small_buckets
 
 
 def goes_on(context: Context, name: str, model: nn.Module, reference: nn.Module) -> None:
     """`model` trains like `reference`, a plain network on the data of all ranks."""
     pair = Beside.__new__(Beside)
     pair.rank, pair.world_size = context.rank, context.world_size
+    pair.ranks = ranks_of(context, name)
     pair.model, pair.reference = model, copy.deepcopy(reference)
-    pair.scale = 1 if model.reduce == "sum" else 1 / context.world_size
+    pair.scale = 1 if model.reduce == "sum" else 1 / len(pair.ranks)
     for step in range(3):
         pair.step(chain_loss(step), set_to_none=step == 0)
 

@@ -12,6 +12,7 @@ from tests.exercises.solutions import (
     AccumulatingDDP,
     AverageDDP,
     FlatDDP,
+    LocalStepsDDP,
     OrderedDDP,
     OverlapDDP,
     UnusedDDP,
@@ -513,3 +514,56 @@ def predict_one_always_pays(step_on, counts, limit):
 def predict_best_of_all(step_on, counts, limit):
     """The largest number that pays, also behind one that does not."""
     return max([n for n in counts if step_on(1) / step_on(n) >= limit], default=0)
+
+
+@mistake("diloco", "Step number `every` ends where", "every rank has moved uphill")
+class LocalUphill(LocalStepsDDP):
+    """The pseudo-gradient has the wrong sign."""
+
+    def step_parameter(self, parameter, start, momentum, delta):
+        super().step_parameter(parameter, start, momentum, -delta)
+
+
+@mistake("diloco", "Momentum and start go on", "momentum begins anew in each round: keep it")
+class LocalForgetful(LocalStepsDDP):
+    """Each round begins with new momentum."""
+
+    def step_parameter(self, parameter, start, momentum, delta):
+        super().step_parameter(parameter, start, torch.zeros_like(momentum), delta)
+
+
+@mistake("diloco", "Step number `every` ends where", "without Nesterov's look ahead")
+class LocalHeavyBall(LocalStepsDDP):
+    """Momentum is applied as it is."""
+
+    def step_parameter(self, parameter, start, momentum, delta):
+        momentum.mul_(self.outer_momentum).add_(delta)
+        parameter.copy_(start - self.outer_lr * momentum)
+
+
+@mistake("diloco", "The first steps of a round", "only number 3 sends")
+class LocalAlways(LocalStepsDDP):
+    """All ranks meet behind every step."""
+
+    def count_step(self):
+        self.outer_step()
+        self.start = self.positions()
+
+
+@mistake("diloco", "Step number `every` ends where", "that is the sum over the ranks: divide")
+class LocalSum(LocalStepsDDP):
+    """The sum of what the ranks have moved is not divided."""
+
+    def step_parameter(self, parameter, start, momentum, delta):
+        super().step_parameter(parameter, start, momentum, delta * dist.get_world_size())
+
+
+@mistake("diloco", "Momentum and start go on", "wrong from round 2: ")
+class LocalFirstStart(LocalStepsDDP):
+    """Every round steps from where the first one began."""
+
+    def count_step(self):
+        self.steps += 1
+        if self.steps == self.every:
+            self.outer_step()
+            self.steps = 0

@@ -296,3 +296,48 @@ class FlatDDP(nn.Module):
             handle.wait()
             flat /= dist.get_world_size()
         self.begin_step()
+
+
+class LocalStepsDDP(torch.nn.Module):
+    def __init__(self, module, every, outer_lr, outer_momentum):
+        super().__init__()
+        self.module, self.every = module, every
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
+        self.trained = [p for p in module.parameters() if p.requires_grad]
+        self.steps = 0
+        self.momentum = [torch.zeros_like(p) for p in self.trained]
+        self.start = self.positions()
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self):
+        pass
+
+    def positions(self):
+        return [p.detach().clone() for p in self.trained]
+
+    def make_optimizer(self, cls, **options):
+        optimizer = cls(self.trained, **options)
+        optimizer.register_step_post_hook(lambda *_: self.count_step())
+        return optimizer
+
+    def count_step(self):
+        self.steps += 1
+        if self.steps == self.every:
+            self.outer_step()
+            self.steps, self.start = 0, self.positions()
+
+    @torch.no_grad()
+    def outer_step(self):
+        for parameter, start, momentum in zip(self.trained, self.start, self.momentum, strict=True):
+            delta = start - parameter
+            dist.all_reduce(delta)
+            delta /= dist.get_world_size()
+            self.step_parameter(parameter, start, momentum, delta)
+
+    def step_parameter(self, parameter, start, momentum, delta):
+        momentum.mul_(self.outer_momentum).add_(delta)
+        parameter.copy_(start - self.outer_lr * (delta + self.outer_momentum * momentum))

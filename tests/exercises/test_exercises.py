@@ -38,6 +38,7 @@ CLASSES = {
     "zero1": "StateShardedDDP",
     "zero2": "GradientShardedDDP",
     "fsdp": "FullyShardedDDP",
+    "diloco": "LocalStepsDDP",
 }
 
 FUNCTIONS = {"measure": "measure", "plan": "plan_buckets", "ring": "ring_all_reduce"}

@@ -277,6 +277,12 @@ def test_variants_have_the_order_that_their_ideas_imply(traces):
             assert steps[0] > alone
     overlapped, blocking = (found.simulate(v, SHAPE, 8) for v in ("ddp_individual", "ddp"))
     assert overlapped.exposed < blocking.exposed
+    # Of rounds of one step, nothing of the exchange is hidden; of long ones there is little of it.
+    of_one, of_many = (
+        replace(found, every=every).simulate("diloco", SHAPE, 8) for every in (1, 1000)
+    )
+    assert of_one.step - found.simulate("none", SHAPE, 8).step > of_one.exposed > 0
+    assert of_many.step == pytest.approx(found.simulate("none", SHAPE, 8).step, rel=1e-2)
     # zero2 sends what zero1 sends; ZeRO's update is the part of one rank.
     assert found.simulate("zero1", SHAPE, 8) == found.simulate("zero2", SHAPE, 8)
 
@@ -335,7 +341,7 @@ def test_the_command_predicts_draws_and_says_how_far_off_it_was(traces, tmp_path
     assert bucketed.split()[1] == "15.00"
     assert bucketed.split()[2] == "15.00"  # measured at the traces' shape
     assert "torch_zero1" not in validated  # of which there is no model
-    rows = {line.split()[0]: line.split()[1:] for line in predicted.splitlines()[4:17]}
+    rows = {line.split()[0]: line.split()[1:] for line in predicted.splitlines()[4:18]}
     assert set(rows) == {*VARIANTS, "torch_zero1", "torch_fsdp"}
     assert (rows["ddp"][-1], rows["zero2"][-1], rows["none"][-1]) == ("ddp", "ddp_bucketed", "–")
     memory = predict_memory("torch_zero1", SHAPE.model, ranks=16, batch_size=4)

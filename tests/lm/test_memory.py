@@ -122,7 +122,7 @@ def test_what_is_sharded_shrinks_with_the_ranks():
         one, two = kinds(variant, 1), kinds(variant, 2)
         assert tuple(one) == KINDS
         assert one["parameters"] == whole
-        assert one["optimizer"] == 2 * whole
+        assert one["optimizer"] == (4 if variant == "diloco" else 2) * whole
         for kind in ("parameters", "gradients", "optimizer"):
             ranks = 2 if kind in sharded.get(variant, ()) else 1
             if one[kind] and two[kind]:
@@ -171,6 +171,7 @@ def peak_of(variant: str, batch: tuple, group: dist.ProcessGroup, trace: str) ->
         )
         options = options_of(implementation(variant))
         sizes = {"bucket_size_mb": 1.5} if "bucket_size_mb" in options else {}
+        sizes |= {"every": 1} if "every" in options else {}
         model = wrap(variant, Transformer(WIDE), process_group=group, **sizes)
         optimizer = model.make_optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
         for _ in range(2):
@@ -200,7 +201,7 @@ EVERY = ("none", "ddp_bucketed", "zero1", "zero2", "fsdp", "torch_fsdp")
 @pytest.mark.parametrize(
     ("variants", "batch_size"),
     [
-        (("zero2", "fsdp"), 1),
+        (("zero2", "fsdp", "diloco"), 1),
         pytest.param(EVERY, 1, marks=pytest.mark.slow),
         pytest.param(EVERY, 6, marks=pytest.mark.slow),
     ],

@@ -1,7 +1,7 @@
 """A wrapped network and its single-process reference, taken through the same steps."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -9,20 +9,32 @@ from torch import Tensor, nn
 
 from ddp import implementation, options_of, wrap
 from lm.rank_pool import Context
+from tests.support.differences import is_apart
 
 Loss = Callable[[nn.Module, int], Tensor]
 """`loss(model, rank)`: what a rank's own data make of a model."""
 
 
+def ranks_of(context: Context, name: str) -> Sequence[int]:
+    """Returns the ranks whose data are in a rank's gradient after finish."""
+    return [context.rank] if is_apart(name) else range(context.world_size)
+
+
 class Beside:
-    """The reference sees the data of all ranks; its gradients are what every rank must end with."""
+    """The reference sees the data of all ranks; its gradients are what every rank must end with.
+
+    Where ranks step apart, that of each sees its own data.
+    """
 
     def __init__(self, context: Context, name: str, module: nn.Module, **options):
         self.rank, self.world_size = context.rank, context.world_size
+        self.ranks = ranks_of(context, name)
+        if is_apart(name):
+            options.pop("reduce", None)
         self.model = wrap(name, module.to(context.device), process_group=context.group, **options)
         with whole_parameters(self.model):
             self.reference = copy.deepcopy(self.model.module)
-        self.scale = 1 if options.get("reduce") == "sum" else 1 / self.world_size
+        self.scale = 1 if options.get("reduce") == "sum" else 1 / len(self.ranks)
 
     def backward(self, loss: Loss, synchronise: bool = True) -> None:
         with nullcontext() if synchronise else self.model.no_sync():
@@ -32,7 +44,7 @@ class Beside:
     def reference_backward(self, loss: Loss) -> None:
         """Scaled behind the backward, not in the loss: 16-bit layers would round differently."""
         parameters = [p for p in self.reference.parameters() if p.requires_grad]
-        for rank in range(self.world_size):
+        for rank in self.ranks:
             value = loss(self.reference, rank)
             gradients = torch.autograd.grad(value, parameters, allow_unused=True)
             for p, gradient in zip(parameters, gradients, strict=True):

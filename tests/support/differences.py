@@ -1,5 +1,6 @@
 """Where a variant does otherwise in the behaviour tests of tests/ddp, which run on all of them.
 
+`REDUCED` lists behaviours that a variant cannot have whose ranks step with gradients of their own.
 A row of `REFUSED` is a behaviour (the name of a test's function) that a variant refuses, and what
 its message says. The test then expects that, on every rank. A function that goes on beyond a
 refusal, or where only a value differs, asks one of the functions below.
@@ -40,10 +41,28 @@ REFUSED = {
     }
 }
 
+REDUCED = {  # behaviours that compare with a gradient, or buffers, that all ranks share
+    "train_beside_reference", "one_loop", "goes_without_a_trace", "in_turn", "in_a_loop",
+    "refusals", "deep_copies", "nothing_in_the_first",
+    "post_accumulate", "hook_that_raises", "created_graphs", "retained_graphs",
+    "none_counts_as_zero",
+    "driven_by_hand", "accumulated_by_hand", "by_hand_and_by_autograd", "incomplete",
+    "rounds_by_hand", "failed_by_hand", "autograd_behind_by_hand",
+    "float32_sums", "by_autograd", "unused", "refused_dtypes", "types_of_the_user",
+    "types_wrapped_again",
+    "in_step", "left_alone", "one_rank_evaluates", "two_forwards_and_one_backward",
+}  # fmt: skip
+"""Not tested of variants whose ranks step apart, since they have no such thing."""
+
 
 def is_divided(name: str) -> bool:
     """Returns whether a variant divides the parameters, so that the network is of no use alone."""
     return hasattr(implementation(name), "whole_parameters")
+
+
+def is_apart(name: str) -> bool:
+    """Returns whether a rank steps with its own gradients, so that none is reduced."""
+    return hasattr(implementation(name), "outer_step")
 
 
 def any_order(name: str) -> dict:
@@ -77,11 +96,13 @@ class Behaviours:
     """Runs the function of a behaviour on a pool's ranks, as its row of `REFUSED` says."""
 
     def __init__(self, pool: RankPool, name: str):
-        self.pool, self.size = pool, pool.size
+        self.pool, self.size, self.name = pool, pool.size, name
         self.rows = REFUSED["fsdp"] if is_divided(name) else REFUSED.get(name, {})
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         __tracebackhide__ = True
+        if function.__name__ in REDUCED and is_apart(self.name):
+            pytest.skip("its ranks step apart")
         if (says := self.rows.get(function.__name__)) is not None:
             function = Refused(function, says)
         return self.pool.run(world_size, function, *arguments)

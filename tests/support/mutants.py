@@ -338,6 +338,26 @@ MUTANTS = [
         ("tests/ddp/sharded/test_zero2.py", "freed"),
     ),
     Mutant(
+        "diloco climbs where it should descend",
+        (("diloco.py", "self.start[i] - parameters[i]", "parameters[i] - self.start[i]"),),
+        ("tests/ddp/test_diloco.py", "reference_loop"),
+    ),
+    Mutant(
+        "the outer momentum is not saved",
+        (("internals/rounds.py", '("momentum", wrapper.momentum))', '("momentum", []))'),),
+        ("tests/ddp/test_diloco.py", "goes_on"),
+    ),
+    Mutant(
+        "the place in a round is not saved",
+        (("internals/rounds.py", '"steps": wrapper.counts[number]', '"steps": 0'),),
+        ("tests/ddp/test_diloco.py", "goes_on"),
+    ),
+    Mutant(
+        "buffers are broadcast in each local step",
+        (("diloco.py", "    def share_buffers(self)", "    def shares_buffers(self)"),),
+        ("tests/ddp/test_diloco.py", "buffers"),
+    ),
+    Mutant(
         "fsdp's gradients are not averaged",
         (("sharded/base.py", "own.div_(self.world_size)", "pass"),),
         ("tests/ddp/sharded/test_fsdp.py", "one_process"),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.buckets import Bucket
+from ddp.diloco import DilocoDDP
 from ddp.synchronous import SynchronousDDP
 
 FATAL_STEP = 3
@@ -97,3 +98,13 @@ class Averaging(SynchronousDDP):
         if self.reduce == "sum":
             for i in bucket.members:
                 self.gradient(i).div_(self.world_size)
+
+
+class Uphill(DilocoDDP):
+    """Its outer step goes in the wrong direction."""
+
+    def wait(self, bucket, handle):
+        handle.work.wait()
+        for delta in handle.slices.values():
+            delta.neg_()
+        super().wait(bucket, handle)

@@ -109,6 +109,8 @@ def test_step_of_median_length_is_drawn_on_every_rank():
     assert representative_step([fast, slow]) == [(400, 600), (420, 650)]
     cut = made_up_trace(1, lengths=(110.0,))
     assert representative_step([fast, cut]) == [(0, 100), (0, 110)]
+    sends = replace(fast, communication=[(250, 260)])  # in one step of several
+    assert representative_step([sends]) == [(100, 400)]
 
 
 def test_panels_share_one_axis_that_starts_at_the_step():

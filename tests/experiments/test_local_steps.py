@@ -1,0 +1,41 @@
+"""experiments.local_steps on a tiny network: its table, its picture, and what it refuses."""
+
+import re
+
+import pytest
+
+from experiments.local_steps import main, split
+from lm.data import open_data
+from measure.picture import read_picture
+
+
+def test_it_trains_prints_and_draws(tmp_path, capsys):
+    picture = tmp_path / "local_steps.png"
+    tiny = "--d-model 32 --num-layers 1 --batch-size 1 --context-length 8 --seeds 1 --ranks 2"
+    command = [*tiny.split(), "--steps", "8", "--every", "2", "4", "--output", str(picture)]
+    assert main(command) == 0
+    parts = re.findall(r"^(\w+(?:, every \d)?) .* ([\d.]+)% ", capsys.readouterr().out, re.M)
+    assert parts == [
+        ("ddp_bucketed", "100.00"), ("diloco, every 2", "50.00"), ("diloco, every 4", "25.00"),
+        ("none", "0.00"),
+    ]  # fmt: skip
+    assert read_picture(picture).description.startswith("diloco, every H steps: 1/H")
+
+
+def test_rounds_must_be_whole(capsys):
+    assert main(["--steps", "10", "--every", "4"]) == 2
+    assert "--steps 10: 4 local steps do not divide it" in capsys.readouterr().err
+
+
+def test_held_out_text_is_not_trained_on():
+    corpus, held_out = split(open_data("stdlib", 256))
+    both = len(corpus.tokens) + len(held_out.tokens)
+    assert len(held_out.tokens) == both // 10
+    assert corpus.tokens.base is held_out.tokens.base or both <= 8_000_000
+
+
+@pytest.mark.parametrize("option", ["--every", "--steps"])
+def test_sizes_are_positive(option, capsys):
+    with pytest.raises(SystemExit):
+        main([option, "0"])
+    assert "give a positive" in capsys.readouterr().err
