@@ -12,7 +12,7 @@ The second part, sharded/: what every rank holds in common is divided among the 
 
 The third, diloco.py: ranks train apart, and take one step together in many.
 
-none.py is the floor of every comparison. PyTorch's own are torch_ddp.py, torch_zero1.py and
+none.py is the floor of every comparison. PyTorch's own are torch_ddp.py and
 torch_fsdp.py.
 
 Skip at the first reading: internals/ (robustness, one object per concern), torch_compat.py (PyTorch
@@ -39,9 +39,8 @@ from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp.sharded.zero1 import Zero1DDP
 from ddp.sharded.zero2 import Zero2DDP
 from ddp.synchronous import SynchronousDDP
-from ddp.torch_ddp import TorchDDP, TunedTorchDDP
+from ddp.torch_ddp import TorchDDP, TorchZero1, TunedTorchDDP
 from ddp.torch_fsdp import TorchFSDP
-from ddp.torch_zero1 import TorchZero1
 
 __all__ = ["IMPLEMENTATIONS", "DataParallel", "Unavailable", "implementation", "wrap"]
 

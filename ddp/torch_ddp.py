@@ -11,14 +11,19 @@ of a forward in eval mode: PyTorch's forward would communicate, and one rank may
 A comparison with the defaults alone would flatter the variants built by hand.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddp.base import DataParallel
+from ddp.internals.interface import trainable
 from ddp.internals.options import mebibytes
 from ddp.synchronous import SynchronousDDP
 from ddp.torch_compat import ddp_record, scale_
@@ -161,3 +166,39 @@ class TunedTorchDDP(TorchDDP):
                 )
             self._knows_the_graph = True
         super().after_accumulation(i)
+
+
+class TorchZero1(TorchDDP):
+    """`torch_zero1`: PyTorch's ZeroRedundancyOptimizer over its DDP, beside `zero1`.
+
+    DDP reduces whole gradients on every rank. The optimizer gives each rank some whole parameters
+    to step, and broadcasts them
+    (https://docs.pytorch.org/docs/stable/distributed.optim.html#torch.distributed.optim.ZeroRedundancyOptimizer).
+    """
+
+    def make_optimizer(
+        self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
+    ) -> Optimizer:
+        params = trainable(self.module) if params is None else params
+        options |= {"optimizer_class": cls, "process_group": self.process_group}
+        return optimizer_class()(params, **options)
+
+
+@cache
+def optimizer_class() -> type[Optimizer]:
+    """Returns PyTorch's class, whose whole state every rank gets. Imported late: it takes long."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class WholeState(ZeroRedundancyOptimizer):
+        def state_dict(self) -> dict[str, Any]:
+            """Returns the state of all ranks, in the format of one process; a collective call."""
+            self.consolidate_state_dict(to=0)
+            box: list[Any] = [super().state_dict() if self.rank == 0 else None]
+            dist.broadcast_object_list(box, group=self.process_group, group_src=0)
+            return box[0]
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """Takes this rank's part; PyTorch's deletes those of others from what it is given."""
+            super().load_state_dict({**state_dict, "state": {**state_dict["state"]}})
+
+    return WholeState

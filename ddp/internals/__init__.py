@@ -6,8 +6,8 @@ A first reading can skip them.
 - replicas.py: every rank has the same model and the values of rank 0
 - gradients.py, dtypes.py: what each `.grad` holds, and in which dtype
 - hooks.py: how autograd reports gradients
-- step.py, unused.py: incomplete and failed steps, parameters without a gradient
-- record.py: what a step has sent
+- step.py, unused.py: what a step has sent; incomplete and failed steps, parameters without a
+  gradient
 - watch.py: parameters that change when they must not
 - ownership.py: several wrappers of one network
 - copies.py: copies and pickles

@@ -5,18 +5,38 @@ method here, so that the allowed orders are defined in this class alone.
 """
 
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
 from ddp.internals.ownership import activate
-from ddp.internals.record import Record
 from ddp.internals.unused import agree_on_use, parameters_reached_by, tensors_in
 from ddp.internals.watch import Watch
 from ddp.schedule import Schedule
 from ddp.torch_compat import at_end_of_backward, in_backward, version_of
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A bucket that was launched once `ready` gradients had arrived; names in bucket order."""
+
+    ready: int
+    nbytes: int
+    names: tuple[str, ...]
+
+
+@dataclass
+class Record:
+    """A step's collectives and bytes, and each launch with the gradients ready by then."""
+
+    collectives: int = 0
+    nbytes: int = 0
+    buckets: int = 0
+    launches: list[tuple[int, Bucket]] = field(default_factory=list)
 
 
 class Step:

@@ -19,5 +19,5 @@ What `fsdp` has beside: units.py, the memory of a block's parameters, which come
 
 Skip at the first reading: internals/ (robustness, one concern a file), and torch_compat.py
 (PyTorch interfaces without a public name). What PyTorch has beside the variants is in
-ddp/torch_zero1.py (ZeroRedundancyOptimizer) and ddp/torch_fsdp.py (fully_shard).
+ddp/torch_ddp.py (ZeroRedundancyOptimizer) and ddp/torch_fsdp.py (fully_shard).
 """

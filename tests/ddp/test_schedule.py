@@ -6,7 +6,7 @@ import pytest
 
 from ddp.base import DataParallel
 from ddp.buckets import Bucket
-from ddp.internals.record import Record
+from ddp.internals.step import Record
 from ddp.schedule import Schedule
 
 
