@@ -20,7 +20,7 @@ from dp_clipping.guard.carried import restored
 from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.vmap.objects import hold_objects
-from dp_clipping.trials.perturb import Perturbed, halves, one_more, one_source
+from dp_clipping.trials.perturb import SIDES, Perturbed, halves, one_more, one_source
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.trials.seen import Seen, Summary, differ
@@ -237,8 +237,9 @@ class Criterion:
             if self._agrees(probe, self._likeliest, perturbed) is not True:
                 places = self._find(probe, perturbed.rows)
         is_found = bool(places) and not self._ragged
-        if is_found and self._agrees(probe, places, one_more(self._size)) is False:
-            raise ValueError(OF_SIZE)
+        for more in one_more(self._size) if is_found else ():
+            if self._agrees(probe, places, more) is False:
+                raise ValueError(OF_SIZE)
 
     def of_sample(
         self, row: int, change: Callable[[Tensor, Tensor], Tensor],
@@ -278,8 +279,7 @@ class Criterion:
         except Exception:  # it does not take so few
             return False
         for which, stays in enumerate(halves(size, number)):
-            perturbed = one_source(stays, number + which)
-            perturbed = perturbed.among_more() if which else perturbed
+            perturbed = one_source(stays, number + which).among_more(SIDES[which % 2])
             if self._agrees(probe, self._likeliest, perturbed) is not True:
                 return False
         return True

@@ -15,7 +15,7 @@ from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.layers.batch_layout import TRIMMED, Layout
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.trials.draws import without_dropout
-from dp_clipping.trials.perturb import LARGE, Perturbed, enlarged, half, one_more, thirds
+from dp_clipping.trials.perturb import LARGE, SIDES, Perturbed, enlarged, half, one_more, thirds
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.seen import Seen
 
@@ -61,7 +61,8 @@ class Company:
         """Exchanges each third of the samples in turn, for a sample of another third.
 
         The first three different samples are in different thirds. With `extremes`, one sample is
-        then made `LARGE` times larger, which not every network takes. At last all are among more.
+        then made `LARGE` times larger, which not every network takes. At last all are among more,
+        in front of them and behind: places may be counted from either end.
 
         Raises:
             ValueError: naming the first layer that sees a sample differently.
@@ -73,7 +74,7 @@ class Company:
         changes = list(thirds(rows, distinct, min(size, PLACES) if is_alone else PLACES))
         if extremes and len(distinct) > 1 and batch.has_floats:
             changes.append(enlarged(size, size // 2))
-        changes.append(one_more(size)._replace(may_fail=is_alone))
+        changes += [one._replace(may_fail=is_alone) for one in one_more(size)]
         with without_dropout(self._capture.network):  # one more would draw other numbers
             self._check(batch, rows, changes)
 
@@ -150,18 +151,20 @@ class _Rows:
         self._batch, self._rows = batch, rows
 
     def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
-        rows, batch, most = self._rows, self._batch, len(self._rows) + 1
+        rows, batch, first = self._rows, self._batch, 1
+        drawn = len(rows) + len(SIDES)  # gradients: the same for a sample that has other places
         scale = torch.ones(len(rows))
         if perturbed is not None:
             rows = perturbed.of(rows)
-            stays = torch.tensor([False] * perturbed.is_longer + perturbed.stays)
+            first = 0 if perturbed.more == "front" else 1
+            stays = torch.tensor(perturbed.with_more(perturbed.stays, False))
             others = torch.tensor(FACTORS).repeat(len(rows) // len(FACTORS) + 1)[: len(rows)]
             scale = torch.where(stays, 1.0, others)
             if perturbed.larger is not None:
                 batch = batch.with_factor(rows[perturbed.larger], LARGE)
         given, scale = batch.with_rows(rows), scale.to(self.device)
         try:
-            return self._observe(given, len(rows), self._layouts_of, scale, seed, most)
+            return self._observe(given, len(rows), self._layouts_of, scale, seed, drawn, first)
         except LayoutUnknown as error:
             error.arguments = given
             raise

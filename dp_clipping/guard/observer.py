@@ -55,6 +55,7 @@ class Observer:
         scale: Tensor,
         seed: int | None = None,
         drawn: int = 0,
+        first: int = 0,
     ) -> Seen:
         """Observes one forward, and one backward from random output gradients.
 
@@ -64,7 +65,8 @@ class Observer:
             scale: [B], what each sample's gradients are multiplied by.
             seed: seed of the errors, of the size of rounding, that are added to the network's
                 arguments, to inputs and outputs of layers, and to gradients; None: none are added.
-            drawn: the number of samples to draw gradients for; the last `batch_size` are used.
+            drawn: the number of samples to draw gradients for, if that is more.
+            first: of them, the first one that is used.
         """
         seen, device = Seen(), self._capture.trigger.device
         alone = self._capture.sharding is None
@@ -88,7 +90,7 @@ class Observer:
                 y = local(output)
                 seen.add("", "output", summary(y, layout, batch_size))
                 if output.requires_grad and y.is_floating_point():
-                    gradient = self._gradient(output, y, layout, scale, drawn)
+                    gradient = self._gradient(output, y, layout, scale, drawn, first)
                     starts.append((output, _rounded(gradient, rounding)))
             if starts:
                 self._backward(starts, [*triggers, self._anchor(torch.float32, device)])
@@ -245,14 +247,15 @@ class Observer:
         return self._anchors[dtype, device]
 
     def _gradient(
-        self, output: Tensor, y: Tensor, layout: Layout, scale: Tensor, drawn: int
+        self, output: Tensor, y: Tensor, layout: Layout, scale: Tensor, drawn: int, first: int
     ) -> Tensor:
         """Returns random numbers of the output's shape, the same in each run, of norm 1."""
         draw = torch.Generator(y.device).manual_seed(0)
         size = len(scale)
         shape = layout.batch_first(y.detach(), size).shape[1:]
         shape = (max(size, drawn), *shape)
-        rows = torch.randn(shape, generator=draw, device=y.device, dtype=torch.float32)[-size:]
+        rows = torch.randn(shape, generator=draw, device=y.device, dtype=torch.float32)
+        rows = rows[first : first + size]
         factors = scale.to(rows).view(-1, *[1] * (rows.dim() - 1))
         rows.mul_(factors / max(1, rows[0].numel()) ** 0.5)
         gradient = layout.restore(rows).to(y.dtype)

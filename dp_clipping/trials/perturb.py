@@ -4,9 +4,10 @@ The checks of networks, criterions and collate functions exchange samples in the
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LARGE = 1024.0
+SIDES = "front", "behind"
 
 
 class Perturbed(NamedTuple):
@@ -16,23 +17,32 @@ class Perturbed(NamedTuple):
         rows: which sample of the first run stands in each place.
         stays: places whose sample is the same in both runs.
         larger: the place of a sample whose numbers are `LARGE` times larger.
-        is_longer: `rows` begins with one sample more, which has no place.
+        more: "front" or "behind": where `rows` has one sample more, which has no place.
         may_fail: not everything takes such samples, so an error is no finding.
     """
 
     rows: list[int]
     stays: list[bool]
     larger: int | None = None
-    is_longer: bool = False
+    more: str = ""
     may_fail: bool = False
 
     def of(self, samples: Sequence) -> list:
         """Returns these samples in their places."""
         return [samples[row] for row in self.rows]
 
-    def among_more(self) -> "Perturbed":
-        """Returns the same with one sample more, in front: all have other places among more."""
-        return self._replace(rows=[self.rows[-1], *self.rows], is_longer=True, may_fail=True)
+    def among_more(self, where: str) -> "Perturbed":
+        """Returns the same with one sample more.
+
+        In "front" of the others, all have other places; "behind", they do as counted from the end.
+        """
+        rows = [self.rows[-1], *self.rows] if where == "front" else [*self.rows, self.rows[0]]
+        return self._replace(rows=rows, more=where, may_fail=True)
+
+    def with_more(self, values: Sequence, one: Any) -> list:
+        """Returns values of the places, and `one` for the sample that has none."""
+        added = {"front": [one, *values], "behind": [*values, one], "": [*values]}
+        return added[self.more]
 
 
 def replaced(size: int, place: int) -> Perturbed:
@@ -55,9 +65,10 @@ def enlarged(size: int, place: int) -> Perturbed:
     return Perturbed(list(range(size)), stays, larger=place, may_fail=True)
 
 
-def one_more(size: int) -> Perturbed:
-    """Puts one sample more in front of all."""
-    return Perturbed(list(range(size)), [True] * size).among_more()
+def one_more(size: int) -> Iterator[Perturbed]:
+    """Yields all among one sample more, in front of them and behind."""
+    for where in SIDES:
+        yield Perturbed(list(range(size)), [True] * size).among_more(where)
 
 
 def thirds(rows: Sequence[int], distinct: Sequence[int], count: int) -> Iterator[Perturbed]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.trials.draws import ExpectedDraws
-from dp_clipping.trials.perturb import Perturbed
+from dp_clipping.trials.perturb import SIDES, Perturbed
 from dp_clipping.trials.seen import Key, Seen, Summary, compared, differ
 from dp_clipping.trials.tolerances import RANDOM, TIMES
 
@@ -93,10 +93,10 @@ class Probe:
     def _beside(self, base: Seen, perturbed: Perturbed) -> Seen:
         """Runs with other samples; returns what is shown of those that have a place."""
         beside = self._subject.run(perturbed)
-        if perturbed.is_longer:
+        if perturbed.more:
             is_random = base.is_random or beside.is_random
-            shown = {} if is_random else beside.summaries
-            beside.summaries = {key: found.without_first() for key, found in shown.items()}
+            shown, place = {} if is_random else beside.summaries, SIDES.index(perturbed.more)
+            beside.summaries = {key: found.without(-place) for key, found in shown.items()}
         return beside
 
 

@@ -23,9 +23,9 @@ class Summary(NamedTuple):
     tolerance: float
     shape: tuple[int, ...] = ()
 
-    def without_first(self) -> "Summary":
-        """Returns that of the other samples."""
-        return self._replace(values=self.values[1:])
+    def without(self, place: int) -> "Summary":
+        """Returns that of the other samples; `place` is 0 or -1."""
+        return self._replace(values=self.values[:-1] if place else self.values[1:])
 
 
 def compared(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,6 +123,7 @@ MIXING = {
         "second",
     ),
     "centred inputs": (lambda net, x: net.second(net.first(x - x.mean(0))), "first"),
+    "the last one": (lambda net, x: net.second(torch.cat([net.first(x)[:-1], -x[-1:]])), "second"),
     "a softmax over the batch": (lambda net, x: net.second(net.first(x).softmax(0)), "second"),
     "the batch's largest": (lambda net, x: net.second(net.first(x) / x.amax()), "second"),
     "the last line": (lambda net, x: net.second(net.first(x)).cumsum(0).flip(0), "end of"),
@@ -377,6 +378,10 @@ ACROSS = {
     "a log": (logged, None),
     "a weight that grows": (annealed, None),
     "their number": (lambda c, o, t: plain(c, o, t) / len(o), OF_OTHERS + "how many"),
+    "their places from the end": (
+        lambda c, o, t: plain(c, o, t) * torch.arange(len(o), 0, -1),
+        OF_OTHERS,
+    ),
     "their places": (lambda c, o, t: plain(c, o, t) * torch.arange(1, len(o) + 1), OF_OTHERS),
     "noise": (lambda c, o, t: (o - t + torch.randn_like(o)).square().sum(1), None),
     "dropout": (lambda c, o, t: plain(c, nn.functional.dropout(o, 0.02), t), None),

@@ -66,7 +66,11 @@ def test_neighbours():
     assert swapped(3, 0).of("abc") == ["b", "a", "c"]
 
 
-def test_one_more_stands_in_front_and_has_no_place():
-    assert one_more(3)[:2] == ([2, 0, 1, 2], [True] * 3)
-    assert one_more(3).is_longer
+def test_one_more_stands_in_front_and_behind_and_has_no_place():
+    front, behind = one_more(3)
+    assert front[:2] == ([2, 0, 1, 2], [True] * 3)
+    assert behind[:2] == ([0, 1, 2, 0], [True] * 3)
+    assert front.with_more("abc", "x") == ["x", "a", "b", "c"]
+    assert behind.with_more("abc", "x") == ["a", "b", "c", "x"]
+    assert enlarged(3, 1).with_more("abc", "x") == ["a", "b", "c"]
     assert enlarged(3, 1)[:3] == ([0, 1, 2], [True, False, True], 1)

@@ -18,8 +18,8 @@ class Subject:
     device = torch.device("cpu")
     repeats = 5
 
-    def __init__(self, function, is_random=False):
-        self.x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    def __init__(self, function, is_random=False, size=4):
+        self.x = torch.randn(size, 3, generator=torch.Generator().manual_seed(0))
         self.function, self.is_random, self.runs = function, is_random, 0
 
     def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
@@ -40,15 +40,30 @@ KEY = ("a", "output", 0)
 def test_samples_apart():
     subject = Subject(torch.sin)
     probe = Probe(subject)
-    for perturbed in (replaced(4, 1), enlarged(4, 2), one_more(4)):
+    for perturbed in (replaced(4, 1), enlarged(4, 2), *one_more(4)):
         assert probe.differing(perturbed) == []
-    assert subject.runs == 4  # nothing differs, so nothing is repeated
+    assert subject.runs == 5  # nothing differs, so nothing is repeated
 
 
 def test_samples_that_see_each_other():
     probe = Probe(Subject(lambda x: x - x.mean(0)))
     assert probe.differing(replaced(4, 1)) == [KEY]
-    assert Probe(Subject(lambda x: x / len(x))).differing(one_more(4)) == [KEY]
+    for more in one_more(4):
+        assert Probe(Subject(lambda x: x / len(x))).differing(more) == [KEY]
+
+
+@pytest.mark.parametrize(
+    ("size", "function", "found"),
+    [
+        (4, lambda x: torch.cat([-x[:1], x[1:]]), ["front"]),
+        (4, lambda x: torch.cat([x[:-1], -x[-1:]]), ["behind"]),
+        (4, lambda x: torch.cat([x[: len(x) // 2], -x[len(x) // 2 :]]), ["front"]),
+        (5, lambda x: torch.cat([x[: len(x) // 2], -x[len(x) // 2 :]]), ["behind"]),
+    ],
+)
+def test_places_are_counted_from_either_end(size, function, found):
+    probe = Probe(Subject(function, size=size))
+    assert [more.more for more in one_more(size) if probe.differing(more) == [KEY]] == found
 
 
 def test_what_rounding_changes_as_much_tells_nothing():
@@ -63,13 +78,15 @@ def test_what_cannot_run_tells_nothing_where_it_need_not():
         return x
 
     probe = Probe(Subject(function))
-    assert probe.differing(one_more(4)) is None
-    with pytest.raises(RuntimeError):
-        probe.differing(one_more(4)._replace(may_fail=False))
+    for more in one_more(4):
+        assert probe.differing(more) is None
+        with pytest.raises(RuntimeError):
+            probe.differing(more._replace(may_fail=False))
 
 
 def test_one_more_is_not_compared_where_numbers_are_drawn():
-    assert Probe(Subject(lambda x: x / len(x), is_random=True)).differing(one_more(4)) == []
+    for more in one_more(4):
+        assert Probe(Subject(lambda x: x / len(x), is_random=True)).differing(more) == []
 
 
 def test_numbers_whose_amount_depends_on_values():

@@ -53,10 +53,11 @@ def test_what_is_not_finite_is_zero_and_nothing_has_a_summary():
     assert (summary(torch.ones(2, 0), ROWS, 2).values == 0).all()
 
 
-def test_another_sample_in_front():
+@pytest.mark.parametrize(("place", "others"), [(0, slice(1, None)), (-1, slice(2))])
+def test_another_sample_in_front_or_behind(place, others):
     x = numbers(3, 4)
     torch.testing.assert_close(
-        summary(x, ROWS, 3).without_first().values, summary(x[1:], ROWS, 2).values
+        summary(x, ROWS, 3).without(place).values, summary(x[others], ROWS, 2).values
     )
 
 
