@@ -52,7 +52,7 @@ MUTANTS = [
     ),
     Mutant(
         "buffers not broadcast before a forward",
-        (("base.py", BUFFERS, "pass"),),
+        (("internals/interface.py", BUFFERS, "pass"),),
         ("tests/ddp/test_replicas.py",),
     ),
     Mutant(
@@ -98,7 +98,7 @@ MUTANTS = [
         (
             ("internals/interface.py", "list(reversed(range(len(self.gradients.parameters))))",
              "list(range(len(self.gradients.parameters)))"),
-            ("internals/step.py", "if not self._order_is_observed:", "if False:"),
+            ("internals/step.py", "if not self._order_is_observed and is_shared:", "if False:"),
         ),
         ("tests/ddp/test_collectives.py",),
     ),
