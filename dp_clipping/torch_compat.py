@@ -259,6 +259,28 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def next_node_number() -> int:
+    """Returns a number that all later nodes of autograd's graph, but leaves', have at least."""
+    with torch.enable_grad():
+        return torch.zeros((), requires_grad=True).neg().grad_fn._sequence_nr()
+
+
+def nodes_before(number: int, outputs: Iterable[Tensor]) -> list[Any]:
+    """Returns the nodes with lower numbers that later nodes of the outputs' graph end at."""
+    found, seen = [], set()
+    left = [y.grad_fn for y in outputs]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node._sequence_nr() < number:
+            found.append(node)
+        else:
+            left += [one for one, _ in node.next_functions]
+    return found
+
+
 def is_passed_on(error: BaseException) -> bool:
     """Returns whether an error says nothing of the code that it is raised in.
 

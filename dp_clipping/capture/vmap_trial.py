@@ -5,10 +5,11 @@ of two batch sizes. It runs under vmap with its child layers instead if
 
     in one of its operators samples have no place of their own,
     its code raises an error beside copies of the parameters, or
-    results or G are others than autograd's.
+    results or G are others than those of an ordinary run with its parameters themselves.
 
-A module under vmap whose code that cannot run takes one sample after another, and must then compute
-what it does for a batch. What a trial leaves in objects is put back.
+A module under vmap whose code that cannot run, or cannot be computed again in a backward, takes one
+sample after another, and must then compute what it does for a batch. What a trial leaves in objects
+is put back.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,9 +31,9 @@ from dp_clipping.layers.handle import (
     expanded_output,
 )
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.layers.vmap.module import every_sample, on_whole_batch, plain_forward
+from dp_clipping.layers.vmap.module import every_sample, may_loop, on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
-from dp_clipping.layers.vmap.refusals import escapes_named
+from dp_clipping.layers.vmap.refusals import escapes_named, reason_of, recomputed
 from dp_clipping.layers.vmap.whole_batch import (
     Call,
     Noted,
@@ -40,10 +41,14 @@ from dp_clipping.layers.vmap.whole_batch import (
     UnknownOperation,
     learn,
     replaced,
+    taken_for,
 )
 from dp_clipping.torch_compat import (
     every_module,
+    is_in_backward,
     is_passed_on,
+    next_node_number,
+    nodes_before,
     plain_name,
     tensors_in,
     version_of,
@@ -203,16 +208,23 @@ class _Trial:
         return self._plain(module, args, kwargs)
 
     def _of_autograd(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Runs a module as it is; takes the gradient of each sample by a backward of its own."""
+        """Runs a module as it is; takes the gradient of each sample by a backward of its own.
+
+        With its parameters themselves: code may ask for their class, attributes or identity.
+        """
         handle: LayerState = vars(module)["_private"]
+        if is_in_backward():  # a checkpointed part is computed again
+            return self._plain(module, args, kwargs)
         if handle.operations is None:
             return self._of_each_sample(module, args, kwargs)
-        own = {n: x[0].detach().clone().requires_grad_() for n, x in self._copies(module).items()}
+        own = {name: getattr(*owner_of(module, name)) for name in handle.trainable}
         layouts = _output_layouts(module, args, kwargs)
-        with replaced(module, own):
+        number = next_node_number()
+        with replaced(module, _tied(module, own)):
             outputs = self._plain(module, args, kwargs)
-        found = tensors_in(outputs)
-        rows = [_gradients(found, layouts, own, self._size, i) for i in range(self._size)]
+            found = tensors_in(outputs)
+            with _ending_at(number, found):
+                rows = [_gradients(found, layouts, own, self._size, i) for i in range(self._size)]
         stacked = list(map(torch.stack, zip(*rows, strict=True)))
         self._wanted.setdefault(handle, []).append([*map(_kept, found), *stacked])
         return outputs
@@ -226,6 +238,8 @@ class _Trial:
 
         def run(args: tuple, kwargs: dict) -> Any:
             outputs = on_whole_batch(module, call, copies, args, kwargs)
+            if is_in_backward():
+                return outputs
             found = tensors_in(outputs)
             together = _gradients(found, layouts, copies, self._size)
             if not _are_close([*map(_kept, found), *together], self._wanted[handle].pop(0)):
@@ -240,14 +254,18 @@ class _Trial:
         layouts = _output_layouts(module, args, kwargs)
         if not any(layout.kind == "dimension" for layout in layouts):
             return self._plain(module, args, kwargs)
-        given = map_tensors(Tensor.clone, (args, kwargs))
+        given, again, asked = (map_tensors(Tensor.clone, (args, kwargs)) for _ in range(3))
         start = Objects(module, args, kwargs)
         states = RandomStates(every_module(self._capture.network), self._capture.trigger.device)
         plain = self._plain(module, args, kwargs)
         end, is_random = Objects(module, args, kwargs), states.have_moved
         start.put_back()
         try:
-            found = every_sample(module, self._copies(module), self._size, *given)
+            found, failure = self._under_vmap(module, *given)
+            if failure is not None and not handle.one_by_one and may_loop(module):
+                start.put_back()
+                handle.one_by_one = reason_of(failure)
+                found, failure = self._under_vmap(module, *again)
         except ValueError:
             raise
         except Exception as error:  # the step will say so
@@ -255,7 +273,16 @@ class _Trial:
                 raise
             end.put_back()
             return plain
+        if failure is not None and not handle.one_by_one:
+            raise recomputed(handle.title(module)) from failure
         if not is_random and not _are_close(tensors_in(found), tensors_in(plain)):
+            if self._asks_for_parameters(module, tensors_in(plain), *asked):
+                raise ValueError(
+                    f"{handle.title(module)} computes otherwise with its parameters than with "
+                    "copies of them, which each sample has (it looks a parameter up in a "
+                    "dictionary, or compares id(parameter)): keep what belongs to a parameter by "
+                    'its name, as self.gains["scale"]'
+                )
             raise NeedsVmap(
                 handle.name,
                 f"{handle.title(module)} computes something else of a sample alone than beside "
@@ -264,6 +291,65 @@ class _Trial:
                 "its own: let what it computes of a sample depend on that sample alone",
             )
         return plain  # with what vmap has left in objects, which code outside may read
+
+    def _under_vmap(
+        self, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[Any, Exception | None]:
+        """Returns a module's outputs as every sample has them, and an error of their backward."""
+        copies, is_compiled = self._copies(module), self._capture.is_compiled or None
+        outputs = every_sample(module, copies, self._size, args, kwargs, is_compiled)
+        ys = [y for y in tensors_in(outputs) if y.requires_grad]
+        if not ys or not copies:
+            return outputs, None
+        try:
+            ones = list(map(torch.ones_like, ys))
+            torch.autograd.grad(ys, list(copies.values()), ones, True, allow_unused=True)
+        except Exception as error:
+            if is_passed_on(error):
+                raise
+            return outputs, error
+        return outputs, None
+
+    def _asks_for_parameters(
+        self, module: nn.Module, wanted: list[Tensor], args: tuple, kwargs: dict
+    ) -> bool:
+        """Returns whether a module computes otherwise with other tensors of the same values."""
+        names = vars(module)["_private"].trainable
+        own = {name: getattr(*owner_of(module, name)) for name in names}
+        same = {n: p.detach().clone() for n, p in own.items()}
+        if not self._capture.is_compiled:
+            same = {n: taken_for(x, own[n]) for n, x in same.items()}
+        with replaced(module, same):
+            return not _are_close(tensors_in(self._plain(module, args, kwargs)), wanted)
+
+
+@contextmanager
+def _ending_at(number: int, outputs: list[Tensor]) -> Iterator[None]:
+    """Enters a context in which backwards of outputs end where an earlier part of the graph begins.
+
+    A parameter that is used in several places, or a module that is called twice, has gradients
+    there that are not of this call.
+
+    Args:
+        number: of the first node of autograd's graph that belongs to the call.
+    """
+    nodes = nodes_before(number, outputs)
+    hooks = [node.register_prehook(lambda given: (None,) * len(given)) for node in nodes]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tied(module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns others in the place of a module's own parameters where layers in it have them."""
+    mine, places = {id(p) for p in own.values()}, {owner_of(module, name) for name in own}
+    return {
+        name: taken_for(p.detach().clone().requires_grad_(), p)
+        for name, p in module.named_parameters(remove_duplicate=False)
+        if id(p) in mine and owner_of(module, name) not in places
+    }
 
 
 @contextmanager
@@ -314,7 +400,7 @@ def _gradients(
     Args:
         layouts: of the outputs; shared ones have been expanded to the batch.
     """
-    inputs = list(parameters.values())
+    inputs = [x for x in parameters.values() if x.requires_grad]
     ys, given = [], []
     for y, layout in zip(outputs, layouts, strict=False):
         if not y.requires_grad:
@@ -328,10 +414,12 @@ def _gradients(
             gradient = layout.restore(only)
         ys.append(y)
         given.append(gradient)
-    if not ys:
-        return list(map(torch.zeros_like, inputs))
-    found = torch.autograd.grad(ys, inputs, given, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+    if not ys or not inputs:
+        return list(map(torch.zeros_like, parameters.values()))
+    found = iter(torch.autograd.grad(ys, inputs, given, retain_graph=True, allow_unused=True))
+    gradients = [next(found) if x.requires_grad else None for x in parameters.values()]
+    pairs = zip(parameters.values(), gradients, strict=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in pairs]
 
 
 def _learns(

@@ -22,6 +22,7 @@ from dp_clipping.layers.handle import (
 )
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.module import on_whole_batch
+from dp_clipping.layers.vmap.refusals import recomputations_named
 from dp_clipping.layers.vmap.whole_batch import Call, UnknownOperation
 from dp_clipping.torch_compat import (
     every_module,
@@ -106,6 +107,7 @@ class Observer:
             nullcontext() if sharding is None else sharding.backward(),
             torch.autocast(device.type, enabled=False),
             torch.autograd.set_multithreading_enabled(False),
+            recomputations_named(any(h.kind == "vectorized" for h in self._capture.handles)),
         ):
             try:
                 torch.autograd.grad(ys, inputs, gradients, allow_unused=True)

@@ -23,7 +23,7 @@ from dp_clipping.guard.state import Mark
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layers.vmap.objects import Objects, hold_objects
-from dp_clipping.layers.vmap.refusals import escapes_named
+from dp_clipping.layers.vmap.refusals import escapes_named, recomputations_named
 from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
 from dp_clipping.profiling.profile import NOTHING
@@ -416,7 +416,9 @@ class ForwardBackward:
         if is_first:
             reducer.check_same_samples(losses)
         mark = Mark(self._carried.state)
-        norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
+        is_apart = any(handle.kind == "vectorized" for handle in self.capture.handles)
+        with recomputations_named(is_apart):
+            norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
         with self._repacking():
             self._carried.check(mark, private_step.seen, "a backward")
         for check in private_step.checks:

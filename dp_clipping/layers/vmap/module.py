@@ -32,7 +32,7 @@ from dp_clipping.layers.handle import (
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
 from dp_clipping.layers.vmap.objects import Objects
 from dp_clipping.layers.vmap.refusals import leaves_samples, reason_of, refusal_of
-from dp_clipping.layers.vmap.whole_batch import Call, Own, UnknownOperation
+from dp_clipping.layers.vmap.whole_batch import Call, Own, UnknownOperation, taken_for
 from dp_clipping.torch_compat import (
     is_passed_on,
     own_parameters,
@@ -101,8 +101,9 @@ def on_whole_batch(
 
 
 def every_sample(
-    self: nn.Module, copies: dict[str, Tensor], batch_size: int, args: tuple, kwargs: dict
-) -> Any:
+    self: nn.Module, copies: dict[str, Tensor], batch_size: int, args: tuple, kwargs: dict,
+    is_compiled: bool | None = None,
+) -> Any:  # fmt: skip
     """Returns a module's output for each sample with its own copy of the parameters, joined.
 
     Where `torch.vmap` cannot run the module, its samples run one after another.
@@ -110,10 +111,12 @@ def every_sample(
     Args:
         copies: [B, *parameter] of each that the module captures.
         args, kwargs: of the whole batch.
+        is_compiled: code is traced in steps, and copies have no attributes; None: as now.
     """
     handle: LayerState = self._private
     owners = [owner_of(self, name) for name in handle.trainable]
-    call = _OneSample(self, owners, batch_size, args, kwargs)
+    is_compiled = torch.compiler.is_compiling() if is_compiled is None else is_compiled
+    call = _OneSample(self, owners, batch_size, args, kwargs, has_attributes=not is_compiled)
     # A trial is the first run, and may fail half-way.
     before = Objects(self, args, kwargs) if handle.private_step is None else None
     if handle.one_by_one:
@@ -132,7 +135,7 @@ def every_sample(
     except Exception as error:
         if is_passed_on(error):
             raise
-        if not _may_loop(self):
+        if not may_loop(self):
             refusal = refusal_of(error, handle.name, self)
             if refusal is None:
                 raise
@@ -153,7 +156,7 @@ def _with_masks() -> Any:
     return nullcontext() if torch.compiler.is_compiling() else sdpa_kernel(SDPBackend.MATH)
 
 
-def _may_loop(module: nn.Module) -> bool:
+def may_loop(module: nn.Module) -> bool:
     """Returns whether a module may run once for each sample.
 
     Not in code that is being traced, nor where a child gathers its parameters, which other ranks
@@ -209,6 +212,7 @@ class _OneSample:
 
     Attributes:
         owners: of the parameters that it captures: module and name.
+        has_attributes: copies have the class and the attributes of their parameters.
         rows: the inputs that have samples or are shared, with a dimension of its own for those.
         layouts: where it is in each.
         out_layouts: where the samples are in the outputs.
@@ -217,11 +221,13 @@ class _OneSample:
 
     def __init__(
         self, module: nn.Module, owners: list[tuple[nn.Module, str]], batch_size: int,
-        args: tuple, kwargs: dict,
+        args: tuple, kwargs: dict, has_attributes: bool,
     ):  # fmt: skip
         self.module, self.owners, self.batch_size = module, owners, batch_size
         self.handle: LayerState = module._private
         self.roots, self._body = (module, args, kwargs), Body(module)
+        pairs = zip(self.handle.trainable, owners, strict=True)
+        self._taken_for = {n: getattr(*owner) for n, owner in pairs} if has_attributes else {}
         given, self._structure = tree_flatten((args, kwargs))
         self._leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given]
         refuse_distributed(self.handle, *self._leaves, *module.parameters())
@@ -241,6 +247,8 @@ class _OneSample:
         for n, row, layout in zip(self._places, rows, self.layouts, strict=True):
             leaves[n] = row.unsqueeze(layout.dim) if layout.kind == "dimension" else row
         args, kwargs = tree_unflatten(leaves, self._structure)
+        for name, parameter in self._taken_for.items():  # in place: the caller looks for them
+            parameters[name] = taken_for(parameters[name], parameter)
         prefixed = {f"module.{name}": value for name, value in parameters.items()}
         found = functional_call(self._body, prefixed, args, kwargs)
         outputs, self._shape = tree_flatten(found)

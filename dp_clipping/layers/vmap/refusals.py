@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from dp_clipping.torch_compat import is_of_vmap, transforms_run
 
@@ -37,6 +38,11 @@ TRANSFORMED = (
     "torch.func.jvp"
 )
 
+INSTEAD = (
+    "checkpoint the module as a whole where it is called, as checkpoint(self.block, x, "
+    "use_reentrant=False), or let that part be a module of its own"
+)
+
 
 def refusal_of(error: RuntimeError, name: str, module: nn.Module) -> ValueError | None:
     """Returns the error to raise for one in a module under vmap; None: vmap is not its cause."""
@@ -59,6 +65,37 @@ def reason_of(error: BaseException) -> str:
     """Returns why a module does not run under vmap: the line of its code, and the error's."""
     lines = str(error).splitlines() or [type(error).__name__]
     return f"torch.vmap cannot run it ({_place_of(error)}{lines[0]})"
+
+
+def recomputed(who: str) -> ValueError:
+    """Returns the error for a module whose code a backward would compute again, and cannot."""
+    return ValueError(
+        f"{who} checkpoints a part of its own code, which backward computes again when the "
+        f"samples' copies of its parameters are gone: {INSTEAD}"
+    )
+
+
+@contextmanager
+def recomputations_named(is_apart: bool) -> Iterator[None]:
+    """Surrounds a backward; says what it means that a checkpointed part cannot run again in it.
+
+    Args:
+        is_apart: some modules compute with copies of their parameters.
+
+    Raises:
+        ValueError: a part could not be computed again.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_apart or not (isinstance(error, CheckpointError) or ESCAPED in str(error)):
+            raise
+        raise ValueError(
+            "backward computes a checkpointed part of the network again, and it computes otherwise "
+            f"than in forward ({str(error).partition(chr(10))[0]}): if checkpointing was turned on "
+            "after the first batch, call model.reset_batch_layouts(); if a module checkpoints a "
+            f"part of its own code, {INSTEAD}"
+        ) from error
 
 
 def _place_of(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from itertools import zip_longest
 from typing import Any, ClassVar, NamedTuple
 
@@ -123,7 +124,10 @@ class Call:
     @contextmanager
     def of(self, module: nn.Module, copies: Mapping[str, Tensor]) -> Iterator[None]:
         """Enters a context in which the module's own parameters are `Own`, with these copies."""
-        own = {name: Own.of(rows, self.name) for name, rows in copies.items()}
+        own = {
+            name: Own.of(rows, self.name, getattr(*owner_of(module, name)))
+            for name, rows in copies.items()
+        }
         Call._running.append(self)
         try:
             with replaced(module, own):
@@ -301,11 +305,14 @@ class Own(Tensor):
     copies: Tensor
 
     @staticmethod
-    def of(copies: Tensor, name: str) -> Own:
+    def of(copies: Tensor, name: str, parameter: Tensor | None = None) -> Own:
+        """Returns an `Own`. With a parameter, the module's code takes it for that."""
         value = copies[0].detach()
         if copies.requires_grad:
             value = _Unseen.apply(copies, value, name)
         own = value.as_subclass(Own)
+        if parameter is not None:
+            own = taken_for(own, parameter)
         own.copies = copies
         return own
 
@@ -336,6 +343,24 @@ class _Unseen(torch.autograd.Function):
             "from forward, as return y, self.scale * y, and call model.reset_batch_layouts() "
             "before a forward that computes otherwise than the first one"
         )
+
+
+def taken_for(x: Tensor, parameter: Tensor) -> Any:
+    """Returns x such that code takes it for a parameter: of its class, with its attributes."""
+    kind = type(parameter)
+    if issubclass(kind, nn.Parameter):  # another tensor's class may keep its values in attributes
+        if kind is not nn.Parameter:
+            x = x.as_subclass(_own_class(kind) if isinstance(x, Own) else kind)
+        vars(x).update(vars(parameter))
+    if isinstance(parameter, nn.Parameter):
+        x._is_param = True  # as `isinstance(x, nn.Parameter)` asks
+    return x
+
+
+@cache
+def _own_class(kind: type) -> Any:
+    """Returns a class of `Own` with the methods of a class of parameters."""
+    return type(kind)(kind.__name__, (Own, kind), {})
 
 
 def laid_beside(copies: Tensor, dims: int, dim: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Modules that compute with parameters of their own without vmap, beside one sample at a time."""
 
+import copy
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.capture import vmap_trial
 from dp_clipping.layers.batch_layout import Layout
@@ -35,7 +37,7 @@ def scaled(run: Callable[[Net, Tensor], Tensor], **parameters: nn.Parameter) -> 
     """Builds a module that runs so between two linear layers, and calls a third one."""
 
     def build() -> nn.Module:
-        own = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+        own = {name: copy.deepcopy(p) for name, p in parameters.items()}
         inner = Net(run, linear=nn.Linear(5, 5), **own)
         return Net(
             lambda net, x: net.last(net.inner(net.first(x))),
@@ -66,6 +68,30 @@ def into_a_row(net: Net, x: Tensor) -> Tensor:
     y = net.linear(x).clone()
     y[:, 0] = net.w
     return y
+
+
+class Gained(Net):
+    """A module whose parameter has an attribute, in copies of the module too."""
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.w.gain = 3.0
+
+
+def gained(run: Callable[[Net, Tensor], Tensor]) -> Callable:
+    def build() -> nn.Module:
+        inner = Gained(run, linear=nn.Linear(5, 5), w=bare(5))
+        inner.w.gain = 3.0
+        return nn.Sequential(nn.Linear(5, 5), inner, nn.Linear(5, 2))
+
+    return build
+
+
+class Logarithm(nn.Parameter):
+    """A parameter that is used by its exponential."""
+
+    def positive(self) -> Tensor:
+        return self.exp()
 
 
 class Twice(torch.autograd.Function):
@@ -128,12 +154,54 @@ WITHOUT_VMAP = {
                table=bare(4, 5)), (4, 5)),
     "of a layer alone": (scaled(lambda n, x: x + n.linear(n.table), table=bare(4, 5)), (4, 5)),
 }  # fmt: skip
+WITHOUT_VMAP |= {
+    "asks for its class": (
+        scaled(lambda n, x: n.linear(x) * (n.w if isinstance(n.w, nn.Parameter) else 1), w=bare(5)),
+        (5,)),
+    "asks for an attribute": (
+        gained(lambda n, x: n.linear(x) * n.w * getattr(n.w, "gain", 1.0)),
+        (5,)),
+    "has attributes": (gained(lambda n, x: n.linear(x) * n.w * n.w.gain), (5,)),
+    "gets it by name": (
+        scaled(lambda n, x: n.linear(x) * n.get_parameter("w"), w=bare(5)), (5,)),
+    "a class of its own": (
+        scaled(lambda n, x: n.linear(x) * n.w.positive(), w=Logarithm(torch.randn(5))), (5,)),
+}  # fmt: skip
 UNDER_VMAP = {
     "written to a row": (scaled(into_a_row, w=bare(5)), (4, 5)),
     "a function": (
         scaled(lambda n, x: n.linear(x) * Twice.apply(n.w), w=bare(5)), (4, 5)),
     "another number of calls": (
         scaled(lambda n, x: n.linear(torch.stack([one * n.w for one in x])), w=bare(5)), (4, 5)),
+    "a row by class and attribute": (
+        gained(lambda n, x: into_a_row(n, x) * n.w.gain * isinstance(n.w, nn.Parameter)), (4, 5)),
+    "a row by a class of its own": (
+        scaled(lambda n, x: into_a_row(n, x) * n.w.positive(), w=Logarithm(torch.randn(5))),
+        (4, 5)),
+}  # fmt: skip
+
+
+def again(run: Callable[[Net, Tensor], Tensor], **options) -> Callable[[Net, Tensor], Tensor]:
+    """Computes in backward again what it computes in forward."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda x: run(net, x), x, use_reentrant=False, **options)
+
+    return forward
+
+
+CHECKPOINTED = {
+    "with a layer": (scaled(again(lambda n, x: n.linear(x).tanh() * n.w), w=bare(5)), (4, 5)),
+    "without": (scaled(again(lambda n, x: (x * n.w).tanh() * n.w.exp()), w=bare(5)), (5,)),
+    "a product": (scaled(again(lambda n, x: (x @ n.w).tanh() @ n.w), w=bare(5, 5)), (4, 5)),
+    "unchecked": (
+        scaled(again(lambda n, x: (x @ n.w).tanh(), determinism_check="none"), w=bare(5, 5)),
+        (4, 5)),
+    "a row": (scaled(again(into_a_row), w=bare(5)), (4, 5)),
+    "around a child": (
+        lambda: Net(again(lambda n, x: n.child(x + n.w).tanh() * n.w), w=bare(5),
+                    child=Net(lambda n, x: n.linear(x) * n.w, linear=nn.Linear(5, 5), w=bare(5))),
+        (4, 5)),
 }  # fmt: skip
 
 
@@ -170,6 +238,91 @@ def test_what_else_is_computed_runs_under_vmap(name):
     build, shape = UNDER_VMAP[name]
     (handle,) = check(*twins(build), shape, "bookkeeping")
     assert handle.operations is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_what_is_computed_again_in_backward(name, mode):
+    build, shape = CHECKPOINTED[name]
+    check(*twins(build), shape, mode, steps=2)
+
+
+class Switched(nn.Module):
+    """Checkpoints a part of its code when told to."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.w, self.linear, self.run, self.is_on = bare(5), nn.Linear(5, 5), run, False
+
+    def forward(self, x):
+        return again(self.run)(self, x) if self.is_on else self.run(self, x)
+
+
+@pytest.mark.parametrize(
+    "run", [lambda n, x: n.linear(x).tanh() * n.w, into_a_row], ids=["whole batch", "vmap"]
+)
+def test_checkpointing_turned_on_later_is_named(run):
+    network = zoo.seeded(lambda: Switched(run)).double()
+    model = private(network, "bookkeeping", 0.5)
+    batch = torch.randn(2, SAMPLES, 3, 5, dtype=torch.float64).unbind()
+    clipped_sums(model, batch)
+    model.clear_gradients()
+    network.is_on = True
+    with pytest.raises(ValueError, match=r"turned on after the first batch, .*reset_batch_layouts"):
+        clipped_sums(model, batch)
+
+
+class ByIdentity(nn.Module):
+    """Keeps what belongs to a parameter under the parameter itself."""
+
+    def __init__(self, key, run):
+        super().__init__()
+        self.w, self.linear, self.key, self.run = bare(5), nn.Linear(5, 5), key, run
+        self.gains = {key(self.w): 3.0}
+
+    def forward(self, x):
+        return self.run(self, x) * self.gains.get(self.key(self.w), 1.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("key", [id, lambda w: w], ids=["id", "parameter"])
+@pytest.mark.parametrize(
+    "run", [lambda n, x: n.linear(x) * n.w, into_a_row], ids=["whole batch", "vmap"]
+)
+def test_a_module_that_asks_which_parameter_it_has_is_refused(run, key, mode):
+    network = nn.Sequential(nn.Linear(5, 5), ByIdentity(key, run)).double()
+    model = private(network, mode, 0.5)
+    with pytest.raises(ValueError, match=r"1 \(ByIdentity\) computes otherwise .*by its name"):
+        model(torch.randn(SAMPLES, 5, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_difference_in_gradients_alone_is_noticed(mode):
+    """Of a module whose operators of copies are others than those of its parameter."""
+    build = scaled(lambda n, x: n.linear(x) * (n.w if n.w.is_leaf else n.w.detach()), w=bare(5))
+    (handle,) = check(*twins(build), (4, 5), mode)
+    assert handle.operations is None
+
+
+def test_other_uses_of_a_parameter_are_left_out_of_the_comparison():
+    """It is tied to a layer, the module is called twice, and keeps a state of the first call."""
+
+    def run(net: Net, x: Tensor) -> Tensor:
+        net.state = net.linear(x) @ net.w + (0 if net.state is None else net.state)
+        return net.state
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        y = net.last(net.inner(net.inner(x)))
+        net.inner.state = None
+        return y
+
+    def build() -> nn.Module:
+        inner = Net(run, linear=nn.Linear(5, 5), w=bare(5, 5))
+        inner.linear.weight, inner.state = inner.w, None
+        return Net(forward, inner=inner, last=nn.Linear(5, 2))
+
+    (handle,) = check(*twins(build), (4, 5), "bookkeeping")
+    assert handle.operations
 
 
 class Changing(nn.Module):
