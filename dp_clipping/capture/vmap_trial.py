@@ -178,8 +178,7 @@ class _Trial:
 
     def _copies(self, module: nn.Module) -> dict[str, Tensor]:
         """Returns the parameters that a module captures, expanded to the batch."""
-        names = vars(module)["_private"].trainable
-        own = {name: getattr(*owner_of(module, name)).detach() for name in names}
+        own = {name: p.detach() for name, p in _own(module).items()}
         return {n: p.expand(self._size, *p.shape).requires_grad_() for n, p in own.items()}
 
     def _tried(
@@ -217,8 +216,7 @@ class _Trial:
             return self._plain(module, args, kwargs)
         if handle.operations is None:
             return self._of_each_sample(module, args, kwargs)
-        own = {name: getattr(*owner_of(module, name)) for name in handle.trainable}
-        layouts = _output_layouts(module, args, kwargs)
+        own, layouts = _own(module), _output_layouts(module, args, kwargs)
         number = next_node_number()
         with replaced(module, _tied(module, own)):
             outputs = self._plain(module, args, kwargs)
@@ -257,15 +255,19 @@ class _Trial:
         given, again, asked = (map_tensors(Tensor.clone, (args, kwargs)) for _ in range(3))
         start = Objects(module, args, kwargs)
         states = RandomStates(every_module(self._capture.network), self._capture.trigger.device)
+        number = next_node_number()
         plain = self._plain(module, args, kwargs)
+        wanted = tensors_in(plain)
+        with _ending_at(number, wanted):
+            used, _ = _used(wanted, _own(module))
         end, is_random = Objects(module, args, kwargs), states.have_moved
         start.put_back()
         try:
-            found, failure = self._under_vmap(module, *given)
+            found, reached, failure = self._under_vmap(module, *given)
             if failure is not None and not handle.one_by_one and may_loop(module):
                 start.put_back()
                 handle.one_by_one = reason_of(failure)
-                found, failure = self._under_vmap(module, *again)
+                found, reached, failure = self._under_vmap(module, *again)
         except ValueError:
             raise
         except Exception as error:  # the step will say so
@@ -275,14 +277,17 @@ class _Trial:
             return plain
         if failure is not None and not handle.one_by_one:
             raise recomputed(handle.title(module)) from failure
-        if not is_random and not _are_close(tensors_in(found), tensors_in(plain)):
-            if self._asks_for_parameters(module, tensors_in(plain), *asked):
-                raise ValueError(
-                    f"{handle.title(module)} computes otherwise with its parameters than with "
-                    "copies of them, which each sample has (it looks a parameter up in a "
-                    "dictionary, or compares id(parameter)): keep what belongs to a parameter by "
-                    'its name, as self.gains["scale"]'
-                )
+        differs = not is_random and not _are_close(tensors_in(found), wanted)
+        if (failure is None and used - reached) or (
+            differs and self._asks_for_parameters(module, wanted, *asked)
+        ):
+            raise ValueError(
+                f"{handle.title(module)} computes otherwise with its parameters than with copies "
+                "of them, which each sample has (it looks a parameter up in a dictionary, or "
+                "compares id(parameter)): keep what belongs to a parameter by its name, as "
+                'self.gains["scale"]'
+            )
+        if differs:
             raise NeedsVmap(
                 handle.name,
                 f"{handle.title(module)} computes something else of a sample alone than beside "
@@ -294,28 +299,17 @@ class _Trial:
 
     def _under_vmap(
         self, module: nn.Module, args: tuple, kwargs: dict
-    ) -> tuple[Any, Exception | None]:
-        """Returns a module's outputs as every sample has them, and an error of their backward."""
+    ) -> tuple[Any, set[str], Exception | None]:
+        """Returns a module's outputs as every sample has them, and what `_used` does of them."""
         copies, is_compiled = self._copies(module), self._capture.is_compiled or None
         outputs = every_sample(module, copies, self._size, args, kwargs, is_compiled)
-        ys = [y for y in tensors_in(outputs) if y.requires_grad]
-        if not ys or not copies:
-            return outputs, None
-        try:
-            ones = list(map(torch.ones_like, ys))
-            torch.autograd.grad(ys, list(copies.values()), ones, True, allow_unused=True)
-        except Exception as error:
-            if is_passed_on(error):
-                raise
-            return outputs, error
-        return outputs, None
+        return outputs, *_used(tensors_in(outputs), copies, also_by_zeros=True)
 
     def _asks_for_parameters(
         self, module: nn.Module, wanted: list[Tensor], args: tuple, kwargs: dict
     ) -> bool:
         """Returns whether a module computes otherwise with other tensors of the same values."""
-        names = vars(module)["_private"].trainable
-        own = {name: getattr(*owner_of(module, name)) for name in names}
+        own = _own(module)
         same = {n: p.detach().clone() for n, p in own.items()}
         if not self._capture.is_compiled:
             same = {n: taken_for(x, own[n]) for n, x in same.items()}
@@ -340,6 +334,35 @@ def _ending_at(number: int, outputs: list[Tensor]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _used(
+    outputs: list[Tensor], parameters: dict[str, Tensor], also_by_zeros: bool = False
+) -> tuple[set[str], Exception | None]:
+    """Returns the parameters that a backward of outputs comes to, or its error.
+
+    Args:
+        also_by_zeros: also those that get zeros.
+    """
+    ys = [y for y in outputs if y.requires_grad]
+    given = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not ys or not given:
+        return set(), None
+    ones = list(map(torch.ones_like, ys))
+    try:
+        found = torch.autograd.grad(ys, list(given.values()), ones, True, allow_unused=True)
+    except Exception as error:
+        if is_passed_on(error):
+            raise
+        return set(), error
+    pairs = zip(given, found, strict=True)
+    return {n for n, g in pairs if g is not None and (also_by_zeros or bool(g.any()))}, None
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters that a module captures, as its code has them."""
+    names = vars(module)["_private"].trainable
+    return {name: getattr(*owner_of(module, name)) for name in names}
 
 
 def _tied(module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:

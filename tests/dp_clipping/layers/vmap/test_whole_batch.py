@@ -296,12 +296,23 @@ def test_a_module_that_asks_which_parameter_it_has_is_refused(run, key, mode):
         model(torch.randn(SAMPLES, 5, 5, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_difference_in_gradients_alone_is_noticed(mode):
-    """Of a module whose operators of copies are others than those of its parameter."""
-    build = scaled(lambda n, x: n.linear(x) * (n.w if n.w.is_leaf else n.w.detach()), w=bare(5))
-    (handle,) = check(*twins(build), (4, 5), mode)
-    assert handle.operations is None
+@pytest.mark.parametrize("row", [False, True], ids=["whole batch", "vmap"])
+def test_a_difference_in_gradients_alone_is_noticed(row):
+    class Choosing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.linear, self.key = bare(5), nn.Linear(5, 5), None
+
+        def forward(self, x):
+            w = self.w if id(self.w) == self.key else self.w.detach()
+            y = self.linear(x) * w
+            y[:, 0] = self.w.detach() if row else 0
+            return y
+
+    network = Choosing()
+    network.key = id(network.w)
+    with pytest.raises(ValueError, match=r"\(Choosing\) computes otherwise .*by its name"):
+        private(network, "bookkeeping", 0.5)(torch.randn(SAMPLES, 5, 5))
 
 
 def test_other_uses_of_a_parameter_are_left_out_of_the_comparison():
