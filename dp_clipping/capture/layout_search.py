@@ -5,8 +5,8 @@ It also counts how often a parameter is used, since the cross terms of several u
 norm.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -84,7 +84,11 @@ class Search:
             handle.one_by_one, handle.whole_because, handle.is_unseen = "", "", False
 
     def establish(
-        self, few: tuple[tuple, dict], more: tuple[tuple, dict], other: tuple[tuple, dict]
+        self,
+        few: tuple[tuple, dict],
+        more: tuple[tuple, dict],
+        other: tuple[tuple, dict],
+        refuse_expansion: Callable[[], None],
     ) -> None:
         """Finds the layouts of layers and outputs from three batches' arguments: see `layout`.
 
@@ -93,11 +97,17 @@ class Search:
         A layer whose input is shared by all samples gets it expanded to the batch, which changes
         the shapes that later layers see: the search is repeated until no other one is found.
 
+        Args:
+            refuse_expansion: called before runs in which inputs are expanded; raises if the network
+                would compute something else.
+
         Raises:
             ValueError: naming the layer whose input or output has no layout.
         """
         known = -1
         while known != (known := self._count_shared()):
+            if known:
+                refuse_expansion()
             routing = Routing()
             with routing:
                 runs = [self.observe(*few, FEW)]
@@ -242,18 +252,21 @@ class Search:
         if is_dual and not _can_be_differentiated(handle):
             self.differentiated.add(handle)
 
-    def _note_backwards(self, handle: LayerState, outputs: list[Tensor]) -> None:
-        """Notes a layer from which a backward passes while the network's forward still runs."""
+    def _note_backwards(self, handle: LayerState, outputs: list[Tensor], hooks: ExitStack) -> None:
+        """Notes a layer from which a backward passes while the network's forward still runs.
+
+        An output may be a parameter, so `hooks` removes what is registered.
+        """
         if _can_be_differentiated(handle):
             return
         for y in outputs:
             if y.requires_grad:
-                y.register_hook(lambda _: self.differentiated.add(handle))
+                hook = y.register_hook(lambda _: self.differentiated.add(handle))
+                hooks.callback(hook.remove)
 
     def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list[LayerCall]]:
         """Returns name of a layer -> its calls in a plain forward of `batch_size` samples."""
         calls: dict[str, list[LayerCall]] = {}
-        shared: list[str] = []
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = module._private
@@ -269,29 +282,23 @@ class Search:
             call = LayerCall(shapes, [], dtype)
             calls.setdefault(handle.name, []).append(call)
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
-            expanded = expanded_input(handle, layouts, inputs, batch_size)
-            if expanded is not None:
-                shared.append(handle.name)
-            return expanded
+            return expanded_input(handle, layouts, inputs, batch_size)
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             handle: LayerState = module._private
             if is_in_backward():
                 return output
             call = calls[handle.name][-1]
-            self._note_backwards(handle, tensors_of(output))  # of packed sequences, too
+            self._note_backwards(handle, tensors_of(output), hooks)  # of packed sequences, too
             outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
             call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]
             dims = tuple(x.dim() for x in call.inputs)
             if dims not in handle.layouts:
                 tensor_parallel.refuse_split_rows(handle, call.inputs, outputs)
             layouts = handle.output_layouts.get(dims, ())
-            expanded = expanded_output(handle, layouts, output, batch_size)
-            if expanded is not output:
-                shared.append(handle.name)
-            return expanded
+            return expanded_output(handle, layouts, output, batch_size)
 
-        with _naming(shared), plain_run(self.capture, args, kwargs, before, after) as found:
+        with ExitStack() as hooks, plain_run(self.capture, args, kwargs, before, after) as found:
             outputs = tensors_of(found)
         calls[NETWORK] = [
             LayerCall([], [_if_flattened(local(y), batch_size) for y in outputs], None)
@@ -362,30 +369,6 @@ def _paired(name: str, runs: list[list[LayerCall]]) -> list[tuple[LayerCall, ...
             "log_prob(x).gather(1, y[:, None]).squeeze(1) in place of forward(x, y).output",
         )
     return list(zip(*runs, strict=True))
-
-
-@contextmanager
-def _naming(shared: list[str]) -> Iterator[None]:
-    """Names the layers that got an input expanded to the batch, where the network cannot run so."""
-    try:
-        yield
-    except (RuntimeError, ValueError, IndexError) as error:
-        if not shared:
-            raise
-        raise NeedsVmap(
-            shared[-1],
-            f"{', '.join(dict.fromkeys(shared))}: given the same values for every sample (a "
-            "relative position bias or an embedded prompt, for example), so its output got a "
-            "dimension for the samples, and the code that uses it cannot run with that "
-            f"({_first_line(error)}): freeze it, as "
-            f'network.get_submodule("{shared[0]}").requires_grad_(False), before make_private, or '
-            "give it an input with a row for each sample, as ids.expand(batch_size, -1); in place "
-            "of PEFT's prompt tuning use PrefixTuningConfig",
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _if_flattened(x: Tensor, batch_size: int, handle: LayerState | None = None) -> Tensor:

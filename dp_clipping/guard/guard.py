@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dp_clipping.capture.callers import callers_of, weights_read_elsewhere
+from dp_clipping.capture.checks.expansion import refuse_other_results
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork, plain_run
@@ -296,7 +297,8 @@ class LayoutDiscovery:
         if capture.is_compiled and capture.apart:
             return capture.apart
         try:
-            self._search.establish(few, more, other)
+            refuse_expansion = partial(refuse_other_results, capture, few)
+            self._search.establish(few, more, other, refuse_expansion)
             return unfit_modules(capture, few, more, self._search.routes)
         except CalledDifferently:
             raise

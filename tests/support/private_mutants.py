@@ -54,6 +54,7 @@ ROUNDED = "tests/dp_clipping/noise/secure/test_rounded_gaussian.py"
 CERTIFICATE = "tests/dp_clipping/noise/secure/test_certificate.py"
 BATCHES_ONCE = "tests/dp_clipping/sampling/test_batches_once.py"
 DERIVATIVES = "tests/dp_clipping/test_second_derivatives.py"
+EXPANSION = "tests/dp_clipping/capture/checks/test_expansion.py"
 KEPT = "tests/dp_clipping/capture/checks/test_kept.py"
 OPTIMIZER = "tests/dp_clipping/test_optimizer.py"
 AGREEMENT = "tests/dp_clipping/distributed/test_agreement.py"
@@ -67,13 +68,25 @@ ROWS = [
     ("a gradient of layers may be differentiated again", "layers/tensor_parallel.py",
      "if is_differentiated and not compiling:", "if False:", DERIVATIVES, "loop"),
     ("layers that a forward differentiates keep their arithmetic", "capture/layout_search.py",
-     "y.register_hook(lambda _: self.differentiated.add(handle))", "pass", DERIVATIVES,
+     "lambda _: self.differentiated.add(handle)", "lambda _: None", DERIVATIVES,
      "in_its_forward"),
     ("dual numbers are not noted", "capture/layout_search.py",
      "if is_dual and not _can_be_differentiated(handle):", "if False:", DERIVATIVES,
      "in_its_forward"),
     ("a backward in a forward leaves what it likes", "step/private_step.py",
      'raise RuntimeError(f"{name}: {IN_FORWARD}")', "return", DERIVATIVES, "later or loop"),
+    # ---- layers that get a dimension for the samples
+    ("results with expanded layers are not compared", "capture/checks/expansion.py",
+     "return not any(differ(pairs, torch.ones(FEW, dtype=torch.bool)))", "return True", EXPANSION,
+     "bookkeeping and normalize"),
+    ("inputs of layers are not compared with expanded ones", "capture/checks/expansion.py",
+     "for x, layout in zip_longest(inputs, layouts):", "for x, layout in ():", EXPANSION,
+     "zero_weights"),
+    ("gradients are not compared with expanded layers", "capture/checks/expansion.py",
+     "self._seen += _gradients(found, capture.parameters)", "pass", EXPANSION,
+     "bookkeeping and factor"),
+    ("hooks of the search stay on parameters", "capture/layout_search.py",
+     "hooks.callback(hook.remove)", "pass", EXPANSION, "returns_its_parameter"),
     # ---- what a backward keeps
     ("kept gradients are not compared before sums", "step/sums/work.py",
      "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=True)]", "[]",

@@ -28,7 +28,7 @@ def forecast(network: nn.Module, x: torch.Tensor) -> CompiledShapes:
     capture = private(network, "bookkeeping").capture
     search = Search(capture)
     rows = lambda n: ((x[[i % len(x) for i in range(n)]],), {})  # noqa: E731
-    search.establish(rows(2), rows(3), rows(2))
+    search.establish(rows(2), rows(3), rows(2), lambda: None)
     return Forecaster(capture, search.observe).of(((x[:1],), {}), rows)
 
 

@@ -27,7 +27,7 @@ def tried(network: nn.Module) -> dict[str, str]:
     """Names of the modules that cannot run on the whole batch, and why."""
     capture = Capture(network)
     arguments = [((torch.randn(n, 3),), {}) for n in (2, 3, 2)]
-    Search(capture).establish(*arguments)
+    Search(capture).establish(*arguments, lambda: None)
     found = unfit_modules(capture, *arguments[:2])
     assert all(handle.trial is None for handle in capture.handles)
     return {handle.name: handle.whole_because for handle in found}
@@ -109,7 +109,7 @@ def test_a_limited_capacity_is_refused_under_vmap():
     capture = Capture(network)
     capture.make_whole(capture.handles)
     arguments = [((torch.ones(n, 3),), {}) for n in (2, 3, 2)]
-    Search(capture).establish(*arguments)
+    Search(capture).establish(*arguments, lambda: None)
     with pytest.raises(NeedsVmap, match="computes something else of a sample alone"):
         unfit_modules(capture, *arguments[:2])
 
@@ -129,7 +129,7 @@ def test_rows_that_no_argument_counts():
     with pytest.raises(
         NeedsVmap, match="latents returns rows for each sample, and none of its arg"
     ):
-        Search(capture).establish(*[((torch.randn(n, 3),), {}) for n in (2, 3, 2)])
+        Search(capture).establish(*[((torch.randn(n, 3),), {}) for n in (2, 3, 2)], lambda: None)
 
 
 def test_who_calls_a_layer():
@@ -223,7 +223,7 @@ def test_a_plain_call_after_one_that_fails_finds_nothing():
     capture = Capture(nn.Sequential(nn.Linear(3, 3), Failing(also_alone=True)))
     capture.make_whole([h for h in capture.handles if h.kind == "vectorized"])
     arguments = [((torch.randn(n, 3),), {}) for n in (2, 3, 2)]
-    Search(capture).establish(*arguments)
+    Search(capture).establish(*arguments, lambda: None)
     for _ in range(2):
         assert unfit_modules(capture, *arguments[:2]) == []
         assert capture.network[1].kept == []

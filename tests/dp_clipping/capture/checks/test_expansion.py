@@ -1,0 +1,141 @@
+"""Layers whose input all samples share, before code that counts dimensions from the front."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.dp_clipping.conftest import assert_exact, private
+from tests.support.zoo import Net
+
+T, C = 3, 4
+ROWS = torch.arange(T)
+
+
+class Own(nn.Module):
+    """A module that returns its own parameter."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(shape))
+
+    def forward(self):
+        return self.table
+
+
+class Gated(nn.Module):
+    """Adds nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.factor = nn.Embedding(T, C), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return x + self.factor * F.normalize(self.rows(ROWS))
+
+
+def network(function) -> nn.Module:
+    torch.manual_seed(0)
+    net = Net(
+        function, rows=nn.Embedding(T, C), own=Own(T, C), square=Own(C, C), gated=Gated(),
+        layer=nn.Linear(C, C), zero=nn.Linear(C, C), end=nn.Linear(C, 2),
+    )  # fmt: skip
+    with torch.no_grad():
+        net.zero.weight.zero_()
+        net.zero.bias.zero_()
+    return net.double()
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(size)
+    x, y = (torch.randn(size, T, c, generator=draw, dtype=torch.float64) for c in (C, 2))
+    return x, y
+
+
+def grid(net: nn.Module) -> Tensor:
+    return net.layer(torch.eye(C, dtype=torch.float64)[:T])
+
+
+WAYS = {
+    "normalize": lambda net, x: net.end(x * F.normalize(net.rows(ROWS))),
+    "normalize a parameter": lambda net, x: net.end(x * F.normalize(net.own())),
+    "normalize a grid": lambda net, x: net.end(x * F.normalize(grid(net))),
+    "softmax": lambda net, x: net.end(x * net.rows(ROWS).softmax(1)),
+    "squeeze, softmax": lambda net, x: net.end(x * net.rows(ROWS[None]).squeeze(0).softmax(1)),
+    "cumsum": lambda net, x: net.end(x + net.rows(ROWS).cumsum(1)),
+    "flip": lambda net, x: net.end(x + net.rows(ROWS).flip(1)),
+    "dim": lambda net, x: net.end(x + net.own() / net.own().dim()),
+    "shape": lambda net, x: net.end(x + net.rows(ROWS) / net.rows(ROWS).shape[1]),
+    "first row": lambda net, x: net.end(x + net.rows(ROWS)[0]),
+    "first row of a parameter": lambda net, x: net.end(x + net.own()[0]),
+    "mean": lambda net, x: net.end(x + net.own().mean(0)),
+    "product with samples": lambda net, x: net.end(x[:, 0] @ net.square())[:, None],
+    "unsqueeze": lambda net, x: net.end(x + net.rows(ROWS).unsqueeze(0)),
+    "before a zero factor": lambda net, x: net.end(net.gated(x)),
+    "random numbers": lambda net, x: net.end(x + F.normalize(net.own()) + 0 * torch.randn(T, C)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
+@pytest.mark.parametrize("way", WAYS)
+def test_shared_values_keep_their_shape(way, mode, size):
+    assert_exact(network(WAYS[way]), batch(size), mode)
+
+
+def kinds_after_a_forward(net: nn.Module) -> dict[str, str]:
+    model = private(net, "bookkeeping")
+    model(batch(5)[0])
+    return {handle.name: handle.kind for handle in model.capture.handles}
+
+
+def test_values_that_broadcast_keep_the_fast_way():
+    net = Net(lambda net, x: net.end(x + net.rows(ROWS)), rows=nn.Embedding(T, C),
+              end=nn.Linear(C, 2))  # fmt: skip
+    assert kinds_after_a_forward(net.double()) == {"rows": "embedding", "end": "linear"}
+
+
+def test_zero_weights_that_hide_a_difference():
+    """No gradient tells in the first step, and later ones do."""
+    net = network(lambda net, x: net.end(x + net.zero(net.zero(x * F.normalize(net.rows(ROWS))))))
+    assert "rows" not in kinds_after_a_forward(net)
+
+
+def test_only_the_caller_runs_under_vmap():
+    def block(function) -> nn.Module:
+        return Net(function, rows=nn.Embedding(T, C), end=nn.Linear(C, C))
+
+    net = nn.Sequential(
+        block(lambda net, x: net.end(x + net.rows(ROWS))),
+        block(lambda net, x: net.end(x * F.normalize(net.rows(ROWS)))),
+        block(lambda net, x: net.end(x * net.rows(ROWS))),
+    ).double()
+    assert kinds_after_a_forward(net) == {
+        "0.rows": "embedding", "0.end": "linear", "1": "vectorized", "1.end": "linear",
+        "2.rows": "embedding", "2.end": "linear",
+    }  # fmt: skip
+    assert_exact(net, (batch(5)[0], torch.randn(5, T, C, dtype=torch.float64)))
+
+
+class Tempered(nn.Module):
+    """Returns a parameter beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(C, C), nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x):
+        return self.layer(x), self.temperature
+
+
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
+def test_a_module_that_returns_its_parameter(mode, size):
+    def forward(net, x):
+        y, temperature = net.head(x)
+        return net.end(y * temperature)
+
+    net = Net(forward, head=Tempered(), end=nn.Linear(C, 2)).double()
+    assert_exact(net, batch(size), mode)
+    private(net, mode)(batch(size)[0])
+    assert not net.head.temperature._backward_hooks
