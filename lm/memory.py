@@ -219,8 +219,9 @@ class _Step:
     def _whole_parameters(self) -> Iterator[tuple[float, float, float]]:
         """Yields activations, gradients and buffers of variants with whole parameters.
 
-        A flat bucket is allocated when its first gradient arrives, which is copied into it. zero2
-        frees a bucket when the next but one is sent. PyTorch's DDP keeps its buckets; when it has
+        A flat bucket is allocated when its first gradient arrives, which is copied into it; that of
+        zero1 and zero2 when its last one has. zero2 frees a bucket when the next but one is sent.
+        PyTorch's DDP keeps its buckets; when it has
         planned them anew, on a GPU the old ones are freed late. Memory that copy engines share
         stays through forward.
         """
@@ -230,7 +231,8 @@ class _Step:
             always = self.whole * (2 if self.on_gpu else 1)
         yield self.model.num_layers * self.per_block + self.loss, 0, shared + always
         sizes, arrived, sent, own = self._gradients(), 0, [], 0.0
-        is_flat = self.variant in ("ddp_bucketed", "ddp_copy_engine", "zero1", "zero2")
+        is_divided = self.variant in ("zero1", "zero2")
+        is_flat = self.variant in ("ddp_bucketed", "ddp_copy_engine") or is_divided
         described = [Gradient(nbytes // self.width, "", self.width) for nbytes in sizes]
         order = list(range(len(sizes)))
         for bucket in plan_buckets(described, order, self.capacity if is_flat else 0):
@@ -239,9 +241,13 @@ class _Step:
                 kept, arrived = self._kept(i), arrived + sizes[i]
                 copied = sizes[i] if is_flat else 0
                 if self.variant == "zero2":
-                    yield kept, own, sum(sent) + bucket.nbytes + copied
-                else:
+                    yield kept, own, sum(sent) + bucket.nbytes + arrived - begun
+                elif not is_divided:
                     yield kept, arrived, max(begun, shared) - arrived + copied + always
+            if self.variant == "zero2":
+                yield kept, own + bucket.nbytes / self.ranks, sum(sent[-1:]) + 2 * bucket.nbytes
+            elif is_divided:
+                yield kept, arrived, bucket.nbytes
             sent, own = [*sent[-1:], bucket.nbytes], own + bucket.nbytes / self.ranks
         if self.variant == "diloco":  # two buckets of the outer step, and a difference for the next
             sent = [b.nbytes for b in plan_buckets(described, order, self.capacity)]

@@ -60,8 +60,9 @@ class Zero1DDP(Sharded):
             unit = FlatUnit([gradients.parameters[i] for i in bucket.members], self.process_group)
             unit.values = unit.flatten()
             unit.shard = unit.own(unit.values)
+            for parameter, view in zip(unit.parameters, unit.views(unit.values), strict=True):
+                parameter.data = view
             units.append(unit)
-        bind(units)
         return units
 
     def receiver(self, flat: Tensor, own: Tensor) -> Tensor:

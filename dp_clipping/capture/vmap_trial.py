@@ -156,8 +156,14 @@ class _Trial:
     def _run(self, trial: Callable[..., Any]) -> None:
         capture, (args, kwargs) = self._capture, self._arguments
         mine = [handle for handle in capture.handles if handle.kind == "vectorized"]
+
+        def kept(*call: Any) -> Any:
+            # A checkpoint around the module counts what is saved in it, in forward and again.
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+                return trial(*call)
+
         with (
-            trials(mine, trial), escapes_named(capture.network), _gathering(capture),
+            trials(mine, kept), escapes_named(capture.network), _gathering(capture),
             plain_run(capture, args, kwargs, self._before),
         ):  # fmt: skip
             pass

@@ -103,11 +103,12 @@ class Observer:
         sharding, device = self._capture.sharding, self._capture.trigger.device
         ys, gradients = zip(*starts, strict=True)
         inputs = list({id(trigger): trigger for trigger in triggers}.values())
+        is_apart = any([handle.kind == "vectorized" for handle in self._capture.handles])
         with (
             nullcontext() if sharding is None else sharding.backward(),
             torch.autocast(device.type, enabled=False),
             torch.autograd.set_multithreading_enabled(False),
-            recomputations_named(any(h.kind == "vectorized" for h in self._capture.handles)),
+            recomputations_named() if is_apart else nullcontext(),
         ):
             try:
                 torch.autograd.grad(ys, inputs, gradients, allow_unused=True)

@@ -416,8 +416,8 @@ class ForwardBackward:
         if is_first:
             reducer.check_same_samples(losses)
         mark = Mark(self._carried.state)
-        is_apart = any(handle.kind == "vectorized" for handle in self.capture.handles)
-        with recomputations_named(is_apart):
+        is_apart = any([handle.kind == "vectorized" for handle in self.capture.handles])
+        with recomputations_named() if is_apart else NOTHING:
             norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
         with self._repacking():
             self._carried.check(mark, private_step.seen, "a backward")

@@ -271,7 +271,7 @@ def test_texts_name_the_commands():
         starter = (ROOT / "exercises" / folder / "starter.py").read_text()
         assert f"python -m exercises.check {name} my_{name}.py" in starter
         assert f"`{folder}/" in readme
-        if name in CLASSES:
+        if name in CLASSES and name != "diloco":  # whose gradients are those of one rank
             assert f"my_{name}.py:{CLASSES[name]}" in starter
 
 

@@ -213,7 +213,8 @@ def test_peaks_that_the_allocator_counts(cpu_ranks, tmp_path, variants, batch_si
             kinds = predict_memory(
                 variant, WIDE, ranks=2, batch_size=batch_size, bucket_size_mb=1.5, on_gpu=False
             )
-            near = 0.025 if "fsdp" in variant else 0.01  # of FSDP a block's activations weigh more
+            # Of FSDP a block's activations weigh more; of diloco gloo frees a bucket late.
+            near = 0.01 if variant in ("none", "ddp_bucketed", "zero1", "zero2") else 0.025
             assert sum(kinds.values()) == pytest.approx(measured, rel=near), variant
 
 

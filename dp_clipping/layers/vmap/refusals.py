@@ -76,11 +76,10 @@ def recomputed(who: str) -> ValueError:
 
 
 @contextmanager
-def recomputations_named(is_apart: bool) -> Iterator[None]:
+def recomputations_named() -> Iterator[None]:
     """Surrounds a backward; says what it means that a checkpointed part cannot run again in it.
 
-    Args:
-        is_apart: some modules compute with copies of their parameters.
+    For networks some of whose modules compute with copies of their parameters.
 
     Raises:
         ValueError: a part could not be computed again.
@@ -88,7 +87,7 @@ def recomputations_named(is_apart: bool) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_apart or not (isinstance(error, CheckpointError) or ESCAPED in str(error)):
+        if not (isinstance(error, CheckpointError) or ESCAPED in str(error)):
             raise
         raise ValueError(
             "backward computes a checkpointed part of the network again, and it computes otherwise "
