@@ -18,8 +18,8 @@ READ = {  # what a learner reads to understand a variant, and the lines that it 
     "ddp.individual_v2": (BASE, 350),
     "ddp.bucketed": (BASE, 350),
     "ddp.copy_engine.variant": ([*FLAT, "ddp.copy_engine.exchange"], 565),
-    "ddp.sharded.zero1": (STEPPED, 652),
-    "ddp.sharded.zero2": ([*STEPPED, "ddp.sharded.zero1"], 684),
+    "ddp.sharded.zero1": (STEPPED, 653),
+    "ddp.sharded.zero2": ([*STEPPED, "ddp.sharded.zero1"], 685),
     "ddp.sharded.fsdp": ([*SLICED, "ddp.sharded.units"], 911),
     "ddp.diloco": (BASE, 500),
 }
