@@ -15,7 +15,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StepParts:
-    """What `lm.training.training_step` is called with."""
+    """Holds the arguments of `lm.training.training_step`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

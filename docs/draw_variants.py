@@ -285,7 +285,7 @@ def draw(name: str, path: Path, longest: float, floor: float) -> None:
 
 
 def _draw_memory(axes, holds: tuple[float, float, float]) -> None:
-    """What this rank holds of each kind: filled, of all that there is."""
+    """Draws the part of each kind of memory that a rank holds: filled, of the whole."""
     from matplotlib.patches import Rectangle
 
     axes.set(xlim=(0, 1), ylim=(0, 3.1))

@@ -1,4 +1,4 @@
-"""What all pictures have in common: their look, and the sentence to read off them.
+"""Gives all pictures one look, and the sentence to read off them.
 
 The sentence travels in the PNG itself, in the text entry `Description`: whoever shows the picture,
 a report or a viewer of images, needs no other source. Colours of pictures are Okabe and Ito's, for

@@ -21,7 +21,7 @@ from ddp.sharded.layout import FlatUnit, Piece
 
 PARTS = 4
 Settings = list[dict[str, Any]]
-"""Of each parameter group of the network's optimizer, its options."""
+"""The options of each parameter group of the network's optimizer."""
 
 
 class Part:

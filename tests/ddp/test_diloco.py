@@ -346,7 +346,7 @@ def test_private_training_is_refused_by_name(cpu_ranks):
 
 
 def alone(context: Context) -> None:
-    """What the backend says when other ranks do not come has a note."""
+    """The backend's error has a note when other ranks do not come."""
     model, optimizer = wrapped(context, every=1)
 
     def timed_out(_mine: bool) -> bool:

@@ -136,7 +136,7 @@ GRAPHED = ("ordinary", "flash_bookkeeping")
 
 
 def graphed(network: str, *variants: str) -> list[dict]:
-    """What a GPU measures of a small network's graphs."""
+    """Measures graphs of a small network on a GPU."""
     options = Options(networks=(network,), variants=variants, rounds=1, steps=2, small=True,
                       cuda_graph=True)  # fmt: skip
     return run_all(options, torch.device("cuda"))

@@ -279,7 +279,7 @@ def test_every_kind_of_layer(cpu_ranks, ranks):
 
 
 def sixteen_bit(context: Context) -> None:
-    """Of factors that a second backward forms again, none is rescaled."""
+    """Compares clipped sums of modes with one and with two backward passes."""
     batch = torch.randn(3, 5, 8).bfloat16(), torch.randn(3, 5, 8)
     sums = {}
     for mode in ("bookkeeping", "ghost", "flash"):
