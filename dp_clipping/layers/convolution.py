@@ -155,12 +155,12 @@ class Convolution(torch.autograd.Function):
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
         site = rest[0]
         options, _ = rest[2] if site is None else site.options
+        ctx.wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         if site is not None and site.cast is not None:
             x, weight = x.to(site.cast), weight.to(site.cast)
             bias = None if bias is None else bias.to(site.cast)
         ctx.save_for_backward(x, weight)
         ctx.rest = rest
-        ctx.wants = x.requires_grad, weight_slot is not None, bias_slot is not None
         ctx.slot_dtype = None if weight_slot is None else weight_slot.dtype
         return torch.ops.aten.convolution(x, weight, bias, *options)
 

@@ -540,6 +540,9 @@ ROWS = [
      "            steps += whole.pop()[2]", "            whole.pop()", HISTORY),
     ("a step too many is dropped", "accounting/history.py",
      "left = number - min(number, steps)", "left = number - min(number, steps + 1)", HISTORY),
+    ("a convolution that autocast casts has no input gradient", "layers/convolution.py",
+     "x.requires_grad, weight_slot", "x.requires_grad and site.cast is None, weight_slot",
+     OPS, "norms_those_of_float64 and conv1d"),
     # ---- secure noise
     ("ChaCha20 has eight double rounds", "sampling/chacha.py",
      "DOUBLE_ROUNDS = 10", "DOUBLE_ROUNDS = 8", CHACHA),

@@ -25,6 +25,7 @@ from tests.support.private_steps import (
     make_private,
     skip_all_checks,
 )
+from tests.support.private_steps import gradients_of as samples_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
@@ -144,6 +145,7 @@ def test_kernels_on_gpu(record, mode):
         check_record(record, way)
         if record.in_16_bit:
             compare(record.case(), replace(way, dtype=torch.bfloat16))
+            compare(record.case(), replace(way, autocast=torch.bfloat16))
             for dtype in (torch.bfloat16, torch.float16):
                 check_record(record, replace(way, dtype=dtype))
 
@@ -203,7 +205,7 @@ IN_ANOTHER_DTYPE = {  # under autocast, with the same values: under vmap, and of
 
 @every_record
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "autocast"])
-def test_outputs_are_pytorchs(record, autocast):
+def test_outputs_are_pytorchs_and_norms_those_of_float64(record, autocast):
     if autocast is not None and not record.in_16_bit:
         return
     case = record.case()
@@ -222,7 +224,13 @@ def test_outputs_are_pytorchs(record, autocast):
             check_dtype=record.name not in IN_ANOTHER_DTYPE,
         )  # fmt: skip
         run.criterion(outputs, y).backward()
-    assert run.model.per_sample_gradient_norms.isfinite().all()
+    norms = run.model.per_sample_gradient_norms.double()
+    torch.testing.assert_close(
+        norms,
+        oracle.norms(samples_of(case, torch.float32)),
+        rtol=6e-2 if autocast else 2e-4,
+        atol=1e-12,
+    )
 
 
 # Settings that change between steps
