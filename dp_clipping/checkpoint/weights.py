@@ -9,10 +9,10 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dp_clipping.checkpoint.file_format import DETAILS, MODULE
+from dp_clipping.trials.values import copied_bytes
 
 LEFT_OUT = "left_out"  # in the details: the digest
 KINDS = ("all", "trainable", "none")
@@ -63,7 +63,6 @@ def digest_of(tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         x = tensors[name].detach()
         digest.update(repr((name, str(x.dtype), tuple(x.shape))).encode())
-        values = x.cpu().contiguous().reshape(-1)
-        if values.numel():
-            digest.update(values.view(torch.uint8).numpy().data)
+        if x.numel():
+            digest.update(copied_bytes(x).data)
     return digest.hexdigest()

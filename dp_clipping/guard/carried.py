@@ -34,7 +34,7 @@ from dp_clipping.trials.perturb import Perturbed
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.seen import Seen, Summary
 from dp_clipping.trials.tolerances import REPEATED
-from dp_clipping.trials.values import Values, bits, equal
+from dp_clipping.trials.values import Values, copied_bytes, equal
 
 NAMES, OUTPUT = "names", "output"  # keys of what a run shows, beside the names of values
 
@@ -260,7 +260,7 @@ def _collect(found: dict[str, int], name: str, value: Any, depth: int) -> None:
     if isinstance(value, Tensor):
         if not is_freed(value):  # as what FSDP2 has gathered for an earlier forward
             is_known = value.layout is torch.strided and value.device.type != "meta"
-            numbers = bits(value.detach()).cpu().numpy().tobytes() if is_known else str(value)
+            numbers = copied_bytes(value).tobytes() if is_known else str(value)
             found[name] = hash((value.shape, value.dtype, numbers))
     elif isinstance(value, PLAIN):
         found[name] = hash((type(value), repr(value)))

@@ -28,6 +28,7 @@ from dp_clipping.sampling.alone import (
 from dp_clipping.trials.perturb import Perturbed, replaced, swapped
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.schedule import Schedule
+from dp_clipping.trials.values import copied_bytes
 
 LOOKED_AT = 4
 LOOKS = 4  # at a difference that may be chance
@@ -419,11 +420,9 @@ def _unbound(batch: Tensor | np.ndarray, dim: int) -> Iterable[Any]:
 def _row(x: Any) -> Row:
     """Returns what is equal for equal rows."""
     if isinstance(x, Tensor):
-        plain = x.detach().cpu().resolve_conj().resolve_neg()
         if not x.dim() and not x.is_floating_point() and not x.is_complex():
-            return Row((), int(plain))
-        plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
-        return Row(tuple(x.shape), (str(x.dtype), plain.view(torch.uint8).numpy().tobytes()))
+            return Row((), int(x))
+        return Row(tuple(x.shape), (str(x.dtype), copied_bytes(x).tobytes()))
     if isinstance(x, np.integer):
         return Row((), int(x))
     if isinstance(x, np.ndarray | np.generic):

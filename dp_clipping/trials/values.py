@@ -6,6 +6,7 @@ other libraries show in the values alone.
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -100,6 +101,16 @@ def bits(x: Tensor) -> Tensor:
     """Returns a tensor's numbers as whole ones of the same bits."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return x.contiguous().view(WHOLE[x.element_size()])
+
+
+def copied_bytes(x: Tensor) -> np.ndarray:
+    """Returns a tensor's numbers as bytes of their own.
+
+    After `x.numpy()` the memory of x has a fixed size, and FSDP could not free it any more.
+    """
+    plain = x.detach().cpu().resolve_conj().resolve_neg()
+    plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return plain.view(torch.uint8).numpy()
 
 
 def _is_elsewhere(now: Tensor, alias: Tensor) -> bool:

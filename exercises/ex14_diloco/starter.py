@@ -39,7 +39,7 @@ from torch import nn
 
 
 class LocalStepsDDP(nn.Module):
-    def __init__(self, module: nn.Module, every: int, outer_lr: float, outer_momentum: float):
+    def __init__(self, module: nn.Module, every: int, outer_lr=0.7, outer_momentum=0.9):
         super().__init__()
         self.module, self.every = module, every
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum

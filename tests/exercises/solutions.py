@@ -299,7 +299,7 @@ class FlatDDP(nn.Module):
 
 
 class LocalStepsDDP(torch.nn.Module):
-    def __init__(self, module, every, outer_lr, outer_momentum):
+    def __init__(self, module, every, outer_lr=0.7, outer_momentum=0.9):
         super().__init__()
         self.module, self.every = module, every
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum

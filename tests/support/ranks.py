@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp import wrap
 from dp_clipping.model import PrivateModel
 from dp_clipping.sampling.usage import Ticket
+from dp_clipping.torch_compat import tree_map
 from experiments.verify_correctness import reference as oracle
 from lm.parallel import DATA, TENSOR, parallelize
 from lm.rank_pool import Context
@@ -276,6 +277,11 @@ def totals(model: PrivateModel) -> dict[str, Tensor]:
     return whole_gradients(model) if is_of_torch else gradients_of(model)
 
 
+def part_of(x: Tensor, rows: slice, zeros: int) -> Tensor:
+    """Returns these rows of a tensor, and behind them rows of zeros."""
+    return torch.cat((x[rows], torch.zeros_like(x[:zeros])))
+
+
 def step_beside_one_process(context: Context, way: Way) -> None:
     """Two steps: the samples as the ranks have them; then others, and behind them rows of zeros
     that no sample is in."""
@@ -306,8 +312,9 @@ def step_beside_one_process(context: Context, way: Way) -> None:
         real = rows.stop - rows.start
         model.clear_gradients()
         model.step_state.usage.ticket = Ticket(real, rows=real + zeros)
-        mine = [torch.cat((x[rows], torch.zeros_like(x[:zeros]))).to(context.device) for x in batch]
-        private_loss(model, (mine[0], mine[1]), case.per_sample_loss).backward()
+        mine = tree_map(partial(part_of, rows=rows, zeros=zeros), batch)
+        mine = oracle.move(mine, device=context.device)
+        private_loss(model, mine, case.per_sample_loss).backward()
         model.finish_synchronization()
         found = model.per_sample_gradient_norms.double().cpu()
         torch.testing.assert_close(found, oracle.norms(gradients)[own], rtol=tolerance, atol=1e-9)

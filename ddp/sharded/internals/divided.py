@@ -416,7 +416,9 @@ def _digest(x: Any) -> int:
     if isinstance(x, Divided):
         return zlib.crc32(x._place.name.encode())
     if isinstance(x, Tensor):
-        values = x.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        values = x.detach().cpu().resolve_conj().resolve_neg()
+        # A copy: memory that `numpy()` has shown cannot be freed, as a unit's is.
+        values = values.clone(memory_format=torch.contiguous_format).reshape(-1)
         return zlib.crc32(values.view(torch.uint8).numpy().tobytes(), x.dim())
     is_plain = isinstance(x, bool | int | float | complex | str | slice | torch.dtype)
     return zlib.crc32(repr(x).encode()) if is_plain else 0

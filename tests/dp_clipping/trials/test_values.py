@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.trials.values import Values, checksum, equal
+from dp_clipping.trials.values import Values, checksum, copied_bytes, equal
 
 WRITES = {
     "add_": lambda x: x.add_(1),
@@ -63,3 +63,15 @@ def test_a_row_of_any_stride_has_a_checksum():
     one = torch.arange(6, dtype=torch.int32).as_strided((1, 6), (1, 1))
     assert torch.equal(checksum(one), checksum(one.clone().view(1, 6)))
     assert not torch.equal(checksum(one), checksum(one + 1))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.arange(6.0).view(2, 3).t(), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(True),
+     torch.ones(3, dtype=torch.complex64).conj()],
+    ids=["transposed", "bfloat16", "bool", "conjugate"],
+)  # fmt: skip
+def test_bytes_are_copies_and_leave_memory_as_it_was(x):
+    expected = bytes(x.resolve_conj().contiguous().untyped_storage())
+    assert copied_bytes(x).tobytes() == expected
+    assert x.untyped_storage().resizable()
