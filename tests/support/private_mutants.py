@@ -544,7 +544,7 @@ ROWS = [
      "x.requires_grad, weight_slot", "x.requires_grad and site.cast is None, weight_slot",
      OPS, "norms_those_of_float64 and conv1d"),
     ("bytes of a tensor are shown where they are", "trials/values.py",
-     "plain.clone(memory_format=torch.contiguous_format).reshape(-1)", "plain.contiguous().reshape(-1)",
+     "plain.clone(memory_format=torch.contiguous_format).reshape", "plain.contiguous().reshape",
      "tests/dp_clipping/trials/test_values.py", "leave_memory"),
     # ---- secure noise
     ("ChaCha20 has eight double rounds", "sampling/chacha.py",
