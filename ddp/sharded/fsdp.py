@@ -135,6 +135,7 @@ class HandBuiltFSDP(DividedInterface):
             return
         if in_backward():  # activation checkpointing computes the block again
             self.gather(block)
+            block.call()
             return
         if block is self.root:
             self._begin_forward()
@@ -144,6 +145,7 @@ class HandBuiltFSDP(DividedInterface):
             self.order.call(block)
         block.computes = True
         self.gather(block)
+        block.call()
         if (next_block := self.order.next_block()) is not None:
             self.start(next_block)
 

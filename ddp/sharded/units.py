@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ddp.sharded.internals.divided import Place, Values, hide_all, reveal_all, unlike
+from ddp.sharded.internals.divided import Place, Values, hide_all, reveal_all
+from ddp.sharded.internals.written import keep_written
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.torch_compat import refuse_writes
-from ddp.torch_compat import all_gather
+from ddp.torch_compat import all_gather, version_of
 
 NOT_TOGETHER = (
     "the {what} of {name} has failed. With fsdp each forward and backward is a call of all ranks, "
@@ -53,6 +54,7 @@ class GatheredUnit(FlatUnit):
         shard: this rank's slice of the values, in the dtype that the parameters had.
         name: that of its block; "" if it belongs to none.
         computes: its block's forward is running, so that it is not freed.
+        was_called: code of a forward has run since it was gathered, and may have written to it.
         replaced: how often each stand-in got other `.data`.
         before_use: weakly, what is called before whole values of stand-ins are gathered, with what
             they are for.
@@ -68,6 +70,7 @@ class GatheredUnit(FlatUnit):
     ):
         super().__init__(parameters, group, itemsize=dtype.itemsize)
         self.name, self.computes, self.has_memory, self._is_shown = name, False, False, False
+        self.was_called, self._versions = False, [0]
         self.is_trainable = self.parameters[0].requires_grad
         self.before_use: Callable[[], Callable[[str], None] | None] = lambda: None
         self.replaced = [0] * len(self.parameters)
@@ -102,6 +105,7 @@ class GatheredUnit(FlatUnit):
         if not self._is_shown:
             self._is_shown = True
             reveal_all(self.parameters, self._places, self._views)
+            self._versions = list(map(version_of, self.parameters))
 
     def free(self) -> None:
         """Makes the parameters stand-ins and frees their memory, unless a forward computes."""
@@ -109,7 +113,9 @@ class GatheredUnit(FlatUnit):
             if self._work is not None:
                 self._wait_for_values()
             if self._is_shown:
-                self._keep_written()
+                if self.was_called or self._versions != list(map(version_of, self.parameters)):
+                    keep_written(self.parameters, self._views, self._places, self._own, self.shard)
+                    self.was_called = False
                 self._hide()
             self.has_memory = False
             self.values.untyped_storage().resize_(0)
@@ -136,23 +142,6 @@ class GatheredUnit(FlatUnit):
                 piece.of(self.shard).copy_(piece.of_parameter(value.contiguous()))
         self.free()  # what was gathered before
 
-    def _keep_written(self) -> None:
-        """Takes into this rank's slice what was written to parameters while they were whole.
-
-        All of it is copied, since nothing counts what is written through `.data`. What is narrower
-        than the slice is compared, so that the digits of the rest are not lost.
-        """
-        for parameter, view, place in zip(self.parameters, self._views, self._places, strict=True):
-            if parameter.data_ptr() != view.data_ptr():  # `parameter.data = value`
-                if parameter.shape != view.shape or parameter.dtype != view.dtype:
-                    raise RuntimeError(unlike(place.name, parameter))
-                view.copy_(parameter.detach())
-        own = self._own
-        if own.dtype != self.shard.dtype:
-            same = own == self.shard.to(own.dtype)
-            own = torch.where(same, self.shard, own.to(self.shard.dtype))
-        self.shard.copy_(own)
-
 
 class Block:
     """A module whose parameters are gathered just before it computes.
@@ -172,6 +161,11 @@ class Block:
     def wait(self) -> None:
         for unit in self.units:
             unit.wait()
+
+    def call(self) -> None:
+        """Notes that its forward is about to run."""
+        for unit in self.units:
+            unit.was_called = True
 
     def free(self) -> None:
         for unit in self.units:

@@ -387,7 +387,18 @@ MUTANTS = [
     ),
     Mutant(
         "what a forward writes to parameters is lost",
-        (("sharded/units.py", "                self._keep_written()", "                pass"),),
+        (("sharded/internals/written.py", "    take_written(own, shard)", "    pass"),),
+        ("tests/ddp/sharded/test_fsdp_parameters.py", "forward_writes"),
+    ),
+    Mutant(
+        "what a backward writes to parameters is lost",
+        (("sharded/units.py", "if self.was_called or self._versions != ",
+          "if self.was_called and self._versions != "),),
+        ("tests/ddp/sharded/test_fsdp_parameters.py", "writes"),
+    ),
+    Mutant(
+        "what is written through .data is not looked for",
+        (("sharded/units.py", "            unit.was_called = True", "            pass"),),
         ("tests/ddp/sharded/test_fsdp_parameters.py", "forward_writes"),
     ),
     Mutant(
@@ -397,7 +408,7 @@ MUTANTS = [
     ),
     Mutant(
         "the digits of a slice are lost in the dtype that computes",
-        (("sharded/units.py", "if own.dtype != self.shard.dtype:", "if False:"),),
+        (("sharded/internals/written.py", "if own.dtype != shard.dtype:", "if False:"),),
         ("tests/ddp/sharded/test_fsdp_parameters.py", "narrow"),
     ),
     Mutant(

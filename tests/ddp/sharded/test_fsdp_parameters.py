@@ -179,6 +179,29 @@ def unit_weights(context: Context) -> None:
         same(pair.model, pair.reference)
 
 
+class WritesInBackward(nn.Linear):
+    """Adds one to its bias once backward has come to it."""
+
+    @torch.no_grad()
+    def write(self, _gradient: Tensor) -> None:
+        self.bias += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(self.write)
+        return y.sin()
+
+
+def backward_writes(context: Context) -> None:
+    torch.manual_seed(0)
+    network = Network()
+    network.blocks[1] = WritesInBackward(6, 6).double()
+    pair = Pair(context, network)
+    for number in range(3):
+        step(pair, number)
+        same(pair.model, pair.reference)
+
+
 def narrow(context: Context) -> None:
     """With `param_dtype` what was not written keeps the digits of the slices."""
     torch.manual_seed(0)
@@ -194,7 +217,7 @@ def narrow(context: Context) -> None:
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("body", [unit_weights, narrow, written_ahead])
+@pytest.mark.parametrize("body", [unit_weights, backward_writes, narrow, written_ahead])
 def test_writes_of_blocks(cpu_ranks, body):
     cpu_ranks.run(2, body)
 
