@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ddp.sharded.internals.divided import Place, Values, hide_all, reveal_all
-from ddp.sharded.internals.written import keep_written
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.torch_compat import refuse_writes
 from ddp.torch_compat import all_gather, version_of
@@ -114,6 +113,8 @@ class GatheredUnit(FlatUnit):
                 self._wait_for_values()
             if self._is_shown:
                 if self.was_called or self._versions != list(map(version_of, self.parameters)):
+                    from ddp.sharded.internals.written import keep_written  # imports Triton
+
                     keep_written(self.parameters, self._views, self._places, self._own, self.shard)
                     self.was_called = False
                 self._hide()

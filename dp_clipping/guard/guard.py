@@ -263,6 +263,7 @@ class LayoutDiscovery:
         Modules that cannot run on the whole batch run under vmap, with their children.
         """
         capture, refusal = self._capture, None
+        differentiated: set[LayerState] = set()
         if self._sharding is None:
             capture.let_read(weights_read_elsewhere(capture, arguments[0]))
         while True:
@@ -278,8 +279,9 @@ class LayoutDiscovery:
             except ValueError as error:
                 raise refusal or error from error
             else:
-                if self._search.differentiated:
-                    capture.let_differentiate(self._search.differentiated)
+                if found := self._search.differentiated - differentiated:
+                    capture.let_differentiate(found)
+                    differentiated |= found
                 elif not unfit:
                     return
                 else:
