@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dp_clipping.kernels.channel_sums import channel_sums, channel_sums_plain
 from dp_clipping.kernels.launch.tiles import available
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import LayerState, forward_of, sum_of_pictures
+from dp_clipping.layers.handle import LayerState, forward_of, norm_operands, sum_of_pictures
 from dp_clipping.layers.recorder import DENSE
 
 KINDS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -65,10 +65,7 @@ class GroupNorm(torch.autograd.Function):
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
         groups, eps = rest[2] if rest[0] is None else rest[0].options
         ctx.wants = x.requires_grad, weight_slot is not None, bias_slot is not None
-        if x.is_cuda and torch.is_autocast_enabled("cuda"):  # which computes it in float32
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+        x, weight, bias = norm_operands(x, weight, bias)
         x = x.contiguous()
         ctx.rest, ctx.sizes = rest, (len(x), x.shape[1], x.shape[2:].numel(), groups)
         y, mean, rstd = torch.native_group_norm(x, weight, bias, *ctx.sizes, eps)

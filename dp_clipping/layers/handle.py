@@ -445,3 +445,11 @@ def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
     if dtype is None:
         return (x, *parameters)
     return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
+
+
+def norm_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+    """Returns the operands as autocast would make them for a normalisation: float32 on a GPU."""
+    if not x.is_cuda or not torch.is_autocast_enabled("cuda"):
+        return (x, *parameters)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))

@@ -17,7 +17,7 @@ from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients_plain
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import FIRST, LayerState, forward_of
+from dp_clipping.layers.handle import FIRST, LayerState, forward_of, norm_operands
 from dp_clipping.layers.recorder import NORMALIZED
 from dp_clipping.torch_compat import fused_rms_norm, fused_rms_norm_backward
 
@@ -167,8 +167,7 @@ class LayerNorm(Norm):
     @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
         shape, eps, _ = rest[2] if rest[0] is None else rest[0].options
-        if x.dtype != weight.dtype:  # under autocast
-            x = x.to(torch.promote_types(x.dtype, weight.dtype))
+        x, weight, bias = norm_operands(x, weight, bias)
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.rest, ctx.shape = rest, shape
         ctx.wants = weight_slot is not None, bias_slot is not None

@@ -26,7 +26,7 @@ def tokens(x: Tensor) -> Tensor:
 
 def gate_gradients(layer: Gate, gradient: Tensor, x: Tensor, times: float = 1.0) -> dict:
     """Returns the bias's and the scale's G, and the weight's as a product."""
-    a, gradient = tokens(x), tokens(gradient) * times
+    a, gradient = tokens(x).to(layer.weight.dtype), tokens(gradient) * times
     u = (a @ layer.weight.t() + layer.bias).tanh()
     y = (gradient * layer.scale * (1 - u * u)).to(a.dtype)
     return {

@@ -86,9 +86,12 @@ def _alone(
     the gradient itself may be no longer than that.
     """
     leaves = list(use.leaves)
-    for n, x, layout in zip(use.places, tensors, use.layouts, strict=True):
-        leaves[n] = x if layout.kind == "shared" else _only(x, layout, use.rows, i)
     own = {n: p.detach().requires_grad_() for n, p in use.trainable.items()}
+    dtype = max((p.dtype for p in own.values()), key=lambda dtype: dtype.itemsize)
+    for n, x, layout in zip(use.places, tensors, use.layouts, strict=True):
+        x = x if layout.kind == "shared" else _only(x, layout, use.rows, i)
+        is_narrow = x.is_floating_point() and x.element_size() < dtype.itemsize
+        leaves[n] = x.to(dtype) if is_narrow else x  # as under autocast, which backward leaves
     with torch.enable_grad(), full_float32(layers=True):
         y = use.run(own, leaves)
         gy = _only(gradient, use.of_output, use.rows, i).to(y.dtype)
