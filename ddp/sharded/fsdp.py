@@ -153,7 +153,7 @@ class HandBuiltFSDP(DividedInterface):
         """Ends a block's forward: its parameters are freed until its backward begins."""
         if not block.computes or in_backward():
             return
-        block.computes = False
+        block.end()
         outputs = [x for x in tensors_in(output) if x.requires_grad]
         if outputs:
             way = self.progress.way

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ddp.sharded.internals.divided import Place, Values, hide_all, reveal_all
+from ddp.sharded.internals.divided import Place, Values, hide_all, reveal_all, views_again
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.torch_compat import refuse_writes
 from ddp.torch_compat import all_gather, version_of
@@ -55,6 +55,7 @@ class GatheredUnit(FlatUnit):
         computes: its block's forward is running, so that it is not freed.
         was_called: code of a forward has run since it was gathered, and may have written to it.
         replaced: how often each stand-in got other `.data`.
+        is_shown: the parameters are whole: views of the values, of which `places` has the names.
         before_use: weakly, what is called before whole values of stand-ins are gathered, with what
             they are for.
     """
@@ -68,7 +69,7 @@ class GatheredUnit(FlatUnit):
         names: Sequence[str] = (),
     ):
         super().__init__(parameters, group, itemsize=dtype.itemsize)
-        self.name, self.computes, self.has_memory, self._is_shown = name, False, False, False
+        self.name, self.computes, self.has_memory, self.is_shown = name, False, False, False
         self.was_called, self._versions = False, [0]
         self.is_trainable = self.parameters[0].requires_grad
         self.before_use: Callable[[], Callable[[str], None] | None] = lambda: None
@@ -77,18 +78,18 @@ class GatheredUnit(FlatUnit):
         flat = self.flatten()
         self.shard = self.own(flat).clone()
         self.values = torch.empty_like(flat, dtype=dtype)
-        self._views, self._own = self.views(self.values), self.own(self.values)
+        self.value_views, self._own = self.views(self.values), self.own(self.values)
         self.values.untyped_storage().resize_(0)
         myself: weakref.ref[Values] = weakref.ref(self)
         names = names or [f"a parameter {list(p.shape)}" for p in self.parameters]
-        self._places = [Place(myself, member, own) for member, own in enumerate(names)]
+        self.places = [Place(myself, member, own) for member, own in enumerate(names)]
         nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, device=flat.device)
         self._nothing = nothing.to(dtype)  # all that C++ sees of stand-ins
         refuse_writes(self._nothing)
         for parameter in self.parameters:
             parameter.grad = None
         self._hide()
-        stale = self.parameters, self._places, self._nothing  # once this has gone
+        stale = self.parameters, self.places, self._nothing  # once this has gone
         weakref.finalize(self, hide_all, *stale).atexit = False
 
     def start(self) -> None:
@@ -101,9 +102,9 @@ class GatheredUnit(FlatUnit):
         """Makes the parameters whole, for later work of the current stream."""
         if self._work is not None:
             self._wait_for_values()
-        if not self._is_shown:
-            self._is_shown = True
-            reveal_all(self.parameters, self._places, self._views)
+        if not self.is_shown:
+            self.is_shown = True
+            reveal_all(self.parameters, self.places, self.value_views)
             self._versions = list(map(version_of, self.parameters))
 
     def free(self) -> None:
@@ -111,11 +112,13 @@ class GatheredUnit(FlatUnit):
         if self.has_memory and not self.computes:
             if self._work is not None:
                 self._wait_for_values()
-            if self._is_shown:
-                if self.was_called or self._versions != list(map(version_of, self.parameters)):
-                    from ddp.sharded.internals.written import keep_written  # imports Triton
+            if self.is_shown:
+                are_replaced = take_replaced([self])
+                versions = list(map(version_of, self.parameters))
+                if self.was_called or are_replaced or self._versions != versions:
+                    from ddp.sharded.internals.written import take_written  # imports Triton
 
-                    keep_written(self.parameters, self._views, self._places, self._own, self.shard)
+                    take_written(self._own, self.shard)
                     self.was_called = False
                 self._hide()
             self.has_memory = False
@@ -126,8 +129,8 @@ class GatheredUnit(FlatUnit):
         wait_for(work, "gather", self.name)
 
     def _hide(self) -> None:
-        self._is_shown = False
-        hide_all(self.parameters, self._places, self._nothing)
+        self.is_shown = False
+        hide_all(self.parameters, self.places, self._nothing)
 
     # ---- what is written to parameters ---------------------------------------------------------
 
@@ -142,6 +145,16 @@ class GatheredUnit(FlatUnit):
             if (value := whole.get(piece.member)) is not None:
                 piece.of(self.shard).copy_(piece.of_parameter(value.contiguous()))
         self.free()  # what was gathered before
+
+
+def take_replaced(units: Sequence[GatheredUnit]) -> bool:
+    """Takes other `.data` that parameters of units got; returns whether there were any."""
+    shown = [unit for unit in units if unit.is_shown]
+    return views_again(
+        [p for unit in shown for p in unit.parameters],
+        [place for unit in shown for place in unit.places],
+        [view for unit in shown for view in unit.value_views],
+    )
 
 
 class Block:
@@ -167,6 +180,11 @@ class Block:
         """Notes that its forward is about to run."""
         for unit in self.units:
             unit.was_called = True
+
+    def end(self) -> None:
+        """Notes that its forward has ended, which may have given parameters other `.data`."""
+        self.computes = False
+        take_replaced(self.units)
 
     def free(self) -> None:
         for unit in self.units:

@@ -387,14 +387,24 @@ MUTANTS = [
     ),
     Mutant(
         "what a forward writes to parameters is lost",
-        (("sharded/internals/written.py", "    take_written(own, shard)", "    pass"),),
+        (("sharded/units.py", "take_written(self._own, self.shard)", "pass"),),
         ("tests/ddp/sharded/test_fsdp_parameters.py", "forward_writes"),
     ),
     Mutant(
         "what a backward writes to parameters is lost",
-        (("sharded/units.py", "if self.was_called or self._versions != ",
-          "if self.was_called and self._versions != "),),
+        (("sharded/units.py", "or are_replaced or self._versions != versions:",
+          "or are_replaced:"),),
         ("tests/ddp/sharded/test_fsdp_parameters.py", "writes"),
+    ),
+    Mutant(
+        "other .data that a backward gives a parameter is lost",
+        (("sharded/units.py", "self.was_called or are_replaced or", "self.was_called or"),),
+        ("tests/ddp/sharded/test_fsdp_parameters.py", "replaces_in_backward"),
+    ),
+    Mutant(
+        "a parameter keeps .data whose memory is freed",
+        (("sharded/units.py", "        take_replaced(self.units)", "        pass"),),
+        ("tests/ddp/sharded/test_fsdp_parameters.py", "memory_that_is_freed"),
     ),
     Mutant(
         "what is written through .data is not looked for",

@@ -49,6 +49,10 @@ EXCHANGED = (
     "{name} was exchanged for another tensor, as by torch.utils.swap_tensors(), where this rank "
     "has a slice of it: copy values into it, under torch.no_grad()"
 )
+NO_COPY = (
+    "{name} got .data whose memory fsdp frees, such as that of another parameter: give it a copy, "
+    "value.clone()"
+)
 REPLACED = (
     "this is a view of what {name} was before it got other .data: take a copy before that, as by "
     "parameter.data.clone()"
@@ -210,6 +214,40 @@ def reveal_all(parameters: list[Parameter], places: list[Place], views: list[Ten
         parameter.__class__ = type(parameter).__mro__[2]
         del parameter._place
         parameter.data = view
+
+
+def views_again(parameters: list[Parameter], places: list[Place], views: list[Tensor]) -> bool:
+    """Makes parameters that got other `.data` views of the whole values again, which take it.
+
+    Returns whether there are any.
+
+    Raises:
+        RuntimeError: for `.data` of another shape or dtype, or in memory of whole values: what
+            autograd has saved of it would be others after the next gather.
+    """
+    replaced = []
+    for parameter, view, place in zip(parameters, views, places, strict=True):
+        if _is_view(parameter, view, place):
+            continue
+        if parameter.shape != view.shape or parameter.dtype != view.dtype:
+            raise RuntimeError(unlike(place.name, parameter))
+        replaced.append((parameter, view, place))
+    if not replaced:
+        return False
+    freed = {0, *(x.untyped_storage().data_ptr() for x in views)}
+    for parameter, view, place in replaced:
+        if view.numel() and parameter.untyped_storage().data_ptr() in freed:
+            raise RuntimeError(NO_COPY.format(name=place.name))
+        parameter.data = view.copy_(parameter.detach())
+    return True
+
+
+def _is_view(parameter: Parameter, view: Tensor, place: Place) -> bool:
+    try:
+        is_there = parameter.data_ptr() == view.data_ptr()
+    except RuntimeError as error:  # `refuse_writes`: it got a stand-in's
+        raise RuntimeError(NO_COPY.format(name=place.name)) from error
+    return is_there and parameter.stride() == view.stride()
 
 
 @cache

@@ -1,19 +1,14 @@
 """Takes what was written to gathered values into the slice that they came from.
 
 Nothing counts what a forward writes through `.data`, so behind each forward the values are
-compared. Behind a backward they are where a counter of writes has changed.
+compared. Behind a backward they are where a counter of writes has changed, or a parameter has other `.data`.
 
 Traffic of the kernel: both are read once, and written is what differs. With PyTorch's operators the
 same takes six passes over memory.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-
-from ddp.sharded.internals.divided import Place, unlike
 
 try:
     import triton
@@ -22,27 +17,6 @@ except ImportError:  # no Triton on this platform: the reference implementation 
     triton = None
 
 BLOCK = 4096
-
-
-def keep_written(
-    parameters: Sequence[Parameter],
-    views: Sequence[Tensor],
-    places: Sequence[Place],
-    own: Tensor,
-    shard: Tensor,
-) -> None:
-    """Takes what was written to a unit's parameters while they were whole into its slice.
-
-    Args:
-        views: of the gathered values, one for each parameter.
-        own, shard: see `take_written_plain`.
-    """
-    for parameter, view, place in zip(parameters, views, places, strict=True):
-        if parameter.data_ptr() != view.data_ptr():  # `parameter.data = value`
-            if parameter.shape != view.shape or parameter.dtype != view.dtype:
-                raise RuntimeError(unlike(place.name, parameter))
-            view.copy_(parameter.detach())
-    take_written(own, shard)
 
 
 def take_written_plain(own: Tensor, shard: Tensor) -> None:

@@ -163,7 +163,7 @@ def _all_steps(
 
 
 def _autocast_of(self: nn.RNNBase, x: Tensor) -> AbstractContextManager:
-    """Returns a context without autocast where PyTorch's own layer returns float32 in spite of it."""
+    """Returns a context without autocast where PyTorch's own layer stays in float32."""
     if isinstance(self, nn.GRU) and x.device.type == "cpu" and x.dtype == torch.float32:
         return torch.autocast("cpu", enabled=False)
     return nullcontext()

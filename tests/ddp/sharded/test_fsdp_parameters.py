@@ -143,7 +143,13 @@ def momentum_through_data(network: Network) -> None:
     network.blocks[2].bias.data = torch.ones(6).double()
 
 
-@pytest.mark.parametrize("write", [momentum, momentum_through_data, through_data])
+def exchange(network: Network) -> None:
+    """A parameter that is trained and one that is not."""
+    own, other = network.out.weight, network.teacher.weight
+    own.data, other.data = other.data.clone(), own.data.clone()
+
+
+@pytest.mark.parametrize("write", [momentum, momentum_through_data, through_data, exchange])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_a_forward_writes_is_kept(cpu_ranks, world_size, write):
     cpu_ranks.run(world_size, written, write, "in forward")
@@ -192,14 +198,41 @@ class WritesInBackward(nn.Linear):
         return y.sin()
 
 
-def backward_writes(context: Context) -> None:
+class Exchanges(nn.Linear):
+    """Its two weights change places in each forward."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs)
+        self.other = nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data, self.other.data = self.other.data.t().clone(), self.weight.data.clone()
+        return super().forward(x) @ self.other
+
+
+class ReplacesInBackward(WritesInBackward):
+    """Gives its bias other `.data` once backward has come to it."""
+
+    def write(self, _gradient: Tensor) -> None:
+        self.bias.data = self.bias.data + 1
+
+
+def backward_writes(context: Context, kind: type[nn.Module] = WritesInBackward) -> None:
     torch.manual_seed(0)
     network = Network()
-    network.blocks[1] = WritesInBackward(6, 6).double()
+    network.blocks[1] = kind(6, 6).double()
     pair = Pair(context, network)
     for number in range(3):
         step(pair, number)
         same(pair.model, pair.reference)
+
+
+def replaces_in_backward(context: Context) -> None:
+    backward_writes(context, ReplacesInBackward)
+
+
+def exchanges_in_a_block(context: Context) -> None:
+    backward_writes(context, Exchanges)
 
 
 def narrow(context: Context) -> None:
@@ -217,7 +250,34 @@ def narrow(context: Context) -> None:
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("body", [unit_weights, backward_writes, narrow, written_ahead])
+def of_another(network: Network) -> None:
+    network.teacher.weight.data = network.out.weight.data
+
+
+def of_a_stand_in(network: Network) -> None:
+    network.out.weight.data = network.blocks[0].weight.data[:2]
+
+
+def in_its_own_memory(network: Network) -> None:
+    network.out.weight.data = network.out.weight.data.view(6, 2).t()
+
+
+def refused_in_forward(context: Context, write: Callable[[Network], None]) -> None:
+    model = HandBuiltFSDP(Network(write), process_group=context.group)
+    with pytest.raises(RuntimeError, match=r"weight got .*: give it a copy, value\.clone\(\)"):
+        model(torch.randn(5, 6).double())
+
+
+@pytest.mark.parametrize("write", [of_another, of_a_stand_in, in_its_own_memory])
+def test_memory_that_is_freed_is_no_data_of_a_parameter(cpu_ranks, write):
+    cpu_ranks.run(2, refused_in_forward, write)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [unit_weights, backward_writes, replaces_in_backward, exchanges_in_a_block, narrow,
+     written_ahead],
+)  # fmt: skip
 def test_writes_of_blocks(cpu_ranks, body):
     cpu_ranks.run(2, body)
 
