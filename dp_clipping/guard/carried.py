@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dp_clipping.capture.checks.summaries import SIGNS, summary
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.capture.samples.known_bags import KnownBags
+from dp_clipping.distributed.dtensor import local
 from dp_clipping.guard.places import (
     DEPTH,
     PLAIN,
@@ -260,7 +261,7 @@ def _collect(found: dict[str, int], name: str, value: Any, depth: int) -> None:
     if isinstance(value, Tensor):
         if not is_freed(value):  # as what FSDP2 has gathered for an earlier forward
             is_known = value.layout is torch.strided and value.device.type != "meta"
-            numbers = copied_bytes(value).tobytes() if is_known else str(value)
+            numbers = copied_bytes(local(value)).tobytes() if is_known else str(value)
             found[name] = hash((value.shape, value.dtype, numbers))
     elif isinstance(value, PLAIN):
         found[name] = hash((type(value), repr(value)))

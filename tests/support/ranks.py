@@ -40,7 +40,7 @@ from tests.support.private_steps import limits_of
 from tests.support.sharded_steps import shard_fsdp2, whole_gradients, whole_parameters
 
 Place = Callable[[Context, nn.Module], nn.Module]
-LEAVES = (nn.Linear, nn.LayerNorm, nn.Embedding)
+LEAVES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.RNNBase)
 
 
 def units_of(network: nn.Module, wrap: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Takes what was written to gathered values into the slice that they came from.
 
 Nothing counts what a forward writes through `.data`, so behind each forward the values are
-compared. Behind a backward they are where a counter of writes has changed, or a parameter has other `.data`.
+compared. Behind a backward they are where a counter of writes has changed, or a parameter got
+other `.data`.
 
 Traffic of the kernel: both are read once, and written is what differs. With PyTorch's operators the
 same takes six passes over memory.

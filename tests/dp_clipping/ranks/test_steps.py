@@ -51,7 +51,10 @@ LOOKS = [
     Way(layout, looks=True)
     for layout in ("fsdp1 block", "fsdp2 block", "fsdp1 on one", "fsdp2 on one", "tensor",
                    "data x tensor", "fsdp2 x tensor", "hybrid")
-] + [Way("fsdp2 root", name, looks=True) for name in ("lstm_packed", "llama_labels")]  # fmt: skip
+] + [
+    *(Way("fsdp2 root", name, looks=True) for name in ("lstm_packed", "llama_labels")),
+    Way("fsdp2 leaf", "gru_time_major", looks=True),  # units whose own lists have DTensors
+]  # fmt: skip
 UNITS = [
     Way(layout, mode=mode, clipping=clipping, units=True, looks=mode == "per_sample")
     for layout, mode, clipping in (
