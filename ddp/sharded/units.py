@@ -23,7 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ddp.sharded.internals.divided import Place, Values, hide_all, reveal_all, views_again
+from ddp.sharded.internals.divided import (
+    Place,
+    Values,
+    hide_all,
+    memory_of,
+    reveal_all,
+    take_replaced,
+)
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.torch_compat import refuse_writes
 from ddp.torch_compat import all_gather, version_of
@@ -70,7 +77,7 @@ class GatheredUnit(FlatUnit):
     ):
         super().__init__(parameters, group, itemsize=dtype.itemsize)
         self.name, self.computes, self.has_memory, self.is_shown = name, False, False, False
-        self.was_called, self._versions = False, [0]
+        self.was_called, self._versions, self.memory = False, [0], [0]
         self.is_trainable = self.parameters[0].requires_grad
         self.before_use: Callable[[], Callable[[str], None] | None] = lambda: None
         self.replaced = [0] * len(self.parameters)
@@ -106,6 +113,7 @@ class GatheredUnit(FlatUnit):
             self.is_shown = True
             reveal_all(self.parameters, self.places, self.value_views)
             self._versions = list(map(version_of, self.parameters))
+            self.memory = memory_of(self.parameters)
 
     def free(self) -> None:
         """Makes the parameters stand-ins and frees their memory, unless a forward computes."""
@@ -145,16 +153,6 @@ class GatheredUnit(FlatUnit):
             if (value := whole.get(piece.member)) is not None:
                 piece.of(self.shard).copy_(piece.of_parameter(value.contiguous()))
         self.free()  # what was gathered before
-
-
-def take_replaced(units: Sequence[GatheredUnit]) -> bool:
-    """Takes other `.data` that parameters of units got; returns whether there were any."""
-    shown = [unit for unit in units if unit.is_shown]
-    return views_again(
-        [p for unit in shown for p in unit.parameters],
-        [place for unit in shown for place in unit.places],
-        [view for unit in shown for view in unit.value_views],
-    )
 
 
 class Block:

@@ -17,7 +17,7 @@ computes, a parameter is an ordinary one, and PyTorch calls nothing here.
 import inspect
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -214,6 +214,33 @@ def reveal_all(parameters: list[Parameter], places: list[Place], views: list[Ten
         parameter.__class__ = type(parameter).__mro__[2]
         del parameter._place
         parameter.data = view
+
+
+def memory_of(parameters: Sequence[Parameter]) -> list[Any]:
+    """Returns what changes where a parameter gets other `.data`."""
+    return [*map(Tensor.data_ptr, parameters), *map(Tensor.stride, parameters)]
+
+
+def take_replaced(units: Sequence[Any]) -> bool:
+    """Takes other `.data` that parameters of units got; returns whether there were any.
+
+    Args:
+        units: of class `GatheredUnit`, whose `memory` is that of its parameters when they were
+            made whole.
+    """
+    shown = [unit for unit in units if unit.is_shown]
+    return any([_has_other_data(unit) for unit in shown]) and views_again(
+        [p for unit in shown for p in unit.parameters],
+        [place for unit in shown for place in unit.places],
+        [view for unit in shown for view in unit.value_views],
+    )
+
+
+def _has_other_data(unit: Any) -> bool:
+    try:
+        return memory_of(unit.parameters) != unit.memory
+    except RuntimeError:  # `refuse_writes`: a parameter got a stand-in's
+        return True
 
 
 def views_again(parameters: list[Parameter], places: list[Place], views: list[Tensor]) -> bool:
