@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.main import main
 from bench.memory import describe_memory, draw_predicted, machine_memory, predictions
 from bench.options import parse
 from bench.report import columns, comparison
@@ -13,13 +14,24 @@ from bench.settings import settings_from
 from bench.worker import GATE, plan
 from lm.memory import predict_memory
 from measure import Results
-from tests.support.benchmark_command import benchmark
+from tests.support.benchmark_command import TINY
 
 
-def test_dry_run_prints_each_kind_and_the_peak():
-    run = benchmark("--dry-run", "--implementations", "none", "torch_ddp")
-    assert run.returncode == 0, run.stderr
-    title, _, table = run.stdout.partition("predicted memory")[2].partition("\n")
+@pytest.fixture
+def dry_run(capsys, tmp_path):
+    """What a tiny run would do, as it is printed."""
+
+    def printed(*arguments):
+        line = [*TINY, "--output-dir", str(tmp_path), "--dry-run"]
+        assert main([*line, "--implementations", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return printed
+
+
+def test_dry_run_prints_each_kind_and_the_peak(dry_run):
+    printed = dry_run("none", "torch_ddp")
+    title, _, table = printed.partition("predicted memory")[2].partition("\n")
     assert title == " at the peak of a step on 2 ranks, MiB per rank"
     cells = {
         line.split()[0]: line.split()[1:] for line in table.splitlines() if len(line.split()) > 5
@@ -27,13 +39,13 @@ def test_dry_run_prints_each_kind_and_the_peak():
     assert cells["implementation"][0] == "parameters"
     assert "kinds at the moment of the peak: no activations if" in table
     *kinds, peak = map(float, cells["none"])
-    parameters = int(re.search(r"model: ([\d,]+) parameters", run.stdout)[1].replace(",", ""))
+    parameters = int(re.search(r"model: ([\d,]+) parameters", printed)[1].replace(",", ""))
     mebibytes = 4 * parameters / 2**20
     assert kinds[0] == pytest.approx(mebibytes, abs=0.05)
     assert kinds[2] == pytest.approx(2 * mebibytes, abs=0.05)
     assert sum(kinds) == pytest.approx(peak, abs=0.3)
     assert float(cells["torch_ddp"][4]) == kinds[2]  # buckets, twice while they are rebuilt
-    assert "  none: at least 1024 blocks, 0.00 B parameters" in run.stdout
+    assert "  none: at least 1024 blocks, 0.00 B parameters" in printed
 
 
 def test_the_largest_model_that_fits_a_machine(monkeypatch):
@@ -75,14 +87,12 @@ def test_what_is_not_predicted_is_named():
     assert describe_memory(settings, 2, "cpu", 2)[-1].startswith("not predicted")
 
 
-def test_private_runs_have_no_table():
-    run = benchmark("--dry-run", "--implementations", "none", "--clipping", "bookkeeping")
-    assert "predicted memory" not in run.stdout
+def test_private_runs_have_no_table(dry_run):
+    assert "predicted memory" not in dry_run("none", "--clipping", "bookkeeping")
 
 
-def test_compiled_blocks_are_not_predicted():
-    run = benchmark("--dry-run", "--implementations", "none", "--compile")
-    assert "memory is not predicted with --compile" in run.stdout
+def test_compiled_blocks_are_not_predicted(dry_run):
+    assert "memory is not predicted with --compile" in dry_run("none", "--compile")
 
 
 NAMES = ("none", "zero1", "torch_fsdp", "fsdp2")
