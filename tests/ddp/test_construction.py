@@ -1,8 +1,10 @@
 """What `wrap` accepts, refuses and does before the first step."""
 
 import math
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from ddp import IMPLEMENTATIONS, Unavailable, implementation, options_of, wrap
 from lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets
+from tests.support.forked import run_forked
 
 TABLE_ORDER = ["none", "ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed"]
 
@@ -193,17 +196,18 @@ class Mine(DataParallel):
 '''
 
 
-def pytest_on(plug_in: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ddp"]
-    command += ["--implementation", f"{plug_in}:Mine", *arguments]
+def pytest_on(plug_in: Path, tests: list[str], *arguments: str) -> subprocess.CompletedProcess:
     root = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, find_spec("pytest.__main__").origin, "-q", "-p", "no:cacheprovider"]
+    command += [*tests, "--implementation", f"{plug_in}:Mine", "-k", "Mine", *arguments]
+    return run_forked(command, root, {"PYTHONPATH": str(root), **os.environ}, 600)
 
 
 def test_collecting_the_tests_of_a_learners_variant(tmp_path: Path):
     plug_in = tmp_path / "mine.py"
     plug_in.write_text(PLUG_IN)
-    collected = pytest_on(plug_in, "--collect-only", "-k", "Mine")
+    files = ["tests/ddp/test_accumulation.py", "tests/ddp/test_unused.py"]
+    collected = pytest_on(plug_in, files, "--collect-only")
     assert collected.returncode == 0, collected.stdout + collected.stderr
     assert "test_accumulation[Mine-cpu" in collected.stdout
     assert "test_unused_parameters[Mine-cpu" in collected.stdout
@@ -214,8 +218,8 @@ def test_collecting_the_tests_of_a_learners_variant(tmp_path: Path):
 def test_a_learners_variant_passes_every_behaviour_test(tmp_path: Path):
     plug_in = tmp_path / "mine.py"
     plug_in.write_text(PLUG_IN)
-    run = pytest_on(plug_in, "-k", "Mine")
+    run = pytest_on(plug_in, ["tests/ddp"])
     assert run.returncode == 0, run.stdout
     plug_in.write_text(PLUG_IN.replace("self.gradient(i).div_(self.world_size)", "pass"))
-    run = pytest_on(plug_in, "-k", "Mine", "-x")
+    run = pytest_on(plug_in, ["tests/ddp"], "-x")
     assert run.returncode == 1, run.stdout
