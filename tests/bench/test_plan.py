@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.bench.test_profile import ranges
-from tests.support.benchmark_command import benchmark, table_of
+from tests.support.benchmark_command import forked_benchmark, table_of
 
 MODES = ["flash_bookkeeping:width", "flash:input_length"]
 LAYERS = [
@@ -22,7 +22,7 @@ def interpreted(*arguments):
     size = ["--num-layers", 1, "--num-processes", 1, "--rounds", 1]
     size += ["--num-epochs", 1, "--warmup-epochs", 0]
     line = [*size, "--data", "synthetic", "--implementations", "ddp_bucketed", "--clipping"]
-    run = benchmark(*line, *arguments, env={"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+    run = forked_benchmark(*line, *arguments, env={"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
     return run
 

@@ -1,6 +1,7 @@
 """`python -m experiments.llama_fsdp`: a real grid of the tiny shape, and what results become."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from lm.launch import Outcome
 from lm.runtime import Hardware
 from lm.watch import Cause
 from measure.runs import ORDER
+from tests.support.forked import run_forked
 from tests.support.page import Page
 
 ROOT = Path(__file__).parents[2]
@@ -66,15 +68,14 @@ def grid(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grid")
     arguments = [*TINY, "--modes", "flash_bookkeeping_fsdp", "--seq-lengths", "16"]
     arguments += ["--enable-profiling", "--output-dir", str(folder)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setenv("HF_TOKEN", SECRET)
-        yield arguments, folder, main(arguments)
+    command = [sys.executable, "-m", "experiments.llama_fsdp", *arguments]
+    environment = {"PYTHONPATH": str(ROOT), **os.environ, "HF_TOKEN": SECRET}
+    return arguments, folder, run_forked(command, ROOT, environment, 300)
 
 
 def test_grid_writes_results_pictures_and_summary(grid):
-    _, folder, status = grid
-    assert status == 0
+    _, folder, run = grid
+    assert run.returncode == 0, run.stderr
     mode = "flash_bookkeeping_fsdp"
     result = json.loads((folder / f"{mode}_seq16_result.json").read_text())
     assert result.keys() >= CONTRACT

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.forked import run_forked
@@ -43,10 +44,12 @@ def benchmark(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
     return finish(launch(*arguments, **options))
 
 
-def forked_benchmark(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+def forked_benchmark(
+    *arguments: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess:
     """A tiny run to its end, in processes that need not import PyTorch."""
     command = [sys.executable, SCRIPT, *TINY, *map(str, arguments)]
-    return run_forked(command, cwd, {"PYTHONPATH": str(ROOT), **os.environ}, LIMIT_S)
+    return run_forked(command, cwd, {"PYTHONPATH": str(ROOT), **os.environ, **(env or {})}, LIMIT_S)
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:

@@ -25,6 +25,8 @@ def run_forked(
 ) -> subprocess.CompletedProcess:
     """Runs `[sys.executable, script, *arguments]` to its end; ranks of `lm.launch` are forked too.
 
+    `-m` and the name of a module may stand for the script.
+
     Raises:
         subprocess.TimeoutExpired: after so many seconds.
         AssertionError: when processes of the program are left.
@@ -65,18 +67,27 @@ def _main(arguments: Sequence[str], env: Mapping[str, str], cwd: str, out: Path,
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    _environ(env)
     import_module("torch._dynamo")  # which each rank would
 
     with patch("lm.launch.subprocess", SimpleNamespace(Popen=_Rank)):
         _begin(arguments, env)
 
 
-def _begin(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+def _environ(env: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
+
+
+def _begin(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    _environ(env)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     sys.argv, sys.orig_argv = [*arguments], [sys.executable, *arguments]
-    runpy.run_path(arguments[0], run_name="__main__")
+    if arguments[0] == "-m":
+        sys.argv = [*arguments[1:]]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 class _Rank:
