@@ -128,14 +128,16 @@ def make_private(case: zoo.Case, way: Way, limit: float | list[float], **more: A
     )  # fmt: skip
 
 
-def parts(run: SimpleNamespace, way: Way) -> Iterator[oracle.Batch]:
+def parts(
+    run: SimpleNamespace, way: Way, batches: tuple[range, ...] = BATCHES
+) -> Iterator[oracle.Batch]:
     """Yields what each forward of a run is given: batches, or the microbatches of them."""
     if not (way.units or way.padded):
-        yield from (oracle.pick(run.batch, list(samples)) for samples in BATCHES)
+        yield from (oracle.pick(run.batch, list(samples)) for samples in batches)
         return
     loader = run.loader
     if not way.units:
-        loader = DataLoader(loader.dataset, batch_sampler=[list(samples) for samples in BATCHES])
+        loader = DataLoader(loader.dataset, batch_sampler=[list(samples) for samples in batches])
     if not way.padded:
         yield from loader
         return
@@ -210,24 +212,30 @@ def full_precision() -> Iterator[None]:
             backend.fp32_precision = precision
 
 
-def compare(case: zoo.Case, way: Way, *, is_checked: bool = False) -> SimpleNamespace | None:
+def compare(
+    case: zoo.Case,
+    way: Way,
+    *,
+    is_checked: bool = False,
+    batches: tuple[range, ...] = BATCHES,
+) -> SimpleNamespace | None:
     """Makes a run, and compares each of its steps with the definition.
 
     Returns the run, or None if the network was refused, by name, as the case says it may be.
 
     `is_checked`: with the library's own search for samples that see each other, which takes longer
-    than the steps. A case that may be refused has it always.
+    than the steps. A case that may be refused has it always. `batches`: the samples of each.
     """
     each = gradients_of(case, way.dtype)
-    batches = [oracle.pick(each, list(samples)) for samples in BATCHES]
+    expected = [oracle.pick(each, list(samples)) for samples in batches]
     if way.units:
         order = [i for unit in range(3) for i in range(SAMPLES) if UNITS[i] == unit]
         units = [[i for i in order if UNITS[i] == unit] for unit in range(3)]
         whole = {n: torch.stack([g[members].sum(0) for members in units]) for n, g in each.items()}
-        batches = [whole] * 2
-    limits = limits_of(batches[0], way.clipping)
+        expected = [whole] * 2
+    limits = limits_of(expected[0], way.clipping)
     if way.clipping == "flat":
-        norms = oracle.norms(batches[0])
+        norms = oracle.norms(expected[0])
         assert (norms > limits).any()
         assert (norms <= limits).any(), "or no test would tell"
     try:
@@ -235,14 +243,14 @@ def compare(case: zoo.Case, way: Way, *, is_checked: bool = False) -> SimpleName
         if not (is_checked or case.or_refused):
             skip_all_checks(run.model)
         with full_precision():
-            found = [step(run, way, part) for part in parts(run, way)]
+            found = [step(run, way, part) for part in parts(run, way, batches)]
     except (ValueError, RuntimeError) as error:
         if is_refusal(error, case, case.build()):
             return None
         raise
     of_steps = [one for one in found if one is not None]
-    assert len(of_steps) == len(batches)
-    for one, gradients in zip(of_steps, batches, strict=True):
+    assert len(of_steps) == len(expected)
+    for one, gradients in zip(of_steps, expected, strict=True):
         check_step(one, gradients, limits, way)
     return run
 
@@ -265,7 +273,7 @@ def check_bounds(case: zoo.Case, way: Way, *, has_cancelling: bool = False) -> N
 
     Nor is it much less, of the samples whose tokens do not cancel: all, or the first and the last.
     """
-    norms = oracle.norms(gradients_of.__wrapped__(case, way.dtype))
+    norms = oracle.norms(gradients_of(case, way.dtype))
     run = make_private(case, way, 1.0)
     skip_all_checks(run.model)
     for i, norm in enumerate(norms.tolist()):

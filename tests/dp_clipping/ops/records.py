@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -71,11 +71,7 @@ class Record:
 
         `is_reused`: the layer is used twice. `is_first`: without a layer before it.
         """
-        width = None if is_first or self.ids is not None else self.shape[-1]
-        build = partial(
-            zoo.seeded, lambda: Network(self.layer(), self.call, width, is_reused)
-        )  # fmt: skip
-        return zoo.Case(self.name, build, partial(self.batch, build), zoo.product, self.needs)
+        return _case(self, is_reused, is_first)
 
     def batch(self, build: Callable[[], nn.Module], count: int) -> Batch:
         draw = torch.Generator().manual_seed(1)
@@ -86,6 +82,16 @@ class Record:
         with torch.no_grad():
             outputs = build()(x)
         return x, torch.randn(outputs.shape, generator=draw)
+
+
+@cache
+def _case(record: Record, is_reused: bool, is_first: bool) -> zoo.Case:
+    """Returns one object in each call, so that its samples' gradients are computed once."""
+    width = None if is_first or record.ids is not None else record.shape[-1]
+    build = partial(
+        zoo.seeded, lambda: Network(record.layer(), record.call, width, is_reused)
+    )  # fmt: skip
+    return zoo.Case(record.name, build, partial(record.batch, build), zoo.product, record.needs)
 
 
 # Where the samples are in what the layer sees
