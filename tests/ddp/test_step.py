@@ -49,25 +49,29 @@ class FailingChain(nn.Module):
         return Failing.apply(x) if self.fails_at == len(self.layers) else x
 
 
-def failed_backward(context: Context, name: str, places: list[int]) -> None:
+def failed_backward(context: Context, name: str, places: list[int], unused: bool) -> None:
     """`places[rank]`: where it fails; at 0 every gradient has arrived, at 4 none has."""
     for set_to_none in (True, False, None):  # None: the user does not zero at all
-        for unused in (False, True):
-            options = dict(small_buckets(name), find_unused_parameters=unused)
-            pair = Beside(context, name, FailingChain(), **options)
-            for step in range(2):
-                pair.model.module.fails_at = places[context.rank]
-                with pytest.raises(ArithmeticError):
-                    chain_loss(50 + step)(pair.model, context.rank).backward()
-                pair.model.module.fails_at = None
-                if set_to_none is not None:
-                    pair.zero_grad(set_to_none)
-                pair.step(chain_loss(step))
+        options = dict(small_buckets(name), find_unused_parameters=unused)
+        pair = Beside(context, name, FailingChain(), **options)
+        for step in range(2):
+            pair.model.module.fails_at = places[context.rank]
+            with pytest.raises(ArithmeticError):
+                chain_loss(50 + step)(pair.model, context.rank).backward()
+            pair.model.module.fails_at = None
+            if set_to_none is not None:
+                pair.zero_grad(set_to_none)
+            pair.step(chain_loss(step))
+        unused = not unused
 
 
-@pytest.mark.parametrize("places", [[0, 0], [2, 2], [3, 0], [4, 0], [4, 4]])
-def test_a_failed_backward_does_not_poison_the_next_step(ranks, hand_built, places):
-    ranks.run(2, failed_backward, hand_built, places)
+@pytest.mark.parametrize(
+    ("places", "unused"),
+    [([0, 0], False), ([2, 2], True), ([3, 0], False), ([4, 0], True), ([4, 4], False)],
+)
+def test_a_failed_backward_does_not_poison_the_next_step(ranks, hand_built, places, unused):
+    """`find_unused_parameters` is `unused`, and then in turn."""
+    ranks.run(2, failed_backward, hand_built, places, unused)
 
 
 def fails_at_once(context: Context) -> None:
