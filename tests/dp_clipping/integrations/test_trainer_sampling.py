@@ -97,7 +97,12 @@ class TestTarget:
         with pytest.raises(ValueError, match="was called before, and target_epsilon is for one"):
             trainer.train()
 
-    @pytest.mark.parametrize("options", [{}, SAMPLINGS[0], {"secure_mode": True}], ids=str)
+    @pytest.mark.parametrize(
+        "options",
+        # Of secure runs TestSecureMode resumes one.
+        [{}, SAMPLINGS[0], pytest.param({"secure_mode": True}, marks=pytest.mark.slow)],
+        ids=str,
+    )
     def test_an_interrupted_training_goes_on_in_the_same_process(self, options, tmp_path):
         """Steps that are made again are not counted twice."""
         given = {
@@ -115,7 +120,7 @@ class TestTarget:
         assert statement.steps == 6
         assert 2.9 <= statement.epsilon <= 3.0
 
-    @pytest.mark.parametrize("microbatches", [1, 2])
+    @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_interrupted_within_a_step(self, microbatches, tmp_path, monkeypatch):
         given = {
             "max_steps": 4, "save_strategy": "steps", "save_steps": 2, **ONE_TARGET_ONLY,
