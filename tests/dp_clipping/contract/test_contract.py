@@ -144,14 +144,25 @@ def compiled(mode: str, clipping: str, backend: str = "aot_eager", **more) -> Wa
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
-@pytest.mark.parametrize("case", zoo.parameters(*COMPILED))
+def compiled_in_turn(name: str, *choices: str) -> pytest.MarkDecorator:
+    """Each network with one of two choices, another for the next one; the others are slow."""
+    return pytest.mark.parametrize(
+        ("case", name),
+        [
+            pytest.param(*case.values, choice, id=f"{case.id}-{choice}",
+                         marks=[*case.marks, *[pytest.mark.slow] * ((n + k) % 2)])
+            for n, case in enumerate(zoo.parameters(*COMPILED))
+            for k, choice in enumerate(choices)
+        ],
+    )  # fmt: skip
+
+
+@compiled_in_turn("mode", "bookkeeping", "ghost")
 def test_compiled(case, mode):
     compare(case, compiled(mode, "flat"))
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.parametrize("case", zoo.parameters(*COMPILED))
+@compiled_in_turn("clipping", "flat", "per_layer")
 def test_compiled_in_the_interpreter(interpreter, case, clipping):
     interpreter.run(compare_on_kernels, case.name, compiled("flash_bookkeeping", clipping))
 

@@ -35,11 +35,11 @@ CORE = (*REPLICAS, *DIVIDED, *SHARDED, *ON_FOUR)
 def in_turn() -> Iterator[Way]:
     """Yields each layout in each mode: per layer, tied and reduced in other ways for the next.
 
-    Replicas, which know nothing of modes, have two of them in turn.
+    Replicas, which know nothing of modes, have two of them in turn, and so have four ranks.
     """
     turns = cycle(product(("uneven", "transformer_tied"), CLIPPINGS, NORM_REDUCTIONS))
     for n, (layout, mode) in enumerate(product(CORE, MODES)):
-        if layout in REPLICAS and (n + n // 3) % 3 == 0:
+        if layout in (*REPLICAS, *ON_FOUR) and (n + n // 3) % 3 == 0:
             continue
         name, clipping, reduction = next(turns)
         if name == "transformer_tied" and layout in (*SHARDED, *ON_FOUR):
@@ -80,7 +80,7 @@ ONE_UNIT = {("tied", "fsdp2 leaf")}  # FSDP2 wants a parameter that two modules 
 AROUND_BLOCKS = [  # parameters of the root, or of another module around the blocks
     Way(layout, name, mode, clipping)
     for (layout, name), (mode, clipping) in zip(
-        [both for both in product(GATHERED, AROUND) if both[::-1] not in ONE_UNIT],
+        product(("fsdp", "fsdp2 block", "fsdp1 block"), AROUND),
         cycle([("bookkeeping", "flat"), ("ghost", "per_layer"), ("bookkeeping", "per_layer")]),
         strict=False,
     )
