@@ -17,7 +17,7 @@ from bench.worker import plan
 from ddp import IMPLEMENTATIONS
 from measure import SCHEMA_VERSION
 from measure.options import parser_of
-from tests.support.benchmark_command import PLUGINS, ROOT, benchmark
+from tests.support.benchmark_command import PLUGINS, ROOT, forked_benchmark
 
 CPU = ["--device", "cpu"]
 FILES = {  # in the folder in which each case runs
@@ -160,7 +160,7 @@ def test_a_folder_without_permission(no_workers, capfd, monkeypatch):
 
 
 def test_the_script_itself_exits_with_2():
-    run = benchmark("--implementations", "nope")
+    run = forked_benchmark("--implementations", "nope")
     assert run.returncode == 2
     assert run.stdout == ""
     assert run.stderr.count("\n") == 1

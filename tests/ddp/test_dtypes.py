@@ -288,6 +288,7 @@ def test_gradient_dtype(ranks, implementation, body):
     ranks.run(2, body, implementation)
 
 
+@pytest.mark.slow  # as on two ranks
 def test_gradient_dtype_on_four_ranks(ranks, implementation):
     ranks.run(min(4, ranks.size), float32_sums, implementation)
 

@@ -135,7 +135,10 @@ def test_layouts_that_differ_between_ranks(ranks, hand_built):
     ranks.run(2, other_layouts, hand_built)
 
 
-@pytest.mark.parametrize("body", [another_order_on_each_rank, mixed_types])
+@pytest.mark.parametrize(
+    "body",
+    [another_order_on_each_rank, pytest.param(mixed_types, marks=pytest.mark.slow)],  # as on two
+)
 def test_networks_on_more_ranks(ranks, implementation, body):
     ranks.run(min(3, ranks.size), body, implementation)
 

@@ -162,7 +162,7 @@ def test_no_noise_and_no_privacy(name):
 
 
 @every_sampling
-@pytest.mark.parametrize("target", [1.0, 6.0])
+@pytest.mark.parametrize("target", [1.0, pytest.param(6.0, marks=pytest.mark.slow)])
 def test_noise_for_a_target(name, target):
     run = build(name)
     network = nn.Linear(3, 2)

@@ -114,6 +114,7 @@ def test_a_resume_with_a_new_key(tmp_path):
     assert again.privacy_statement().steps == 3
 
 
+@pytest.mark.slow  # test_trainer_sampling.py refuses one of another sampling
 def test_a_resume_that_would_end_above_its_target_is_refused(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2, "privacy": {"target_epsilon": 4.0}}
     trainer_of("gpt2", tmp_path, **options).train()

@@ -99,7 +99,7 @@ def algorithms(model) -> set[str]:
 # The bodies
 
 
-def norms_and_sums_are_right_and_compiled_once(every: int = 10, backend: str = "aot_eager") -> None:
+def norms_and_sums_are_right_and_compiled_once(every: int = 12, backend: str = "aot_eager") -> None:
     for mode, algorithm, clipping in [*product(MODES, ALGORITHMS, ("flat", "per_layer"))][::every]:
         whole = (mode == "flash") == (clipping == "flat")
         options = dict(backend=backend, mode=mode, clipping=clipping, norm_algorithm=algorithm)
@@ -264,7 +264,7 @@ class Repeating(nn.Module):
         return x.sum(1)
 
 
-def a_second_use_leaves_all_samples_out(every: int = 5) -> None:
+def a_second_use_leaves_all_samples_out(every: int = 7) -> None:
     """Its norm would miss the cross terms."""
     runs = product((changing, lambda: zoo.seeded(Repeating)), ALGORITHMS, ("flat", "per_layer"))
     for build, algorithm, clipping in [*runs][::every]:

@@ -18,7 +18,6 @@ from dp_clipping.kernels.weighted_product import (
 from dp_clipping.kernels.weighted_sum import weighted_sum_plain, weighted_sums
 from tests.support.kernel_cases import FEATURES, Place, on_kernels, pairs_of
 
-
 MOST = 9  # layers of a launch
 
 
