@@ -164,7 +164,7 @@ class Capture(CapturedNetwork):
         self._uninstall()
         self._install()
         for handle in self.handles:
-            handle.private_step = self._session
+            handle.private_step = self.attached_step
 
     def widen(self, modules: Collection[nn.Module], layers: Collection[str]) -> bool:
         mine = [handle for handle in self.handles if handle.name in layers]

@@ -6,7 +6,7 @@ layers' calls belong to, and plain forwards that are only tried.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,32 @@ from dp_clipping.trials.draws import without_dropout
 from dp_clipping.trials.randomness import same_randomness
 
 
+class Attached:
+    """A context in which layers' calls belong to a private step (None: to none)."""
+
+    def __init__(self, capture: "CapturedNetwork", private_step: Recorder | None):
+        self._capture, self._private_step = capture, private_step
+
+    def __enter__(self) -> None:
+        capture, private_step = self._capture, self._private_step
+        self._outer, capture.attached_step = capture.attached_step, private_step
+        self._before = {h: (h.private_step, h.slots) for h in capture.handles}
+        for handle in capture.handles:
+            handle.private_step = private_step
+            handle.slots = {} if private_step is None else private_step.slots[handle.name]
+
+    def __exit__(self, *_: object) -> None:
+        outer = self._capture.attached_step = self._outer
+        for handle in self._capture.handles:  # some may be new
+            handle.private_step, handle.slots = self._before.get(handle, (outer, {}))
+
+
+@contextmanager
+def _with_compiled_code(attached: Attached, may_run_twice: bool) -> Iterator[None]:
+    with attached, any_size(), reusable_backwards() if may_run_twice else nullcontext():
+        yield
+
+
 class CapturedNetwork(ABC):
     """A network whose layers deliver per-sample gradients to private steps.
 
@@ -51,12 +77,13 @@ class CapturedNetwork(ABC):
         trigger: one parameter's trigger; see `Trainable`.
         sharding: how the network is spread over ranks; None: it is not.
         state: a `guard.state.State` of the network, which `guard.guard` sets, or None.
+        attached_step: the private step that layers' calls belong to now, or None.
         copied: parameters whose copies a module computes with -> the module, and its name there.
     """
 
     def __init__(self, network: nn.Module, clipping: str, sharding: Sharding | None):
         self.network, self.sharding = network, sharding
-        self._session: Recorder | None = None
+        self.attached_step: Recorder | None = None
         self.handles: list[LayerState] = []
         self.copied: dict[Trainable, tuple[nn.Module, str]] = {}
         self.state: Any = None
@@ -130,9 +157,9 @@ class CapturedNetwork(ABC):
 
         Before the forward of what gathers them, since nothing of theirs may be called at all.
         """
-        if self._session is not None:
+        if self.attached_step is not None:
             leaves = {p: getattr(owner, name) for p, (owner, name) in owners.items()}
-            self._session.leaves.update(leaves)
+            self.attached_step.leaves.update(leaves)
             self.sharding.entered(module, lambda: tensors_in((args, kwargs)))
 
     @contextmanager
@@ -152,25 +179,12 @@ class CapturedNetwork(ABC):
             for one, trigger in zip(self.trained, before, strict=True):
                 one.trigger = trigger
 
-    @contextmanager
-    def attached(self, private_step: Recorder | None) -> Iterator[None]:
-        """Enters a context in which layers' calls belong to the private step (None: to none)."""
-        before = {handle: (handle.private_step, handle.slots) for handle in self.handles}
-        outer, self._session = self._session, private_step
-        for handle in self.handles:
-            handle.private_step = private_step
-            handle.slots = {} if private_step is None else private_step.slots[handle.name]
-        try:
-            with ExitStack() as stack:
-                if private_step is not None and private_step.is_compiled:
-                    stack.enter_context(any_size())
-                    if private_step.policy.may_run_twice:
-                        stack.enter_context(reusable_backwards())
-                yield
-        finally:
-            self._session = outer
-            for handle in self.handles:
-                handle.private_step, handle.slots = before.get(handle, (outer, {}))
+    def attached(self, private_step: Recorder | None) -> AbstractContextManager[None]:
+        """Returns a context in which layers' calls belong to the private step (None: to none)."""
+        attached = Attached(self, private_step)
+        if private_step is None or not private_step.is_compiled:
+            return attached
+        return _with_compiled_code(attached, private_step.policy.may_run_twice)
 
     def make_slots(self, private_step: Recorder) -> dict[str, dict[str, Tensor]]:
         """Returns handle -> parameter's name -> slot.

@@ -33,7 +33,7 @@ from dp_clipping.layers.handle import (
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.module import every_sample, may_loop, on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
-from dp_clipping.layers.vmap.refusals import escapes_named, reason_of, recomputed
+from dp_clipping.layers.vmap.refusals import escape_of, reason_of, recomputed
 from dp_clipping.layers.vmap.whole_batch import (
     Call,
     Noted,
@@ -162,11 +162,16 @@ class _Trial:
             with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
                 return trial(*call)
 
-        with (
-            trials(mine, kept), escapes_named(capture.network), _gathering(capture),
-            plain_run(capture, args, kwargs, self._before),
-        ):  # fmt: skip
-            pass
+        try:
+            with (
+                trials(mine, kept), _gathering(capture),
+                plain_run(capture, args, kwargs, self._before),
+            ):  # fmt: skip
+                pass
+        except RuntimeError as error:
+            if (escape := escape_of(error, capture.network)) is None:
+                raise
+            raise escape from error
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         handle: LayerState = vars(module)["_private"]

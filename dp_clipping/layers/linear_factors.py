@@ -25,12 +25,12 @@ from dp_clipping.clipping.accumulation import (
     SUM_ROUNDING,
     Weights,
     accumulation_dtype,
-    full_float32,
     only,
     product_squares,
     squared_norms,
     weighted_sum,
     wide_bmm,
+    wide_mm,
 )
 from dp_clipping.clipping.norms import GRAM_PIECE, GRAM_ROUNDING, UNDERFLOW, Norm
 from dp_clipping.planning.cost_model import LONGEST_GRAM
@@ -155,8 +155,7 @@ class LinearFactors:
         if left.is_cuda and self.is_16_bit and not self.is_one_token:
             return self._sum_by_sample(left, right, weights.by_host)
         left = left.to(dtype) * weights.of_dtype(dtype)[:, None, None]
-        with full_float32():
-            return left.flatten(0, 1).t() @ right.flatten(0, 1).to(dtype)
+        return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1).to(dtype))
 
     def _sum_by_sample(self, left: Tensor, right: Tensor, coefficients: list[float]) -> Tensor:
         shape = (left.shape[-1], right.shape[-1])

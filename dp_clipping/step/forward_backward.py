@@ -23,7 +23,7 @@ from dp_clipping.guard.state import Mark
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layers.vmap.objects import Objects, hold_objects
-from dp_clipping.layers.vmap.refusals import escapes_named, recomputations_named
+from dp_clipping.layers.vmap.refusals import escape_of, recomputations_named
 from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
 from dp_clipping.profiling.profile import NOTHING
@@ -191,7 +191,7 @@ class ForwardBackward:
         mark = self._carried.state.mark()
         hook = self._marked_again_inside(module, mark)
         try:
-            with self.capture.attached(private_step), sync, escapes_named(self.network):
+            with self.capture.attached(private_step), sync:
                 output = module(*args, **kwargs)
         except LayoutUnknown as error:
             if self.capture.sharding is not None:
@@ -216,10 +216,13 @@ class ForwardBackward:
             except LayoutUnknown:  # then a module runs under vmap: see `LayerState.unseen`
                 private_step = looked_at()
                 output = self._calls.again(private_step, args, kwargs)
-        except BaseException as error:
+        except BaseException as raised:
             self.recover()
+            error = escape_of(raised, self.network) or raised
             if private_step.is_empty and isinstance(error, Exception):
                 raise ValueError(OF_ZEROS.format(error=shown(error))) from error
+            if error is not raised:
+                raise error from raised
             raise
         finally:
             if hook is not None:

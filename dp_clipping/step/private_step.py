@@ -15,7 +15,6 @@ Layers call `PrivateStep`, which runs the phases. `work` decides when norms and 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -190,12 +189,12 @@ class PrivateStep:
             Unclipped norms of the real samples, of the parameters' accumulation dtype.
         """
         timer, capture, work = self.context.timer, self.capture, self.work
-        hand_over = timer.around_each("hand_over", accumulate)
         device = capture.trigger.device
-        guard = torch.cuda.device(device) if device.type == "cuda" else NOTHING
-        precise: AbstractContextManager = NOTHING
         if torch.is_autocast_enabled(device.type):  # `loss.backward()` within it
-            precise = torch.autocast(device.type, enabled=False)
+            with torch.autocast(device.type, enabled=False):
+                return self.backward(losses, clip_norms, accumulate)
+        guard = torch.cuda.device(device) if device.type == "cuda" else NOTHING
+        hand_over = timer.around_each("hand_over", accumulate)
         if self.fill is not None:
             losses = losses.masked_fill(self.fill, 0)
         try:
@@ -203,7 +202,7 @@ class PrivateStep:
             work.begin(losses, clip_norms, hand_over)
             randomness = RandomStates(device=device, only_torch=True) if work.runs_twice else None
             total = losses.sum()
-            with capture.attached(self), guard, precise, torch.no_grad():
+            with capture.attached(self), guard, torch.no_grad():
                 with timer.phase("norm_pass"):
                     triggers = [one.trigger for one in capture.trained]
                     self._run_backward(total, triggers, retain_graph=work.runs_twice)

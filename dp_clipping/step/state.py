@@ -36,9 +36,6 @@ class Phase(Enum):
     NOISY = auto()
 
 
-WITH_SUMS = (Phase.OPEN, Phase.REDUCED)
-
-
 @dataclass(frozen=True)
 class StepSettings:
     """The settings of a step's noise and divisor, fixed at its first backward."""
@@ -76,6 +73,9 @@ class StepState:
 
     Attributes:
         phase: what `.grad` holds.
+        is_idle: no step is open.
+        is_open: `.grad` holds sums without noise.
+        is_noisy: `.grad` holds what the optimizer may apply.
         clip_norms: C_k of each clipping group in the step that is open, or was last.
         settings: the settings of that step.
         on_open: called when a step opens; fixes its settings. If it raises, the step is dropped.
@@ -98,7 +98,7 @@ class StepState:
     def __init__(self, usage: SampleUsage | None = None, is_private: bool = True):
         self.usage = SampleUsage() if usage is None else usage
         self.is_private = is_private
-        self.phase = Phase.IDLE
+        self._enter(Phase.IDLE)
         self.clip_norms: list[float] = []
         self.settings: StepSettings | None = None
         self.on_open: Callable[[], None] = lambda: None
@@ -118,21 +118,6 @@ class StepState:
     def ticket(self) -> Ticket:
         """Returns what the loader says of the batch that it has yielded last."""
         return self.usage.ticket
-
-    @property
-    def is_idle(self) -> bool:
-        """Returns whether no step is open."""
-        return self.phase is Phase.IDLE
-
-    @property
-    def is_open(self) -> bool:
-        """Returns whether `.grad` holds sums without noise."""
-        return self.phase in WITH_SUMS
-
-    @property
-    def is_noisy(self) -> bool:
-        """Returns whether `.grad` holds what the optimizer may apply."""
-        return self.phase is Phase.NOISY
 
     @property
     def sensitivity(self) -> float:
@@ -170,23 +155,29 @@ class StepState:
 
     # ---- transitions ----------------------------------------------------------------------------
 
+    def _enter(self, phase: Phase) -> None:
+        self.phase, self.is_idle = phase, phase is Phase.IDLE
+        self.is_open = phase is Phase.OPEN or phase is Phase.REDUCED
+        self.is_noisy = phase is Phase.NOISY
+
     def open(self, clip_norms: list[float]) -> None:
         """Opens a step with its first backward: its settings are fixed."""
         if self.is_open:
             raise RuntimeError("a step is open already: its settings are those of its start")
-        self.clip_norms, self.phase = clip_norms, Phase.OPEN
+        self.clip_norms = clip_norms
+        self._enter(Phase.OPEN)
         self.on_open()
 
     def add_backward(self) -> None:
         """Records that another backward of the step begins."""
         self.require_sums()
-        self.phase = Phase.OPEN
+        self._enter(Phase.OPEN)
 
     def reduce(self) -> None:
         """Records that the sums of all ranks have arrived, if a step is open."""
         self.held_back = False
         if self.is_open:
-            self.phase = Phase.REDUCED
+            self._enter(Phase.REDUCED)
 
     def require_sums(self) -> None:
         """Raises RuntimeError if there is nothing that noise could be added to."""
@@ -205,17 +196,17 @@ class StepState:
     def add_noise(self) -> None:
         """Records that noise has been added to `.grad`."""
         self.require_sums()
-        self.phase = Phase.NOISY
+        self._enter(Phase.NOISY)
 
     def apply(self) -> None:
         """Records that the optimizer applies `.grad`."""
         if not self.is_noisy:
             raise RuntimeError("sums without noise must not be applied: call optimizer.step()")
-        self.phase = Phase.IDLE
+        self._enter(Phase.IDLE)
 
     def drop(self) -> None:
         """Records that `.grad` is emptied. Its samples may be used again if not yet counted."""
-        self.phase = Phase.IDLE
+        self._enter(Phase.IDLE)
         self.held_back = False
         self.losses = []
         self.norms = []
@@ -224,7 +215,7 @@ class StepState:
 
     def resume(self, steps: int) -> None:
         """Continues between two steps, after `steps` of them."""
-        self.phase = Phase.IDLE
+        self._enter(Phase.IDLE)
         self.had_finite |= steps > 0
         self.steps, self.batch_number = steps, None
         self.refusal = None

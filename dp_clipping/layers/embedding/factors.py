@@ -78,14 +78,14 @@ class EmbeddingFactors:
         self.ids, self.y, self.vocabulary = ids.long(), y, vocabulary
         self.samples = samples
         self.batch_size = len(ids) if samples is None else batch_size
-        self._sums: tuple[Tensor, Tensor] | None = None
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
     def norm(self, _grams: object = None) -> Norm:
         """Returns ‖G_i‖² of the sums over equal tokens, which are what `weighted_sum` adds."""
-        sums, keys = self._distinct()
+        sums, samples, _ = self._distinct()
         squares = squared_norms(sums)
         total = squares.new_zeros(self.batch_size, dtype=torch.float64)
-        total.index_add_(0, keys // self.vocabulary, squares.double())
+        total.index_add_(0, samples, squares.double())
         return Norm(total.to(squares.dtype))
 
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,9 +97,9 @@ class EmbeddingFactors:
             samples = samples.expand(self.ids.shape).flatten()
         return samples, ids, y.to(accumulation_dtype(y.dtype))
 
-    def _distinct(self) -> tuple[Tensor, Tensor]:
+    def _distinct(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns sums [N, d] in `accumulation_dtype(dtype)` over equal tokens of a sample, and
-        which they are [N], as sample · V + token.
+        of which sample [N] and token [N] they are.
 
         Sorting numbers the distinct tokens without a table of the vocabulary's size. Rows behind
         the last of these sums are zero.
@@ -112,15 +112,17 @@ class EmbeddingFactors:
             new[1:] = ordered[1:] != ordered[:-1]
             rows = torch.empty_like(order).scatter_(0, order, new.cumsum(0) - 1)
             which = torch.zeros_like(keys).scatter_(0, rows, keys)
-            self._sums = (y.new_zeros(y.shape).index_add_(0, rows, y), which)
+            of_sample = which.div(self.vocabulary, rounding_mode="floor")
+            sums = y.new_zeros(y.shape).index_add_(0, rows, y)
+            self._sums = sums, of_sample, which - of_sample * self.vocabulary
         return self._sums
 
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
-        sums, keys = self._distinct()
-        c = weights.of_dtype(sums.dtype)[keys // self.vocabulary][:, None]
+        sums, samples, tokens = self._distinct()
+        c = weights.of_dtype(sums.dtype)[samples][:, None]
         total = sums.new_zeros(self.vocabulary, sums.shape[1])
-        return total.index_add_(0, keys % self.vocabulary, sums * c)
+        return total.index_add_(0, tokens, sums * c)
 
     def dense(self) -> Tensor:
         """Returns G [B, V, d] in `accumulation_dtype(dtype)`: the reference implementation."""

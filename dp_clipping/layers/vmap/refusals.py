@@ -129,30 +129,27 @@ def refuse_transforms(name: str) -> None:
         raise ValueError(f"{name or 'the network'}: {TRANSFORMED}")
 
 
-@contextmanager
-def escapes_named(network: nn.Module) -> Iterator[None]:
-    """Surrounds a forward; names a tensor of a finished vmap that it uses, and transforms.
+def escape_of(error: BaseException, network: nn.Module) -> ValueError | None:
+    """Returns what an error of a forward means that uses a tensor of a finished vmap.
 
-    Raises:
-        ValueError: naming the attribute that holds the tensor; or layers are called under a
-            transform, which they were not in the first batch.
+    It names the attribute that holds the tensor. Or layers are called under a transform, which they
+    were not in the first batch. None: it is another error.
     """
-    try:
-        yield
-    except (RuntimeError, NotImplementedError) as error:
-        if any(text in str(error) for text in WITHOUT_RULE):
-            raise ValueError(
-                f"{TRANSFORMED}; in the first batch, too, or after model.reset_batch_layouts()"
-            ) from error
-        if ESCAPED not in str(error):
-            raise
-        names = ", ".join(_left_behind(network.named_modules())) or "a variable"
-        raise ValueError(
-            f"{names} holds what a module under torch.vmap has computed of one sample, and code "
-            f"outside of that module uses it ({_place_of(error)}no such tensor is valid there): "
-            "return it from the module's forward, as return y, attention, in place of "
-            "self.attention = attention"
-        ) from error
+    if not isinstance(error, RuntimeError):
+        return None
+    if any(text in str(error) for text in WITHOUT_RULE):
+        return ValueError(
+            f"{TRANSFORMED}; in the first batch, too, or after model.reset_batch_layouts()"
+        )
+    if ESCAPED not in str(error):
+        return None
+    names = ", ".join(_left_behind(network.named_modules())) or "a variable"
+    return ValueError(
+        f"{names} holds what a module under torch.vmap has computed of one sample, and code "
+        f"outside of that module uses it ({_place_of(error)}no such tensor is valid there): "
+        "return it from the module's forward, as return y, attention, in place of "
+        "self.attention = attention"
+    )
 
 
 def _left_behind(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:

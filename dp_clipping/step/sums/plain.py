@@ -29,7 +29,7 @@ from dp_clipping.layers.recorder import (
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.step.sums.uses import gradients_left
+from dp_clipping.step.sums.uses import gradients_left, gradients_of_tokens
 
 
 class Plain:
@@ -89,14 +89,13 @@ class Plain:
                 if not two_passes:
                     work.kept[record] = (value, left.tensors, left.versions)
             for mine in vectors.values():
-                records = [record for record, _ in mine]
+                records, rows = zip(*mine, strict=True)
                 with NOTHING if label is None else label("norm/dense", *records):
-                    rows = torch.stack([gradients for _, gradients in mine])
-                    squares = squared_norms(rows.flatten(0, 1)).view(len(mine), -1)
+                    squares = squared_norms(torch.cat(rows)).view(len(mine), -1)
                 work.found(records, squares)
         for several in alone.values():
-            squares = torch.stack([own for _, own in several])
-            work.found([record for record, _ in several], squares)
+            records, squares = zip(*several, strict=True)
+            work.found(records, torch.stack(squares))
         if two_passes:
             work.recomputed += [one for left in lefts for one in left.records]
         else:
@@ -115,18 +114,24 @@ class Plain:
             if kind is FACTORS or kind is DENSE:
                 found.append((records[0], value if kind is FACTORS else value[0], left))
                 continue
-            if kind is LINEAR and (weight := value[2].weight) is not None:
-                y, a = value[:2]
-                if y.ndim != 3 or value[2].layout is not None:
-                    y, a = value[2].tokens(y, a, self.batch_size)
-                is_kept = plans is None or weight in kept
-                if not is_kept and weight not in plans.planned:  # its forward was not seen
+            if kind is LINEAR:
+                y, a, site = value
+                if y.ndim != 3 or site.layout is not None:
+                    y, a = site.tokens(y, a, self.batch_size)
+                weight = site.weight
+                is_kept = weight is not None and (plans is None or weight in kept)
+                if weight is not None and not is_kept and weight not in plans.planned:
+                    # Its forward was not seen.
                     is_kept = not plans.prefers_dense(y.shape[1], y.shape[2], a.shape[2])
                 if is_kept:
-                    found.append((weight, LinearFactors(a, y, value[2].transposed), left))
+                    found.append((weight, LinearFactors(a, y, site.transposed), left))
                     records = records[1:]
             if records:
-                for record, gradients in gradients_left(kind, records, value, self.batch_size):
+                if kind is LINEAR:
+                    own = gradients_of_tokens(records, y, a, value[2])
+                else:
+                    own = gradients_left(kind, records, value, self.batch_size)
+                for record, gradients in own:
                     found.append((record, gradients, left))
         return found
 

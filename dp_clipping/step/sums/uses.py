@@ -80,6 +80,19 @@ class Uses:
                 yield DENSE, (record,), (total, None), (total,)
 
 
+def gradients_of_tokens(
+    records: tuple[Trainable, ...], y: Tensor, a: Tensor, site: Site
+) -> list[tuple[Trainable, Tensor]]:
+    """Returns G of a linear layer's weight and bias, of y [B, T, d] and a [B, T, p]."""
+    found = []
+    for record in records:
+        if record is site.bias:
+            found.append((record, y.sum(1, dtype=ACCUMULATED.get(y.dtype, torch.float32))))
+        else:
+            found.append((record, gradients_of(a, y) if site.transposed else gradients_of(y, a)))
+    return found
+
+
 def gradients_left(
     kind: str, records: tuple[Trainable, ...], value: Any, batch_size: int
 ) -> list[tuple[Trainable, Tensor]]:
@@ -88,15 +101,7 @@ def gradients_left(
         y, a, site = value
         if y.ndim != 3 or site.layout is not None:
             y, a = site.tokens(y, a, batch_size)
-        found = []
-        for record in records:
-            if record is site.bias:
-                found.append((record, y.sum(1, dtype=ACCUMULATED.get(y.dtype, torch.float32))))
-            else:
-                found.append(
-                    (record, gradients_of(a, y) if site.transposed else gradients_of(y, a))
-                )
-        return found
+        return gradients_of_tokens(records, y, a, site)
     if kind is NORMALIZED:
         use, own = value
         formed = norm_layer_gradients_plain(use, accumulation_dtype(use.x.dtype))

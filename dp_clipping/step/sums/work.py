@@ -18,7 +18,7 @@ How norms, coefficients and sums are computed is the arithmetic's: `fused` on ke
 PyTorch.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -140,7 +140,7 @@ class Work:
         self.pending = 0
         self.may_wait = PENDING_BYTES if self._sharding is None else -1
         self._room = PENDING_BYTES  # of `pending`, before the next look at the memory
-        self._arrivals: Counter[int] = Counter()  # of parameters, by the unit that they are of
+        self._arrivals: dict[int, int] = defaultdict(int)  # of parameters, by their unit
         self._complete = 0  # bytes of the units that have all, since the last sync point
 
     # ---- backward -------------------------------------------------------------------------------
