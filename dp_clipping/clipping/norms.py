@@ -70,6 +70,9 @@ class Norms:
         count: K, the number of clipping groups.
         zero: [B] zeros, of the dtype and device of the results.
         part: a range for `norm_stack` and for `norm_local_sum`, of a step that is timed.
+
+    Attributes:
+        is_exact: no norm has a rounding error to allow for.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Norms:
         self._records: list[Any] = []
         self._errors: list[tuple[float, float]] = []  # of each row, as `Norm` has them
         self._blocks: list[tuple[Tensor, Tensor | None]] = []  # squares and scales [n, B]
+        self.is_exact = True
 
     def __len__(self) -> int:
         """Returns the number of rows."""
@@ -100,6 +104,7 @@ class Norms:
         self._records += records
         self._errors += [(gram_error, sum_error)] * len(records)
         self._blocks.append((squares, scales))
+        self.is_exact = self.is_exact and scales is None
 
     def only(self, records: Container[Any]) -> "Norms":
         """Returns the norms of some parameters."""
@@ -155,11 +160,6 @@ class Norms:
             gram_error, sum_error = table[:, :1], table[:, 1:]
             bound = ((bound + gram_error * scales.square()).sqrt() + sum_error * scales).square()
         return self._by_group(bound)
-
-    @property
-    def is_exact(self) -> bool:
-        """Returns whether no norm has a rounding error to allow for."""
-        return all([scales is None for _, scales in self._blocks])
 
     def _stacked(self) -> tuple[Tensor, Tensor | None]:
         """Returns squares and scales [P, B]: a row of zeros if there is no parameter."""

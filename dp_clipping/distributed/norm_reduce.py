@@ -78,13 +78,9 @@ class NormReducer:
         self.tensor = Axis("tensor-parallel", tensor_group)
         self.data = Axis("data", data_parallel_group)
         _check_axes(self.tensor, self.data)
+        self.splits_parameters = self.tensor.size > 1
         is_cuda = self.device.type == "cuda"
         self.side_stream = torch.cuda.Stream(self.device) if is_cuda else None
-
-    @property
-    def splits_parameters(self) -> bool:
-        """Returns whether this rank's norms are parts: then `reduce` comes before clipping."""
-        return self.tensor.size > 1
 
     @property
     def contrasts(self) -> tuple[float, float]:

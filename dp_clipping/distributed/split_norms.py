@@ -26,17 +26,14 @@ class SplitNorms:
     """Norms of one batch whose parameters are split: each rank has a part of every norm.
 
     Attributes:
+        is_split: ranks have parts of the norms, to be summed before clipping.
         differ: on the device, whether ranks differed in what all have whole; None before `unpack`.
     """
 
     def __init__(self, reducer: NormReducer, sharding: Sharding | None):
         self._reducer, self._sharding = reducer, sharding
+        self.is_split = reducer.splits_parameters
         self.differ: Tensor | None = None
-
-    @property
-    def is_split(self) -> bool:
-        """Returns whether ranks have parts of the norms, to be summed before clipping."""
-        return self._reducer.splits_parameters
 
     def _counted(self, parameters: Iterable[Any]) -> set[Any]:
         """Returns the parameters whose norms this rank adds: one rank does if several have them."""

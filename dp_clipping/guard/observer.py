@@ -22,7 +22,7 @@ from dp_clipping.layers.handle import (
 )
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.module import on_whole_batch
-from dp_clipping.layers.vmap.refusals import recomputations_named
+from dp_clipping.layers.vmap.refusals import recomputation_of
 from dp_clipping.layers.vmap.whole_batch import Call, UnknownOperation
 from dp_clipping.torch_compat import (
     every_module,
@@ -103,18 +103,19 @@ class Observer:
         sharding, device = self._capture.sharding, self._capture.trigger.device
         ys, gradients = zip(*starts, strict=True)
         inputs = list({id(trigger): trigger for trigger in triggers}.values())
-        is_apart = any([handle.kind == "vectorized" for handle in self._capture.handles])
         with (
             nullcontext() if sharding is None else sharding.backward(),
             torch.autocast(device.type, enabled=False),
             torch.autograd.set_multithreading_enabled(False),
-            recomputations_named() if is_apart else nullcontext(),
         ):
             try:
                 torch.autograd.grad(ys, inputs, gradients, allow_unused=True)
-            except BaseException:
+            except BaseException as error:
                 flush_ready_nodes()
-                raise
+                meaning = recomputation_of(error, (one.kind for one in self._capture.handles))
+                if meaning is None:
+                    raise
+                raise meaning from error
 
     @contextmanager
     def _watched(

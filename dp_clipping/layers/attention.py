@@ -69,10 +69,9 @@ def _run(
     is_causal = is_causal and key_padding_mask is None and not need_weights
     mask = None if is_causal else attn_mask
     mask = _merged_mask(mask, key_padding_mask, self.num_heads, query.dtype)
-    q, k, v = (
-        x.transpose(0, 1) if self.batch_first else x
-        for x in _projected(self, handle, sequences, query, key, value)
-    )
+    q, k, v = _projected(self, handle, sequences, query, key, value)
+    if self.batch_first:
+        q, k, v = [x.transpose(0, 1) for x in (q, k, v)]
     y, weights = _attend(self, q, k, v, mask, is_causal, need_weights)
     y = y.transpose(0, 1) if self.batch_first else y
     y = projection.project(
@@ -121,14 +120,14 @@ def _attend(
     """
     length, count, width = q.shape
     dropout = self.dropout if self.training else 0.0
-    q, k, v = (_by_head(x, self.num_heads) for x in (q, k, v))
+    q, k, v = [_by_head(x, self.num_heads) for x in (q, k, v)]
     if self.add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         mask = None if mask is None else F.pad(mask, (0, 1))
     if not need_weights:
         if mask is not None:
             mask = mask.view(-1, self.num_heads, *mask.shape[1:]) if len(mask) > 1 else mask[None]
-        q, k, v = (x.unflatten(0, (count, self.num_heads)) for x in (q, k, v))
+        q, k, v = [x.unflatten(0, (count, self.num_heads)) for x in (q, k, v)]
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
         return y.permute(2, 0, 1, 3).reshape(length, count, width), None
     q = q * math.sqrt(1.0 / q.shape[2])

@@ -192,8 +192,8 @@ class LayerState:
         one_by_one: why its samples run one after another; "": they run together.
         own_forward: a forward that the module had in place of its class's; None: it had none.
         private_step: the private step that its calls belong to; None: it runs without privacy.
-        sites: dimensions, dtype and autocast dtype of an input -> how the layer is used so. They
-            are dropped when samples are looked for again.
+        sites: dimensions, dtype and autocast dtype of an input -> how the layer is used so; and
+            the arguments of `site` -> the site. They are dropped when samples are looked for again.
         slots: name -> the dense slot of this private step.
         layouts: number of dimensions of each input -> their layouts.
     """
@@ -214,7 +214,7 @@ class LayerState:
             vars(module).get("forward") if before is None else before.own_forward
         )
         self.private_step: Recorder | None = None
-        self.sites: dict[tuple[int, torch.dtype, torch.dtype | None], Site] = {}
+        self.sites: dict[tuple, Site] = {}
         self.slots: dict[str, Tensor] = {}
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
@@ -273,13 +273,17 @@ class LayerState:
         names: tuple[str, str] = OWN,
         **more: Any,
     ) -> Site:
-        """Returns a new site, of a use of the parameters with these names."""
-        is_first = layout.kind == "dimension" and not layout.dim
-        own = self._parameters
-        return Site(
-            function, own.get(names[0]), own.get(names[1]), None if is_first else layout,
-            autocast_of(x), **more,
-        )  # fmt: skip
+        """Returns the site of a use of the parameters with these names; a new one with `more`."""
+        cast = autocast_of(x)
+        key = (function, names, layout.kind, layout.dim, cast)
+        site = None if more else self.sites.get(key)
+        if site is None:
+            is_first = layout.kind == "dimension" and not layout.dim
+            weight, bias = map(self._parameters.get, names)
+            site = Site(function, weight, bias, None if is_first else layout, cast, **more)
+            if not more:
+                self.sites[key] = site
+        return site
 
     def keep(self, x: Tensor, site: Site) -> None:
         """Keeps a site for later calls with such an input, if it is as in the network's batch.

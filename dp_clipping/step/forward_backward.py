@@ -23,7 +23,7 @@ from dp_clipping.guard.state import Mark
 from dp_clipping.kernels.launch.tiles import available, kept_on_device
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layers.vmap.objects import Objects, hold_objects
-from dp_clipping.layers.vmap.refusals import escape_of, recomputations_named
+from dp_clipping.layers.vmap.refusals import escape_of, recomputation_of
 from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
 from dp_clipping.profiling.profile import NOTHING
@@ -419,11 +419,16 @@ class ForwardBackward:
         if is_first:
             reducer.check_same_samples(losses)
         mark = Mark(self._carried.state)
-        is_apart = any([handle.kind == "vectorized" for handle in self.capture.handles])
-        with recomputations_named() if is_apart else NOTHING:
+        try:
             norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
-        with self._repacking():
-            self._carried.check(mark, private_step.seen, "a backward")
+        except RuntimeError as error:
+            meaning = recomputation_of(error, (one.kind for one in self.capture.handles))
+            if meaning is None:
+                raise
+            raise meaning from error
+        if mark.changes():
+            with self._repacking():
+                self._carried.check(mark, private_step.seen, "a backward")
         for check in private_step.checks:
             check()
         if is_first:

@@ -209,7 +209,8 @@ class PrivateStep:
                 with timer.phase("clip_coefficients"):
                     found = work.clip()
                     samples = self.real // self.examples_per_unit
-                    found = found.first(samples) if self.padding is None else found
+                    if self.padding is None and samples < self.batch_size:
+                        found = found.first(samples)
                 with timer.phase("weighted_sum"):
                     self._sum(total, randomness)
             if len(work.seen) < len(capture.trained):

@@ -40,7 +40,7 @@ def run(
         batch_sizes: [T] on the host, of packed sequences; see `PackedSequence`.
     """
     bidirectional, has_biases = len(weights) == 2, weights[0][1] is not None
-    hx: Any = tuple(x.contiguous() for x in states) if mode == "LSTM" else states[0].contiguous()
+    hx: Any = tuple(map(Tensor.contiguous, states)) if mode == "LSTM" else states[0].contiguous()
     rest = (_flat(mode, gates, weights), has_biases, 1, 0.0, True, bidirectional)
     with torch.autocast(gates.device.type, enabled=False):
         if batch_sizes is None:
@@ -57,7 +57,7 @@ def _flat(mode: str, gates: Tensor, weights: Sequence[Weights]) -> list[Tensor]:
         identity = gates.new_zeros(rows, gates.shape[-1])
         identity.diagonal(n * rows).fill_(1)
         given = (weight, None if bias is None else torch.zeros_like(bias), bias, projection)
-        found += [identity, *(x.to(gates.dtype) for x in given if x is not None)]
+        found += [identity, *[x.to(gates.dtype) for x in given if x is not None]]
     weight, _, projection = weights[0]
     if gates.is_cuda and torch.backends.cudnn.is_acceptable(gates):
         proj_size = 0 if projection is None else len(projection)

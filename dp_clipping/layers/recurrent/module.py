@@ -7,6 +7,7 @@ sequences is zero, and sequences are in the order of the batch.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def _all_layers(
         states = [s[layer * count : (layer + 1) * count] for s in first]
         x, *states = _run(self, mode, handle, x, states, layer, sequences, packing)
         last.append(states)
-    h, *c = (torch.cat(of_all) for of_all in zip(*last, strict=True))
+    h, *c = map(torch.cat, zip(*last, strict=True))
     if isinstance(input, PackedSequence):
         outputs: Any = input._replace(data=packing.pack(x))
     else:
@@ -136,14 +137,14 @@ def _run(
     run.announce(gates[0], weights)
     together = gates[0] if len(gates) == 1 else torch.cat(gates, 2)
     enter, leave = (Enter.apply, Leave.apply) if transforms_run() else (ENTER, LEAVE)
-    together = enter(together, run, *(w for own in weights for w in own), *run.triggers)
+    together = enter(together, run, *chain.from_iterable(weights), *run.triggers)
     if not states:
         count = 2 if mode == "LSTM" else 1
         widths = (self.proj_size or self.hidden_size, self.hidden_size)[:count]
         states = [together.new_zeros(len(gates), x.shape[1], width) for width in widths]
     states = [s.to(together.dtype) for s in states]
     last = _all_steps(mode, together, states, weights, packing)
-    h, c = (*(s.detach() for s in states), None)[:2]
+    h, c = (*map(Tensor.detach, states), None)[:2]
     return leave(run, h, c, *last)
 
 
@@ -157,9 +158,9 @@ def _all_steps(
     """Returns the results of `kernel.run` on [T, N, ..], in the order of the batch."""
     if packing is None:
         return kernel.run(mode, gates, states, weights)
-    states = [packing.by_length(s) for s in states]
+    states = list(map(packing.by_length, states))
     y, *last = kernel.run(mode, packing.pack(gates), states, weights, packing.batch_sizes)
-    return packing.pad(y), *(packing.by_batch(s) for s in last)
+    return packing.pad(y), *map(packing.by_batch, last)
 
 
 def _autocast_of(self: nn.RNNBase, x: Tensor) -> AbstractContextManager:

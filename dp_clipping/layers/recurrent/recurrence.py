@@ -69,7 +69,7 @@ class Run:
     @property
     def reads_gates(self) -> bool:
         """Returns whether backward needs X."""
-        return self.mode == "GRU" or any(projection.records for _, projection in self.sites)
+        return self.mode == "GRU" or any([projection.records for _, projection in self.sites])
 
     @property
     def triggers(self) -> list[Tensor]:

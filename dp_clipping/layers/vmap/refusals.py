@@ -7,7 +7,6 @@ import linecache
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,26 +74,26 @@ def recomputed(who: str) -> ValueError:
     )
 
 
-@contextmanager
-def recomputations_named() -> Iterator[None]:
-    """Surrounds a backward; says what it means that a checkpointed part cannot run again in it.
+def recomputation_of(error: BaseException, kinds: Iterable[str]) -> ValueError | None:
+    """Returns what an error of a backward means in which a checkpointed part cannot run again.
 
-    For networks some of whose modules compute with copies of their parameters.
+    Args:
+        kinds: those of the captured layers; some must compute with copies of their parameters.
 
-    Raises:
-        ValueError: a part could not be computed again.
+    Returns:
+        None: it is another error.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if not (isinstance(error, CheckpointError) or ESCAPED in str(error)):
-            raise
-        raise ValueError(
-            "backward computes a checkpointed part of the network again, and it computes otherwise "
-            f"than in forward ({str(error).partition(chr(10))[0]}): if checkpointing was turned on "
-            "after the first batch, call model.reset_batch_layouts(); if a module checkpoints a "
-            f"part of its own code, {INSTEAD}"
-        ) from error
+    is_of_it = isinstance(error, CheckpointError) or (
+        isinstance(error, RuntimeError) and ESCAPED in str(error)
+    )
+    if not is_of_it or "vectorized" not in kinds:
+        return None
+    return ValueError(
+        "backward computes a checkpointed part of the network again, and it computes otherwise "
+        f"than in forward ({str(error).partition(chr(10))[0]}): if checkpointing was turned on "
+        "after the first batch, call model.reset_batch_layouts(); if a module checkpoints a "
+        f"part of its own code, {INSTEAD}"
+    )
 
 
 def _place_of(error: BaseException) -> str:
