@@ -30,7 +30,6 @@ product with ‖a‖ < 1.8e19 by less than 1e-25.
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -42,6 +41,10 @@ UNDERFLOW = 2.0**9  # u above
 # of GRAM_PIECE products, 16 of them at a time in a matrix unit, which cuts off and does not round.
 GRAM_ROUNDING = 2.0**-16
 GRAM_PIECE = 512
+
+
+def new_tensor(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 @dataclass(slots=True)
@@ -70,6 +73,8 @@ class Norms:
         count: K, the number of clipping groups.
         zero: [B] zeros, of the dtype and device of the results.
         part: a range for `norm_stack` and for `norm_local_sum`, of a step that is timed.
+        tensor: makes a tensor of values, its dtype and its device; one that is kept is no copy to a
+            GPU, for which the host would wait.
 
     Attributes:
         is_exact: no norm has a rounding error to allow for.
@@ -80,8 +85,9 @@ class Norms:
         count: int,
         zero: Tensor,
         part: Callable[[str], AbstractContextManager] = nullcontext,
+        tensor: Callable[[tuple, torch.dtype, torch.device], Tensor] = new_tensor,
     ):
-        self._count, self._zero, self._part = count, zero, part
+        self._count, self._zero, self._part, self._tensor = count, zero, part, tensor
         self._records: list[Any] = []
         self._errors: list[tuple[float, float]] = []  # of each row, as `Norm` has them
         self._blocks: list[tuple[Tensor, Tensor | None]] = []  # squares and scales [n, B]
@@ -109,11 +115,11 @@ class Norms:
     def only(self, records: Container[Any]) -> "Norms":
         """Returns the norms of some parameters."""
         zero = self._zero.to(self._blocks[0][0].dtype) if self._blocks else self._zero
-        part = Norms(self._count, zero, self._part)
+        part = Norms(self._count, zero, self._part, self._tensor)
         rows = [n for n, one in enumerate(self._records) if one in records]
         if rows:
             squares, scales = self._stacked()
-            index = on_device(tuple(rows), torch.int64, squares.device)
+            index = self._tensor(tuple(rows), torch.int64, squares.device)
             part._records = [self._records[n] for n in rows]
             part._errors = [self._errors[n] for n in rows]
             part._blocks = [(squares[index], None if scales is None else scales[index])]
@@ -143,7 +149,7 @@ class Norms:
         order = tuple(n for own in of_group.values() for n in own)
         starts = tuple(accumulate(map(len, of_group.values()), initial=0))
         if order != tuple(range(len(squares))):
-            index = on_device(order, torch.int64, squares.device)
+            index = self._tensor(order, torch.int64, squares.device)
             squares, scales = squares[index], None if scales is None else scales[index]
         return squares, scales, tuple(errors[n] for n in order), starts
 
@@ -156,7 +162,7 @@ class Norms:
         bound = self._not_negative()
         _, scales = self._stacked()
         if scales is not None:
-            table = on_device(tuple(self._errors), scales.dtype, scales.device)
+            table = self._tensor(tuple(self._errors), scales.dtype, scales.device)
             gram_error, sum_error = table[:, :1], table[:, 1:]
             bound = ((bound + gram_error * scales.square()).sqrt() + sum_error * scales).square()
         return self._by_group(bound)
@@ -188,12 +194,6 @@ class Norms:
             if self._count == 1:
                 return values.sum(0, keepdim=True)
             numbers = tuple([one.group for one in self._records]) or (0,)
-            index = on_device(numbers, torch.int64, values.device)
+            index = self._tensor(numbers, torch.int64, values.device)
             total = values.new_zeros(self._count, values.shape[1])
             return total.index_add_(0, index, values)
-
-
-@cache  # for good: CUDA graphs read them; some of each length that batches have
-def on_device(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor that is cached: a copy to a GPU would make the host wait for it."""
-    return torch.tensor(values, dtype=dtype, device=device)

@@ -95,6 +95,7 @@ class Recorder(Protocol):
         examples_per_unit: k, of which each sample consists; the network is given k rows for each.
         fused: the step runs on kernels, which take `NORMALIZED`.
         is_compiled: a part of the network is compiled.
+        is_looked_at: the batch is checked, so the host may wait for the device.
         policy: how the mode works (`modes.Policy`).
         plans: what becomes of linear layers. To `plans.calls` a layer adds (weight, shape and dtype
             of its input, outputs) for each use of one in `planned` (`handle.Site`).
@@ -106,6 +107,7 @@ class Recorder(Protocol):
     examples_per_unit: int
     fused: bool
     is_compiled: bool
+    is_looked_at: bool
     policy: Any
     plans: Any
     slots: dict[str, dict[str, Tensor]]

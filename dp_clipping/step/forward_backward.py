@@ -20,7 +20,7 @@ from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.guard.lengths import Lengths
 from dp_clipping.guard.losses import Watched, viewed
 from dp_clipping.guard.state import Mark
-from dp_clipping.kernels.launch.tiles import available, kept_on_device
+from dp_clipping.kernels.launch.tiles import available, on_device
 from dp_clipping.layers.handle import LayoutUnknown
 from dp_clipping.layers.vmap.objects import Objects, hold_objects
 from dp_clipping.layers.vmap.refusals import escape_of, recomputation_of
@@ -178,6 +178,7 @@ class ForwardBackward:
             )
             private_step.padding = self.padding
             work.versions.reads_values = is_looked_at
+            private_step.is_looked_at = is_looked_at
             private_step.is_empty = not given.size
             tensors = tensors_of((args, kwargs)) if has_objects else batch.leaves
             private_step.is_through = any([getattr(x, "requires_grad", False) for x in tensors])
@@ -398,7 +399,7 @@ class ForwardBackward:
         return bool(count > 0)
 
     def _add_sums(self, private_step: PrivateStep, losses: Tensor, samples: int) -> None:
-        clip_norms = _on_device(tuple(self.state.clip_norms), losses.device)
+        clip_norms = on_device(tuple(self.state.clip_norms), torch.float64, losses.device)
         if samples:
             self.state.norms.append(self._add_sums_of_samples(private_step, losses, clip_norms))
             return
@@ -484,9 +485,3 @@ class ForwardBackward:
             forecast = self._establishment.forecast(batch).of_units(each)
         fused = Fused(context, samples, padding)
         return Work(context, samples, fused, FusedPlans(context, samples, forecast), compiled)
-
-
-@kept_on_device(maxsize=8)
-def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Returns the values in float64, cached: a copy to a GPU makes the host wait."""
-    return torch.tensor(values, dtype=torch.float64, device=device)

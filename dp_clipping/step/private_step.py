@@ -68,6 +68,7 @@ class PrivateStep:
 
     Attributes:
         batch_size: samples of the batch.
+        is_looked_at: the batch is checked, so the host may wait for the device.
         is_empty: the batch has no sample; its one row is padding.
         is_through: its inputs have gradients: another network may be trained through this one.
         leaves: parameter -> the gathered tensor that FSDP uses in its place in this forward.
@@ -91,7 +92,7 @@ class PrivateStep:
         self.real = rows if real is None else real
         self.capture, self.plans, self.fused = context.capture, work.plans, work.arithmetic.fused
         self.policy: Policy = context.policy
-        self.is_empty = self.is_through = False
+        self.is_empty = self.is_through = self.is_looked_at = False
         self.leaves: dict[Parameter, Tensor] = {}
         self.seen: Any = None
         self.watched: Any = None  # a `guard.losses.Watched`

@@ -111,6 +111,12 @@ def kept_on_device(maxsize: int) -> Callable[[Callable], Callable]:
     return decorate
 
 
+@kept_on_device(maxsize=256)
+def on_device(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tensor of these values; errors of norms are others for each length of a batch."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 def table_on(device: torch.device, numbers: Sequence) -> Tensor:
     """Returns numbers (int64) that a launch reads, copied in the order of the device's work.
 

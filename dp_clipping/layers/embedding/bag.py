@@ -15,7 +15,7 @@ from dp_clipping.layers.embedding.factors import EmbeddingFactors, without_paddi
 from dp_clipping.layers.handle import FIRST, LayerState, check_size, expand_shared, forward_of
 from dp_clipping.layers.recorder import FACTORS
 
-SETTINGS = attrgetter("mode", "padding_idx", "include_last_offset")
+SETTINGS = attrgetter("mode", "padding_idx")
 
 
 def is_plain(module: nn.Module, kind: type) -> bool:
@@ -59,9 +59,13 @@ forward = forward_of("embedding_bag", _first_call)
 def _with_offsets(
     self: nn.EmbeddingBag, handle: LayerState, ids: Tensor, offsets: Tensor, scales: Tensor | None
 ) -> Tensor:
-    """Computes concatenated bags; `capture.samples` assigns them to samples."""
+    """Computes concatenated bags; `capture.samples` assigns them to samples.
+
+    The last bag has all ids from its offset on, whatever a last offset says. That this is their
+    number is looked at in batches that are checked: the host waits for it on a GPU.
+    """
     private_step = handle.private_step
-    if self.include_last_offset and int(offsets[-1]) != len(ids):
+    if self.include_last_offset and private_step.is_looked_at and int(offsets[-1]) != len(ids):
         raise ValueError(  # PyTorch takes some of the others for ids of the last bag
             f"{handle.name or 'the network'} (EmbeddingBag) has include_last_offset=True, and its "
             f"last offset is {int(offsets[-1])} for {len(ids)} ids: let it be their number"
@@ -93,6 +97,8 @@ def _run(
         rest = (site, private_step)
         if site.records and offsets is None and scales is None:
             handle.keep(ids, site)
+    if offsets is not None and self.include_last_offset:
+        offsets = offsets[:-1]
     return Bag.apply(ids, weight, offsets, slot, scales, rest)
 
 
@@ -108,19 +114,18 @@ class Bag(torch.autograd.Function):
     def forward(ctx, ids, weight, offsets, slot, scales, rest):
         ctx.save_for_backward(ids, weight, offsets, scales)
         ctx.rest, ctx.slot_dtype = rest, None if slot is None else slot.dtype
-        mode, padding_idx, has_last, _ = rest[2] if rest[0] is None else rest[0].options
+        mode, padding_idx, _ = rest[2] if rest[0] is None else rest[0].options
         return F.embedding_bag(
-            ids, weight, offsets, mode=mode, per_sample_weights=scales,
-            include_last_offset=has_last and offsets is not None, padding_idx=padding_idx,
-        )  # fmt: skip
+            ids, weight, offsets, mode=mode, per_sample_weights=scales, padding_idx=padding_idx
+        )
 
     @staticmethod
     def backward(ctx, gy):
         ids, weight, offsets, scales = ctx.saved_tensors
         site, private_step = ctx.rest[:2]
-        mode, padding_idx, has_last, each = ctx.rest[2] if site is None else site.options
+        mode, padding_idx, each = ctx.rest[2] if site is None else site.options
         gy = tensor_parallel.arrived(gy)
-        bags = None if offsets is None else bags_of(ids, offsets, has_last)
+        bags = None if offsets is None else bags_of(ids, offsets)
         y = gy.unsqueeze(1) if bags is None else gy[bags]  # [N, 1, d], or [ids, d]
         of_scales = None
         if scales is not None and ctx.needs_input_grad[4]:
@@ -159,8 +164,7 @@ def _sizes(ids: Tensor, bags: Tensor | None, count: int, padding_idx: int | None
     return sizes.clamp(min=1)[bags].unsqueeze(1)
 
 
-def bags_of(ids: Tensor, offsets: Tensor, has_last: bool) -> Tensor:
-    """Returns the number of the bag that each of ids [N] is in, [N]."""
-    starts = offsets[1:-1] if has_last else offsets[1:]
+def bags_of(ids: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the number of the bag that each of ids [N] is in, [N], from where each begins."""
     places = torch.arange(len(ids), device=ids.device, dtype=offsets.dtype)
-    return torch.searchsorted(starts.contiguous(), places, right=True)
+    return torch.searchsorted(offsets[1:].contiguous(), places, right=True)

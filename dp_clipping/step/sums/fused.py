@@ -24,11 +24,11 @@ from dp_clipping.clipping.coefficients import (
     coefficients,
     finite_samples,
 )
-from dp_clipping.clipping.norms import GRAM_ROUNDING, on_device
+from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
-from dp_clipping.kernels.launch.tiles import available, tile_of
+from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
 from dp_clipping.kernels.norm_layer_gradients import (
     norm_layer_gradients,
     norm_layer_gradients_plain,

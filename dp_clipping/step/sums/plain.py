@@ -94,8 +94,8 @@ class Plain:
                     squares = squared_norms(torch.cat(rows)).view(len(mine), -1)
                 work.found(records, squares)
         for several in alone.values():
-            records, squares = zip(*several, strict=True)
-            work.found(records, torch.stack(squares))
+            records, own_squares = zip(*several, strict=True)
+            work.found(records, torch.stack(own_squares))
         if two_passes:
             work.recomputed += [one for left in lefts for one in left.records]
         else:

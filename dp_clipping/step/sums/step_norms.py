@@ -9,6 +9,7 @@ from torch import Tensor
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.distributed.norm_reduce import Layerwise
 from dp_clipping.distributed.split_norms import SplitNorms
+from dp_clipping.kernels.launch.tiles import on_device
 from dp_clipping.layers.recorder import Trainable
 
 
@@ -37,7 +38,7 @@ class StepNorms:
 
     def begin(self, count: int) -> None:
         """Begins a backward, with `count` clipping groups."""
-        self.table = Norms(count, self._zero, self._timer.part)
+        self.table = Norms(count, self._zero, self._timer.part, on_device)
         self.known: set[Trainable] = set()
         self._partial: Layerwise | None = None
         self._left: set[Trainable] = set()  # whose norms are in it

@@ -1,5 +1,7 @@
 """How operands are read, and which tile a size stands for."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -72,3 +74,11 @@ def test_what_a_graph_reads_is_held():
     assert len(holder) == 2
     assert holder[0] is first
     assert not tiles.is_holding()
+
+
+def test_batches_of_ever_new_lengths_keep_few_tensors():
+    device = torch.device("cpu")
+    kept = tiles.on_device((1, 2), torch.int32, device)
+    assert kept is tiles.on_device((1, 2), torch.int32, device)
+    made = [weakref.ref(tiles.on_device((n,), torch.int64, device)) for n in range(1000)]
+    assert sum(one() is not None for one in made) <= 256
