@@ -65,7 +65,8 @@ class GroupNorm(torch.autograd.Function):
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
         groups, eps = rest[2] if rest[0] is None else rest[0].options
         ctx.wants = x.requires_grad, weight_slot is not None, bias_slot is not None
-        x, weight, bias = norm_operands(x, weight, bias)
+        if torch.is_autocast_enabled("cuda"):
+            x, weight, bias = norm_operands(x, weight, bias)
         x = x.contiguous()
         ctx.rest, ctx.sizes = rest, (len(x), x.shape[1], x.shape[2:].numel(), groups)
         y, mean, rstd = torch.native_group_norm(x, weight, bias, *ctx.sizes, eps)

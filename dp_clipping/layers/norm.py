@@ -167,7 +167,8 @@ class LayerNorm(Norm):
     @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
         shape, eps, _ = rest[2] if rest[0] is None else rest[0].options
-        x, weight, bias = norm_operands(x, weight, bias)
+        if torch.is_autocast_enabled("cuda"):
+            x, weight, bias = norm_operands(x, weight, bias)
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.rest, ctx.shape = rest, shape
         ctx.wants = weight_slot is not None, bias_slot is not None
