@@ -383,7 +383,7 @@ MUTANTS = [
     Mutant(
         "a segment computed again is taken for the whole backward",
         (("sharded/fsdp.py", " and number_of_backward() == self.progress.backward:", ":"),),
-        ("tests/ddp/sharded/test_fsdp_networks.py", "TwoSegments"),
+        ("tests/ddp/sharded/test_fsdp_networks.py", "InSegments"),
     ),
     Mutant(
         "what a forward writes to parameters is lost",

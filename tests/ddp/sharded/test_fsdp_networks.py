@@ -148,8 +148,9 @@ class Reentrant(Network):
 
 
 class TwoSegments(Network):
-    """A module of no block computes in segments, of which each has a part of its gradient, and
-    outside of them, where backward needs its weight behind a segment."""
+    """A module of no block computes in segments, of which each has a part of its gradient."""
+
+    also_outside = False
 
     def __init__(self):
         super().__init__()
@@ -158,8 +159,15 @@ class TwoSegments(Network):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = self.shared(x).sin() + checkpoint(self.shared, x, use_reentrant=True) + block(x)
+            y = self.shared(x).sin() if self.also_outside else 0
+            x = y + checkpoint(self.shared, x, use_reentrant=True) + block(x)
         return self.head(x)
+
+
+class InSegmentsAndOutside(TwoSegments):
+    """The module computes outside of the segments too: its weight is needed behind one."""
+
+    also_outside = True
 
 
 def steps(context: Context, make: Callable[[], nn.Module], options: dict) -> None:
@@ -192,6 +200,7 @@ def assert_freed_but_root(model: HandBuiltFSDP) -> None:
         (Repeated, {}),
         (Reentrant, {}),
         (TwoSegments, {"find_unused_parameters": True}),
+        (InSegmentsAndOutside, {"find_unused_parameters": True}),
         (Network, {"units": ()}),
     ],
 )
