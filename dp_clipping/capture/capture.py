@@ -97,7 +97,7 @@ class Capture(CapturedNetwork):
             if is_apart:
                 covered.update(self._taken_by(module))
             elif kind in ("vectorized", "attention", "recurrent"):
-                self._refuse_gathered(module)
+                self._refuse_gathered(module, kind)
                 covered.update(module.modules())
             name = plain_name(name) + (" (FSDP)" if is_fsdp1(module) else "")
             self._replace_forward(name, kind, module, is_apart, under_vmap, inner)
@@ -193,14 +193,26 @@ class Capture(CapturedNetwork):
         self._whole.update(modules)
         self.make_whole(())
 
-    def _refuse_gathered(self, module: nn.Module) -> None:
-        """Raises ValueError if layers would run under vmap with a module that ranks gather in it.
+    def _refuse_gathered(self, module: nn.Module, kind: str = "vectorized") -> None:
+        """Raises ValueError if ranks gather layers in a module that does not call them, or that
+        would run under vmap with them.
 
         All ranks raise it.
         """
         inside = {child for child in module.modules() if child is not module}
         if self.sharding is None or self.sharding.gathered.isdisjoint(inside):
             return
+        instead = "fully_shard, or FullyShardedDataParallel, around it alone"
+        if self.sharding.by_wrapper:
+            instead = 'wrap("zero2", network)'
+        if kind == "attention":
+            of_ranks = inside & set(self.sharding.gathered)
+            name = next(plain_name(n) for n, m in self.network.named_modules() if m in of_ranks)
+            raise ValueError(
+                f"{name} is gathered when it is called, and the attention "
+                f"({type(module).__name__}) around it reads its parameters without a call: let no "
+                f"module inside of an attention be gathered by itself, or use {instead}"
+            )
         handle: LayerState | None = vars(module).get("_private")
         why = "" if handle is None else handle.whole_because
         why = why or (
@@ -208,9 +220,6 @@ class Capture(CapturedNetwork):
             "with them in a module without such layers"
         )
         name = next(plain_name(n) for n, m in self.network.named_modules() if m is module)
-        instead = "fully_shard, or FullyShardedDataParallel, around it alone"
-        if self.sharding.by_wrapper:
-            instead = 'wrap("zero2", network)'
         raise ValueError(
             f"{name or 'the network'} ({type(module).__name__}) computes with parameters of its "
             "own, and the layers in it that ranks gather one by one would have to run under "

@@ -6,11 +6,14 @@ A row is a layout and a way to make steps; each makes two, with samples split in
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, product
 
 import pytest
 import torch
+from torch import nn
 
+from ddp import wrap
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from experiments.verify_correctness import reference as oracle
 from lm.rank_pool import Context
@@ -125,6 +128,18 @@ def handed(context: Context, layout: str) -> None:
 def test_a_parameter_that_is_handed_to_a_block_is_refused(cpu_ranks, layout):
     """Its layers would have to run under vmap."""
     cpu_ranks.run(2, handed, layout)
+
+
+def attention_in_units(context: Context) -> None:
+    by_hand = partial(wrap, "fsdp", units=[nn.Linear], process_group=context.group)
+    for shard in (by_hand, partial(LAYOUTS["fsdp2 leaf"].place, context)):
+        network = shard(zoo.BY_NAME["multihead_attention"].build())
+        with pytest.raises(ValueError, match=r"attention\.out_proj is gathered .* without a call"):
+            private(network)
+
+
+def test_an_attention_whose_layers_are_gathered_one_by_one_is_refused(cpu_ranks):
+    cpu_ranks.run(2, attention_in_units)
 
 
 # All of it
