@@ -19,7 +19,7 @@ from tests.support.benchmark_command import TINY
 
 @pytest.fixture
 def dry_run(capsys, tmp_path):
-    """What a tiny run would do, as it is printed."""
+    """Returns what a dry run of a tiny benchmark prints."""
 
     def printed(*arguments):
         line = [*TINY, "--output-dir", str(tmp_path), "--dry-run"]

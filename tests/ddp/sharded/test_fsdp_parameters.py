@@ -176,13 +176,7 @@ class UnitWeights(nn.Linear):
 
 
 def unit_weights(context: Context) -> None:
-    torch.manual_seed(0)
-    network = Network()
-    network.blocks[1] = UnitWeights(6, 6).double()
-    pair = Pair(context, network)
-    for number in range(3):
-        step(pair, number)
-        same(pair.model, pair.reference)
+    backward_writes(context, UnitWeights)
 
 
 class WritesInBackward(nn.Linear):

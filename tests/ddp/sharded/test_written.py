@@ -1,4 +1,4 @@
-"""What is written to gathered values: the Triton kernel against its reference implementation.
+"""Compares the kernel that keeps writes to gathered values with its reference implementation.
 
 Without a GPU the kernel runs in Triton's interpreter. bfloat16 is not tried there.
 """

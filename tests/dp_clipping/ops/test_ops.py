@@ -193,7 +193,7 @@ def check_record(record: Record, *ways: Way) -> None:
 
 
 def check_modes(record: Record, dtype: torch.dtype) -> None:
-    """Where tokens may cancel, in each mode; else in one of them."""
+    """Tries every mode where tokens may cancel, else one of them."""
     turn = in_turn(record, REFERENCE, {torch.bfloat16: 1, torch.float16: 2}.get(dtype, 0))
     modes = (turn,) if record.tokens is None else REFERENCE
     check_record(record, *(Way(mode=mode, dtype=dtype) for mode in modes))

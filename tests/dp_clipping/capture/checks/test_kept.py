@@ -247,7 +247,7 @@ def test_a_change_in_a_later_step():
 
 @pytest.mark.parametrize("kind", ["linear", "embedding", "table"])
 def test_a_change_after_its_norm(kind, monkeypatch):
-    """What waits for its sum is compared again, here where no norm waits, as on sharded models."""
+    """Compares what waits for its sum again; no norm waits here, as on sharded models."""
     monkeypatch.setattr(work, "PENDING_BYTES", -1)
     monkeypatch.setattr(work.Work, "_has_room", lambda self: False)
     monkeypatch.setattr(work.Work, "_stays", lambda self, left: False)
