@@ -10,6 +10,7 @@ WORKDIR /project
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY ddp ddp
 COPY dp_clipping dp_clipping
+COPY ddp_by_hand ddp_by_hand
 RUN pip install --no-cache-dir -c constraints.txt -e '.[test,docs]'
 COPY . .
 

@@ -8,9 +8,9 @@ python benchmark_ddp.py --help                  everything else
 
 import sys
 
-from bench.main import main
-from lm.runtime import is_first_of_host
-from measure.command_line import ending_quietly
+from ddp_by_hand.bench.main import main
+from ddp_by_hand.lm.runtime import is_first_of_host
+from ddp_by_hand.measure.command_line import ending_quietly
 
 if __name__ == "__main__":
     sys.exit(ending_quietly(main, speaks=is_first_of_host)())

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from measure import write_atomically
+from ddp_by_hand.measure import write_atomically
 
 LAYERS = 6
 TOGETHER = 2  # layers of a common launch

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp.buckets import Gradient, plan_buckets
-from measure.picture import save_picture
+from ddp_by_hand.measure.picture import save_picture
 
 LAYERS, EACH = 4, 3  # gradients of a layer
 GRADIENTS = LAYERS * EACH

@@ -23,8 +23,8 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
-    "exercises/README.md": "exercises.md",
-    "examples/README.md": "examples.md",
+    "ddp_by_hand/exercises/README.md": "exercises.md",
+    "ddp_by_hand/examples/README.md": "examples.md",
 }
 SOURCE = "source/"
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)

@@ -15,7 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 import torch
 
-from lm.rank_pool import RankPool
+from ddp_by_hand.lm.rank_pool import RankPool
 from tests.support import seeds
 from tests.support.interpreter import Interpreter
 

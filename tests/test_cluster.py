@@ -169,7 +169,7 @@ def test_the_image_copies_what_is_there():
     before_pip = copied[: next(i for i, names in enumerate(copied) if names == ["."])]
     given = {name for names in before_pip for name in names}
     needed = {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml", "constraints.txt"}
-    assert given == needed | {"ddp", "dp_clipping"}
+    assert given == needed | {"ddp", "ddp_by_hand", "dp_clipping"}
 
 
 def test_the_image_has_the_versions_of_the_project():

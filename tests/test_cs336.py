@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 
 PAGE = Path(__file__).parents[1] / "docs" / "cs336.md"
 

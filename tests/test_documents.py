@@ -21,21 +21,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from bench.options import Options as BenchmarkOptions
-from bench.settings import settings_from
-from exercises.check import parse as parse_exercise
-from measure import options
+from ddp_by_hand.bench.options import Options as BenchmarkOptions
+from ddp_by_hand.bench.settings import settings_from
+from ddp_by_hand.exercises.check import parse as parse_exercise
+from ddp_by_hand.measure import options
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = [p.parent for p in sorted((ROOT / "dp_clipping").rglob("__init__.py"))]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")),
-    ROOT / "examples/README.md", ROOT / "exercises/README.md",
+    ROOT / "ddp_by_hand/examples/README.md", ROOT / "ddp_by_hand/exercises/README.md",
 ]  # fmt: skip
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"(?:.*?[\s/])?(python3?|torchrun)\s+(-.*|\S+\.py\b.*)", re.DOTALL)
 PARSES_FIRST = re.compile(
-    r"\w+\.py|(?:docs|examples|experiments|measure)\.[\w.]+|tests\.support\.checks_cost"
+    r"\w+\.py|(?:docs|ddp_by_hand\.(?:examples|experiments|measure))\.[\w.]+|tests\.support\.checks_cost"
 )
 NOT_PARSED = {  # the others would run
     "your_training.py": "the reader's own program",
@@ -131,7 +131,7 @@ def check(command: str) -> None:
     if program in NOT_PARSED:
         assert program.endswith(".py") or importlib.util.find_spec(program), program
         return
-    if program == "exercises.check":  # it has no argparse, and wants a file that is there
+    if program == "ddp_by_hand.exercises.check":  # it has no argparse, and wants a file
         parse_exercise([*arguments[:-1], __file__])
         return
     assert PARSES_FIRST.fullmatch(program), f"{program} might run: see NOT_PARSED"
@@ -182,9 +182,13 @@ def test_programs_take_the_commands_of_documents(path):
 @pytest.mark.parametrize(
     ("command", "error", "says"),
     [
-        ("python -m measure.compare A B --treshold 0.05", SystemExit, "--treshold"),
-        ("python -m measure.compare A", SystemExit, "required: B"),
-        ("python -m measure.report A a comment without its sign", SystemExit, "comment"),
+        ("python -m ddp_by_hand.measure.compare A B --treshold 0.05", SystemExit, "--treshold"),
+        ("python -m ddp_by_hand.measure.compare A", SystemExit, "required: B"),
+        (
+            "python -m ddp_by_hand.measure.report A a comment without its sign",
+            SystemExit,
+            "comment",
+        ),
         ("python -m docs.draw_flash --size 3", SystemExit, "--size"),
         ("X=1 python benchmark_ddp.py --dtype float3", SystemExit, "'float3'"),
         ("python benchmark_ddp.py --rounds 0", SystemExit, "--rounds 0: give a positive"),
@@ -192,15 +196,15 @@ def test_programs_take_the_commands_of_documents(path):
         ("python benchmark_ddp.py --implementations my.py:A ddp_buckets", ValueError, ""),
         ("torchrun --nproc_per_node=2 benchmark_ddp.py --rounds x", SystemExit, "'x'"),
         ("torchrun --procs=2 benchmark_ddp.py", SystemExit, "--procs"),
-        ("torchrun -m measure.compares A B", ImportError, ""),
-        ("python -m measure.compares A B", ImportError, ""),
+        ("torchrun -m ddp_by_hand.measure.compares A B", ImportError, ""),
+        ("python -m ddp_by_hand.measure.compares A B", ImportError, ""),
         ("python -m benchmark_ddp.py", ImportError, ""),
         ("python benchmark.py", FileNotFoundError, ""),
-        ("torchrun --standalone measure.compare A B", FileNotFoundError, ""),
-        ("python -m exercises.check averages my_average.py", ValueError, ""),
-        ("python -m exercises.check my_average.py", ValueError, ""),
-        ("python -m lm.launch", AssertionError, ""),
-        ("python -m measure.files", AssertionError, ""),
+        ("torchrun --standalone ddp_by_hand.measure.compare A B", FileNotFoundError, ""),
+        ("python -m ddp_by_hand.exercises.check averages my_average.py", ValueError, ""),
+        ("python -m ddp_by_hand.exercises.check my_average.py", ValueError, ""),
+        ("python -m ddp_by_hand.lm.launch", AssertionError, ""),
+        ("python -m ddp_by_hand.measure.files", AssertionError, ""),
     ],
 )
 def test_a_wrong_command_is_found(command, error, says, capsys):

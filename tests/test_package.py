@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CITATION = ROOT / "CITATION.cff"
-PACKAGES = ("ddp", "dp_clipping")
+PACKAGES = ("ddp", "ddp_by_hand", "dp_clipping")
+SUFFIXES = {".py", ".jinja", ".md", ".typed"}
 SLOW_TO_IMPORT = {
     "einops", "matplotlib", "numpy.random", "opacus", "scipy", "sympy", "torch._dynamo",
     "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.fsdp",
@@ -77,8 +78,13 @@ def test_imports_add_next_to_nothing_to_torch():
     assert {name for name in added if name.startswith("torch.")} == set()
 
 
-def test_only_the_two_packages_are_installed(tmp_path):
-    """With their marks for type checkers, and every folder of theirs."""
+def files_of(root: Path, package: str) -> set[Path]:
+    found = (root / package).rglob("*.*")
+    return {path.relative_to(root) for path in found if path.suffix in SUFFIXES}
+
+
+def test_only_the_packages_are_installed(tmp_path):
+    """With their marks for type checkers, every folder of theirs, and what programs read."""
     source, target = tmp_path / "source", tmp_path / "target"
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -93,8 +99,7 @@ def test_only_the_two_packages_are_installed(tmp_path):
     assert folders == set(PACKAGES)
     for package in PACKAGES:
         assert (target / package / "py.typed").is_file()
-        installed = {path.relative_to(target) for path in (target / package).rglob("*.py")}
-        assert installed == {path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py")}
+        assert files_of(target, package) == files_of(ROOT, package)
 
 
 def test_the_version_is_one():

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ddp import IMPLEMENTATIONS
+from ddp_by_hand.measure.picture import read_picture
 from docs.draw_variants import GRADIENTS, LAYERS, VARIANTS, run
-from measure.picture import read_picture
 
 FOLDER = Path("docs")
 

@@ -20,7 +20,7 @@ buffer, so the next step may write to it.
 
 What remains: the copies still take memory bandwidth from the model, the buffers stay allocated
 through the next forward, and it works on GPUs of one host only. A stream waits for a peer without
-end, so something must watch for ranks that die, as the benchmark does (lm/watch.py).
+end, so something must watch for ranks that die, as the benchmark does (ddp_by_hand/lm/watch.py).
 """
 
 from contextlib import AbstractContextManager

@@ -273,7 +273,8 @@ def _refuse(run: PrivateRun) -> None:
     if model.sharding is not None:
         raise ValueError(
             "a sharded model has no rank that could run one sample alone: check the network before "
-            "it is sharded, or run python -m experiments.verify_correctness --use-fsdp / --use-tp"
+            "it is sharded, or run python -m ddp_by_hand.experiments.verify_correctness "
+            "--use-fsdp / --use-tp"
         )
     if not run.model.step_state.is_idle:
         raise RuntimeError(

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ddp import IMPLEMENTATIONS
-from measure import SCHEMA_VERSION
-from measure.report_tables import milliseconds
+from ddp_by_hand.measure import SCHEMA_VERSION
+from ddp_by_hand.measure.report_tables import milliseconds
 from tests.support.benchmark_command import (
     PLUGINS,
     PROGRESS,

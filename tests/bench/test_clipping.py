@@ -6,14 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from bench import main as command
-from bench.gate import tolerance
-from bench.options import CLIPPING_NAMES, FUSED_MODES, PRIVATE_MODES, parse
-from bench.report import report
-from bench.settings import Privacy, Subject, settings_from
-from bench.worker import GATE, TIMING, plan
 from ddp import IMPLEMENTATIONS
-from measure import Results
+from ddp_by_hand.bench import main as command
+from ddp_by_hand.bench.gate import tolerance
+from ddp_by_hand.bench.options import CLIPPING_NAMES, FUSED_MODES, PRIVATE_MODES, parse
+from ddp_by_hand.bench.report import report
+from ddp_by_hand.bench.settings import Privacy, Subject, settings_from
+from ddp_by_hand.bench.worker import GATE, TIMING, plan
+from ddp_by_hand.measure import Results
 from tests.bench.test_profile import ranges
 from tests.support.benchmark_command import PLUGINS, benchmark, forked_benchmark
 
@@ -154,7 +154,9 @@ STEPS = {  # in table order
 @pytest.fixture
 def pictures(monkeypatch):
     drawn = []
-    monkeypatch.setattr("bench.report.draw_comparison", lambda *a, **k: drawn.append((*a, k)))
+    monkeypatch.setattr(
+        "ddp_by_hand.bench.report.draw_comparison", lambda *a, **k: drawn.append((*a, k))
+    )
     return drawn
 
 

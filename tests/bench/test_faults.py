@@ -73,12 +73,12 @@ def test_wrong_ones_and_a_raising_one(tmp_path):
 BLAMELESS = """
 import time
 import torch.distributed as dist
-import bench.worker
+from ddp_by_hand.bench import worker
 from tests.support.plugins import Minimal as Right
 
-if not hasattr(bench.worker, "true"):  # the first rank takes a while to record a row
-    bench.worker.true = bench.worker.environment
-    bench.worker.environment = lambda: (time.sleep(1), bench.worker.true())[1]
+if not hasattr(worker, "true"):  # the first rank takes a while to record a row
+    worker.true = worker.environment
+    worker.environment = lambda: (time.sleep(1), worker.true())[1]
 
 
 class Minimal(Right):

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.main import main
-from bench.memory import describe_memory, draw_predicted, machine_memory, predictions
-from bench.options import parse
-from bench.report import columns, comparison
-from bench.settings import settings_from
-from bench.worker import GATE, plan
-from lm.memory import predict_memory
-from measure import Results
+from ddp_by_hand.bench.main import main
+from ddp_by_hand.bench.memory import describe_memory, draw_predicted, machine_memory, predictions
+from ddp_by_hand.bench.options import parse
+from ddp_by_hand.bench.report import columns, comparison
+from ddp_by_hand.bench.settings import settings_from
+from ddp_by_hand.bench.worker import GATE, plan
+from ddp_by_hand.lm.memory import predict_memory
+from ddp_by_hand.measure import Results
 from tests.support.benchmark_command import TINY
 
 
@@ -49,7 +49,7 @@ def test_dry_run_prints_each_kind_and_the_peak(dry_run):
 
 
 def test_the_largest_model_that_fits_a_machine(monkeypatch):
-    monkeypatch.setattr("bench.memory.machine_memory", lambda: 4 << 30)
+    monkeypatch.setattr("ddp_by_hand.bench.memory.machine_memory", lambda: 4 << 30)
     settings = settings_from(parse(["--implementations", "none", "zero1"]), "cpu", Path("unused"))
     *_, title, none, zero1 = describe_memory(settings, 4, "cpu", 2)  # of 4 ranks, 2 on this host
     assert title.startswith("largest that fits 4.0 GiB, which 2 ranks here share, without Python")
@@ -106,7 +106,7 @@ def drawn(tmp_path, monkeypatch):
     def draw(rows, path, title, notes):
         found.update({row["label"]: row for row in rows}, notes=" ".join(notes))
 
-    monkeypatch.setattr("bench.memory.draw_memory", draw)
+    monkeypatch.setattr("ddp_by_hand.bench.memory.draw_memory", draw)
     settings = settings_from(parse(["--implementations", *NAMES]), "cuda", tmp_path)
     known = predictions(settings, 2, on_gpu=True)
     assert list(known) == ["none", "zero1", "torch_fsdp"]

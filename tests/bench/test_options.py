@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bench import main as command
-from bench.names import plain
-from bench.options import EXAMPLES, Options, parse
-from bench.settings import settings_from, source_digest
-from bench.worker import plan
 from ddp import IMPLEMENTATIONS
-from measure import SCHEMA_VERSION
-from measure.options import parser_of
+from ddp_by_hand.bench import main as command
+from ddp_by_hand.bench.names import plain
+from ddp_by_hand.bench.options import EXAMPLES, Options, parse
+from ddp_by_hand.bench.settings import settings_from, source_digest
+from ddp_by_hand.bench.worker import plan
+from ddp_by_hand.measure import SCHEMA_VERSION
+from ddp_by_hand.measure.options import parser_of
 from tests.support.benchmark_command import PLUGINS, ROOT, forked_benchmark
 
 CPU = ["--device", "cpu"]

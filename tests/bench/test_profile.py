@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.messages import describe_messages
-from lm.exchange import plan
-from lm.shape import Shape
+from ddp_by_hand.bench.messages import describe_messages
+from ddp_by_hand.lm.exchange import plan
+from ddp_by_hand.lm.shape import Shape
 from tests.support.benchmark_command import PLUGINS, ROOT, benchmark, forked_benchmark
 
 NAMES = ["none", "ddp", "Minimal"]

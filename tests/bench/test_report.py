@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from bench.options import parse
-from bench.report import report
-from bench.settings import settings_from
-from bench.worker import GATE, TIMING, plan
-from measure import Results
+from ddp_by_hand.bench.options import parse
+from ddp_by_hand.bench.report import report
+from ddp_by_hand.bench.settings import settings_from
+from ddp_by_hand.bench.worker import GATE, TIMING, plan
+from ddp_by_hand.measure import Results
 
 NAMES = ["none", "ddp", "torch_ddp"]
 STEPS = {"none": 100.0, "ddp": 150.0, "torch_ddp": 120.0}
@@ -23,8 +23,10 @@ def settings(tmp_path):
 @pytest.fixture
 def pictures(monkeypatch):
     drawn = []
-    monkeypatch.setattr("bench.memory.draw_memory", lambda *_, **__: None)
-    monkeypatch.setattr("bench.report.draw_comparison", lambda rows, *_, **__: drawn.append(rows))
+    monkeypatch.setattr("ddp_by_hand.bench.memory.draw_memory", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "ddp_by_hand.bench.report.draw_comparison", lambda rows, *_, **__: drawn.append(rows)
+    )
     return drawn
 
 
@@ -119,7 +121,7 @@ def test_the_table_is_printed_before_a_picture_that_cannot_be_written(
         assert "150.0 [150.0, 150.0]" in capsys.readouterr().out
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("bench.report.draw_comparison", full)
+    monkeypatch.setattr("ddp_by_hand.bench.report.draw_comparison", full)
     record(settings)
     assert report(settings, 2, "cpu")[1] == 1
     path = settings.output_dir / "comparison.png"

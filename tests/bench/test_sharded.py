@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import pytest
 
-from bench import main as command
-from bench.options import parse
-from bench.report import report
-from bench.settings import Subject, check_world, settings_from
-from bench.sharded import REPLICATED, SHARDED, layout_of
-from bench.worker import GATE, TIMING, plan
+from ddp_by_hand.bench import main as command
+from ddp_by_hand.bench.options import parse
+from ddp_by_hand.bench.report import report
+from ddp_by_hand.bench.settings import Subject, check_world, settings_from
+from ddp_by_hand.bench.sharded import REPLICATED, SHARDED, layout_of
+from ddp_by_hand.bench.worker import GATE, TIMING, plan
+from ddp_by_hand.lm import parallel
+from ddp_by_hand.measure import Results
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
-from lm import parallel
-from measure import Results
 from tests.bench.test_clipping import lines_of
 from tests.bench.test_profile import ranges
 from tests.support.benchmark_command import PROGRESS, benchmark, forked_benchmark
@@ -96,7 +96,7 @@ def test_norm_reduction_is_a_setting_of_split_models_alone():
 )
 def test_bad_input_is_one_line_before_anything_starts(monkeypatch, capfd, tmp_path, line, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bench.main.run_ranks", None)
+    monkeypatch.setattr("ddp_by_hand.bench.main.run_ranks", None)
     try:
         status = command.main(["--device", "cpu", *line.split()])
     except SystemExit as stopped:
@@ -127,7 +127,7 @@ def test_the_world_is_checked_for_what_is_run_alone():
 def test_tokens_count_data_ranks_and_a_step_of_split_models_is_compared_with_its_own(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("bench.report.draw_comparison", lambda *a, **k: None)
+    monkeypatch.setattr("ddp_by_hand.bench.report.draw_comparison", lambda *a, **k: None)
     names = ["--implementations", "none", "torch_ddp", "fsdp2", "tp", "fsdp2_tp"]
     settings = settings_for(*names, *BOTH, "--context-length", 50, folder=tmp_path)
     for cell in plan(settings):

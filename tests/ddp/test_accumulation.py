@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import (
     Beside,
     Chain,

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 
 
 def gradients_are_views(context: Context) -> None:

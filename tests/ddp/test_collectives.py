@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ddp import wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Branches, branches_loss, small_buckets
 from tests.support.recorder import Event, RecordingGroup, recording
 

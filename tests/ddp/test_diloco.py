@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp import wrap
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import PrivacyEngine
-from lm.rank_pool import Context
 from tests.support.beside import numbers
 from tests.support.recorder import recording
 

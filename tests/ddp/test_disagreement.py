@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddp import implementation, wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.conftest import SHARDED
 from tests.ddp.test_step import FailingChain
 from tests.support.beside import (

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ddp import implementation, wrap
 from ddp.copy_engine import CopyEngineDDP
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import (
     Chain,
     chain_loss,

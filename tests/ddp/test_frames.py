@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.conftest import CPU_COPY_ENGINE, HAND_BUILT
 
 A_GRADIENT = 16  # frames in backward

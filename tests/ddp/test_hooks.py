@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp import wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.conftest import SHARDED
 from tests.ddp.test_watch import plain
 from tests.support.beside import (

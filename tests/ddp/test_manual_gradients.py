@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddp import wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.test_step import FailingChain
 from tests.support.beside import Chain, chain_loss, make_optimizer, small_buckets, whole_gradients
 

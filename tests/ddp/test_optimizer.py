@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets, whole_values
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ddp import options_of, wrap
 from ddp.synchronous import NaiveDDP, SynchronousDDP
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 
 NAIVE = "ddp/synchronous.py:NaiveDDP"
 

@@ -14,7 +14,7 @@ from torch.autograd import Variable
 
 from ddp import torch_compat
 from ddp.sharded import torch_compat as sharded_compat
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.private_torch import imported_by, private_uses
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, is_sharded, numbers, small_buckets
 
 FORGOTTEN = r"weight|bias.* changed after its backward .* call finish_gradient_synchronization\(\)"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion, PrivateLoss
@@ -17,7 +18,6 @@ from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import policy_of
-from experiments.verify_correctness import reference as oracle
 from tests.support import zoo
 
 MODES = ("per_sample", "ghost", "bookkeeping")

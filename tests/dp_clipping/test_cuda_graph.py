@@ -11,12 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_by_hand.experiments.networks.models import (
+    LSTMClassifier,
+    TransformerClassifier,
+    WideResNet,
+)
 from dp_clipping import BatchMemoryManager, PrivacyEngine, cuda_graph
 from dp_clipping.cuda_graph import EAGER, GraphedStep, as_in_a_capture, refuse
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable, add_noise_to_all_kernel_launch
 from dp_clipping.sampling.usage import Ticket
-from experiments.networks.models import LSTMClassifier, TransformerClassifier, WideResNet
 from tests.support import zoo
 
 gpu = pytest.mark.gpu

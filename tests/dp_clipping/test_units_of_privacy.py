@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     assert_close,
     clipped_sums,

@@ -1,9 +1,9 @@
-"""`python -m examples.audit`."""
+"""`python -m ddp_by_hand.examples.audit`."""
 
 import pytest
 
-from examples import audit
-from examples.audit_faults import FAULTS
+from ddp_by_hand.examples import audit
+from ddp_by_hand.examples.audit_faults import FAULTS
 
 QUICK = ["--seed", "0", "--canaries", "400"]
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from examples import finetune, finetune_options, finetune_run  # noqa: E402
+from ddp_by_hand.examples import finetune, finetune_options, finetune_run  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TINY = [
@@ -79,7 +79,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(table, tmp_path, capsys, monkeypatch
     assert finetune.main(given) == 130
     assert signal.getsignal(signal.SIGINT) is before
     out = capsys.readouterr().out
-    assert f"python -m examples.finetune {given[0]}" in out
+    assert f"python -m ddp_by_hand.examples.finetune {given[0]}" in out
     assert out.rstrip().endswith("--model llama --resume")
     assert (tmp_path / "run/checkpoint-3").is_dir()
     monkeypatch.undo()

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from examples import private_images
-from examples.font_digits import _glyphs, font_digits
+from ddp_by_hand.examples import private_images
+from ddp_by_hand.examples.font_digits import _glyphs, font_digits
 
 
 def test_pictures_are_the_same_again_and_show_their_digits():

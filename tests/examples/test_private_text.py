@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_by_hand.examples import private_text
+from ddp_by_hand.examples.private_text_picture import draw_training
 from dp_clipping.checkpoint.file_format import key_path
 from dp_clipping.noise.keys import read_keys
-from examples import private_text
-from examples.private_text_picture import draw_training
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -46,7 +46,7 @@ def log_of(folder: Path) -> list[dict]:
 
 
 def start(*arguments: str, ranks: int = 1) -> subprocess.Popen:
-    command = [sys.executable, "-m", "examples.private_text", *arguments]
+    command = [sys.executable, "-m", "ddp_by_hand.examples.private_text", *arguments]
     if ranks > 1:
         command[1:2] = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "-m"]
     return subprocess.Popen(
@@ -164,7 +164,7 @@ class TestStops:
         out, err = process.communicate(timeout=300)
         assert process.returncode == 130, err
         assert "Traceback" not in err
-        assert f"python -m examples.private_text {TINY[0]}" in out
+        assert f"python -m ddp_by_hand.examples.private_text {TINY[0]}" in out
         assert str(tmp_path / "run") in out
 
     @pytest.mark.slow

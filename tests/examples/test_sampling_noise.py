@@ -2,7 +2,7 @@
 
 import pytest
 
-from examples import sampling_noise
+from ddp_by_hand.examples import sampling_noise
 
 
 @pytest.mark.slow

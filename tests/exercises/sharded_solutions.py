@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.torch_compat import all_gather, reduce_scatter
-from exercises.sharded import GatheredUnit, Sharded, Unit, blocks_of, in_buckets
+from ddp_by_hand.exercises.sharded import GatheredUnit, Sharded, Unit, blocks_of, in_buckets
 
 
 class StateShardedDDP(Sharded):

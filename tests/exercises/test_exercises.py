@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ddp import implementation
-from exercises import EXERCISES
-from exercises.attempt import Verdict
-from exercises.check import main
-from exercises.judge import (
+from ddp_by_hand.exercises import EXERCISES
+from ddp_by_hand.exercises.attempt import Verdict
+from ddp_by_hand.exercises.check import main
+from ddp_by_hand.exercises.judge import (
     PATIENCE_S,
     Ranks,
     Result,
@@ -121,7 +121,7 @@ def test_a_hint_about_later_steps_is_not_given_for_a_wrong_first_one(ranks, tmp_
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_commands_of_a_starter_can_be_pasted_from_its_file(name):
-    text = (ROOT / "exercises" / EXERCISES[name] / "starter.py").read_text()
+    text = (ROOT / "ddp_by_hand/exercises" / EXERCISES[name] / "starter.py").read_text()
     assert "\\\\" not in text
 
 
@@ -134,7 +134,7 @@ def test_another_solution_is_right_too(ranks, name):
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_starter_is_told_what_to_fill_in(ranks, name):
-    starter = ROOT / "exercises" / EXERCISES[name] / "starter.py"
+    starter = ROOT / "ddp_by_hand/exercises" / EXERCISES[name] / "starter.py"
     result = next(judge(EXERCISES[name], starter, ranks))
     assert result.verdict == "wrong"
     assert "fill in: " in result.why
@@ -241,9 +241,12 @@ def test_an_exception_is_told_before_the_stall_that_it_causes():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "usage: python -m exercises.check NAME my_file.py"),
+        ([], "usage: python -m ddp_by_hand.exercises.check NAME my_file.py"),
         (["nothing", "x.py"], "there is no exercise 'nothing': choose from average, hooks"),
-        (["plan", "x.py"], "there is no file x.py: copy exercises/ex4_plan/starter.py there"),
+        (
+            ["plan", "x.py"],
+            "there is no file x.py: copy ddp_by_hand/exercises/ex4_plan/starter.py there",
+        ),
     ],
 )
 def test_wrong_command(capsys, arguments, text):
@@ -256,7 +259,7 @@ def test_wrong_command(capsys, arguments, text):
 def test_command(right, tmp_path):
     """Its fast siblings call what it calls."""
     path = SOLUTIONS if right else write_mistake("plan_no_tail", tmp_path)
-    command = [sys.executable, "-m", "exercises.check", "plan", str(path)]
+    command = [sys.executable, "-m", "ddp_by_hand.exercises.check", "plan", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == (0 if right else 1), done.stderr
     lines = done.stdout.splitlines()
@@ -266,10 +269,10 @@ def test_command(right, tmp_path):
 
 
 def test_texts_name_the_commands():
-    readme = (ROOT / "exercises/README.md").read_text()
+    readme = (ROOT / "ddp_by_hand/exercises/README.md").read_text()
     for name, folder in EXERCISES.items():
-        starter = (ROOT / "exercises" / folder / "starter.py").read_text()
-        assert f"python -m exercises.check {name} my_{name}.py" in starter
+        starter = (ROOT / "ddp_by_hand/exercises" / folder / "starter.py").read_text()
+        assert f"python -m ddp_by_hand.exercises.check {name} my_{name}.py" in starter
         assert f"`{folder}/" in readme
         if name in CLASSES and name != "diloco":  # whose gradients are those of one rank
             assert f"my_{name}.py:{CLASSES[name]}" in starter
@@ -300,10 +303,12 @@ def test_classes_run_in_the_benchmark(tmp_path):
 
 
 def test_file_of_another_exercise_is_refused_before_ranks_start(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("exercises.check.Ranks", None)
+    monkeypatch.setattr("ddp_by_hand.exercises.check.Ranks", None)
     path = tmp_path / "my_average.py"
     path.write_text("class AverageDDP:\n    pass\n")
     assert main(["hooks", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "does not define OverlapDDP: start from exercises/ex2_hooks/starter.py" in error
+    assert (
+        "does not define OverlapDDP: start from ddp_by_hand/exercises/ex2_hooks/starter.py" in error
+    )

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from exercises.record import Record, RecordedWork
-from exercises.transfer import Transfer, has_memory
+from ddp_by_hand.exercises.record import Record, RecordedWork
+from ddp_by_hand.exercises.transfer import Transfer, has_memory
 
 
 class Finished:

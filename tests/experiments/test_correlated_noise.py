@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from ddp_by_hand.experiments import correlated_noise
+from ddp_by_hand.experiments.correlated_noise import Options, main, split_of
+from ddp_by_hand.measure.options import parser_of
 from dp_clipping import CorrelatedNoise
 from dp_clipping.accounting import cyclic
-from experiments import correlated_noise
-from experiments.correlated_noise import Options, main, split_of
-from measure.options import parser_of
 
 SMALL = (
     "--pictures 256 --batches 8 --filters 2 --seeds 2 --epsilons 8 --bands 4 --learning-rates 4 16"

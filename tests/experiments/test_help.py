@@ -4,11 +4,11 @@ import argparse
 
 import pytest
 
-from experiments.llama_fsdp import options as llama_fsdp
-from experiments.plan_privacy import options as plan_privacy
-from experiments.profile_bottlenecks import options as profile_bottlenecks
-from experiments.verify_correctness import options as verify_correctness
-from measure.options import parser_of
+from ddp_by_hand.experiments.llama_fsdp import options as llama_fsdp
+from ddp_by_hand.experiments.plan_privacy import options as plan_privacy
+from ddp_by_hand.experiments.profile_bottlenecks import options as profile_bottlenecks
+from ddp_by_hand.experiments.verify_correctness import options as verify_correctness
+from ddp_by_hand.measure.options import parser_of
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m experiments.llama_fsdp`: a real grid of the tiny shape, and what results become."""
+"""`experiments.llama_fsdp`: a real grid of the tiny shape, and what results become."""
 
 import json
 import os
@@ -14,15 +14,14 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from dp_clipping.kernels.launch.tiles import available
-from experiments.llama_fsdp import plots
-from experiments.llama_fsdp import run as run_module
-from experiments.llama_fsdp.__main__ import main, run_grid
-from experiments.llama_fsdp.cell import write_result
-from experiments.llama_fsdp.network import build, config_of
-from experiments.llama_fsdp.options import cell_arguments, parse, settings_of
-from experiments.llama_fsdp.plan import plan, run_of
-from experiments.llama_fsdp.results import (
+from ddp_by_hand.experiments.llama_fsdp import plots
+from ddp_by_hand.experiments.llama_fsdp import run as run_module
+from ddp_by_hand.experiments.llama_fsdp.__main__ import main, run_grid
+from ddp_by_hand.experiments.llama_fsdp.cell import write_result
+from ddp_by_hand.experiments.llama_fsdp.network import build, config_of
+from ddp_by_hand.experiments.llama_fsdp.options import cell_arguments, parse, settings_of
+from ddp_by_hand.experiments.llama_fsdp.plan import plan, run_of
+from ddp_by_hand.experiments.llama_fsdp.results import (
     MODES,
     GridCell,
     GridSettings,
@@ -32,10 +31,11 @@ from experiments.llama_fsdp.results import (
     single_result,
     summarize_run,
 )
-from lm.launch import Outcome
-from lm.runtime import Hardware
-from lm.watch import Cause
-from measure.runs import ORDER
+from ddp_by_hand.lm.launch import Outcome
+from ddp_by_hand.lm.runtime import Hardware
+from ddp_by_hand.lm.watch import Cause
+from ddp_by_hand.measure.runs import ORDER
+from dp_clipping.kernels.launch.tiles import available
 from tests.support.forked import run_forked
 from tests.support.page import Page
 
@@ -68,7 +68,7 @@ def grid(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grid")
     arguments = [*TINY, "--modes", "flash_bookkeeping_fsdp", "--seq-lengths", "16"]
     arguments += ["--enable-profiling", "--output-dir", str(folder)]
-    command = [sys.executable, "-m", "experiments.llama_fsdp", *arguments]
+    command = [sys.executable, "-m", "ddp_by_hand.experiments.llama_fsdp", *arguments]
     environment = {"PYTHONPATH": str(ROOT), **os.environ, "HF_TOKEN": SECRET}
     return arguments, folder, run_forked(command, ROOT, environment, 300)
 
@@ -113,9 +113,9 @@ def test_the_report_has_the_numbers_of_the_results(grid):
     peak = page.rows("Memory")["flash_bookkeeping_fsdp"]["peak MiB"]
     assert float(peak.replace(",", "")) == pytest.approx(result["peak_memory_mb"], abs=0.5)
     assert len(page.pictures) == len(PICTURES)
-    typed = shlex.join(["python", "-m", "experiments.llama_fsdp", *arguments])
+    typed = shlex.join(["python", "-m", "ddp_by_hand.experiments.llama_fsdp", *arguments])
     assert typed in page.text
-    assert page.text.count("experiments.llama_fsdp") == 1
+    assert page.text.count("ddp_by_hand.experiments.llama_fsdp") == 1
 
 
 def test_the_token_is_written_nowhere(grid):
@@ -197,7 +197,7 @@ def test_a_cell_that_fails_is_a_row(tmp_path, monkeypatch):
 def test_under_torchrun_every_mode_in_two_rounds(tmp_path):
     arguments = [*TINY, "--seq-lengths", "8", "--rounds", "2", "--clipping", "per_layer"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node=2", "-m", "experiments.llama_fsdp", *arguments]
+    command += ["--nproc_per_node=2", "-m", "ddp_by_hand.experiments.llama_fsdp", *arguments]
     subprocess.run(
         [*command, "--train-embedding", "--output-dir", str(tmp_path)], cwd=ROOT, check=True,
         timeout=1200,

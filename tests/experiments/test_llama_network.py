@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, MistralConfig, masking_utils
 
-from experiments.attention import ATTENTION
-from experiments.llama_fsdp.network import _draw, _rebuild_buffers, config_of, on_meta
-from experiments.price.models import MODELS
+from ddp_by_hand.experiments.attention import ATTENTION
+from ddp_by_hand.experiments.llama_fsdp.network import _draw, _rebuild_buffers, config_of, on_meta
+from ddp_by_hand.experiments.price.models import MODELS
 
 
 def network():

@@ -1,12 +1,12 @@
-"""experiments.local_steps on a tiny network: its table, its picture, and what it refuses."""
+"""`experiments.local_steps` on a tiny network: its table, its picture, and what it refuses."""
 
 import re
 
 import pytest
 
-from experiments.local_steps import main, split
-from lm.data import open_data
-from measure.picture import read_picture
+from ddp_by_hand.experiments.local_steps import main, split
+from ddp_by_hand.lm.data import open_data
+from ddp_by_hand.measure.picture import read_picture
 
 
 def test_it_trains_prints_and_draws(tmp_path, capsys):

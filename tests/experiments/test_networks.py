@@ -1,4 +1,4 @@
-"""experiments.networks: every network runs in small, and a line says why one does not."""
+"""`experiments.networks`: every network runs in small, and a line says why one does not."""
 
 import json
 import re
@@ -9,15 +9,15 @@ import pytest
 import torch
 from opacus.validators.errors import UnsupportedModuleError
 
+from ddp_by_hand.experiments.networks.__main__ import PROGRAM, Options, main, run_all
+from ddp_by_hand.experiments.networks.bounds import bounds_of, describe_bounds
+from ddp_by_hand.experiments.networks.graphs import GraphedTraining, in_pinned_memory
+from ddp_by_hand.experiments.networks.rows import ROWS
+from ddp_by_hand.experiments.networks.training import failure_of, training_of
+from ddp_by_hand.experiments.rounds import report
+from ddp_by_hand.measure.options import parse_options, parser_of
+from ddp_by_hand.measure.runs import cells_of, read_cells
 from dp_clipping.cuda_graph import EAGER
-from experiments.networks.__main__ import PROGRAM, Options, main, run_all
-from experiments.networks.bounds import bounds_of, describe_bounds
-from experiments.networks.graphs import GraphedTraining, in_pinned_memory
-from experiments.networks.rows import ROWS
-from experiments.networks.training import failure_of, training_of
-from experiments.rounds import report
-from measure.options import parse_options, parser_of
-from measure.runs import cells_of, read_cells
 
 CPU = torch.device("cpu")
 

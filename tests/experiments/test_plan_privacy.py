@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.plan_privacy import options
-from experiments.plan_privacy.__main__ import hours_of, main
-from experiments.plan_privacy.curves import curve_of, interpolate, left_out
-from experiments.plan_privacy.law import Observation
-from experiments.plan_privacy.noise import NoiseTable, exact_noise, nodes
-from experiments.plan_privacy.options import Throughput, parse, throughput_of
-from experiments.plan_privacy.parametric import (
+from ddp_by_hand.experiments.plan_privacy import options
+from ddp_by_hand.experiments.plan_privacy.__main__ import hours_of, main
+from ddp_by_hand.experiments.plan_privacy.curves import curve_of, interpolate, left_out
+from ddp_by_hand.experiments.plan_privacy.law import Observation
+from ddp_by_hand.experiments.plan_privacy.noise import NoiseTable, exact_noise, nodes
+from ddp_by_hand.experiments.plan_privacy.options import Throughput, parse, throughput_of
+from ddp_by_hand.experiments.plan_privacy.parametric import (
     Exponents,
     Optimum,
     ParametricLaw,
@@ -21,10 +21,10 @@ from experiments.plan_privacy.parametric import (
     equations,
     fit,
 )
-from experiments.plan_privacy.plan import Budget, Candidate, Planner
-from experiments.plan_privacy.published import DELTA, TABLE_2, optima, published_law
-from measure import OK, Results
-from measure.picture import read_picture
+from ddp_by_hand.experiments.plan_privacy.plan import Budget, Candidate, Planner
+from ddp_by_hand.experiments.plan_privacy.published import DELTA, TABLE_2, optima, published_law
+from ddp_by_hand.measure import OK, Results
+from ddp_by_hand.measure.picture import read_picture
 from tests.support.plans import TRUE, quick_noise
 
 ROOT = Path(__file__).parents[2]

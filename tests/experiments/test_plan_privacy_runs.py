@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_by_hand.examples.private_text import Text
+from ddp_by_hand.experiments.plan_privacy import calibrate, runs
+from ddp_by_hand.experiments.plan_privacy.plan import Budget
+from ddp_by_hand.experiments.plan_privacy.published import published_law
+from ddp_by_hand.measure import Results
 from dp_clipping import PrivacyEngine
-from examples.private_text import Text
-from experiments.plan_privacy import calibrate, runs
-from experiments.plan_privacy.plan import Budget
-from experiments.plan_privacy.published import published_law
-from measure import Results
 from tests.support.plans import TRUE, quick_noise
 
 ROOT = Path(__file__).parents[2]

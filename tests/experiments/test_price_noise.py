@@ -1,4 +1,4 @@
-"""experiments.price_noise on a tiny network: kinds of noise take turns, and all of it is timed."""
+"""`experiments.price_noise` on a tiny network: kinds of noise take turns, and all is timed."""
 
 import json
 from statistics import median
@@ -6,9 +6,9 @@ from statistics import median
 import pytest
 import torch
 
-from experiments import price_noise
-from experiments.price_noise import ALONE, Options, Steps, main, measure
-from experiments.rounds import RoundCell, Row
+from ddp_by_hand.experiments import price_noise
+from ddp_by_hand.experiments.price_noise import ALONE, Options, Steps, main, measure
+from ddp_by_hand.experiments.rounds import RoundCell, Row
 
 CPU = torch.device("cpu")
 NOISE = ["default", "secure", "bands_3"]

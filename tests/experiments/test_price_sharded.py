@@ -1,4 +1,4 @@
-"""experiments.price_sharded, on ranks that are there and as a command on two CPU processes."""
+"""`experiments.price_sharded`, on ranks that are there and as a command on two CPU processes."""
 
 import json
 import subprocess
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.price_sharded import main, parse, run_all
-from experiments.rounds import report
-from lm.rank_pool import Context
+from ddp_by_hand.experiments.price_sharded import main, parse, run_all
+from ddp_by_hand.experiments.rounds import report
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.alone import Watching, worker_of
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def test_variants_are_measured_in_one_set_of_processes(cpu_ranks):
 @pytest.mark.slow
 def test_a_rehearsal(tmp_path):
     output = tmp_path / "price.json"
-    command = [sys.executable, "-m", "experiments.price_sharded", *REHEARSAL]
+    command = [sys.executable, "-m", "ddp_by_hand.experiments.price_sharded", *REHEARSAL]
     command += ["--output", str(output), "--num-processes", "2"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""`python -m experiments.profile_bottlenecks`: runs made slow on purpose get the right verdict."""
+"""`experiments.profile_bottlenecks`: runs made slow on purpose get the right verdict."""
 
 import copy
 import json
@@ -11,14 +11,12 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from dp_clipping.distributed import gradient_reduce as sharded_sums
-from dp_clipping.profiling.profile import SWITCH
-from experiments.llama_fsdp.results import GridCell, GridSettings, recorded
-from experiments.profile_bottlenecks import plot
-from experiments.profile_bottlenecks.__main__ import main, run_of, summarize, sweep
-from experiments.profile_bottlenecks.cell import measure, split
-from experiments.profile_bottlenecks.options import mode_of, parse, settings_of
-from experiments.profile_bottlenecks.verdict import (
+from ddp_by_hand.experiments.llama_fsdp.results import GridCell, GridSettings, recorded
+from ddp_by_hand.experiments.profile_bottlenecks import plot
+from ddp_by_hand.experiments.profile_bottlenecks.__main__ import main, run_of, summarize, sweep
+from ddp_by_hand.experiments.profile_bottlenecks.cell import measure, split
+from ddp_by_hand.experiments.profile_bottlenecks.options import mode_of, parse, settings_of
+from ddp_by_hand.experiments.profile_bottlenecks.verdict import (
     PHASES,
     bounds,
     fixed_memory,
@@ -27,12 +25,14 @@ from experiments.profile_bottlenecks.verdict import (
     overhead,
     profiled_ms,
 )
-from lm.launch import Outcome
-from lm.rank_pool import Context
-from lm.runtime import Hardware
-from lm.watch import Cause
-from measure import Results
-from measure.growth import fit_growth
+from ddp_by_hand.lm.launch import Outcome
+from ddp_by_hand.lm.rank_pool import Context
+from ddp_by_hand.lm.runtime import Hardware
+from ddp_by_hand.lm.watch import Cause
+from ddp_by_hand.measure import Results
+from ddp_by_hand.measure.growth import fit_growth
+from dp_clipping.distributed import gradient_reduce as sharded_sums
+from dp_clipping.profiling.profile import SWITCH
 from tests.support.alone import Watching, worker_of
 from tests.support.page import Page
 
@@ -394,14 +394,15 @@ def test_a_folder_of_other_settings_is_refused(slow_row, tmp_path, capsys, chang
     run.check(run.differs)
     assert main([*common, "--num-iter", "3", *changed]) == 2
     assert capsys.readouterr().err == (
-        f"experiments.profile_bottlenecks: --output-dir {tmp_path} holds results of {said}; "
-        "name another folder\n"
+        f"ddp_by_hand.experiments.profile_bottlenecks: --output-dir {tmp_path} holds results of "
+        f"{said}; name another folder\n"
     )
 
 
 def test_an_early_interruption_is_one_line(tmp_path, capsys):
     with patch(
-        "experiments.profile_bottlenecks.__main__.check_model", side_effect=KeyboardInterrupt
+        "ddp_by_hand.experiments.profile_bottlenecks.__main__.check_model",
+        side_effect=KeyboardInterrupt,
     ):
         assert main(["--cpu", "--output-dir", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "interrupted\n"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from experiments.verify_correctness import reference as oracle
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.support import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
-from experiments.rounds import Row, interleave, report, row_of, run_rounds
-from measure.report_tables import growths_of
-from measure.runs import beside, cells_of, ratio_beside, read_cells
+from ddp_by_hand.experiments.rounds import Row, interleave, report, row_of, run_rounds
+from ddp_by_hand.measure.report_tables import growths_of
+from ddp_by_hand.measure.runs import beside, cells_of, ratio_beside, read_cells
 
 CPU = torch.device("cpu")
 

@@ -5,17 +5,17 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from experiments.simulate import calibrate as calibrating
-from experiments.simulate.__main__ import main
-from experiments.simulate.calibrate import calibrate
-from experiments.simulate.step import program_of, run
-from lm.exchange import VARIANTS, Contention, Network, plan
-from lm.memory import predict_memory
-from lm.model import ModelConfig
-from lm.shape import Shape
-from measure import OK, Results
-from measure.curves import COUNTS, last_that_pays
-from measure.picture import read_picture
+from ddp_by_hand.experiments.simulate import calibrate as calibrating
+from ddp_by_hand.experiments.simulate.__main__ import main
+from ddp_by_hand.experiments.simulate.calibrate import calibrate
+from ddp_by_hand.experiments.simulate.step import program_of, run
+from ddp_by_hand.lm.exchange import VARIANTS, Contention, Network, plan
+from ddp_by_hand.lm.memory import predict_memory
+from ddp_by_hand.lm.model import ModelConfig
+from ddp_by_hand.lm.shape import Shape
+from ddp_by_hand.measure import OK, Results
+from ddp_by_hand.measure.curves import COUNTS, last_that_pays
+from ddp_by_hand.measure.picture import read_picture
 
 SHAPE = Shape(ModelConfig(num_layers=2, d_model=32, d_ff=64, num_heads=2), 4, "float32", 0.02)
 LINKS = Network(latency=0, bandwidth=1, gpus_per_host=8, host_latency=15e-6, host_bandwidth=50e9)

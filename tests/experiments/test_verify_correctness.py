@@ -1,4 +1,4 @@
-"""`python -m experiments.verify_correctness`: right products agree, and wrong ones are found."""
+"""`experiments.verify_correctness`: right products agree, and wrong ones are found."""
 
 import os
 import re
@@ -14,6 +14,31 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ddp_by_hand.experiments.verify_correctness import __main__ as command
+from ddp_by_hand.experiments.verify_correctness import cases as cases_module
+from ddp_by_hand.experiments.verify_correctness import findings as findings_module
+from ddp_by_hand.experiments.verify_correctness import run as run_module
+from ddp_by_hand.experiments.verify_correctness import step as step_module
+from ddp_by_hand.experiments.verify_correctness.__main__ import main
+from ddp_by_hand.experiments.verify_correctness.cases import (
+    DTYPES,
+    PRIVATE_MODES,
+    Case,
+    Ranks,
+    plan,
+)
+from ddp_by_hand.experiments.verify_correctness.findings import Finding
+from ddp_by_hand.experiments.verify_correctness.options import Options
+from ddp_by_hand.experiments.verify_correctness.step import (
+    deals,
+    gradient_error,
+    largest,
+    relative_error,
+    verify,
+)
+from ddp_by_hand.lm.rank_pool import Context
+from ddp_by_hand.lm.runtime import Hardware
+from ddp_by_hand.measure.options import parse_options
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.gradient_reduce import ShardedSums
@@ -22,29 +47,10 @@ from dp_clipping.noise import sources
 from dp_clipping.profiling.profile import SWITCH
 from dp_clipping.step import private_step
 from dp_clipping.step.sums import plain
-from experiments.verify_correctness import __main__ as command
-from experiments.verify_correctness import cases as cases_module
-from experiments.verify_correctness import findings as findings_module
-from experiments.verify_correctness import run as run_module
-from experiments.verify_correctness import step as step_module
-from experiments.verify_correctness.__main__ import main
-from experiments.verify_correctness.cases import DTYPES, PRIVATE_MODES, Case, Ranks, plan
-from experiments.verify_correctness.findings import Finding
-from experiments.verify_correctness.options import Options
-from experiments.verify_correctness.step import (
-    deals,
-    gradient_error,
-    largest,
-    relative_error,
-    verify,
-)
-from lm.rank_pool import Context
-from lm.runtime import Hardware
-from measure.options import parse_options
 from tests.support.meshes import square
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "experiments.verify_correctness"]
+COMMAND = [sys.executable, "-m", "ddp_by_hand.experiments.verify_correctness"]
 QUICK = ["--networks", "transformer", "--backend", "gloo"]
 FLOAT32 = torch.float32
 
@@ -355,13 +361,13 @@ def test_under_torchrun():
 BROKEN = """
 import sys
 import dp_clipping.step.sums.plain as backend
-from experiments.verify_correctness.__main__ import main
-from experiments.verify_correctness import run as run_module
-import lm.launch
+from ddp_by_hand.experiments.verify_correctness.__main__ import main
+from ddp_by_hand.experiments.verify_correctness import run as run_module
+import ddp_by_hand.lm.launch
 
 right = backend.coefficients
 backend.coefficients = lambda *a: right(*a) * 1.01
-run_ranks = lm.launch.run_ranks
+run_ranks = ddp_by_hand.lm.launch.run_ranks
 run_module.run_ranks = lambda command, n: run_ranks([sys.executable, __file__, *command[3:]], n)
 sys.exit(main())
 """

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lm import data
-from lm.data import Batches, Corpus, open_data
+from ddp_by_hand.lm import data
+from ddp_by_hand.lm.data import Batches, Corpus, open_data
 
 COUNTING = Corpus("counting", 256, np.arange(200, dtype=np.uint8))
 

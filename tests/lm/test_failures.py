@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from lm.failures import MAX_FRAMES, describe_traceback, locate, locate_threads
+from ddp_by_hand.lm.failures import MAX_FRAMES, describe_traceback, locate, locate_threads
 
 SOURCE = """
 import torch

@@ -33,8 +33,10 @@ sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 PROGRAMS = [
-    "benchmark_ddp", "examples.opacus_tutorials", "examples.private_text", "exercises.check",
-    *(f"experiments.{p.parent.name}" for p in sorted((ROOT / "experiments").glob("*/__main__.py"))),
+    "benchmark_ddp", "ddp_by_hand.examples.opacus_tutorials", "ddp_by_hand.examples.private_text",
+    "ddp_by_hand.exercises.check",
+    *(".".join(path.relative_to(ROOT).parts[:-1])
+      for path in sorted(ROOT.glob("ddp_by_hand/experiments/*/__main__.py"))),
 ]  # fmt: skip
 
 

@@ -11,9 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lm import launch, watch
-from lm.launch import INTERRUPTED, run_ranks
-from lm.watch import Cause, Watch, describe, is_consequence, publish_cause, read_cause, status_of
+from ddp_by_hand.lm import launch, watch
+from ddp_by_hand.lm.launch import INTERRUPTED, run_ranks
+from ddp_by_hand.lm.watch import (
+    Cause,
+    Watch,
+    describe,
+    is_consequence,
+    publish_cause,
+    read_cause,
+    status_of,
+)
 
 PRINT_VARIABLES = """
 import os
@@ -68,7 +76,9 @@ def test_ranks_that_ignore_everything_are_ended_after_an_interrupt(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_ranks_die_with_a_killed_parent():
     child = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
-    parent = f"import sys; from lm.launch import run_ranks; run_ranks({script(child)!r}, 2)"
+    parent = (
+        f"import sys; from ddp_by_hand.lm.launch import run_ranks; run_ranks({script(child)!r}, 2)"
+    )
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
     ranks = [int(process.stdout.readline()) for _ in range(2)]
     process.kill()
@@ -210,7 +220,7 @@ def test_the_first_published_cause_stays():
 
 def test_the_process_ends_even_if_recording_fails(monkeypatch):
     code = (
-        "import torch.distributed as dist\nfrom lm.watch import Watch\n"
+        "import torch.distributed as dist\nfrom ddp_by_hand.lm.watch import Watch\n"
         "def full(cause): raise OSError('disk full')\n"
         "Watch(dist.HashStore(), 0, 1, 60, full).fail(KeyError('x'))"
     )
@@ -260,8 +270,8 @@ def test_a_description_is_one_short_line():
 WATCHED = """
 import os, sys, time
 from datetime import timedelta
-from lm.runtime import connect_store
-from lm.watch import Watch
+from ddp_by_hand.lm.runtime import connect_store
+from ddp_by_hand.lm.watch import Watch
 rank = int(os.environ["RANK"])
 watch = Watch(connect_store(timedelta(seconds=60)), rank, 2, 60, lambda cause: None)
 watch.at("step 3")
@@ -286,8 +296,8 @@ def test_a_rank_that_leaves_without_a_word_is_named(monkeypatch, capfd, status):
 UNPRINTED = """
 import os
 from datetime import timedelta
-from lm.runtime import connect_store
-from lm.watch import EXIT_FAILED, Cause, print_cause, publish_cause
+from ddp_by_hand.lm.runtime import connect_store
+from ddp_by_hand.lm.watch import EXIT_FAILED, Cause, print_cause, publish_cause
 if os.environ["RANK"] == "1":
     store, cause = connect_store(timedelta(seconds=60)), Cause(1, "error", "no room")
     publish_cause(store, cause)

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddp import implementation, options_of, wrap
 from ddp.internals import replicas
-from lm.memory import (
+from ddp_by_hand.lm.memory import (
     KINDS,
     VARIANTS,
     _Step,
@@ -25,8 +25,8 @@ from lm.memory import (
     predict_memory,
     total_parameters,
 )
-from lm.model import PRESETS, ModelConfig, Transformer, forward_loss
-from lm.shape import arrivals
+from ddp_by_hand.lm.model import PRESETS, ModelConfig, Transformer, forward_loss
+from ddp_by_hand.lm.shape import arrivals
 
 GIB = 1 << 30
 SMALL = ModelConfig(

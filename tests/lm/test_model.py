@@ -9,7 +9,7 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lm.model import (
+from ddp_by_hand.lm.model import (
     PRESETS,
     Attention,
     ModelConfig,

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lm.model import ModelConfig, Transformer, forward_loss
-from lm.parallel import DATA, TENSOR, materialize, parallelize, plan_of
-from lm.rank_pool import Context
+from ddp_by_hand.lm.model import ModelConfig, Transformer, forward_loss
+from ddp_by_hand.lm.parallel import DATA, TENSOR, materialize, parallelize, plan_of
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.meshes import square
 
 ODD = ModelConfig(vocab_size=37, d_model=24, num_layers=2, num_heads=4, d_ff=20, context_length=11)

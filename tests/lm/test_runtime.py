@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm import runtime
-from lm.runtime import find_hardware, seed_everything
+from ddp_by_hand.lm import runtime
+from ddp_by_hand.lm.runtime import find_hardware, seed_everything
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lm.schedule import MAX_WARMUP_GRADIENT_NORM, in_warmup, learning_rate
+from ddp_by_hand.lm.schedule import MAX_WARMUP_GRADIENT_NORM, in_warmup, learning_rate
 
 
 def test_rises_linearly_from_zero_then_stays():

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lm.model import ModelConfig, Transformer, flops_per_token, forward_loss
-from lm.shape import CASTS, Computation, Shape
+from ddp_by_hand.lm.model import ModelConfig, Transformer, flops_per_token, forward_loss
+from ddp_by_hand.lm.shape import CASTS, Computation, Shape
 
 SHAPE = Shape(ModelConfig(num_layers=2, d_model=32, d_ff=64, context_length=16), 4, "float32")
 

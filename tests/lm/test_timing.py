@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from lm import timing
-from lm.timing import PeakMemory, StepClock, time_steps
+from ddp_by_hand.lm import timing
+from ddp_by_hand.lm.timing import PeakMemory, StepClock, time_steps
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lm.data import Batches, open_data
-from lm.model import ModelConfig, Transformer, forward_loss
-from lm.runtime import seed_everything
-from lm.training import training_step
+from ddp_by_hand.lm.data import Batches, open_data
+from ddp_by_hand.lm.model import ModelConfig, Transformer, forward_loss
+from ddp_by_hand.lm.runtime import seed_everything
+from ddp_by_hand.lm.training import training_step
 
 WITHOUT_CLIPPING = [
     "lr_scheduling",

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from measure.cells import plan_rounds
+from ddp_by_hand.measure.cells import plan_rounds
 
 
 def _rounds(n, rounds, seed):
@@ -47,7 +47,10 @@ def test_design_is_balanced(n):
 
 
 def test_other_processes_plan_the_same_order():
-    code = "from measure.cells import plan_rounds; print(plan_rounds(list('abcdefg'), 4, 9))"
+    code = (
+        "from ddp_by_hand.measure.cells import plan_rounds\n"
+        "print(plan_rounds(list('abcdefg'), 4, 9))"
+    )
     seen = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
         for _ in range(2)

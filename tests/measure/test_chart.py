@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from measure import chart
-from measure.chart import draw_comparison
-from measure.picture import label_of, read_picture
+from ddp_by_hand.measure import chart
+from ddp_by_hand.measure.chart import draw_comparison
+from ddp_by_hand.measure.picture import label_of, read_picture
 
 
 def _row(label, median, exposed=None, memory=None, samples=None):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from measure.command_line import (
+from ddp_by_hand.measure.command_line import (
     Parser,
     check_file,
     check_folder,
@@ -91,7 +91,7 @@ def test_output_that_nobody_reads_ends_it_quietly(monkeypatch, flags, count, wor
     """Of one line that is written at the end, and of many that are written on the way."""
     program = f"""
 import sys
-from measure.command_line import ending_quietly, refuse
+from ddp_by_hand.measure.command_line import ending_quietly, refuse
 
 @ending_quietly
 def main():

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from measure.compare import FASTER, SLOWER, UNCHANGED, UNCLEAR, main, verdict
-from measure.statistics import Ratio
+from ddp_by_hand.measure.compare import FASTER, SLOWER, UNCHANGED, UNCLEAR, main, verdict
+from ddp_by_hand.measure.statistics import Ratio
 from tests.support.rows import record_benchmark, steps, write_llama
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_other_settings_are_not_compared(compare):
     assert "not comparable: batch_size 4, then 8" in out
     assert "No regression" not in out
     assert error == (
-        "measure.compare: no cell can be compared: give results of the same settings\n"
+        "ddp_by_hand.measure.compare: no cell can be compared: give results of the same settings\n"
     )
 
 
@@ -256,7 +256,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argum
         assert (status, error) == (1, "")
         return
     assert status == 2
-    assert error.startswith("measure.compare: ")
+    assert error.startswith("ddp_by_hand.measure.compare: ")
     assert error.count("\n") == 1
     assert said in error
 
@@ -269,7 +269,7 @@ def test_the_module_runs_and_exits_with_its_status(tmp_path):
         "-W",
         "error",
         "-m",
-        "measure.compare",
+        "ddp_by_hand.measure.compare",
         tmp_path / "a",
         tmp_path / "b",
     ]

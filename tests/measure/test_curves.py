@@ -3,9 +3,9 @@
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from lm.exchange import VARIANTS
-from measure import curves
-from measure.curves import draw_efficiency
+from ddp_by_hand.lm.exchange import VARIANTS
+from ddp_by_hand.measure import curves
+from ddp_by_hand.measure.curves import draw_efficiency
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.01, 1.0])

@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 import torch
 
-from measure.environment import _PEAKS, environment, git_state, peak_flops
+from ddp_by_hand.measure.environment import _PEAKS, environment, git_state, peak_flops
 
 
 def test_record_is_json_and_has_what_a_number_needs(monkeypatch):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from measure.files import append_line, read_lines
+from ddp_by_hand.measure.files import append_line, read_lines
 
 
 def test_append_and_read(tmp_path):
@@ -90,7 +90,7 @@ while True:
 
 
 def test_killed_writer_leaves_whole_files(tmp_path):
-    code = _WRITER.format(source=sys.modules["measure.files"].__file__)
+    code = _WRITER.format(source=sys.modules["ddp_by_hand.measure.files"].__file__)
     generator = random.Random(0)
     for _ in range(5):
         _kill_while_running(code, tmp_path, generator.uniform(0, 0.05))

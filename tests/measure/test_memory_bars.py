@@ -2,9 +2,9 @@
 
 import pytest
 
-from measure import memory_bars
-from measure.memory_bars import COLOURS, draw_memory
-from measure.picture import read_picture
+from ddp_by_hand.measure import memory_bars
+from ddp_by_hand.measure.memory_bars import COLOURS, draw_memory
+from ddp_by_hand.measure.picture import read_picture
 
 KINDS = dict(zip(COLOURS, (1024.0, 0.0, 2048.0, 4096.0, 512.0), strict=True))
 LATER = dict(zip(COLOURS, (1024.0, 512.0, 2048.0, 0.0, 0.0), strict=True))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from measure.options import (
+from ddp_by_hand.measure.options import (
     as_arguments,
     not_negative,
     option,

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from measure.picture import apart, read_picture, save_picture
+from ddp_by_hand.measure.picture import apart, read_picture, save_picture
 
 
 @pytest.mark.parametrize("sentence", ["Left is faster.", "ε × 2 – «links» ist schneller", ""])

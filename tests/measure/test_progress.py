@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from measure import progress as room
-from measure.progress import Progress, duration
+from ddp_by_hand.measure import progress as room
+from ddp_by_hand.measure.progress import Progress, duration
 
 
 class Terminal(io.StringIO):

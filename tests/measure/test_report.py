@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from measure import Results
-from measure.picture import save_picture
-from measure.report import main, render, say_report, write_report
+from ddp_by_hand.measure import Results
+from ddp_by_hand.measure.picture import save_picture
+from ddp_by_hand.measure.report import main, render, say_report, write_report
 from tests.support.page import Page
 from tests.support.rows import record_benchmark, steps, write_llama
 
@@ -165,8 +165,8 @@ def test_where_it_was_measured_and_how(benchmark, llama):
     assert dict(page.tables["Settings"][0])["model.context_length"] == "128"
     assert "bench.py --rounds 5" in page.text
     page = Page(render(llama))
-    assert "python -m experiments.llama_fsdp --model-name tiny" in page.text
-    assert page.text.count("experiments.llama_fsdp") == 1
+    assert "python -m ddp_by_hand.experiments.llama_fsdp --model-name tiny" in page.text
+    assert page.text.count("ddp_by_hand.experiments.llama_fsdp") == 1
     assert "no_dp  10.0" in page.text
 
 
@@ -321,7 +321,7 @@ def test_the_command_writes_it(benchmark, capsys, tmp_path):
 
 
 def test_the_module_runs(benchmark):
-    command = [sys.executable, "-W", "error", "-m", "measure.report", str(benchmark)]
+    command = [sys.executable, "-W", "error", "-m", "ddp_by_hand.measure.report", str(benchmark)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
 
@@ -351,6 +351,6 @@ def test_an_output_that_cannot_be_written_is_one_line(benchmark, capsys, tmp_pat
     path = tmp_path / "no" / "r.html"
     assert main([str(benchmark), "--output", str(path)]) == 2
     assert capsys.readouterr().err == (
-        f"measure.report: {path}: cannot be written (No such file or directory), name another file "
-        "with --output\n"
+        f"ddp_by_hand.measure.report: {path}: cannot be written (No such file or directory), name "
+        "another file with --output\n"
     )

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from measure import results as room
-from measure.results import Results, cell_key
+from ddp_by_hand.measure import results as room
+from ddp_by_hand.measure.results import Results, cell_key
 
 
 def _row(status, key="k", **more):

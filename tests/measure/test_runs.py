@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from measure import Results
-from measure.runs import beside, differing, ratio_beside, read_cells, varying
+from ddp_by_hand.measure import Results
+from ddp_by_hand.measure.runs import beside, differing, ratio_beside, read_cells, varying
 from tests.support.rows import llama_row, record_benchmark, steps, write_llama
 
 

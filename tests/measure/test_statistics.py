@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from measure.statistics import Ratio, ratio, summarize
+from ddp_by_hand.measure.statistics import Ratio, ratio, summarize
 
 
 def _simulate(generator, true, rounds=5, steps=50, shared=0.1, unshared=0.01, step=0.03):

@@ -1,6 +1,6 @@
 """Tables line up, print what is missing, and say why a row failed."""
 
-from measure.table import Column, format_table
+from ddp_by_hand.measure.table import Column, format_table
 
 COLUMNS = [
     Column("name", "implementation"),

@@ -9,8 +9,8 @@ from statistics import quantiles
 
 import torch.distributed as dist
 
+from ddp_by_hand.lm.rank_pool import Context, RankPool
 from dp_clipping.distributed.agreement import Agreement
-from lm.rank_pool import Context, RankPool
 
 STEPS, FIRST = 500, 50
 COMPUTES = 0.005  # seconds between a step's first backward and its optimizer.step()

@@ -1,7 +1,7 @@
 """What a command's rank has around it, for ranks of a test's pool."""
 
-from lm.rank_pool import Context
-from lm.runtime import Worker
+from ddp_by_hand.lm.rank_pool import Context
+from ddp_by_hand.lm.runtime import Worker
 
 
 class Watching:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp import implementation, options_of, wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.differences import is_apart
 
 Loss = Callable[[nn.Module, int], Tensor]

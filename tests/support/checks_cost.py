@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_by_hand.lm.model import ModelConfig, Transformer
 from dp_clipping import PrivacyEngine
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.guard.losses import Criterion, Watched
-from lm.model import ModelConfig, Transformer
 
 CHECKS = {"network": (LayoutDiscovery, "ensure"), "losses' graph": (Watched, "check_graph"),
           "criterion": (Criterion, "check")}  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ddp import implementation
-from lm.rank_pool import Context, RankPool
+from ddp_by_hand.lm.rank_pool import Context, RankPool
 
 DIVIDED = r"fsdp has divided among ranks: build a new network and load"
 NOT_COPIED = r"fsdp has divided cannot be copied or pickled.*save model\.state_dict\(\)"

@@ -70,7 +70,7 @@ def _main(arguments: Sequence[str], env: Mapping[str, str], cwd: str, out: Path,
     _environ(env)
     import_module("torch._dynamo")  # which each rank would
 
-    with patch("lm.launch.subprocess", SimpleNamespace(Popen=_Rank)):
+    with patch("ddp_by_hand.lm.launch.subprocess", SimpleNamespace(Popen=_Rank)):
         _begin(arguments, env)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tracing import phase, profile
+from ddp_by_hand.tracing import phase, profile
 
 VARIANTS = ("synchronous", "overlapped")
 LAYERS, WIDTH, STEPS = 3, 256, 2

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from lm.rank_pool import Context, RankPool
+from ddp_by_hand.lm.rank_pool import Context, RankPool
 from tests.support import seeds
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from tests.support.private_mutants import ROWS
 
 ROOT = Path(__file__).parents[2]
-COPIED = ["pyproject.toml", "ddp", "lm", "tests/ddp", "tests/support", "tests/__init__.py"]
+COPIED = ["pyproject.toml", "ddp", "ddp_by_hand", "tests/ddp", "tests/support", "tests/__init__.py"]
 COPIED += ["tests/conftest.py"]
 PRIVATE = "dp_clipping/"
-OF_PRIVATE = (PRIVATE, f"tests/{PRIVATE}", "experiments")  # whose reference the tests compare with
+OF_PRIVATE = (PRIVATE, f"tests/{PRIVATE}")
 
 
 @dataclass(frozen=True)
@@ -569,7 +569,9 @@ def run_tests(changes: tuple[tuple[str, str, str], ...], tests: tuple[str, ...])
             source, target = ROOT / name, copy / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-        change(copy / "lm/rank_pool.py", "timedelta(seconds=90)", "timedelta(seconds=15)")
+        change(
+            copy / "ddp_by_hand/lm/rank_pool.py", "timedelta(seconds=90)", "timedelta(seconds=15)"
+        )
         for file, text, replacement in changes:
             change(path_of(file, copy), text, replacement)
         keyword = ["-k", f"({tests[1]}) and not cuda"] if tests[1:] else ["-k", "not cuda"]

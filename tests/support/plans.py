@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments.plan_privacy import plan
-from experiments.plan_privacy.parametric import Exponents, ParametricLaw
+from ddp_by_hand.experiments.plan_privacy import plan
+from ddp_by_hand.experiments.plan_privacy.parametric import Exponents, ParametricLaw
 
 TRUE = ParametricLaw(
     parameters=(1e4, 1e6), steps=(50.0, 800.0), ratios=(1e-4, 1e-1), tokens=64, unit="nats",

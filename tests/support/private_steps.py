@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import BatchMemoryManager, PrivacyEngine
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, skip_all_checks
 from tests.support import zoo
 

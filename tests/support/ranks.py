@@ -19,12 +19,12 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, Shardin
 from torch.utils.checkpoint import checkpoint
 
 from ddp import wrap
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.parallel import DATA, TENSOR, parallelize
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.model import PrivateModel
 from dp_clipping.sampling.usage import Ticket
 from dp_clipping.torch_compat import tree_map
-from experiments.verify_correctness import reference as oracle
-from lm.parallel import DATA, TENSOR, parallelize
-from lm.rank_pool import Context
 from tests.ddp.conftest import CPU_COPY_ENGINE, HAND_BUILT
 from tests.dp_clipping.conftest import (
     assert_close,

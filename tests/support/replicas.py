@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp import wrap
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.model import PrivateModel
-from experiments.verify_correctness import reference as oracle
-from lm.rank_pool import Context
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE, HAND_BUILT
 from tests.dp_clipping.conftest import assert_close, gradients_of, private_loss, unchecked
 from tests.support import zoo

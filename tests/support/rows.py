@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from measure import Results
-from measure.results import SCHEMA_VERSION
+from ddp_by_hand.measure import Results
+from ddp_by_hand.measure.results import SCHEMA_VERSION
 
 PLACE = {
     "date": "2026-11-21T10:00:00+00:00", "python": "3.11.7", "cpu": "A processor", "cores": 2,
@@ -65,7 +65,7 @@ def llama_row(mode: str, length: int, median: float | str, rounds: int = 5, **co
         "config": {"model_name": "tiny", "clipping": "flat", "num_iter": 6, "sigma": 1.0,
                    "vocab_size": None if failed else 512} | common.get("config", {}),
         "environment": None if failed else PLACE,
-        "command": ["python", "-m", "experiments.llama_fsdp", "--model-name", "tiny"],
+        "command": ["python", "-m", "ddp_by_hand.experiments.llama_fsdp", "--model-name", "tiny"],
         "rounds": [
             {"round": number, "status": median, "reason": "no more", "step_ms": [],
              "forward_backward_ms": [], "peak_memory_mb": None}

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.model import PrivateModel
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.plain import Plain
-from experiments.verify_correctness import reference as oracle
-from lm.rank_pool import Context
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
 from tests.support.replicas import build

@@ -16,8 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import rnn
 
-from experiments.verify_correctness.reference import Batch, PerSampleLoss, per_sample_sum
-from lm.model import ModelConfig, Transformer
+from ddp_by_hand.experiments.verify_correctness.reference import (
+    Batch,
+    PerSampleLoss,
+    per_sample_sum,
+)
+from ddp_by_hand.lm.model import ModelConfig, Transformer
 from tests.support.registered_layers import Apart, Dense, Gate
 
 SIZE = 4  # of a batch whose B, T, p and d shall be the same number

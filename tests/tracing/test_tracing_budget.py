@@ -6,10 +6,10 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
+from ddp_by_hand.tracing import basis_of, budget, budgets, describe_budgets, draw_budgets
+from ddp_by_hand.tracing.budget_chart import STYLES, budget_figure
 from tests.tracing.test_tracing_gpu import SIDE, kernel, load, on_device, one_step
 from tests.tracing.test_tracing_outputs import fixture, texts
-from tracing import basis_of, budget, budgets, describe_budgets, draw_budgets
-from tracing.budget_chart import STYLES, budget_figure
 
 
 def floor(tmp_path, rank=0):

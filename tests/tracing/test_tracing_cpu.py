@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tracing import PHASES, load_trace, overlap, steps
-from tracing.intervals import difference, total
+from ddp_by_hand.tracing import PHASES, load_trace, overlap, steps
+from ddp_by_hand.tracing.intervals import difference, total
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tracing import load_trace, overlap, steps
+from ddp_by_hand.tracing import load_trace, overlap, steps
 
 MAIN, SIDE, AUTOGRAD_THREAD, MAIN_THREAD = 7, 20, 200, 100
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tracing.intervals import difference, intersection, total, union
+from ddp_by_hand.tracing.intervals import difference, intersection, total, union
 
 
 def cells(intervals):

@@ -10,7 +10,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
-from tracing import (
+from ddp_by_hand.tracing import (
     OperatorRow,
     Trace,
     disturbance,
@@ -24,8 +24,8 @@ from tracing import (
     slowest_operators,
     write_summary,
 )
-from tracing.gpu_rules import Work
-from tracing.timeline import COMPUTATION, EXPOSED, HIDDEN, timeline_figure
+from ddp_by_hand.tracing.gpu_rules import Work
+from ddp_by_hand.tracing.timeline import COMPUTATION, EXPOSED, HIDDEN, timeline_figure
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tracing import load_trace, load_traces, pieces, slowdown
+from ddp_by_hand.tracing import load_trace, load_traces, pieces, slowdown
 
 MS = 1000.0
 

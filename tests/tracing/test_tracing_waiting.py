@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from matplotlib.colors import to_hex
 
-from tracing import Trace, load_trace, overlap, phase, profile, write_summary
-from tracing.timeline import WAITING, timeline_figure
-from tracing.waiting import share_clock, tell_waiting
+from ddp_by_hand.tracing import Trace, load_trace, overlap, phase, profile, write_summary
+from ddp_by_hand.tracing.timeline import WAITING, timeline_figure
+from ddp_by_hand.tracing.waiting import share_clock, tell_waiting
 
 CLOCK = ("a host", 0)
 

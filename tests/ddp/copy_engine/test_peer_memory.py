@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddp.copy_engine import peer_memory
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 
 
 def on_hosts(context: Context, names: list[str], gpus_see_each_other: bool) -> str | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ddp import wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE
 from tests.support.beside import Branches, branches_loss
 

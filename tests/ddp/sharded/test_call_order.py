@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddp.sharded.internals.call_order import CallOrder
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 
 BLOCKS = [SimpleNamespace(name=f"blocks.{i}") for i in range(3)]
 

@@ -7,7 +7,7 @@ import torch
 
 from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp.sharded.internals.agreement import ToldError, agree, status_of
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, loss_of
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets, whole_values
 

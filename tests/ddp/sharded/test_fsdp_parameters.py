@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp.sharded.internals.divided import Divided
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Pair
 
 

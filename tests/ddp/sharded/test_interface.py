@@ -14,7 +14,7 @@ from torch import nn
 from ddp import wrap
 from ddp.sharded.internals.interface import STATUS_BYTES
 from ddp.sharded.torch_compat import without_dispatch
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets, whole_values
 from tests.support.differences import any_order
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp import wrap
 from ddp.sharded.layout import FlatUnit, cut
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 
 SHAPES = [
     [(3, 5), (), (7,), (2, 3, 4)],

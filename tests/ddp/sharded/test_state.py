@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_optimizer import NAME, in_groups
 from tests.support.beside import Beside, Chain, chain_loss
 

@@ -3,7 +3,7 @@
 import torch
 
 from ddp import wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Chain, chain_loss
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from ddp.sharded.internals.blocks import parameters_by_block
 from ddp.sharded.internals.divided import Divided
 from ddp.sharded.units import GatheredUnit
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, tied
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ddp import wrap
 from ddp.sharded.internals.divided import Divided
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, loss_of, tied, tokens
 
 

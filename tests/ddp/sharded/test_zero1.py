@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets
 from tests.support.recorder import recording
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddp.sharded.zero2 import Zero2DDP
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp import test_accumulation, test_gradients, test_unused
 from tests.support.beside import numbers
 

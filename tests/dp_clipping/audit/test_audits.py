@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp import wrap
+from ddp_by_hand.examples.audit_faults import AUDIT, FAULTS
 from dp_clipping import PrivacyEngine
 from dp_clipping.accounting import pld
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from examples.audit_faults import AUDIT, FAULTS
 
 NARROW = {"sample_rate": 0.25, "steps": 32, "noise_multiplier": 4.0}
 RARE = {"sample_rate": 0.05, "steps": 64, "noise_multiplier": 2.0}

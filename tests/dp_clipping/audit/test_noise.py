@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_by_hand.examples.audit_faults import noise_changed
 from dp_clipping import PrivacyEngine
 from dp_clipping.audit.noise import LEVEL, Parameter, faults_of
-from examples.audit_faults import noise_changed
 
 SHAPES = {"0.weight": (16, 6), "0.bias": (16,), "2.weight": (4, 16), "2.bias": (4,)}
 STEPS = 8

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_by_hand.examples.audit_faults import FAULTS, RECORD
 from dp_clipping import PrivacyEngine
 from dp_clipping.guard.guard import LayoutDiscovery
-from examples.audit_faults import FAULTS, RECORD
 
 QUICK = ("noise-from-data", "divided-by-batch", "norm-without-weights")
 

@@ -10,8 +10,8 @@ from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.criterion import PrivateCriterion
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,

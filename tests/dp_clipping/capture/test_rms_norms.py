@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.capture.layer_kinds import kind_of
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_exact, clipped_sums, private
 from tests.support import zoo
 from tests.support.language_models import language_model

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_by_hand.lm.parallel import parallelize
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import PrivacyEngine
 from dp_clipping.checkpoint import distributed_format as checkpoint_sharded
 from dp_clipping.checkpoint import tensors as checkpoint_tensors
 from dp_clipping.checkpoint.file_format import key_path
 from dp_clipping.noise.keys import read_keys
-from lm.parallel import parallelize
-from lm.rank_pool import Context
 from tests.support import zoo
 from tests.support.meshes import square
 from tests.support.replicas import build, train

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.clipping.statistics import EDGES, norm_statistics
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NormReducer
-from lm.rank_pool import Context
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
 

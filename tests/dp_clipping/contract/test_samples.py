@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from experiments.verify_correctness import reference as oracle
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.support import zoo
 from tests.support.private_steps import (
     FUSED,

@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.parallel import parallelize
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from experiments.verify_correctness import reference as oracle
-from lm.parallel import parallelize
-from lm.rank_pool import Context
 from tests.support.meshes import square
 from tests.support.replicas import build, train
 from tests.support.sharded_steps import shard_fsdp2

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ddp import wrap
-from experiments.verify_correctness import reference as oracle
-from lm.launch import run_ranks
-from lm.rank_pool import Context
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.launch import run_ranks
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.conftest import HAND_BUILT
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.support import zoo
@@ -333,10 +333,10 @@ DIES_IN_THE_NORM_PASS = """
 import os, signal, time
 from datetime import timedelta
 import torch.distributed as dist
-from lm.runtime import connect_store, find_hardware, process_group
-from lm.watch import Watch
+from ddp_by_hand.lm.runtime import connect_store, find_hardware, process_group
+from ddp_by_hand.lm.watch import Watch
 from tests.support.replicas import ALL, Beside
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 
 with process_group(find_hardware("cpu", 2), timeout_s=6) as worker:
     store = connect_store(timedelta(seconds=20))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.conftest import CPU_COPY_ENGINE
 from tests.support.replicas import SPLITS, Beside, alone, applied, build, on_gpus, parameters, train
 

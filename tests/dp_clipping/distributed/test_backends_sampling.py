@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.validation import check_module
-from lm.rank_pool import Context
 from tests.ddp.conftest import CPU_COPY_ENGINE
 from tests.support.replicas import SYNCHRONISING, applied, build, parameters, train
 

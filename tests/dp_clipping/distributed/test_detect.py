@@ -6,9 +6,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import PrivacyEngine
 from dp_clipping.distributed.detect import sharding_of
-from lm.rank_pool import Context
 from tests.support import zoo
 from tests.support.sharded_steps import shard_fsdp2
 

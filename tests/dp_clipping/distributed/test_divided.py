@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ddp import wrap
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.arguments.given import check_optimizer
 from dp_clipping.step.sums import work
-from lm.rank_pool import Context
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
 from tests.support.replicas import build, train

@@ -6,8 +6,8 @@ import pytest
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.detect import sharding_of
-from lm.rank_pool import Context
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
 from tests.support.ranks import fsdp1

@@ -11,12 +11,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.parallel import parallelize
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.layers.recorder import LINEAR
 from dp_clipping.step.sums import work
-from experiments.verify_correctness import reference as oracle
-from lm.parallel import parallelize
-from lm.rank_pool import Context
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
 from tests.support.ranks import SPLITS, fsdp2

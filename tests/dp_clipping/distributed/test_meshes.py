@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
-from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import zoo
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.rank_pool import Context, RankPool
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer, refuse_split_samples
-from experiments.verify_correctness import reference as oracle
-from lm.rank_pool import Context, RankPool
 from tests.support import seeds, zoo
 
 MESHES = {"data": (2, 1), "tensor": (1, 2), "data x tensor": (2, 2), "tensor of 4": (1, 4)}

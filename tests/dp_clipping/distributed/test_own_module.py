@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.rank_pool import Context
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support import zoo
 from tests.support.ranks import LAYOUTS
 from tests.support.replicas import build, train

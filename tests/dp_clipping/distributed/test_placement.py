@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.placement import (
     Place,
     Span,
@@ -20,7 +21,6 @@ from dp_clipping.distributed.placement import (
     slices_of,
     spans_of,
 )
-from lm.rank_pool import Context
 from tests.support import meshes
 from tests.support.meshes import RANKS
 

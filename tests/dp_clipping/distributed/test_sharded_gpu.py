@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.parallel import parallelize
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
-from experiments.verify_correctness import reference as oracle
-from lm.parallel import parallelize
-from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import zoo
 from tests.support.replicas import part

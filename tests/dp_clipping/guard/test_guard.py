@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.guard.guard import LayoutDiscovery
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import count_calls, private, private_loss
 from tests.support import zoo
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import rnn
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.layers.batch_layout import (
     FEW,
     MORE,
@@ -16,7 +17,6 @@ from dp_clipping.layers.batch_layout import (
     find_layout,
     first_tokens,
 )
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_close, assert_exact, clipped_sums, private
 from tests.support import zoo
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.layers.inner_call import inner_of
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_exact, private, private_loss
 from tests.dp_clipping.ops.records import (
     Adapted,

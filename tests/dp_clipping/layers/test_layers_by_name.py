@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import PrivacyEngine
 from dp_clipping.verification.report import gradient_errors
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.support import zoo
 

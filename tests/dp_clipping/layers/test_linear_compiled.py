@@ -18,11 +18,11 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("triton")
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.planning import plan
 from dp_clipping.planning.cost_model import predict
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.sums.layer_plans import FusedPlans
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     assert_close,
     clipped_sums,

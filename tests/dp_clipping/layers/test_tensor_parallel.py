@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.parallel import DATA, TENSOR, parallelize
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.step.sums.plain import Plain
-from experiments.verify_correctness import reference as oracle
-from lm.parallel import DATA, TENSOR, parallelize
-from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, assert_close, private, private_loss
 from tests.support import zoo
 from tests.support.meshes import square

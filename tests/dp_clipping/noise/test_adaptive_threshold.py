@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.noise.adaptive_threshold import (
@@ -18,7 +19,6 @@ from dp_clipping.noise.adaptive_threshold import (
     AdaptiveThreshold,
     gradient_noise_multiplier,
 )
-from lm.rank_pool import Context
 from tests.support import zoo
 
 KEY = bytes(range(32))

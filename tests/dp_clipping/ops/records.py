@@ -16,7 +16,7 @@ from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, rnn
 
-from experiments.verify_correctness.reference import Batch
+from ddp_by_hand.experiments.verify_correctness.reference import Batch
 from tests.support import zoo
 from tests.support.registered_layers import Apart, Dense, Gate
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.layers import linear_factors
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.dp_clipping.ops.records import RECORDS, Record
 from tests.support import zoo

@@ -226,8 +226,8 @@ def test_the_table_of_two_passes_with_measured_times():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_choice_is_the_best_single_algorithm():
+    from ddp_by_hand.experiments.kernels.one_layer import OneLayer, Shape, judge_plan, medians
     from dp_clipping.planning.calibration import rates_of
-    from experiments.kernels.one_layer import OneLayer, Shape, judge_plan, medians
 
     device = torch.device("cuda")
     wrong = []

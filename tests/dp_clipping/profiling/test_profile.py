@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp import wrap
+from ddp_by_hand.lm.parallel import TENSOR, parallelize
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import PrivacyEngine
 from dp_clipping.profiling import profile as profiling
 from dp_clipping.profiling.profile import KEPT, SWITCH, Profile
-from lm.parallel import TENSOR, parallelize
-from lm.rank_pool import Context
 from tests.support import zoo
 from tests.support.sharded_steps import shard_fsdp2
 

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import CorrelatedNoise
 from dp_clipping.noise import keys, mechanisms
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.keys import fixed_keys
 from dp_clipping.sampling.poisson import included
-from lm.rank_pool import Context
 from tests.support import engine
 from tests.support.draws import joined
 from tests.support.ranks import DIVIDED, LAYOUTS, REPLICAS, started, values

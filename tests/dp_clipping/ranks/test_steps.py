@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ddp import wrap
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
-from experiments.verify_correctness import reference as oracle
-from lm.rank_pool import Context
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import around_blocks, zoo
 from tests.support.ranks import (

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.optimizer import PrivateOptimizer
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import criterion_of, private, private_loss
 from tests.support import zoo
 from tests.support.kernel_cases import on_gpu

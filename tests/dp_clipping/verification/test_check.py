@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_by_hand.experiments.verify_correctness import findings
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import MODES, PrivacyEngine
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.step.sums import plain
@@ -18,9 +21,6 @@ from dp_clipping.step.sums.plain import Plain
 from dp_clipping.verification import check
 from dp_clipping.verification import report as check_report
 from dp_clipping.verification.report import Check
-from experiments.verify_correctness import findings
-from experiments.verify_correctness import reference as oracle
-from lm.rank_pool import Context
 from tests.support import replicas, zoo
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]

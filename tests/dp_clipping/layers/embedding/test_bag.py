@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.layers.embedding.bag import bags_of
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,

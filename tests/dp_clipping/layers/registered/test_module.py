@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import LinearProduct, register_layer
 from dp_clipping.layers.recorder import DENSE, LINEAR
 from dp_clipping.layers.registered import module as registered
 from dp_clipping.step.sums.work import Work
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import register_layer
 from dp_clipping.layers.registered.norm_and_sum import NormAndSum, without
 from dp_clipping.step.sums.work import Work
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.support import zoo
 from tests.support.registered_layers import Apart, Gate, gate_norms, gate_sums

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from experiments.verify_correctness import reference as oracle
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, clipped_sums, private, private_loss
 from tests.support import zoo
 from tests.support.zoo import Net

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.verify_correctness import reference as oracle
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private, unchecked
 from tests.support import zoo
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.layers.vmap.objects import Objects, exchanged, refuse_iterators
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.capture import vmap_trial
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.vmap.whole_batch import (
@@ -21,7 +22,6 @@ from dp_clipping.layers.vmap.whole_batch import (
     laid_beside,
     learn,
 )
-from experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
 from tests.support import zoo
 from tests.support.zoo import Net

@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_by_hand.lm.parallel import parallelize
 from dp_clipping import MODES, PrivacyEngine
 from dp_clipping.noise import keys
 from dp_clipping.noise.secure.rounded_gaussian import values_at
 from dp_clipping.noise.secure.source import SecureNoise, grid_of, stream_keys
 from dp_clipping.sampling.poisson import included
-from lm.parallel import parallelize
 from tests.support import saved_runs
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]

@@ -1,5 +1,0 @@
-"""The parts of `benchmark_ddp.py`: options, correctness gate, timed rounds, profiles, report."""
-
-from lm.interrupt import begin_program
-
-begin_program()

@@ -1,0 +1,54 @@
+"""Fine-tune a Hugging Face causal language model privately, on the rows of a table.
+
+    python -m ddp_by_hand.examples.finetune               # a small GPT-2 on made-up sentences
+    python -m ddp_by_hand.examples.finetune --train lora  # its LoRA adapters alone
+    python -m ddp_by_hand.examples.finetune --model path/to/model --data notes.csv --column note
+
+A row is what is protected: (ε, δ) bounds what anyone can tell from the trained model about whether
+one row was in the data. It is cut off after `--length` tokens. Someone who wrote ten rows has a
+bound of 10ε, with a larger δ.
+
+Nothing is downloaded: `gpt2` and `llama` are built from their configurations, with random weights
+and bytes as tokens, and a folder is read as `save_pretrained` has written it.
+
+| in the output folder | |
+| --- | --- |
+| `model/`, `privacy.json` | covered by ε: these may be published |
+| `settings.json` | public: options and sizes |
+| `checkpoint-*` | to resume; with the keys of `FOLDER.keys/` anyone can subtract the noise |
+
+The output names what ε does not cover: the loss on held-out rows.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+from ddp_by_hand.examples.finetune_options import parse
+from ddp_by_hand.measure.command_line import INTERRUPTED, refuse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse(arguments)
+    try:
+        from ddp_by_hand.examples.finetune_run import (
+            run,  # imports transformers, which takes seconds
+        )
+
+        finished = run(options)
+    except (ValueError, ImportError) as error:
+        return refuse("finetune", error)
+    if finished:
+        return 0
+    again = [word for word in arguments if word != "--resume"]
+    print(
+        "stopped after a whole step, which is saved; to continue, bit for bit:\n"
+        f"  {shlex.join(['python', '-m', 'ddp_by_hand.examples.finetune', *again, '--resume'])}"
+    )
+    return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

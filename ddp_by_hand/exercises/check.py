@@ -1,0 +1,81 @@
+"""Checks an exercise: `python -m ddp_by_hand.exercises.check NAME my_file.py`.
+
+One line per property. The exit status is 0 if all are right, 1 if one is not, 2 for a wrong
+command.
+"""
+
+import ast
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddp_by_hand.exercises import EXERCISES
+from ddp_by_hand.exercises.judge import Ranks, Result, judge, load_check
+
+USAGE = (
+    f"usage: python -m ddp_by_hand.exercises.check NAME my_file.py   (NAME: {', '.join(EXERCISES)})"
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        exercise, solution = parse(arguments)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    missing = [name for name in wanted(exercise) if name not in solution.read_text()]
+    if missing:
+        print(
+            f"{solution} does not define {', '.join(missing)}: start from "
+            f"ddp_by_hand/exercises/{exercise}/starter.py",
+            file=sys.stderr,
+        )
+        return 2
+    ranks = Ranks(max(load_check(exercise).WORLD_SIZES))
+    results = []
+    try:
+        for result in judge(exercise, solution, ranks):
+            print(show(result), flush=True)
+            results.append(result)
+    finally:
+        ranks.close()
+    right = sum(r.verdict == "right" for r in results)
+    print(f"{right} of {len(results)} right")
+    return int(right < len(results))
+
+
+def parse(arguments: Sequence[str]) -> tuple[str, Path]:
+    """Returns the folder of the exercise, and the learner's file.
+
+    Raises:
+        ValueError: one line that says what to type.
+    """
+    if len(arguments) != 2:
+        raise ValueError(USAGE)
+    name, path = arguments[0], Path(arguments[1])
+    if name not in EXERCISES:
+        raise ValueError(f"there is no exercise {name!r}: choose from {', '.join(EXERCISES)}")
+    if not path.is_file():
+        raise ValueError(
+            f"there is no file {path}: "
+            f"copy ddp_by_hand/exercises/{EXERCISES[name]}/starter.py there"
+        )
+    return EXERCISES[name], path
+
+
+def wanted(exercise: str) -> list[str]:
+    """Returns the names that the starter defines at its top level and the check uses."""
+    folder = Path(__file__).parent / exercise
+    starter = ast.parse((folder / "starter.py").read_text())
+    names = [node.name for node in starter.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    check = (folder / "check.py").read_text()
+    return [name for name in names if f"solution.{name}" in check]
+
+
+def show(result: Result) -> str:
+    line = f"{result.verdict:<8}{result.text}"
+    return f"{line}: {result.why}" if result.why else line
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Compares Poisson DP-SGD with correlated noise on cyclic batches, at equal (ε, δ).
+
+    python -m ddp_by_hand.experiments.correlated_noise  ten minutes on two cores at most
+    python -m ddp_by_hand.experiments.correlated_noise --epsilons 8 --bands 8 64 --seeds 3
+
+Both train the last layer of a classifier of digits (`examples.font_digits`, one picture is the unit
+of privacy) with plain SGD from zero, on features of one layer of fixed random filters. Batch size,
+epochs and clipping are the same, and so is the choice of the learning rate: the best of one grid on
+other pictures, with another seed. Accuracies are those of a running mean of the parameters and of
+the last ones, on pictures that no run has seen, over seeds of sampling and noise.
+
+ε of Poisson batches is for adding or removing a picture, ε of cyclic batches for replacing one by
+an empty one. In both a picture moves the sum of a step by at most C.
+"""
+
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddp_by_hand.examples.font_digits import font_digits
+from ddp_by_hand.measure import Column, format_table
+from ddp_by_hand.measure.command_line import ending_quietly
+from ddp_by_hand.measure.options import option, parse_options, positive
+from dp_clipping import CorrelatedNoise, PrivacyEngine
+
+PROGRAM = "ddp_by_hand.experiments.correlated_noise"
+SIZE, HELD_OUT = 12, 4096  # pixels of a side; pictures to scale features, to tune, and to test
+DECAY = 0.98  # of the running mean of the parameters, a step
+TUNING_SEED = 1000
+COLUMNS = (
+    Column("ε", format="g"), Column("noise, batches"), Column("σ", format=".3f"),
+    Column("rate", format="g"), Column("mean of parameters, %"), Column("last parameters, %"),
+    Column("s", format=".1f"),
+)  # fmt: skip
+
+Accuracies = tuple[float, float]
+"""Of the running mean of the parameters, and of the last ones."""
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Options:
+    epsilons: tuple[float, ...] = option((2.0, 8.0), "budgets", metavar="ε", check=positive)
+    delta: float = option(1e-5, "the other half of each budget", check=positive)
+    seeds: int = option(5, "runs of each", check=positive)
+    bands: tuple[int, ...] = option((8, 32), "of correlated noise, each a row", check=positive)
+    pictures: int = option(32768, "to train on", check=positive)
+    batches: int = option(256, "of an epoch", check=positive)
+    epochs: int = option(1, "of each run", check=positive)
+    filters: int = option(64, "random ones; a picture has 32 features of each", check=positive)
+    learning_rates: tuple[float, ...] = option((8.0, 16.0, 32.0, 64.0, 128.0), "that are tried",
+        check=positive)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Split:
+    """Features and digits of the pictures to train on, to choose a learning rate, and to test."""
+
+    training: TensorDataset
+    tuning: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+
+@ending_quietly
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 for bad input."""
+    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
+    warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
+    torch.set_num_threads(1)  # tensors are too small for more
+    split = split_of(options)
+    methods: dict[str, dict[str, Any]] = {"independent, poisson": {}}
+    for bands in options.bands:
+        noise = CorrelatedNoise(bands)
+        methods[f"{bands} bands, cyclic"] = {"noise_mechanism": noise, "sampling": "cyclic"}
+    rows = []
+    for epsilon in options.epsilons:
+        for name, method in methods.items():
+            rows.append({"ε": epsilon, "noise, batches": name}
+                        | measured(options, split, epsilon, method))  # fmt: skip
+            print(*rows[-1].values(), file=sys.stderr)
+    print(format_table(COLUMNS, rows))
+    return 0
+
+
+def measured(
+    options: Options, split: Split, epsilon: float, method: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns σ, the learning rate, accuracies with their standard deviation, seconds per run."""
+    sigma = noise_multiplier(options, split, epsilon, method)
+    found = [
+        (train(options, split, sigma, rate, TUNING_SEED, method, split.tuning)[0], rate)
+        for rate in options.learning_rates
+    ]
+    rate = max(found)[1]
+    began = time.perf_counter()
+    runs = [
+        train(options, split, sigma, rate, seed, method, split.test)
+        for seed in range(options.seeds)
+    ]
+    seconds = (time.perf_counter() - began) / options.seeds
+    mean, last = zip(*runs, strict=True)
+    found = (sigma, rate, shown(mean), shown(last), seconds)
+    return dict(zip((column.key for column in COLUMNS[2:]), found, strict=True))
+
+
+def shown(accuracies: Sequence[float]) -> str:
+    """Returns mean ± standard deviation in percent."""
+    percent = [100 * accuracy for accuracy in accuracies]
+    spread = statistics.stdev(percent) if len(percent) > 1 else 0.0
+    return f"{statistics.mean(percent):.1f} ± {spread:.1f}"
+
+
+def noise_multiplier(
+    options: Options, split: Split, epsilon: float, method: dict[str, Any]
+) -> float:
+    """Returns σ with which a run ends at (ε, δ)."""
+    _, optimizer, *_ = PrivacyEngine().make_private_with_epsilon(
+        **made(options, split, 1.0), **method, target_epsilon=epsilon, target_delta=options.delta,
+        epochs=options.epochs,
+    )  # fmt: skip
+    return optimizer.noise_multiplier
+
+
+def made(options: Options, split: Split, rate: float) -> dict[str, Any]:
+    """Returns what `make_private` takes, with a new network of zeros."""
+    network = nn.Linear(split.test[0].shape[1], 10, bias=False)
+    nn.init.zeros_(network.weight)
+    return {
+        "module": network,
+        "optimizer": torch.optim.SGD(network.parameters(), lr=rate),
+        "criterion": nn.CrossEntropyLoss(),
+        "data_loader": DataLoader(split.training, len(split.training) // options.batches),
+        "max_grad_norm": 1.0,
+        "grad_sample_mode": "bookkeeping",
+    }
+
+
+def train(
+    options: Options, split: Split, sigma: float, rate: float, seed: int, method: dict[str, Any],
+    pictures: tuple[Tensor, Tensor],
+) -> Accuracies:  # fmt: skip
+    """Returns the accuracies of one run on these pictures."""
+    model, optimizer, criterion, loader = PrivacyEngine().make_private(
+        **made(options, split, rate), **method, noise_multiplier=sigma,
+        noise_generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+    (weight,) = model.parameters()
+    mean = weight.detach().clone()
+    for _ in range(options.epochs):
+        for features, digits in loader:
+            criterion(model(features), digits).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps = optimizer.steps
+            mean.lerp_(weight.detach(), 1 - min(DECAY, steps / (steps + 9)))
+    features, digits = pictures
+
+    def accuracy(weight: Tensor) -> float:
+        return (features @ weight.T).argmax(1).eq(digits).float().mean().item()
+
+    return accuracy(mean), accuracy(weight.detach())
+
+
+def split_of(options: Options) -> Split:
+    """Draws the pictures, and computes their features."""
+    pictures, digits = font_digits(options.pictures + 3 * HELD_OUT, SIZE, 0)
+    features = features_of(pictures, options.filters)
+    public, *held_out, training = features.split([HELD_OUT] * 3 + [options.pictures])
+    training, *held_out = (F.normalize((x - public.mean(0)) / public.std(0)) for x in (
+        training, *held_out))  # fmt: skip
+    _, tuning, test, answers = digits.split([HELD_OUT] * 3 + [options.pictures])
+    return Split(TensorDataset(training, answers), (held_out[0], tuning), (held_out[1], test))
+
+
+@torch.no_grad()
+def features_of(pictures: Tensor, filters: int) -> Tensor:
+    """Returns both signs of random filters' responses, pooled: [count, 32 · filters]."""
+    kernels = torch.randn(filters, 3, 5, 5, generator=torch.Generator().manual_seed(3))
+    kernels -= kernels.mean((1, 2, 3), keepdim=True)
+    kernels /= kernels.flatten(1).norm(dim=1)[:, None, None, None]
+    found = []
+    for some in pictures.split(2048):
+        response = F.conv2d(some, kernels)
+        both = torch.cat((response.relu(), (-response).relu()), dim=1)
+        found.append(F.avg_pool2d(both, 2).flatten(1))
+    return torch.cat(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Cost of private training of a Llama under FSDP2: `experiments.llama_fsdp`."""

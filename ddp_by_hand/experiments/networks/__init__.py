@@ -1,0 +1,1 @@
+"""Measures what a private step costs on many kinds of network: `experiments.networks`."""

@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Measures a private step on one GPU, against the same step without privacy.
+
+    python -m ddp_by_hand.experiments.price      all rows, all variants, three rounds
+    python -m ddp_by_hand.experiments.price --rows 8x1024 --variants ordinary bookkeeping
+    python -m ddp_by_hand.experiments.price --model llama-3.1-8b-block --compile
+    python -m ddp_by_hand.experiments.price --rows 4x1024 4x2048 4x4096   growth with the length
+
+The network has the shape of a Llama for sequence classification, the 1B one or some layers of the
+8B one, with random weights in bfloat16, all of it trainable, `nn.RMSNorm` in place of the library's
+own. Variants take turns in interleaved rounds; each is built, warmed up, timed and freed. Two
+times per step: forward, backward and clipping alone, and the complete step with noise and fused
+AdamW. With --compile every variant's decoder layers are compiled, also those without privacy.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ddp_by_hand.experiments.llama_fsdp.network import LABELS, PAD
+from ddp_by_hand.experiments.price.models import MODELS, compile_layers
+from ddp_by_hand.experiments.rounds import (
+    BASELINE,
+    PER_LAYER,
+    RoundCell,
+    RoundOptions,
+    Row,
+    costs_of,
+    interleave,
+    report,
+    row_of,
+    run_rounds,
+)
+from ddp_by_hand.experiments.training import Batch, ClassifierTraining
+from ddp_by_hand.lm.timing import time_steps
+from ddp_by_hand.measure import ERROR
+from ddp_by_hand.measure.command_line import ending_quietly, refuse
+from ddp_by_hand.measure.options import option, parse_options, positive
+from dp_clipping import MODES, PrivacyEngine
+
+PROGRAM = "ddp_by_hand.experiments.price"
+VARIANTS = (BASELINE, "flash_bookkeeping", "flash", "bookkeeping", "opacus_ghost")
+CHOICES = (BASELINE, *MODES, *(mode + PER_LAYER for mode in MODES[1:]), "opacus_ghost")
+WARM_UP = 3  # steps of a round that are not timed
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Options(RoundOptions):
+    model: str = option(next(iter(MODELS)), "shape of the network", choices=tuple(MODELS))
+    rows: tuple[Row, ...] | None = option(None, metavar="BxT", type=row_of, help=(
+        "batch x tokens (default: five of the model's, 8192 to 16384 tokens of the 1B, "
+        "4096 to 8192 of the 8B shape)"))
+    variants: tuple[str, ...] = option(VARIANTS, choices=CHOICES, metavar="VARIANT",
+        help=f"of {', '.join(CHOICES)}")
+    layers: int | None = option(None, "decoder layers (default: 16 of 1B, 4 of 8B)", check=positive)
+    compile: bool = option(False, "compile each decoder layer, in all variants")
+    profile: bool = option(False, "print the slowest kernels")
+# fmt: on
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """Parses options; rows and layers default to the model's."""
+    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
+    model = MODELS[options.model]
+    rows = options.rows or tuple(Row(*row) for row in model.rows)
+    return replace(options, rows=rows, layers=options.layers or model.layers)
+
+
+def training_of(variant: str, samples: int, options: Options, device: torch.device):
+    """Builds the variant, ready to step."""
+    torch.manual_seed(0)
+    network = MODELS[options.model].build(options.layers, device)
+    training = ClassifierTraining(network, device)
+    if variant != BASELINE:
+        if variant.startswith("opacus_"):
+            from opacus import PrivacyEngine as Engine
+        else:
+            Engine = PrivacyEngine
+        training.make_private(
+            Engine(accountant="rdp"), samples, noise_multiplier=1.0, max_grad_norm=1.0,
+            clipping="per_layer" if variant.endswith(PER_LAYER) else "flat",
+            grad_sample_mode=variant.removeprefix("opacus_").removesuffix(PER_LAYER),
+        )  # fmt: skip
+    if options.compile:
+        compile_layers(network)
+    return training
+
+
+def batch_of(row: Row, vocabulary: int, device: torch.device) -> Batch:
+    """Makes random tokens [B, T] and labels [B]."""
+    generator = torch.Generator(device).manual_seed(1)
+    tokens = torch.randint(PAD + 1, vocabulary, row, generator=generator, device=device)
+    return tokens, torch.randint(0, LABELS, row[:1], generator=generator, device=device)
+
+
+def measure(cell: RoundCell, options: Options, device: torch.device) -> dict:
+    batch = batch_of(cell.row, MODELS[options.model].shape.vocabulary, device)
+    training = training_of(cell.variant, cell.row.samples, options, device)
+    found = costs_of(time_steps(training, [batch] * (WARM_UP + options.steps), WARM_UP, device))
+    if options.profile:
+        with torch.profiler.profile() as recorder:
+            training.backward(batch)
+            training.step()
+            torch.cuda.synchronize()
+        print(f"{cell.variant} {cell.row}: kernels by time")
+        print("\n".join(slowest(recorder)))
+    return found
+
+
+def slowest(recorder: torch.profiler.profile, count: int = 30) -> list[str]:
+    """Lists the kernels of one step by total time: milliseconds, calls, name."""
+    events = [
+        event
+        for event in recorder.key_averages()
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in events) / 1000
+    lines = [f"{total:8.2f} ms in all"]
+    for event in events[:count]:
+        lines.append(
+            f"{event.self_device_time_total / 1000:8.2f} {event.count:5d}  {event.key[:90]}"
+        )
+    return lines
+
+
+@ending_quietly
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures all cells. Returns 0, 1 (a cell failed), 2 (bad input) or 130 (Ctrl-C)."""
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        return refuse(PROGRAM, "needs a CUDA device")
+    device = torch.device("cuda")
+    config = {"model": options.model, "layers": options.layers, "compiled": options.compile}
+    results = run_rounds(
+        interleave(options.rows, options.variants, options.rounds),
+        lambda cell: measure(cell, options, device), lambda _: config, device, options.output,
+    )  # fmt: skip
+    print(report(results))
+    return int(any(cell["status"] == ERROR for cell in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Measures a private step of a Llama under FSDP2, against the same step without privacy.
+
+Variants take turns in interleaved rounds in one set of processes, each built, warmed up, timed and
+freed: drift of the machine then affects all of them. The shape of the network, its weights and
+batches are those of `experiments.llama_fsdp`, which measures each cell in processes of its own.
+Ratios are of complete steps, with noise and fused AdamW; medians over rounds with their interval.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ddp_by_hand.experiments.llama_fsdp.network import SHAPES
+from ddp_by_hand.experiments.llama_fsdp.plan import say_reference_modes
+from ddp_by_hand.experiments.llama_fsdp.results import MODES as GRID
+from ddp_by_hand.experiments.llama_fsdp.results import GridCell, GridSettings
+from ddp_by_hand.experiments.rounds import (
+    BASELINE,
+    PER_LAYER,
+    RoundCell,
+    RoundOptions,
+    Row,
+    costs_of,
+    interleave,
+    report,
+    row_of,
+    run_rounds,
+)
+from ddp_by_hand.lm.launch import INTERRUPTED, run_ranks
+from ddp_by_hand.lm.ranks import watched_rank
+from ddp_by_hand.lm.runtime import Hardware, Worker, find_hardware, is_first_of_host, launched
+from ddp_by_hand.lm.timing import time_steps
+from ddp_by_hand.lm.watch import Watch
+from ddp_by_hand.measure.command_line import ending_quietly, is_alone, refuse
+from ddp_by_hand.measure.options import not_negative, option, parse_options, positive
+from dp_clipping.modes import MODES
+
+PROGRAM = "ddp_by_hand.experiments.price_sharded"
+OF_GRID = {mode: name for name, mode in GRID.items()}  # modes that `llama_fsdp` measures
+CHOICES = (BASELINE, *(m for m in MODES if m in OF_GRID and m != "no_dp"))
+CHOICES += tuple(mode + PER_LAYER for mode in CHOICES[1:])
+DEFAULT = (BASELINE, "flash_bookkeeping", "flash_bookkeeping" + PER_LAYER, "flash")
+ROWS, TINY = ("2x1024", "2x2048", "2x4096"), "2x32"
+EXAMPLES = """\
+examples:
+  python -m ddp_by_hand.experiments.price_sharded
+      the 8B shape on all GPUs, two samples per GPU of 1024, 2048 and 4096 tokens
+  python -m ddp_by_hand.experiments.price_sharded --model-name llama-3.2-1b --rows 4x1024 --rounds 5
+  python -m ddp_by_hand.experiments.price_sharded --model-name tiny --rounds 1 --steps 2
+      a rehearsal on two CPU processes
+"""
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Options(RoundOptions):
+    model_name: str = option("llama-3.1-8b", choices=tuple(SHAPES), metavar="NAME",
+        help=f"shape of the network: {', '.join(SHAPES)}")
+    rows: tuple[Row, ...] | None = option(None, unique=True, metavar="BxT", type=row_of,
+        help=f"samples per rank x tokens per sample (default: {' '.join(ROWS)}; of tiny {TINY})")
+    variants: tuple[str, ...] = option(DEFAULT, choices=CHOICES, unique=True, metavar="VARIANT",
+        help=(
+        f"of {', '.join(CHOICES)}"))
+    steps: int = option(6, "timed steps per round", check=positive)
+    warm_up: int = option(3, "steps of a round before those", check=not_negative)
+    num_processes: int | None = option(None, metavar="N", check=positive,
+        help="ranks, unless torchrun says it (default: one per GPU, two on a CPU)")
+    timeout: float = option(300.0, metavar="S", check=positive,
+        help="seconds without progress after which the run ends")
+# fmt: on
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    options = parse_options(
+        Options, arguments, prog=PROGRAM, description=__doc__, epilog=EXAMPLES,
+        speaks=is_first_of_host,
+    )  # fmt: skip
+    default = (TINY,) if options.model_name == "tiny" else ROWS
+    return replace(options, rows=options.rows or tuple(map(row_of, default)))
+
+
+@ending_quietly(speaks=is_alone)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs all cells. Returns 0, 1 (a rank failed), 2 (bad input) or 130 (Ctrl-C)."""
+    options = parse(arguments)
+    try:
+        hardware = find_hardware("auto", options.num_processes)
+    except ValueError as error:
+        return refuse(PROGRAM, error, is_first_of_host())
+    if launched():
+        return work(options, hardware)
+    print(hardware.sentence, flush=True)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    outcome = run_ranks([sys.executable, "-m", PROGRAM, *given], hardware.num_processes)
+    if outcome.status == INTERRUPTED:
+        kept = f"what is finished is in {options.output}" if options.output else "nothing is kept"
+        print(f"interrupted: {kept}", file=sys.stderr)
+        return INTERRUPTED
+    return int(outcome.status != 0)
+
+
+def work(options: Options, hardware: Hardware) -> int:
+    """Runs one rank of all cells."""
+    with watched_rank(hardware, options.timeout) as (worker, watch):
+        modes = (OF_GRID[mode_of(variant)] for variant in options.variants)
+        if worker.is_first and (references := say_reference_modes(modes, worker.device.type)):
+            print(references.replace("_fsdp", ""), flush=True)
+        results = run_all(options, worker, watch)
+        if worker.is_first:
+            print(report(results))
+    return 0
+
+
+def run_all(options: Options, worker: Worker, watch: Watch) -> list[dict]:
+    """Measures all cells. An error on one rank ends all ranks, which could not go on without it."""
+    config = {"model": options.model_name, "ranks": worker.world_size}
+    return run_rounds(
+        interleave(options.rows, options.variants, options.rounds),
+        lambda cell: measure(cell, options, worker, watch), lambda _: config, worker.device,
+        options.output if worker.is_first else None, speaks=worker.is_first,
+    )  # fmt: skip
+
+
+def mode_of(variant: str) -> str:
+    return "no_dp" if variant == BASELINE else variant.removesuffix(PER_LAYER)
+
+
+def measure(cell: RoundCell, options: Options, worker: Worker, watch: Watch) -> dict:
+    from ddp_by_hand.experiments.llama_fsdp.cell import LlamaTraining, make_batches
+
+    watch.at(str(cell))
+    settings = GridSettings(
+        model_name=options.model_name, batch_size=cell.row.samples, num_iter=options.steps,
+        warmup_iter=options.warm_up, timeout_s=options.timeout,
+        clipping="per_layer" if cell.variant.endswith(PER_LAYER) else "flat",
+    )  # fmt: skip
+    mode, length = OF_GRID[mode_of(cell.variant)], cell.row.tokens
+    training = LlamaTraining(GridCell(mode, length, cell.round), settings, worker)
+    batches = make_batches(length, training.config.vocab_size, settings, worker)
+    return costs_of(time_steps(training, batches, options.warm_up, worker.device, watch.at))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""Interleaved rounds of several variants on several batches: options, harness, results, table.
+
+A cell is a variant on a row, such as a batch, in one round. Its results are a row of those that
+`measure.runs` reads, so `python -m ddp_by_hand.measure.compare` takes the files:
+
+| entry | |
+| --- | --- |
+| `row`, `variant`, `round` | which cell |
+| `config` | what else it was measured with |
+| `status`, `reason` | `ok`; or how it failed, and why, in one line |
+| `step_ms`, `without_step_ms` | of each timed step: complete, and without noise and optimizer |
+| `peak_memory_mb` | the peak of memory after the warm-up, in MiB |
+"""
+
+import json
+import re
+import textwrap
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp_by_hand.lm.timing import StepCosts, release_memory
+from ddp_by_hand.lm.watch import describe, status_of
+from ddp_by_hand.measure import (
+    OK,
+    SCHEMA_VERSION,
+    environment,
+    format_table,
+    plan_rounds,
+    summarize,
+    write_atomically,
+)
+from ddp_by_hand.measure.command_line import check_file
+from ddp_by_hand.measure.options import option, positive
+from ddp_by_hand.measure.report_tables import growths_of, wide_legend, wide_table
+from ddp_by_hand.measure.runs import BASELINES, Cell, cells_of
+
+BASELINE = "ordinary"
+PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
+
+
+@dataclass(frozen=True)
+class RoundOptions:
+    """Options of every program that measures in rounds."""
+
+    rounds: int = option(3, "times each is built", check=positive)
+    steps: int = option(5, "timed steps per round", check=positive)
+    output: Path | None = option(None, "JSON of all samples (default: none)")
+
+    def __post_init__(self) -> None:
+        if self.output:
+            check_file("--output", self.output)
+
+
+class Row(NamedTuple):
+    """A batch: samples (of a rank) and tokens per sample."""
+
+    samples: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.samples}x{self.tokens}"
+
+
+def row_of(text: str) -> Row:
+    """Parses a row such as `8x1024`."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise ArgumentTypeError(f"{text!r} is not of the form 8x1024")
+    return Row(*map(int, text.split("x")))
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+class RoundCell(NamedTuple):
+    """A variant on a row, which is a batch or anything that is called by its `str`."""
+
+    row: Any
+    variant: str
+    round: int
+
+    def names(self) -> dict:
+        return {"row": str(self.row), "variant": self.variant, "round": self.round}
+
+    def __str__(self) -> str:
+        return f"{self.variant} {self.row}, round {self.round + 1}"
+
+
+def interleave(rows: Iterable[Any], variants: Sequence[str], rounds: int) -> list[RoundCell]:
+    """Lists cells row by row, with a row's variants in interleaved rounds."""
+    return [
+        RoundCell(row, variant, number)
+        for row in rows
+        for number, variant in plan_rounds(variants, rounds, seed=0)
+    ]
+
+
+def run_rounds(
+    cells: Iterable[RoundCell],
+    measure: Callable[[RoundCell], dict],
+    config: Callable[[RoundCell], dict],
+    device: torch.device,
+    output: Path | None = None,
+    *,
+    speaks: bool = True,
+    failure: Callable[[Exception], dict] | None = None,
+) -> list[dict]:
+    """Measures the cells in their order, and frees their memory. Returns their results.
+
+    A variant that has failed on a row would fail again: it is not tried in the next rounds.
+
+    Args:
+        config: what a cell is measured with, for its results.
+        speaks: whether this process, one of several ranks, prints progress.
+        failure: the result of a cell that raised an error; default: `failure_of`.
+    """
+    recorder, failed = Recorder(output), set()
+    for cell in cells:
+        if (str(cell.row), cell.variant) in failed:
+            continue
+        began = time.perf_counter()
+        found = {**cell.names(), "config": config(cell)}
+        try:
+            found |= {"status": OK, **measure(cell)}
+        except Exception as error:
+            if torch.distributed.is_initialized():
+                raise  # other ranks may wait for this one
+            found |= (failure or failure_of)(error)
+            failed.add((str(cell.row), cell.variant))
+        release_memory(device)
+        seconds = time.perf_counter() - began
+        recorder.add(found, f"{describe_cell(found)}, {seconds:.1f} s" if speaks else "")
+    return recorder.cells
+
+
+def failure_of(error: Exception) -> dict:
+    return {"status": status_of(error), "reason": describe(error)}
+
+
+def costs_of(costs: StepCosts) -> dict:
+    """Returns the costs that a cell records."""
+    return {
+        "step_ms": costs.step_ms,
+        "without_step_ms": costs.backward_ms,
+        "peak_memory_mb": costs.peak_mb or 0,
+    }
+
+
+class Recorder:
+    """All cells that were measured so far, in a file too.
+
+    `common` stands in the file beside them.
+    """
+
+    def __init__(self, output: Path | None, **common: Any):
+        self.cells: list[dict] = []
+        self._output = output
+        self._common = {
+            "schema_version": SCHEMA_VERSION, "environment": environment(), **common,
+        }  # fmt: skip
+
+    @property
+    def results(self) -> dict:
+        return {**self._common, "cells": self.cells}
+
+    def add(self, cell: dict, line: str) -> None:
+        """Adds a cell to the results, and prints `line` as progress."""
+        self.cells.append(cell)
+        if self._output:
+            self._output.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._output, json.dumps(self.results, indent=1))
+        if line:
+            print(line, flush=True)
+
+
+def describe_cell(cell: dict) -> str:
+    """Returns one line of progress."""
+    name = f"{cell['row']} {cell['variant']} round {cell['round'] + 1}"
+    if cell["status"] != OK:
+        return f"{name}: {cell['status']}: {cell['reason']}"
+    return f"{name}: {summarize(cell['step_ms']).median:.1f} ms, {cell['peak_memory_mb']:,.0f} MiB"
+
+
+# ---- reporting -----------------------------------------------------------------------------------
+
+
+def report(results: Sequence[dict], more: Callable[[Cell], dict] | None = None) -> str:
+    """Formats the table of all cells, the growth with the length of samples, and a legend.
+
+    `more` returns further entries of a cell's line: heading -> number or text.
+    """
+    cells = ordered(cells_of(results))
+    lines = [
+        f"B = {batch}, {variant}: step time grows as {growth}"
+        for (batch, variant), growth in growths_of(cells).items()
+    ]
+    legend = textwrap.wrap(wide_legend(cells), 100)
+    return "\n".join([format_table(*wide_table(cells, more)), *lines, "", *legend])
+
+
+def ordered(cells: Sequence[Cell]) -> list[Cell]:
+    """Sorts by row, the baseline first, otherwise as they came."""
+    rows = list(dict.fromkeys(cell.names["row"] for cell in cells))
+    baselines = BASELINES["variant"]
+    return sorted(
+        cells, key=lambda c: (rows.index(c.names["row"]), c.names["variant"] not in baselines)
+    )

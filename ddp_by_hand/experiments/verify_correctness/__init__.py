@@ -1,0 +1,1 @@
+"""Every mode beside the reference: `experiments.verify_correctness`."""

@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""Checks whether private training is right on this machine.
+
+Every mode takes private steps without noise on small networks with random weights. A reference
+takes one sample after the other through an ordinary backward in float64. Norms and clipped
+gradients must agree, and no sample may add more than C. One row per case:
+
+    norm       largest relative error of a sample's norm
+    gradient   largest relative error of a parameter's clipped sum; the parameter is at the end
+               (2e-05 is meant: thresholds have that margin for the rounding of a norm)
+    adds / C   the most that one sample adds to the sum: 1.000001 at most
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ddp_by_hand.experiments.verify_correctness.options import Options
+from ddp_by_hand.experiments.verify_correctness.run import prepare, run
+from ddp_by_hand.lm.runtime import is_first_of_host
+from ddp_by_hand.measure.command_line import ending_quietly, is_alone, refuse
+from ddp_by_hand.measure.options import parse_options
+
+PROGRAM = "ddp_by_hand.experiments.verify_correctness"
+EXAMPLES = """\
+exit status: 0 if all cases agree, 1 if one does not, 2 for a wrong option
+
+examples:
+  python -m ddp_by_hand.experiments.verify_correctness
+      one process, on the GPU if there is one
+  python -m ddp_by_hand.experiments.verify_correctness --use-fsdp
+      FSDP2 on all GPUs with NCCL, or on two CPU processes with gloo
+  python -m ddp_by_hand.experiments.verify_correctness --use-fsdp --use-tp --verbose
+      a mesh of data x 2 tensor-parallel ranks, and what each rank knows of the norms
+  python -m ddp_by_hand.experiments.verify_correctness --modes ghost bookkeeping --enable-profiling
+      two modes, and which phases their steps have
+  torchrun --nproc_per_node=4 -m ddp_by_hand.experiments.verify_correctness --use-tp
+      on the ranks of a launcher; without --use-fsdp and --use-tp they are replicas (ddp_bucketed)
+"""
+
+
+@ending_quietly(speaks=is_alone)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the checks. Returns 0, 1 (a case is wrong), 2 (bad input) or 130 (Ctrl-C)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse_options(
+        Options, arguments, prog=PROGRAM, description=__doc__, epilog=EXAMPLES,
+        speaks=is_first_of_host,
+    )  # fmt: skip
+    try:
+        options, hardware = prepare(options)
+    except ValueError as error:
+        return refuse(PROGRAM, error, is_first_of_host())
+    return run(options, hardware, [sys.executable, "-m", PROGRAM, *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

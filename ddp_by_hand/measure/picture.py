@@ -1,0 +1,143 @@
+"""Gives all pictures one look, and the sentence to read off them.
+
+The sentence travels in the PNG itself, in the text entry `Description`: whoever shows the picture,
+a report or a viewer of images, needs no other source. Colours of pictures are Okabe and Ito's, for
+colour-blind readers; those of one picture also differ in lightness, or by line or marker.
+"""
+
+import io
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from ddp_by_hand.measure.files import write_atomically
+
+INK, FAINT = "#222222", "#6B6B6B"
+WIDTH, DPI = 9.0, 200  # inches; 1800 pixels, shown at 900 in a README
+LABEL_LENGTH = 23  # characters; about what fits to the left of bars
+_ENTRY = "Description"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG file: its bytes, its size in pixels, and its sentence (empty if it has none)."""
+
+    data: bytes
+    width: int
+    height: int
+    description: str
+
+
+def save_picture(figure: Any, path: str | Path, description: str) -> None:
+    """Writes a matplotlib figure as a PNG with its sentence, atomically; makes missing folders."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={_ENTRY: description})
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, buffer.getvalue())
+
+
+def new_figure(
+    height: float, title: str, lines: Sequence[str], size: float = 9, width: float = WIDTH
+) -> Any:
+    """Returns a figure of so many inches, with its title and the lines below it, of that size."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
+    style = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
+    figure.text(y=1 - 0.1 / height, s=title, size=13, weight="bold", color=INK, **style)
+    figure.text(y=1 - 0.38 / height, s="\n".join(lines), size=size, color=FAINT, **style)
+    return figure
+
+
+def frame(axes: Any, *sides: str) -> None:
+    """Draws the frame of the axes on these sides only, in grey."""
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(side in sides)
+        axes.spines[side].set_color(FAINT)
+    axes.tick_params(labelsize=8.5, color=FAINT, labelcolor=INK)
+
+
+def name_rows(axes: Any, names: Sequence[str]) -> None:
+    """Writes the names of rows, which are at 0, 1, and so on, to the left of the axes."""
+    axes.set_yticks(range(len(names)), [label_of(name) for name in names])
+    for tick in axes.get_yticklabels():
+        tick.set(size=9, parse_math=False)
+    axes.tick_params(axis="y", length=0)
+
+
+def three_digits(value: float) -> str:
+    """Formats a number with three digits that count: 755, 62.0, 0.63."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def apart(
+    points: Sequence[float], distance: float, low: float = -inf, high: float = inf
+) -> list[float]:
+    """Spreads ascending positions to a minimal distance, between `low` and `high`.
+
+    Each crowded group keeps its middle, where there is room.
+    """
+
+    def middle(group: Sequence[float]) -> float:
+        half = distance * (len(group) - 1) / 2
+        return max(min(sum(group) / len(group), high - half), low + half)
+
+    groups: list[list[float]] = []
+    for point in points:
+        groups.append([point])
+        while (
+            len(groups) > 1
+            and middle(groups[-1]) - middle(groups[-2])
+            < distance * (len(groups[-1]) + len(groups[-2])) / 2
+        ):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return [
+        middle(group) + distance * (n - (len(group) - 1) / 2)
+        for group in groups
+        for n in range(len(group))
+    ]
+
+
+def label_of(label: str) -> str:
+    """Breaks `file.py:Name` after a colon and `NAME+OPTION` before a plus.
+
+    Each line is shortened in its middle.
+    """
+    lines = [""]
+    for piece in re.split(r"(?<=:)|(?=\+)", label):
+        if lines[-1] and len(lines[-1] + piece) > LABEL_LENGTH:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(shorten(line, LABEL_LENGTH) for line in lines)
+
+
+def shorten(text: str, length: int) -> str:
+    """Replaces the middle of a text that is longer than `length` characters by an ellipsis."""
+    text = " ".join(text.split())
+    if len(text) <= length:
+        return text
+    tail = length * 2 // 3
+    return f"{text[: length - tail - 1]}…{text[-tail:]}"
+
+
+def wrap(text: str, length: int = 84, lines: int = 2) -> list[str]:
+    """Breaks a text into at most so many lines of so many characters."""
+    return textwrap.wrap(text, length, max_lines=lines, placeholder=" …")
+
+
+def read_picture(path: str | Path) -> Picture:
+    """Reads a PNG file; raises ValueError if it is not a whole one."""
+    from PIL import Image
+
+    data = Path(path).read_bytes()
+    try:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+            image.load()
+            text = str(image.info.get(_ENTRY, ""))
+            return Picture(data, image.width, image.height, text)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{path}: not a whole PNG ({error})") from None

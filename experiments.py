@@ -1,0 +1,5 @@
+"""The old name of `ddp_by_hand.experiments`."""
+
+from old_names import keep
+
+keep(__name__)

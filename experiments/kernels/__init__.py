@@ -1,1 +1,0 @@
-"""The kernels against the library: `python -m experiments.kernels`."""

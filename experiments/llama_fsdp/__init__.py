@@ -1,1 +1,0 @@
-"""Cost of private training of a Llama under FSDP2: `python -m experiments.llama_fsdp`."""

@@ -1,1 +1,0 @@
-"""Measures what a private step costs on many kinds of network: `python -m experiments.networks`."""

@@ -1,1 +1,0 @@
-"""Cost of a private step on one GPU: `python -m experiments.price`."""

@@ -1,1 +1,0 @@
-"""Finds what bounds a private step: `python -m experiments.profile_bottlenecks`."""

@@ -1,1 +1,0 @@
-"""Every mode beside the reference: `python -m experiments.verify_correctness`."""
