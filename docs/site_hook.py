@@ -1,7 +1,7 @@
 """Builds the site from the repository's documents: a hook of MkDocs (`make docs`).
 
-The site has the pages of docs/, the documents beside it (`ELSEWHERE`), and a page for each source
-file that one of them names. Links between them are rewritten, since a page of the site may lie
+The site begins with the README. It has the pages of docs/, the documents beside it (`ELSEWHERE`), and
+a page for each source file that one of them names. Links between them are rewritten, since a page of the site may lie
 elsewhere than its file. The first use of each term of the glossary on a page links to it.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {
-    "README.md": "overview.md",
+    "README.md": "index.md",
     "PROFILING.md": "profiling.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",

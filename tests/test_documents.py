@@ -302,7 +302,7 @@ def test_python_blocks_run(path, group_of_one, tmp_path, monkeypatch):
         ("```python\nf(a=1, ...)\n```", SyntaxError, "positional argument"),
         ("```python\nx = 1\n```\n\n```python\nx.lost\n```", AttributeError, "'int' object"),
         ("- a\n  ```python\n  x\n  ```", AssertionError, "unlike others"),
-        ("<!-- after: docs/README.md -->\n```python\nengine.lost\n```", AttributeError, "lost"),
+        ("<!-- after: README.md -->\n```python\nengine.lost\n```", AttributeError, "lost"),
     ],
 )
 def test_a_wrong_block_is_found(text, error, says, group_of_one, tmp_path):

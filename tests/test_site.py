@@ -13,15 +13,18 @@ def test_documents_at_the_root_are_on_the_site():
     assert {path.name for path in ROOT.glob("*.md")} <= set(site_hook.ELSEWHERE)
 
 
+def test_the_site_begins_with_the_readme():
+    assert site_hook.page_of("README.md") == "index.md"
+    assert not (ROOT / "docs/README.md").exists(), "it would be the first page too"
+
+
 def test_links_lead_from_page_to_page():
     to = site_hook.site_link
     assert to("here", "#below", "README.md") == "[here](#below)"
     assert to("it", "https://pytorch.org", "README.md") == "[it](https://pytorch.org)"
     assert to("why", "../PROFILING.md#output", "docs/cost.md") == "[why](profiling.md#output)"
     assert to("pic", "docs/a.png", "README.md") == "[pic](a.png)"
-    assert to("x", "../README.md", "docs/api/ddp.md") == "[x](../docs/README.md)".replace(
-        "docs/", ""
-    )
+    assert to("x", "../../README.md", "docs/api/ddp.md") == "[x](../index.md)"
     assert to("f", "../ddp/base.py", "docs/cost.md") == "[f](source/ddp/base.py.md)"
 
 
