@@ -1,7 +1,8 @@
 """Wraps what the course uses of PyTorch without a public name, one function each.
 
-Everything here was checked with torch 2.11, 2.12 and 2.13. Where another version lacks one of these
-interfaces, its function does without, or raises a RuntimeError that names it.
+Everything here is tested with `torch_versions.TESTED`; where these differ, the function says since
+which. Where another version lacks one of these interfaces, its function does without, or raises a
+RuntimeError that names it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-CHECKED = "2.11 to 2.13"
+from ddp_by_hand.torch_versions import RANGE, warn_if_untested
+
+warn_if_untested()
 
 
 def missing(api: str) -> RuntimeError:
-    return RuntimeError(f"torch {torch.__version__} has no {api}, needed here: use torch {CHECKED}")
+    return RuntimeError(f"torch {torch.__version__} has no {api}, needed here: use torch {RANGE}")
 
 
 def without_versions(_x: Tensor) -> int:
@@ -65,15 +68,16 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the backward that is running now has finished.
 
-    `Variable._execution_engine.queue_callback`, which PyTorch's own DDP and FSDP use.
+    `Variable._execution_engine.queue_callback`, which PyTorch's own DDP and FSDP use. Since torch
+    2.15 it has a public name, `torch.autograd.graph.queue_callback`.
 
     Raises:
         RuntimeError: if there is no such queue.
     """
-    try:
-        queue = Variable._execution_engine.queue_callback
-    except AttributeError as error:
-        raise missing("Variable._execution_engine.queue_callback") from error
+    queue = getattr(torch.autograd.graph, "queue_callback", None)
+    queue = queue or getattr(Variable._execution_engine, "queue_callback", None)
+    if queue is None:
+        raise missing("torch.autograd.graph.queue_callback")
     queue(callback)
 
 
@@ -118,7 +122,8 @@ def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGrou
 def reduce_scatter(own: Tensor, flat: Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
     """Starts to reduce `flat` [W n] over ranks, of which rank r gets the r-th slice in `own` [n].
 
-    `own` may be that slice of `flat`. torch 2.13 has renamed `dist.reduce_scatter_tensor`.
+    `own` may be that slice of `flat`. torch 2.13 has renamed `dist.reduce_scatter_tensor`; 2.13 and
+    2.14 warn of the old name, 2.15 does not.
     """
     run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return run(own, flat, op=op, group=group, async_op=True)
@@ -127,7 +132,7 @@ def reduce_scatter(own: Tensor, flat: Tensor, op: Any, group: dist.ProcessGroup)
 def all_gather(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to write every rank's `own` [n] to `flat` [W n], where `own` may be this rank's slice.
 
-    torch 2.13 has renamed `dist.all_gather_into_tensor`.
+    torch 2.13 has renamed `dist.all_gather_into_tensor`, as `reduce_scatter` says.
     """
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return run(flat, own, group=group, async_op=True)

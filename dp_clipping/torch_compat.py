@@ -1,16 +1,17 @@
 """Gives a name to each interface of PyTorch, and to one of Opacus, that has no public one.
 
-Everything here was checked with torch 2.11, 2.12 and 2.13. Where another version lacks one of these
-interfaces, its function does without if the result stays exact, else this file raises a
-RuntimeError that names it when it is imported (`NEEDED`), or when its function is called. What only
-one user needs is imported when it is called: `import dp_clipping` stays cheap.
+Everything here is tested with `torch_versions.TESTED`; where these differ, the function says since
+which. Where another version lacks one of these interfaces, its function does without if the result
+stays exact, else this file raises a RuntimeError that names it when it is imported (`NEEDED`), or
+when its function is called. What only one user needs is imported when it is called: `import
+dp_clipping` stays cheap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from inspect import signature
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -21,17 +22,20 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import profiler
 
+from ddp_by_hand.torch_versions import RANGE, warn_if_untested
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-CHECKED = "2.11 to 2.13"
 OF_MACHINE = ("CUDA error", "ALLOC_FAILED", "can't allocate memory", "out of memory")
+
+warn_if_untested()
 
 
 def _missing(api: str) -> RuntimeError:
     return RuntimeError(
-        f"torch {torch.__version__} has no {api}, needed in private training: use torch {CHECKED}"
+        f"torch {torch.__version__} has no {api}, needed in private training: use torch {RANGE}"
     )
 
 
@@ -559,7 +563,7 @@ def reduce_scatter_together(
 
     One launch costs the host about as much as a small kernel's whole life, and a block of a network
     has nine parameters. torch has public functions for one tensor only; process groups have methods
-    for lists, with NCCL and gloo.
+    for lists, with NCCL and gloo. torch 2.13 has renamed the method, and keeps the old name.
 
     Args:
         outputs: [d / ranks, ..], contiguous, one dtype.
@@ -568,7 +572,7 @@ def reduce_scatter_together(
     Raises:
         RuntimeError: if process groups have no such method.
     """
-    run = getattr(group, "reduce_scatter_single_coalesced", None)  # torch 2.13's name for it
+    run = getattr(group, "reduce_scatter_single_coalesced", None)
     run = run or getattr(group, "reduce_scatter_tensor_coalesced", None)
     if run is None:
         raise _missing("ProcessGroup.reduce_scatter_tensor_coalesced")
@@ -615,7 +619,7 @@ def strided_shard(placement: Any) -> tuple[int, int] | None:
         return None
     if not (hasattr(placement, "dim") and hasattr(placement, "split_factor")):
         raise RuntimeError(
-            f"torch {torch.__version__} describes {placement!r} otherwise than {CHECKED} do: "
+            f"torch {torch.__version__} describes {placement!r} otherwise than {RANGE} do: "
             "use one of those"
         )
     return placement.dim, int(placement.split_factor)
@@ -632,20 +636,50 @@ def plain_name(name: str) -> str:
     return name.replace(f"{WRAPPED}.", "").removesuffix(WRAPPED).removesuffix(".")
 
 
-@cache
-def check_fsdp1() -> None:
-    """Raises RuntimeError for a version of torch whose FSDP1 is not supported."""
-    version = tuple(int(n) for n in torch.__version__.split(".")[:2])
-    if not (2, 11) <= version < (2, 14):
-        raise RuntimeError(
-            f"private training on FSDP1 reads what has no public name and is known for torch "
-            f"{CHECKED}, not for {torch.__version__}: use one of those, or {USE_FSDP2}"
-        )
+FSDP1_FUNCTIONS = {
+    "_reshard": ["state", "handle", "free_unsharded_flat_param"],
+    "_post_backward_final_callback": ["state", "module"],
+}
+FSDP1_HANDLE = (
+    "_needs_pre_backward_unshard", "flat_param", "needs_unshard", "reshard",
+    "uses_sharded_strategy",
+)  # fmt: skip
+
+
+def _no_fsdp1(api: str) -> RuntimeError:
+    return RuntimeError(
+        f"FSDP1 of torch {torch.__version__} has no {api}, needed in private training: "
+        f"{USE_FSDP2}, or use torch {RANGE}"
+    )
+
+
+def check_fsdp1(units: Iterable[FullyShardedDataParallel]) -> None:
+    """Looks for what private training uses of FSDP1 beside its public names.
+
+    Raises:
+        RuntimeError: that names what is not there, or takes other arguments.
+    """
+    from torch.distributed.fsdp import _runtime_utils as runtime
+
+    for name, parameters in FSDP1_FUNCTIONS.items():
+        found = getattr(runtime, name, None)
+        if found is None or list(signature(found).parameters) != parameters:
+            raise _no_fsdp1(f"_runtime_utils.{name}({', '.join(parameters)})")
+    for unit in units:
+        for name in ("_handle", WRAPPED):
+            if not hasattr(unit, name):
+                raise _no_fsdp1(f"FullyShardedDataParallel.{name}")
+        if (handle := fsdp1_handle(unit)) is None:
+            continue
+        for name in FSDP1_HANDLE:
+            if not hasattr(handle, name):
+                raise _no_fsdp1(f"FlatParamHandle.{name}")
+        if not isinstance(getattr(handle.flat_param, "_tensors", None), list):
+            raise _no_fsdp1("list FlatParameter._tensors")
 
 
 def fsdp1_handle(unit: FullyShardedDataParallel) -> Any:
     """Returns FSDP1's state of a unit's flat parameter; None for a unit without parameters."""
-    check_fsdp1()
     return unit._handle
 
 
@@ -660,15 +694,20 @@ def fsdp1_gather_in_backward(handle: Any) -> None:
 
 
 def fsdp1_free(unit: FullyShardedDataParallel, handle: Any) -> None:
-    """Frees the gathered parameters of a unit, as FSDP1 does at the end of a backward."""
+    """Frees the gathered parameters of a unit, as FSDP1 does at the end of a backward.
+
+    Raises:
+        RuntimeError: if they are still there, and the next forward would compute with them.
+    """
     from torch.distributed.fsdp._runtime_utils import _reshard
 
     _reshard(unit, handle, free_unsharded_flat_param=True)
+    if not handle.needs_unshard():
+        raise _no_fsdp1("_runtime_utils._reshard that frees gathered parameters")
 
 
 def fsdp1_end_backward(root: FullyShardedDataParallel) -> None:
     """Runs FSDP1's callback for the end of a whole backward."""
-    check_fsdp1()
     from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
 
     _post_backward_final_callback(root, root)

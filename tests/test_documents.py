@@ -35,7 +35,8 @@ DOCUMENTS = [
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"(?:.*?[\s/])?(python3?|torchrun)\s+(-.*|\S+\.py\b.*)", re.DOTALL)
 PARSES_FIRST = re.compile(
-    r"\w+\.py|(?:docs|ddp_by_hand\.(?:examples|experiments|measure))\.[\w.]+|tests\.support\.checks_cost"
+    r"\w+\.py|(?:docs|ddp_by_hand\.(?:examples|experiments|measure))\.[\w.]+"
+    r"|tests\.support\.(?:checks_cost|torch_versions)"
 )
 NOT_PARSED = {  # the others would run
     "your_training.py": "the reader's own program",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ddp_by_hand.exercises import EXERCISES
 from ddp_by_hand.exercises.judge import Ranks, Result, judge, load_check
+from ddp_by_hand.torch_versions import warn_if_untested
 
 USAGE = (
     f"usage: python -m ddp_by_hand.exercises.check NAME my_file.py   (NAME: {', '.join(EXERCISES)})"
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    warn_if_untested()  # not every exercise imports `ddp`, which warns
     ranks = Ranks(max(load_check(exercise).WORLD_SIZES))
     results = []
     try:

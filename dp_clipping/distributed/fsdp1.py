@@ -255,7 +255,7 @@ def _refuse(module: nn.Module, units: list[FSDP]) -> None:
                 "FSDP1 with CPUOffload(offload_params=True): sums are formed where layers "
                 "compute; leave parameters on the GPU"
             )
-    check_fsdp1()
+    check_fsdp1(units)
 
 
 @contextmanager
@@ -296,11 +296,7 @@ def _free(unit: FSDP) -> None:
 
 
 def _handles(root: FSDP, recurse: bool = True) -> list[tuple[FSDP, Any]]:
-    """Returns units that have parameters, each with FSDP1's private state of it.
-
-    Raises:
-        RuntimeError: for a version of torch whose FSDP1 is not supported.
-    """
+    """Returns units that have parameters, each with FSDP1's private state of it."""
     units = FSDP.fsdp_modules(root) if recurse else [root]
     found = [(unit, fsdp1_handle(unit)) for unit in units]
     return [(unit, handle) for unit, handle in found if handle is not None]

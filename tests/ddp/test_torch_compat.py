@@ -23,7 +23,7 @@ def test_no_other_file_uses_a_private_torch_interface():
 
 
 def test_it_imports_nothing_of_the_package():
-    assert not any(name.startswith("ddp") for name in imported_by("ddp/torch_compat.py"))
+    assert not any(name.startswith("ddp.") for name in imported_by("ddp/torch_compat.py"))
 
 
 def test_versions_count_changes():
@@ -32,7 +32,7 @@ def test_versions_count_changes():
     before = torch_compat.version_of(x)
     x.add_(1)
     assert torch_compat.version_of(x) == before + 1
-    with pytest.raises(RuntimeError, match=r"torch .* has no Tensor\._version.*2\.11 to 2\.13"):
+    with pytest.raises(RuntimeError, match=r"torch .* has no Tensor\._version.*2\.11 to 2\.15"):
         torch_compat.without_versions(x)
 
 
@@ -58,6 +58,7 @@ def test_a_callback_runs_at_the_end_of_backward(monkeypatch):
     x.register_hook(lambda _: order.append("x"))
     y.backward()
     assert order == ["x", "end"]
+    monkeypatch.delattr(torch.autograd.graph, "queue_callback", raising=False)
     monkeypatch.setattr(Variable, "_execution_engine", SimpleNamespace())
     with pytest.raises(RuntimeError, match=r"queue_callback"):
         torch_compat.at_end_of_backward(order.clear)

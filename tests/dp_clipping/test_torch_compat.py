@@ -46,7 +46,7 @@ def imported_again() -> None:
 def test_trees(monkeypatch):
     assert torch_compat.tree_map(lambda x: 2 * x, {"a": [1, 2]}) == {"a": [2, 4]}
     monkeypatch.delattr(torch.utils._pytree, "tree_map_only")
-    with pytest.raises(RuntimeError, match=r"torch\.utils\._pytree, needed .* 2\.11 to 2\.13"):
+    with pytest.raises(RuntimeError, match=r"torch\.utils\._pytree, needed .* 2\.11 to 2\.15"):
         imported_again()
 
 
@@ -355,26 +355,50 @@ def test_strided_shards():
     assert torch_compat.strided_shard(_StridedShard(1, split_factor=4)) == (1, 4)
     assert torch_compat.strided_shard(Replicate()) is None
     unknown = type("_StridedShard", (), {})()
-    with pytest.raises(RuntimeError, match=r"otherwise than 2\.11 to 2\.13"):
+    with pytest.raises(RuntimeError, match=r"otherwise than 2\.11 to 2\.15"):
         torch_compat.strided_shard(unknown)
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0+cpu"])
-def test_fsdp1_of_another_torch_is_refused(monkeypatch, version):
-    torch_compat.check_fsdp1.cache_clear()
-    torch_compat.check_fsdp1()
-    torch_compat.check_fsdp1.cache_clear()
-    monkeypatch.setattr(torch, "__version__", version)
-    for function in (torch_compat.fsdp1_handle, torch_compat.fsdp1_end_backward):
-        with pytest.raises(RuntimeError, match=r"known for torch 2\.11 to 2\.13, not for 2\.1"):
-            function(None)
+def of_fsdp1(without: str = "", tensors: list | None = None) -> SimpleNamespace:
+    """A unit as FSDP1 makes it, as far as it is looked at."""
+    found = {name: None for name in torch_compat.FSDP1_HANDLE if name != without}
+    if without != "flat_param":
+        found["flat_param"] = SimpleNamespace(_tensors=tensors)
+    unit = {"_handle": SimpleNamespace(**found), torch_compat.WRAPPED: None}
+    return SimpleNamespace(**{name: x for name, x in unit.items() if name != without})
 
 
-def test_fsdp1_is_as_it_was():
+@pytest.mark.parametrize(("without", "owner"), [
+    ("_handle", "FullyShardedDataParallel"),
+    (torch_compat.WRAPPED, "FullyShardedDataParallel"),
+    *[(name, "FlatParamHandle") for name in torch_compat.FSDP1_HANDLE],
+    ("_tensors", "list FlatParameter"),
+])  # fmt: skip
+def test_an_fsdp1_without_what_is_needed_is_refused_by_name(without, owner):
+    right = of_fsdp1(tensors=[None])
+    unit = of_fsdp1(without, None if without == "_tensors" else [None])
+    torch_compat.check_fsdp1([right])
+    with pytest.raises(RuntimeError, match=rf"has no {owner}\.{without}, needed .*fully_shard"):
+        torch_compat.check_fsdp1([right, unit])
+
+
+@pytest.mark.parametrize("found", [None, lambda state, handle: None])
+def test_an_fsdp1_whose_functions_differ_is_refused_by_name(monkeypatch, found):
     from torch.distributed.fsdp import _runtime_utils
 
-    assert callable(_runtime_utils._reshard)
-    assert callable(_runtime_utils._post_backward_final_callback)
+    torch_compat.check_fsdp1([])
+    monkeypatch.setattr(_runtime_utils, "_reshard", found)
+    with pytest.raises(RuntimeError, match=r"_reshard\(state, handle, free_unsharded_flat_param\)"):
+        torch_compat.check_fsdp1([])
+
+
+def test_parameters_that_stay_gathered_are_refused(monkeypatch):
+    from torch.distributed.fsdp import _runtime_utils
+
+    monkeypatch.setattr(_runtime_utils, "_reshard", lambda *_, **__: None)
+    torch_compat.fsdp1_free(None, SimpleNamespace(needs_unshard=lambda: True))
+    with pytest.raises(RuntimeError, match=r"has no .*_reshard that frees gathered parameters"):
+        torch_compat.fsdp1_free(None, SimpleNamespace(needs_unshard=lambda: False))
 
 
 @pytest.mark.parametrize(
