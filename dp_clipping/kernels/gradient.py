@@ -31,7 +31,8 @@ from dp_clipping.kernels.launch.grouped_launch import (
     operands_of,
     table,
 )
-from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, Tile, ceil_div, is_described, triton
+from dp_clipping.kernels.launch.launch import launch
+from dp_clipping.kernels.launch.tiles import Tile, ceil_div, is_described, triton
 from dp_clipping.kernels.launch.tuning import best_for_pairs
 
 if triton is not None:
@@ -112,9 +113,10 @@ def _launch(
         splits = ceil_div(batch_size, share)
         programs = [count * splits for count in counts]
         rows = table(operands, results, programs, [0] * len(pairs))
-        _gradients_kernel[(rows.programs,)](
-            rows.words, rows.starts, squares, len(pairs), batch_size, tokens, max(counts),
-            share, DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=described,
+        launch(
+            _gradients_kernel, (rows.programs,), (rows.words, rows.starts, squares),
+            (len(pairs), batch_size, tokens, max(counts), share),
+            DTYPE=y.dtype, STORED=dtype, DESCRIBED=described,
             WRITTEN=written_in_loop, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
     # In float64: a norm's last bit must not tell how many tiles the launch's other layers had.

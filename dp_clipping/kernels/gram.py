@@ -25,8 +25,8 @@ from torch import Tensor
 
 from dp_clipping.clipping.norms import GRAM_PIECE, UNDERFLOW
 from dp_clipping.kernels.launch.grouped_launch import allocate
+from dp_clipping.kernels.launch.launch import launch
 from dp_clipping.kernels.launch.tiles import (
-    TRITON_DTYPES,
     Tile,
     ceil_div,
     is_described,
@@ -83,11 +83,11 @@ def gram_squares(uses: Sequence[LinearShape], tile: Tile | None = None) -> tuple
     if described:
         triton.set_allocator(allocate)
     rows = kept_table_on(a.device, _rows(uses))
-    _gram_kernel[(len(uses) * batch_size * len(pairs),)](
-        rows, pairs, partial, batch_size, tokens, len(pairs), partial[0].numel(),
-        DTYPE=TRITON_DTYPES[a.dtype], DESCRIBED=described, EXACT=a.element_size() == 4,
-        OPERANDS=1 + MOST_SHARED, WORDS=OPERAND_WORDS,
-        BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=CHUNK, LOST=LOST,
+    launch(
+        _gram_kernel, (len(uses) * batch_size * len(pairs),), (rows, pairs, partial),
+        (batch_size, tokens, len(pairs), partial[0].numel()), DTYPE=a.dtype,
+        DESCRIBED=described, EXACT=a.element_size() == 4, OPERANDS=1 + MOST_SHARED,
+        WORDS=OPERAND_WORDS, BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=CHUNK, LOST=LOST,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     squares, scale = partial.sum(3).unbind(0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dp_clipping.kernels.launch.launch import launch
 from dp_clipping.kernels.launch.tiles import ceil_div, triton
 
 if triton is not None:
@@ -28,9 +29,10 @@ def squared_norms(gradients: Tensor) -> Tensor:
     if not (batch_size and n):
         return gradients.new_zeros(batch_size, dtype=torch.float32)
     partial = gradients.new_empty(batch_size, pieces, dtype=torch.float32)
-    _squared_norms_kernel[(batch_size * pieces,)](
-        gradients, partial, n, pieces, BLOCK=BLOCK, num_warps=WARPS
-    )
+    launch(
+        _squared_norms_kernel, (batch_size * pieces,), (gradients, partial), (n, pieces),
+        BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
     return partial[:, 0] if pieces == 1 else partial.sum(1)
 
 

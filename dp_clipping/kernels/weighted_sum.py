@@ -17,7 +17,8 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, ceil_div, kept_table_on, triton
+from dp_clipping.kernels.launch.launch import launch
+from dp_clipping.kernels.launch.tiles import ceil_div, kept_table_on, triton
 
 if triton is not None:
     import triton.language as tl
@@ -85,9 +86,10 @@ def _launch(rows: list[Row], coefficients: Tensor, dtype: torch.dtype, aligned: 
         for (address, _, size, group), result in zip(rows, results, strict=True)
     ]
     numbers = kept_table_on(coefficients.device, (*starts, *chain.from_iterable(words)))
-    _weighted_sum_kernel[(starts[-1], splits)](
-        numbers[len(starts) :], numbers, coefficients, len(rows), batch_size, share,
-        batch_size if batch_size <= UNROLLED else 0, DTYPE=TRITON_DTYPES[dtype],
+    launch(
+        _weighted_sum_kernel, (starts[-1], splits),
+        (numbers[len(starts) :], numbers, coefficients), (len(rows), batch_size, share),
+        UNROLL=batch_size if batch_size <= UNROLLED else 0, DTYPE=dtype,
         ALIGNED=ALIGNED if aligned else 1, MOST=MOST, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     if splits > 1:

@@ -27,13 +27,6 @@ OWN = ("weight", "bias")
 Forward = Callable[..., Any]
 
 
-def sum_of_pictures(sums: Tensor, batch_size: int) -> Tensor:
-    """Returns [B, C] from [N, C], N a multiple of B: the pictures of a sample are side by side."""
-    if sums.shape[0] == batch_size:
-        return sums
-    return sums.view(batch_size, -1, sums.shape[1]).sum(1)
-
-
 class LayoutUnknown(Exception):
     """A layer was called in a way that the search for the batch dimension has not seen.
 

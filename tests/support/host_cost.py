@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 import dp_clipping
 from dp_clipping import PrivacyEngine
-from dp_clipping.kernels.launch import tiles
+from dp_clipping.kernels.launch import launch, tiles
 from dp_clipping.noise import kernel as noise
 
 WARM_UP, STEPS = 9, 30
@@ -123,7 +123,8 @@ def without_kernels() -> Iterator[None]:
     with (
         patch.object(driver, "_active", NoDevice()),
         patch.object(JITFunction, "_do_compile", _compile),
-        patch.object(tiles, "INTERPRETED", True),
+        patch.object(tiles, "HOST_DTYPES", tiles.DTYPES),
+        patch.dict(launch._known, clear=True),
         patch.object(noise, "serves", lambda total: True),
     ):
         yield

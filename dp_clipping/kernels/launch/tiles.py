@@ -27,6 +27,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes, of addresses and strides that the bulk copy engine takes
 LARGEST_STRIDE = 1 << 40  # bytes
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Of tensors on the host that kernels run on: the interpreter's products in bfloat16 are wrong.
+HOST_DTYPES = (torch.float32, torch.float16) if INTERPRETED else ()
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,9 @@ class Tile:
 def available(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether kernels run on tensors of that device and dtype.
 
-    On a GPU with Triton, or anywhere in Triton's interpreter, whose bfloat16 products are wrong.
+    On a GPU with Triton, or anywhere in Triton's interpreter.
     """
-    if triton is None or dtype not in DTYPES:
-        return False
-    return device.type == "cuda" or (INTERPRETED and dtype != torch.bfloat16)
+    return triton is not None and dtype in (DTYPES if device.type == "cuda" else HOST_DTYPES)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -25,14 +25,12 @@ from dp_clipping.clipping.coefficients import (
     finite_samples,
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING
+from dp_clipping.kernels.channel_sums import Channels, channel_sums
 from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
-from dp_clipping.kernels.norm_layer_gradients import (
-    norm_layer_gradients,
-    norm_layer_gradients_plain,
-)
+from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
 from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import squared_norms
 from dp_clipping.kernels.weighted_product import weighted_products
@@ -53,6 +51,7 @@ from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import version_of
 
 Pair = tuple[Tensor, Tensor]
+FORMED: dict[type, Any] = {Normalized: norm_layer_gradients, Channels: channel_sums}
 
 
 class Fused:
@@ -92,8 +91,12 @@ class Fused:
         linear: dict[str, list[tuple[Trainable, Pair, Left]]]
         linear = {INSTANTIATE: [], ACCUMULATE: [], GRAM: []}
         vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
-        normalized, choices = [], work.plans.choices
-        for left in lefts:
+        normalized: list[Left] = []
+        factors: list[Left] = []
+        choices = work.plans.choices
+        lefts.reverse()
+        while lefts:  # what factors are packed from is freed then
+            left = lefts.pop()
             kind, records, value = left.kind, left.records, left.value
             if kind is LINEAR:
                 y, a, how = value
@@ -129,7 +132,10 @@ class Fused:
                         own = squared_norms(gradients)
                 work.found([records[0]], own[None])
             else:
-                self._take_factors(left, work)
+                factors.append(left)
+        left = value = None
+        if factors:
+            self._take_factors(factors, work)
         if normalized:
             self._form_vectors(normalized, vectors, work)
         for algorithm in (INSTANTIATE, ACCUMULATE):
@@ -145,18 +151,29 @@ class Fused:
             work.found(alike, squares)
             work.keep_gradients(mine)
 
-    def _take_factors(self, left: Left, work: Any) -> None:
-        """Takes the norm of an embedding or a convolution, which is one launch."""
-        (record,), use = left.records, left.value.on_kernels()
-        keep = not (self.context.policy.two_passes and use.may_be_recomputed)
-        with self._label("norm/factors", record):
-            norm = use.take_norm(keep)
-        work.norms.table.add(record, norm)
-        work.norms.known.add(record)
-        if keep:
-            work.keep(record, use, use.held(use))
-        else:
-            work.recomputed.append(record)
+    def _take_factors(self, lefts: list[Left], work: Any) -> None:
+        """Takes norms of embeddings and convolutions, each of which is a launch."""
+        two_passes = self.context.policy.two_passes
+        records, rows = [], []  # of norms without a scale
+        while lefts:
+            left = lefts.pop()
+            (record,), use = left.records, left.value.on_kernels()
+            del left
+            keep = not (two_passes and use.may_be_recomputed)
+            with self._label("norm/factors", record):
+                norm = use.take_norm(keep)
+            if norm.scale is None:
+                records.append(record)
+                rows.append(norm.squared)
+            else:
+                work.norms.table.add(record, norm)
+                work.norms.known.add(record)
+            if keep:
+                work.keep(record, use, use.held(use))
+            else:
+                work.recomputed.append(record)
+        if rows:
+            work.found(records, torch.stack(rows))
 
     def _accumulate(
         self, mine: list[tuple[Trainable, Pair, Left]], algorithm: str, work: Any
@@ -209,16 +226,18 @@ class Fused:
     ) -> None:  # fmt: skip
         """Forms G of normalisations' weights and biases."""
         records = [record for left in normalized for record in left.records]
-        with self._label("norm/normalization", *records):
-            uses = [left.value[0] for left in normalized]
-            if all([available(*kind) for kind in {(use.x.device, use.x.dtype) for use in uses}]):
-                results = norm_layer_gradients(uses)
-            else:  # in the interpreter
-                results = [norm_layer_gradients_plain(use, torch.float32) for use in uses]
-        for left, formed in zip(normalized, results, strict=True):
-            for record, gradients in zip(left.value[1], formed, strict=True):
-                if record is not None and gradients is not None:
-                    vectors.setdefault(gradients.shape, []).append((record, gradients))
+        for kind, form in FORMED.items():
+            mine = [left.value for left in normalized if type(left.value[0]) is kind]
+            uses = [use for use, _ in mine]
+            with self._label("norm/normalization", *records):
+                if all([available(*on) for on in {(use.x.device, use.x.dtype) for use in uses}]):
+                    results = form(uses)
+                else:  # in the interpreter
+                    results = [use.plain(torch.float32) for use in uses]
+            for (_, own), formed in zip(mine, results, strict=True):
+                for record, gradients in zip(own, formed, strict=True):
+                    if record is not None and gradients is not None:
+                        vectors.setdefault(gradients.shape, []).append((record, gradients))
 
     # ---- coefficients ---------------------------------------------------------------------------
 
