@@ -100,6 +100,9 @@ def _flatten(node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
     itself is PyTorch's to open.
     """
     container: Any = type(node)
+    if container in PLAIN_LEAVES:
+        leaves.append(node)
+        return None
     if container is dict:
         parts, container = node.values(), tuple(node)
     elif container is tuple or container is list:

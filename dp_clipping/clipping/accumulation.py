@@ -152,6 +152,18 @@ def norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows / power[:, None], dim=1) * power
 
 
+def sum_of_one_token(left: Tensor, right: Tensor, c: Tensor) -> Tensor:
+    """Returns Σ_i c_i left_iᵀ right_i [d, p] float32, over the samples with c_i > 0.
+
+    Args:
+        left, right: [B, 1, d] and [B, 1, p], of any values where c_i is 0.
+        c: [B] float32.
+    """
+    good = c > 0
+    scaled = only(left[:, 0].float(), good) * c[:, None]
+    return wide_mm(scaled.t(), only(right[:, 0].float(), good))
+
+
 def product_squares(left: Tensor, right: Tensor) -> Tensor:
     """Returns ‖y_i a_iᵀ‖² = (‖y_i‖‖a_i‖)² of y [B, d], a [B, p]: [B] in `accumulation_dtype`.
 

@@ -98,11 +98,14 @@ def _launch(uses: list[Channels], block: int) -> list[tuple[Tensor, Tensor]]:
             (len(uses), starts[-1]), X=x.dtype, Y=y.dtype, STATISTICS=rstd.dtype,
             MOST=1 << len(uses).bit_length(), BLOCK=block, num_warps=4 if block > 256 else 1,
         )  # fmt: skip
-    return [
-        (sum_of_pictures(weights, use.batch_size), sum_of_pictures(biases, use.batch_size))
-        for use, own in zip(uses, sums.split(counts, 1), strict=True)
-        for weights, biases in [own.unflatten(1, use.x.shape[:2]).unbind(0)]
-    ]
+    found = []
+    for use, own in zip(uses, sums.split_with_sizes(counts, 1), strict=True):
+        pictures, size = use.x.shape[0], use.batch_size
+        weights, biases = own.view(2, pictures, use.x.shape[1]).unbind(0)
+        if pictures != size:
+            weights, biases = sum_of_pictures(weights, size), sum_of_pictures(biases, size)
+        found.append((weights, biases))
+    return found
 
 
 if triton is not None:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from dp_clipping.clipping.accumulation import (
     ACCUMULATED,
     SUM_ROUNDING,
-    accumulation_dtype,
     full_float32,
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
@@ -180,8 +179,9 @@ class Convolution(torch.autograd.Function):
             backward = torch.ops.aten.convolution_backward
             gx = backward(gy, x, weight, None, *options, [True, False, False])[0]
         if wants_bias if site is None else site.bias is not None:
-            sums = gy.flatten(2).sum(2, dtype=accumulation_dtype(gy.dtype))
-            biases = sums if len(sums) == batch_size else sum_of_pictures(sums, batch_size)
+            sums = gy.flatten(2).sum(2, dtype=ACCUMULATED.get(gy.dtype, torch.float32))
+            is_whole = sums.shape[0] == batch_size
+            biases = sums if is_whole else sum_of_pictures(sums, batch_size)
         if wants_weight if site is None else site.weight is not None:
             use = Factors(x, gy, weight.shape, batch_size, geometry, transposed=options[3])
             if site is None:

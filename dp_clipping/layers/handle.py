@@ -109,6 +109,8 @@ class Site:
 
     def tokens(self, y: Tensor, a: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
         """Returns output gradients and inputs [.., features] as [B, T, features]."""
+        if self.layout is None and y.ndim == a.ndim == 2 and y.shape[0] == batch_size:
+            return y[:, None], a[:, None]
         layout = self.layout or FIRST
         return layout.batch_tokens(y, batch_size), layout.batch_tokens(a, batch_size)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.compile_forecast import refuse_repeated
-from dp_clipping.clipping.accumulation import SUM_ROUNDING, Weights
+from dp_clipping.clipping.accumulation import SUM_ROUNDING, product_squares, sum_of_one_token
 from dp_clipping.clipping.coefficients import (
     CLIPPING_FUNCTIONS,
     MARGIN,
@@ -35,7 +35,6 @@ from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import squared_norms
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
-from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.recorder import (
     DENSE,
     FACTORS,
@@ -71,6 +70,7 @@ class Fused:
     def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
         self.context, self.batch_size, self.padding = context, batch_size, padding
         self._tile_size, self._label = context.policy.tile_size, context.timer.layers
+        self._labels_layers = context.timer.labels_layers()
         self.counts: dict[Trainable, Tensor] = {}
         self._scale: Coefficients | None = None
 
@@ -119,7 +119,7 @@ class Fused:
                 normalized.append(left)
             elif kind is DENSE:
                 gradients, own = value
-                if work.keeps(gradients):
+                if not self.context.policy.two_passes or gradients.dim() == 2:
                     work.kept[records[0]] = (gradients, left.tensors, left.versions)
                 else:
                     work.recomputed.append(records[0])
@@ -160,7 +160,10 @@ class Fused:
             (record,), use = left.records, left.value.on_kernels()
             del left
             keep = not (two_passes and use.may_be_recomputed)
-            with self._label("norm/factors", record):
+            if self._labels_layers:
+                with self._label("norm/factors", record):
+                    norm = use.take_norm(keep)
+            else:
                 norm = use.take_norm(keep)
             if norm.scale is None:
                 records.append(record)
@@ -180,13 +183,15 @@ class Fused:
     ) -> None:
         """Takes norms of G that is formed, and kept with `INSTANTIATE`."""
         several: list[tuple[Trainable, Pair]] = []
-        for record, (left, right), _ in mine:
-            if left.shape[1] == 1 and algorithm == ACCUMULATE:
-                with self._label(f"norm/{algorithm}", record):
-                    work.norms.table.add(record, LinearFactors(right, left, False).norm())
-                work.norms.known.add(record)
-            else:
-                several.append((record, (left, right)))
+        alone: list[tuple[Trainable, Pair]] = []  # of one token
+        for record, pair, _ in mine:
+            is_alone = algorithm == ACCUMULATE and pair[0].shape[1] == 1
+            (alone if is_alone else several).append((record, pair))
+        if alone:
+            records = [record for record, _ in alone]
+            with self._label(f"norm/{algorithm}", *records):
+                rows = [product_squares(left[:, 0], right[:, 0]) for _, (left, right) in alone]
+            work.found(records, torch.stack(rows))
         if not several:
             return
         records = [record for record, _ in several]
@@ -335,13 +340,13 @@ class Fused:
             rows = [scale.rows[record.group] for record in records]
         totals: list[Any] = [None] * len(values)
         linear: list[int] = []
+        alone: list[int] = []  # of one token
         gradients: dict[int, Tensor] = {}
         for n, one in enumerate(values):
             if isinstance(one, Tensor):
                 gradients[n] = one
             elif isinstance(one, tuple):
-                if one[0].shape[1] != 1:
-                    linear.append(n)
+                (alone if one[0].shape[1] == 1 else linear).append(n)
             elif (kept := getattr(one, "gradients", None)) is not None:
                 gradients[n] = kept
         if gradients:
@@ -358,14 +363,17 @@ class Fused:
                 found = weighted_products(pairs, scale.sorted, [rows[n] for n in linear], tile)
             for n, total in zip(linear, found, strict=True):
                 totals[n] = total
+        if alone:
+            with label("sum", *[records[n] for n in alone]):
+                for n in alone:
+                    totals[n] = sum_of_one_token(*values[n], scale.values[rows[n]])
         for n, (record, one) in enumerate(zip(records, values, strict=True)):
             if totals[n] is None:
                 c = scale.values[rows[n]]
-                with label("sum", record):
-                    if isinstance(one, tuple):  # of one token
-                        factors = LinearFactors(one[1], one[0], False)
-                        totals[n] = factors.only(c > 0).weighted_sum(Weights(c, []))
-                    else:
+                if self._labels_layers:
+                    with label("sum", record):
                         totals[n] = one.weighted_sum(c, record.shape[0])
+                else:
+                    totals[n] = one.weighted_sum(c, record.shape[0])
         values.clear()
         return totals

@@ -29,7 +29,6 @@ from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.layers.recorder import DENSE, FACTORS, Joint, Left, Summand, Trainable
 from dp_clipping.planning.cost_model import SUM_BYTES
-from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.step_norms import StepNorms
 from dp_clipping.step.sums.uses import Uses, gradients_left
@@ -431,7 +430,7 @@ class Work:
         values = [value for value, _, _ in summands]
         summands.clear()
         self.taken.update(records)
-        with NOTHING if self.arithmetic.fused else full_float32():
+        with full_float32():
             totals = self.arithmetic.sums(records, values)
             self._accumulate(zip(records, totals, strict=True))
 
