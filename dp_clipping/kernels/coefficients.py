@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import ceil_div, triton
+from dp_clipping.kernels.launch.tiles import triton
 
 if triton is not None:
     import triton.language as tl
@@ -47,7 +47,7 @@ def clip_coefficients(
     found = squares.new_empty(groups, batch_size)
     if batch_size:
         launch(
-            _coefficients_kernel, (ceil_div(batch_size, BLOCK),),
+            _coefficients_kernel, (-(-batch_size // BLOCK),),
             (squares, scales, errors, starts, clip_norms, found, bad.view(torch.uint8)),
             (batch_size, groups, margin, float(gamma or 0)), AUTOMATIC=gamma is not None,
             BLOCK=BLOCK, num_warps=4,

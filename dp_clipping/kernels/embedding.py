@@ -16,6 +16,7 @@ values of which are written. Sorting B·T numbers is little beside them unless d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -138,6 +139,7 @@ def _runs(ids: Tensor, samples: Tensor, batch_size: int) -> tuple[Tensor, Tensor
     return keys, order, torch.searchsorted(number, torch.arange(len(keys) + 1, device=ids.device))
 
 
+@lru_cache(maxsize=256)
 def _blocks(features: int) -> tuple[int, int]:
     """Returns features of a block, and how many blocks."""
     block = min(BLOCK, next_power_of_two(features))

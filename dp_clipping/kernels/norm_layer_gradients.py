@@ -137,9 +137,9 @@ def _launch(uses: list[Normalized]) -> Tensor:
 
 def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
     """Returns tokens of a piece, a multiple of `rows`, and how many; `programs` unsplit."""
-    wanted = ceil_div(PROGRAMS, programs)
-    steps = max(ceil_div(ceil_div(tokens, rows), wanted), LEAST_STEPS)
-    return steps * rows, ceil_div(tokens, steps * rows)
+    wanted, loads = -(-PROGRAMS // programs), -(-tokens // rows)
+    piece = rows * max(-(-loads // wanted), LEAST_STEPS)
+    return piece, -(-tokens // piece)
 
 
 def norm_layer_gradients_plain(

@@ -104,7 +104,7 @@ def kept_on_device(maxsize: int) -> Callable[[Callable], Callable]:
 
         @wraps(function)
         def call(*args: Any) -> Any:
-            return held(kept(*args))
+            return held(kept(*args)) if _holders else kept(*args)
 
         return call
 
@@ -122,8 +122,11 @@ def table_on(device: torch.device, numbers: Sequence) -> Tensor:
 
     From pinned memory: a copy from any other may first wait for all that the device has to do.
     """
-    table = held(torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda"))
-    return held(table.to(device, non_blocking=True))
+    table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    found = table.to(device, non_blocking=True)
+    if _holders:
+        held((table, found))
+    return found
 
 
 def kept_table_on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
@@ -135,7 +138,7 @@ def kept_table_on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
     describes: both were written before that stream could be told to go on. In a CUDA graph that is
     captured nothing is written yet, so nothing is kept.
     """
-    return table_on(device, numbers) if is_holding() else _kept_table_on(device, numbers)
+    return table_on(device, numbers) if _holders else _kept_table_on(device, numbers)
 
 
 _kept_table_on = lru_cache(maxsize=4096)(table_on)
@@ -152,13 +155,6 @@ def tile_of(size: int | None, *dtypes: torch.dtype) -> Tile | None:
     if size is None:
         return None
     return Tile(size, size, min(size, 128 // max(dtype.itemsize for dtype in dtypes)), 4, 3)
-
-
-def is_described(x: Tensor) -> bool:
-    """Returns whether the bulk copy engine takes x [B, T, n]."""
-    sample, token, feature = x.stride()
-    is_dense = feature == 1 and x.numel() > 0
-    return is_dense and is_aligned([x.data_ptr()], [sample, token], x.element_size())
 
 
 def is_aligned(addresses: list[int], strides: list[int], size: int) -> bool:

@@ -128,19 +128,22 @@ class Call:
     def running() -> Call | None:
         return Call._running[-1] if Call._running else None
 
-    @contextmanager
-    def of(self, module: nn.Module, copies: Mapping[str, Tensor]) -> Iterator[None]:
-        """Enters a context in which the module's own parameters are `Own`, with these copies."""
+    def of(self, module: nn.Module, copies: Mapping[str, Tensor]) -> Call:
+        """Returns a context in which the module's own parameters are `Own`, with these copies."""
         own = {
             name: Own.of(rows, self.name, getattr(*owner_of(module, name)))
             for name, rows in copies.items()
         }
+        self._replaced = replaced(module, own)
+        return self
+
+    def __enter__(self) -> None:
+        self._replaced.__enter__()
         Call._running.append(self)
-        try:
-            with replaced(module, own):
-                yield
-        finally:
-            Call._running.pop()
+
+    def __exit__(self, *raised: Any) -> None:
+        Call._running.pop()
+        self._replaced.__exit__(*raised)
 
     def compute(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Returns what an operator computes of parameters, and of other tensors if it has some.

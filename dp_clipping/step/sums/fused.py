@@ -11,6 +11,7 @@ have been sent by then, each with at most its threshold.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
 from dp_clipping.kernels.sorted_coefficients import Coefficients
-from dp_clipping.kernels.squared_norms import squared_norms
+from dp_clipping.kernels.squared_norms import squared_norms, squares_of_vectors
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.recorder import (
@@ -45,12 +46,18 @@ from dp_clipping.layers.recorder import (
     Trainable,
 )
 from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE
+from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import version_of
 
 Pair = tuple[Tensor, Tensor]
 FORMED: dict[type, Any] = {Normalized: norm_layer_gradients, Channels: channel_sums}
+
+
+def no_label(*_: Any) -> AbstractContextManager[None]:
+    """Returns `NOTHING`, where work by layers is neither recorded nor timed."""
+    return NOTHING
 
 
 class Fused:
@@ -69,8 +76,9 @@ class Fused:
 
     def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
         self.context, self.batch_size, self.padding = context, batch_size, padding
-        self._tile_size, self._label = context.policy.tile_size, context.timer.layers
+        self._tile_size = context.policy.tile_size
         self._labels_layers = context.timer.labels_layers()
+        self._label = context.timer.layers if self._labels_layers else no_label
         self.counts: dict[Trainable, Tensor] = {}
         self._scale: Coefficients | None = None
 
@@ -90,7 +98,7 @@ class Fused:
     def norms(self, lefts: list[Left], work: Any) -> None:
         linear: dict[str, list[tuple[Trainable, Pair, Left]]]
         linear = {INSTANTIATE: [], ACCUMULATE: [], GRAM: []}
-        vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
+        vectors: dict[torch.dtype, list[tuple[Trainable, Tensor]]] = {}
         normalized: list[Left] = []
         factors: list[Left] = []
         choices = work.plans.choices
@@ -104,7 +112,7 @@ class Fused:
                     y, a = how.tokens(y, a, self.batch_size)
                 if how.bias is not None:
                     total = y.sum(1, dtype=torch.float32)
-                    vectors.setdefault(total.shape, []).append((how.bias, total))
+                    vectors.setdefault(total.dtype, []).append((how.bias, total))
                 if how.weight is not None:
                     pair = (a, y) if how.transposed else (y, a)
                     choice = choices.get(how.weight) or work.plans.choice_of(how.weight, pair)
@@ -124,8 +132,8 @@ class Fused:
                 else:
                     work.recomputed.append(records[0])
                 if own is None and gradients.dim() == 2:
-                    key = (gradients.shape, gradients.dtype)
-                    vectors.setdefault(key, []).append((records[0], gradients))
+                    own = vectors.setdefault(gradients.dtype, [])
+                    own.append((records[0], gradients))
                     continue
                 if own is None:
                     with self._label("norm/dense", records[0]):
@@ -146,8 +154,7 @@ class Fused:
         for mine in vectors.values():
             alike = [record for record, _ in mine]
             with self._label("norm/dense", *alike):
-                rows = torch.stack([gradients for _, gradients in mine])
-                squares = squared_norms(rows.flatten(0, 1)).view(len(mine), -1)
+                squares = squares_of_vectors([gradients for _, gradients in mine])
             work.found(alike, squares)
             work.keep_gradients(mine)
 
@@ -226,7 +233,7 @@ class Fused:
             work.norms.known.update(records)
 
     def _form_vectors(
-        self, normalized: list[Left], vectors: dict[tuple, list[tuple[Trainable, Tensor]]],
+        self, normalized: list[Left], vectors: dict[torch.dtype, list[tuple[Trainable, Tensor]]],
         work: Any,
     ) -> None:  # fmt: skip
         """Forms G of normalisations' weights and biases."""
@@ -242,7 +249,7 @@ class Fused:
             for (_, own), formed in zip(mine, results, strict=True):
                 for record, gradients in zip(own, formed, strict=True):
                     if record is not None and gradients is not None:
-                        vectors.setdefault(gradients.shape, []).append((record, gradients))
+                        vectors.setdefault(gradients.dtype, []).append((record, gradients))
 
     # ---- coefficients ---------------------------------------------------------------------------
 

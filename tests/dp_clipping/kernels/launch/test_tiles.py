@@ -4,11 +4,13 @@ import weakref
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 from dp_clipping.kernels.launch import tiles
-from dp_clipping.kernels.launch.tiles import Tile, ceil_div, is_described, readable, tile_of
+from dp_clipping.kernels.launch.grouped_launch import operands_of
+from dp_clipping.kernels.launch.tiles import Tile, ceil_div, readable, tile_of
 from tests.support.kernel_cases import (
     Place,
     lay_out,
@@ -19,6 +21,10 @@ from tests.support.kernel_cases import (
 @on_kernels()
 def test_operands(place: Place) -> None:
     """The layouts are what the bodies take them for: both ways of loading are used."""
+
+    def is_described(x: Tensor) -> bool:
+        return operands_of([(x, x)]).described
+
     aligned, odd = place.normal(2, 40, 40), place.normal(2, 33, 35)
     assert all(is_described(lay_out(aligned, how)) for how in ("contiguous", "time_major"))
     assert is_described(lay_out(odd, "padded"))
