@@ -114,6 +114,13 @@ def wide_mm(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left.to(dtype), right.to(dtype))
 
 
+def sum_of_pictures(sums: Tensor, batch_size: int) -> Tensor:
+    """Returns [B, ..] from [N, ..], N a multiple of B: a sample's pictures are side by side."""
+    if sums.shape[0] == batch_size:
+        return sums
+    return sums.view(batch_size, -1, *sums.shape[1:]).sum(1)
+
+
 def only(x: Tensor, good: Tensor) -> Tensor:
     """Returns x [B, ...] with zeros for the samples that are not `good` [B]."""
     return x.masked_fill(~good.view(-1, *[1] * (x.dim() - 1)), 0)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dp_clipping.clipping.accumulation import sum_of_pictures
 from dp_clipping.kernels.launch.grouped_launch import MOST_ROWS
-from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import kept_table_on, triton
+from dp_clipping.kernels.launch.tiles import kept_table_on, launch, triton
 
 if triton is not None:
     import triton.language as tl
@@ -51,13 +51,6 @@ class Channels(NamedTuple):
         found = (y * normalized.view_as(y)).sum(2), y.sum(2)
         weights, biases = [sum_of_pictures(sums, self.batch_size) for sums in found]
         return weights, biases
-
-
-def sum_of_pictures(sums: Tensor, batch_size: int) -> Tensor:
-    """Returns [B, ..] from [N, ..], N a multiple of B: a sample's pictures are side by side."""
-    if sums.shape[0] == batch_size:
-        return sums
-    return sums.view(batch_size, -1, *sums.shape[1:]).sum(1)
 
 
 def channel_sums(uses: Sequence[Channels]) -> list[tuple[Tensor, Tensor]]:

@@ -18,8 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import triton
+from dp_clipping.kernels.launch.tiles import launch, triton
 
 if triton is not None:
     import triton.language as tl

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.norms import Norm
-from dp_clipping.kernels.launch.launch import launch
 from dp_clipping.kernels.launch.tiles import (
     ceil_div,
+    launch,
     next_power_of_two,
     readable,
     triton,

@@ -31,8 +31,7 @@ from dp_clipping.kernels.launch.grouped_launch import (
     operands_of,
     table,
 )
-from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import ALIGNMENT, Tile, ceil_div, triton
+from dp_clipping.kernels.launch.tiles import ALIGNMENT, Tile, ceil_div, launch, triton
 from dp_clipping.kernels.launch.tuning import best_for_pairs
 
 if triton is not None:

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from dp_clipping.clipping.norms import GRAM_PIECE, UNDERFLOW
 from dp_clipping.kernels.launch.grouped_launch import allocate
-from dp_clipping.kernels.launch.launch import launch
 from dp_clipping.kernels.launch.tiles import (
     Tile,
     ceil_div,
     is_aligned,
     kept_on_device,
     kept_table_on,
+    launch,
     triton,
 )
 from dp_clipping.kernels.launch.tuning import best, name_of

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.launch import launch
 from dp_clipping.kernels.launch.tiles import (
     ALIGNMENT,
     ceil_div,
     kept_table_on,
+    launch,
     next_power_of_two,
     readable,
     triton,

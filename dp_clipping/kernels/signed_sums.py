@@ -13,8 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import ceil_div, triton
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, triton
 
 if triton is not None:
     import triton.language as tl

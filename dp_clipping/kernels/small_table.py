@@ -16,8 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import ceil_div, next_power_of_two, triton
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, triton
 
 if triton is not None:
     import triton.language as tl

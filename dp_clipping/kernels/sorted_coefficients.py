@@ -14,8 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import available, triton
+from dp_clipping.kernels.launch.tiles import available, launch, triton
 
 if triton is not None:
     import triton.language as tl

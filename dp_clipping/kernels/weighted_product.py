@@ -32,8 +32,7 @@ from dp_clipping.kernels.launch.grouped_launch import (
     operands_of,
     table,
 )
-from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import Tile, triton
+from dp_clipping.kernels.launch.tiles import Tile, launch, triton
 from dp_clipping.kernels.launch.tuning import best_for_pairs
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 

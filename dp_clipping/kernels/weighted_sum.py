@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import kept_table_on, triton
+from dp_clipping.kernels.launch.tiles import kept_table_on, launch, triton
 
 if triton is not None:
     import triton.language as tl

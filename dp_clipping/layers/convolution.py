@@ -23,9 +23,9 @@ from dp_clipping.clipping.accumulation import (
     ACCUMULATED,
     SUM_ROUNDING,
     full_float32,
+    sum_of_pictures,
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
-from dp_clipping.kernels.channel_sums import sum_of_pictures
 from dp_clipping.kernels.convolution import gram
 from dp_clipping.kernels.convolution.geometry import NARROW, Geometry, gradients_plain
 from dp_clipping.kernels.convolution.gradients import gradients_and_squares, weighted_sum, work_of

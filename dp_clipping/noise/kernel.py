@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
-from dp_clipping.kernels.launch.launch import launch
 from dp_clipping.kernels.launch.tiles import (
     ceil_div,
     kept_on_device,
+    launch,
     table_on,
     triton,
 )

@@ -26,8 +26,7 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.kernels.convolution.geometry import UNSPECIALIZED, VECTOR, Geometry, numbers
 from dp_clipping.kernels.convolution.packing import EXPONENT, SMALLEST, Operand
-from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import ceil_div, next_power_of_two, triton
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, triton
 
 if triton is not None:
     import triton.language as tl

@@ -28,8 +28,7 @@ from dp_clipping.kernels.convolution.geometry import (
     patches,
 )
 from dp_clipping.kernels.convolution.packing import Operand, scale_of
-from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import next_power_of_two, triton
+from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, triton
 
 if triton is not None:
     import triton.language as tl

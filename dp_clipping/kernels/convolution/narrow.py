@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.channel_sums import sum_of_pictures
+from dp_clipping.clipping.accumulation import sum_of_pictures
 from dp_clipping.kernels.convolution.geometry import Geometry
 from dp_clipping.kernels.convolution.packing import pack
-from dp_clipping.kernels.launch.launch import launch
-from dp_clipping.kernels.launch.tiles import next_power_of_two, triton
+from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, triton
 
 if triton is not None:
     import triton.language as tl

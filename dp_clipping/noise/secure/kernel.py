@@ -14,10 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
-from dp_clipping.kernels.launch.launch import launch
 from dp_clipping.kernels.launch.tiles import (
     INTERPRETED,
     ceil_div,
+    launch,
     table_on,
     triton,
 )
