@@ -68,7 +68,9 @@ def gram_squares(uses: Sequence[LinearShape], tile: Tile | None = None) -> tuple
         zero = a.new_zeros(len(uses), batch_size, dtype=torch.float32)
         return zero, zero.clone()
     copies: list[Tensor] = []  # of what the kernel cannot read: they live as long as the launch
-    addresses, strides, words = [], [], []
+    addresses: list[int] = []
+    strides: list[int] = []
+    words: list[int] = []  # rows of 1 + MOST_SHARED operands; those without features are none
     features, is_full = 0, True
     for given, ys in uses:
         for x in (given, *ys):

@@ -187,9 +187,8 @@ def launch(
             _known[key] = *own, stream_of, values
         return
     run, function, metadata, stream_of, values = known
-    x, y, z, *_ = (*grid, 1, 1)
-    stream = stream_of(device.index)
-    run(x, y, z, stream, function, metadata, None, None, None, *tensors, *numbers, *values)
+    sizes, stream = (*grid, 1, 1)[:3], stream_of(device.index)
+    run(*sizes, stream, function, metadata, None, None, None, *tensors, *numbers, *values)
 
 
 # ---- tiles --------------------------------------------------------------------------------------

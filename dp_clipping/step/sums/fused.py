@@ -102,6 +102,8 @@ class Fused:
         normalized: list[Left] = []
         factors: list[Left] = []
         choices = work.plans.choices
+        if not lefts:
+            return
         lefts.reverse()
         while lefts:  # what factors are packed from is freed then
             left = lefts.pop()
@@ -141,7 +143,7 @@ class Fused:
                 work.found([records[0]], own[None])
             else:
                 factors.append(left)
-        left = value = None
+        del left, value
         if factors:
             self._take_factors(factors, work)
         if normalized:
@@ -373,7 +375,8 @@ class Fused:
         if alone:
             with label("sum", *[records[n] for n in alone]):
                 for n in alone:
-                    totals[n] = sum_of_one_token(*values[n], scale.values[rows[n]])
+                    left, right = values[n]
+                    totals[n] = sum_of_one_token(left, right, scale.values[rows[n]])
         for n, (record, one) in enumerate(zip(records, values, strict=True)):
             if totals[n] is None:
                 c = scale.values[rows[n]]

@@ -195,12 +195,13 @@ def test_what_is_kept_for_its_sum_waits_in_any_case(little):
     assert step.end()[1:] == [("norms", "db"), ("clip", "0"), ("sums", "dc"), ("sums", "ba")]
 
 
-def test_factors_are_normed_at_once():
-    """They pack their operands, or let go of them."""
+def test_factors_on_kernels_wait_while_they_fit(little):
+    """They are packed then, or let go of: nothing else would hold them."""
     step = Step()
-    step.take("d", FACTORS)
-    step.take("c")
-    assert step.events == [("norms", "d")]
+    step.take("dc", FACTORS)
+    assert step.events == []
+    step.take("b", FACTORS)
+    assert step.events == [("norms", "dcb")]
 
 
 @pytest.mark.parametrize(
