@@ -52,7 +52,6 @@ from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import version_of
 
 Pair = tuple[Tensor, Tensor]
-FORMED: dict[type, Any] = {Normalized: norm_layer_gradients, Channels: channel_sums}
 
 
 def no_label(*_: Any) -> AbstractContextManager[None]:
@@ -240,9 +239,11 @@ class Fused:
     ) -> None:  # fmt: skip
         """Forms G of normalisations' weights and biases."""
         records = [record for left in normalized for record in left.records]
-        for kind, form in FORMED.items():
+        for kind, form in ((Normalized, norm_layer_gradients), (Channels, channel_sums)):
             mine = [left.value for left in normalized if type(left.value[0]) is kind]
-            uses = [use for use, _ in mine]
+            if not mine:
+                continue
+            uses: list[Any] = [use for use, _ in mine]
             with self._label("norm/normalization", *records):
                 if all([available(*on) for on in {(use.x.device, use.x.dtype) for use in uses}]):
                     results = form(uses)

@@ -378,8 +378,8 @@ class Launches:
     """Counts the launches of a step on kernels, and the layers that each serves."""
 
     NAMES = (
-        "gradients_and_squares", "gram_squares", "norm_layer_gradients", "clip_coefficients",
-        "weighted_products", "weighted_sums",
+        "gradients_and_squares", "gram_squares", "norm_layer_gradients", "channel_sums",
+        "squares_of_vectors", "clip_coefficients", "weighted_products", "weighted_sums",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -422,8 +422,8 @@ def check_launches(mode: str, clipping: str, expected: dict[str, int]) -> None:
         assert launches == Counter(expected)
 
 
-ONE_OF_EACH = {"gradients_and_squares": 1, "norm_layer_gradients": 1, "clip_coefficients": 1,
-               "weighted_products": 1, "weighted_sums": 1}  # fmt: skip
+ONE_OF_EACH = {"gradients_and_squares": 1, "norm_layer_gradients": 1, "squares_of_vectors": 1,
+               "clip_coefficients": 1, "weighted_products": 1, "weighted_sums": 1}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["flash_bookkeeping", "flash"])
