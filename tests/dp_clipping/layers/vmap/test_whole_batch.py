@@ -254,7 +254,8 @@ def test_norms_and_sums_without_vmap(name, mode):
 def test_a_bias_of_attention_is_computed_of_all_copies_at_once(name):
     build, shape = WITHOUT_VMAP[name]
     with patch.object(whole_batch, "_under_vmap", side_effect=AssertionError):
-        check(*twins(build), shape, "bookkeeping", steps=2)
+        (handle,) = check(*twins(build), shape, "bookkeeping", steps=2)
+    assert handle.operations
 
 
 @pytest.mark.parametrize("name", UNDER_VMAP)
