@@ -114,6 +114,13 @@ def wide_mm(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left.to(dtype), right.to(dtype))
 
 
+def sum_of_pictures(sums: Tensor, batch_size: int) -> Tensor:
+    """Returns [B, ..] from [N, ..], N a multiple of B: a sample's pictures are side by side."""
+    if sums.shape[0] == batch_size:
+        return sums
+    return sums.view(batch_size, -1, *sums.shape[1:]).sum(1)
+
+
 def only(x: Tensor, good: Tensor) -> Tensor:
     """Returns x [B, ...] with zeros for the samples that are not `good` [B]."""
     return x.masked_fill(~good.view(-1, *[1] * (x.dim() - 1)), 0)
@@ -150,6 +157,18 @@ def norms(rows: Tensor) -> Tensor:
     largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
     power = torch.exp2(torch.frexp(largest).exponent.double().clamp(-1000, 1000))
     return torch.linalg.vector_norm(rows / power[:, None], dim=1) * power
+
+
+def sum_of_one_token(left: Tensor, right: Tensor, c: Tensor) -> Tensor:
+    """Returns Σ_i c_i left_iᵀ right_i [d, p] float32, over the samples with c_i > 0.
+
+    Args:
+        left, right: [B, 1, d] and [B, 1, p], of any values where c_i is 0.
+        c: [B] float32.
+    """
+    good = c > 0
+    scaled = only(left[:, 0].float(), good) * c[:, None]
+    return wide_mm(scaled.t(), only(right[:, 0].float(), good))
 
 
 def product_squares(left: Tensor, right: Tensor) -> Tensor:

@@ -75,4 +75,4 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     The attribute may be another tensor: FSDP puts a gathered tensor in the parameter's place.
     """
     path, _, last = name.rpartition(".")
-    return module.get_submodule(path), last
+    return (module.get_submodule(path) if path else module), last

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import ceil_div, triton
+from dp_clipping.kernels.launch.tiles import launch, triton
 
 if triton is not None:
     import triton.language as tl
@@ -45,9 +45,10 @@ def clip_coefficients(
     groups, batch_size = len(clip_norms), squares.shape[1]
     found = squares.new_empty(groups, batch_size)
     if batch_size:
-        _coefficients_kernel[(ceil_div(batch_size, BLOCK),)](
-            squares, scales, errors, starts, clip_norms, found, bad.view(torch.uint8), batch_size,
-            groups, margin, 0.0 if gamma is None else gamma, AUTOMATIC=gamma is not None,
+        launch(
+            _coefficients_kernel, (-(-batch_size // BLOCK),),
+            (squares, scales, errors, starts, clip_norms, found, bad.view(torch.uint8)),
+            (batch_size, groups, margin, float(gamma or 0)), AUTOMATIC=gamma is not None,
             BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return found

@@ -16,6 +16,7 @@ values of which are written. Sorting B·T numbers is little beside them unless d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.launch.tiles import (
     ceil_div,
+    launch,
     next_power_of_two,
     readable,
     triton,
@@ -82,7 +84,6 @@ class TokenSums:
 
     held = staticmethod(lambda _: ())  # nobody else has them
     may_be_recomputed = False
-    nbytes = 0  # little beside what the forward holds
 
     def take_norm(self, _keep: bool) -> Norm:
         """Returns `squares`."""
@@ -95,9 +96,10 @@ class TokenSums:
         if not self.sums.numel():
             return total
         block, blocks = _blocks(features)
-        _weighted_tokens_kernel[(len(self.keys) * blocks,)](
-            self.sums, self.keys, self.starts, coefficients.contiguous(), total,
-            len(self.keys), len(coefficients), features,
+        launch(
+            _weighted_tokens_kernel, (len(self.keys) * blocks,),
+            (self.sums, self.keys, self.starts, coefficients.contiguous(), total),
+            (len(self.keys), len(coefficients), features),
             ROWS=ROWS, BLOCK_D=block, num_warps=WARPS,
         )  # fmt: skip
         return total
@@ -121,8 +123,9 @@ def _sums_of_runs(
     block, blocks = _blocks(features) if features else (1, 1)
     squares = y.new_zeros(len(keys), blocks, dtype=torch.float32)
     if sums.numel():
-        _token_sums_kernel[(len(keys) * blocks,)](
-            y, order, starts, sums, squares, len(keys), tokens, features, y.stride(0), y.stride(1),
+        launch(
+            _token_sums_kernel, (len(keys) * blocks,), (y, order, starts, sums, squares),
+            (len(keys), tokens, features, y.stride(0), y.stride(1)),
             ROWS=ROWS, BLOCK_D=block, num_warps=WARPS,
         )  # fmt: skip
     return keys, sums, starts, squares.sum(1)
@@ -136,6 +139,7 @@ def _runs(ids: Tensor, samples: Tensor, batch_size: int) -> tuple[Tensor, Tensor
     return keys, order, torch.searchsorted(number, torch.arange(len(keys) + 1, device=ids.device))
 
 
+@lru_cache(maxsize=256)
 def _blocks(features: int) -> tuple[int, int]:
     """Returns features of a block, and how many blocks."""
     block = min(BLOCK, next_power_of_two(features))

@@ -31,7 +31,7 @@ from dp_clipping.kernels.launch.grouped_launch import (
     operands_of,
     table,
 )
-from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, Tile, ceil_div, is_described, triton
+from dp_clipping.kernels.launch.tiles import ALIGNMENT, Tile, ceil_div, launch, triton
 from dp_clipping.kernels.launch.tuning import best_for_pairs
 
 if triton is not None:
@@ -96,7 +96,8 @@ def _launch(
         STORE=store, EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows,
         BLOCK_P=tile.columns, BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    written = store and described and all(is_described(gradients) for gradients in results)
+    rows = [p * dtype.itemsize % ALIGNMENT for _, p in shapes]  # results are new: they are aligned
+    written = store and described and not any(rows)
     # In a loop over samples the tile that is being stored has memory of its own.
     written_in_loop = written and dtype.itemsize <= y.element_size()
     if len(pairs) == 1 and described and written == store:
@@ -111,10 +112,11 @@ def _launch(
         share = ceil_div(batch_size, min(batch_size, ceil_div(PROGRAMS, sum(counts))))
         splits = ceil_div(batch_size, share)
         programs = [count * splits for count in counts]
-        rows = table(operands, results, programs, [0] * len(pairs))
-        _gradients_kernel[(rows.programs,)](
-            rows.words, rows.starts, squares, len(pairs), batch_size, tokens, max(counts),
-            share, DTYPE=TRITON_DTYPES[y.dtype], STORED=TRITON_DTYPES[dtype], DESCRIBED=described,
+        layers = table(operands, results, programs, [0] * len(pairs))
+        launch(
+            _gradients_kernel, (layers.programs,), (layers.words, layers.starts, squares),
+            (len(pairs), batch_size, tokens, max(counts), share),
+            DTYPE=y.dtype, STORED=dtype, DESCRIBED=described,
             WRITTEN=written_in_loop, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
     # In float64: a norm's last bit must not tell how many tiles the launch's other layers had.

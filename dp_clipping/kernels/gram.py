@@ -26,13 +26,12 @@ from torch import Tensor
 from dp_clipping.clipping.norms import GRAM_PIECE, UNDERFLOW
 from dp_clipping.kernels.launch.grouped_launch import allocate
 from dp_clipping.kernels.launch.tiles import (
-    TRITON_DTYPES,
     Tile,
     ceil_div,
-    is_described,
+    is_aligned,
     kept_on_device,
     kept_table_on,
-    readable,
+    launch,
     triton,
 )
 from dp_clipping.kernels.launch.tuning import best, name_of
@@ -63,16 +62,31 @@ def gram_squares(uses: Sequence[LinearShape], tile: Tile | None = None) -> tuple
         uses: for each of L results an input a [B, T, p] and up to MOST_SHARED output gradients
             [B, T, d_l], whose squared norms are added up; all of one dtype, B and T, any strides.
     """
-    uses = [(readable(a), [readable(y) for y in ys]) for a, ys in uses]
     a = uses[0][0]
     batch_size, tokens = a.shape[:2]
     if not (batch_size and tokens):
         zero = a.new_zeros(len(uses), batch_size, dtype=torch.float32)
         return zero, zero.clone()
-    operands = [x for a, ys in uses for x in (a, *ys)]
-    described = all(is_described(x) for x in operands)
+    copies: list[Tensor] = []  # of what the kernel cannot read: they live as long as the launch
+    addresses: list[int] = []
+    strides: list[int] = []
+    words: list[int] = []  # rows of 1 + MOST_SHARED operands; those without features are none
+    features, is_full = 0, True
+    for given, ys in uses:
+        for x in (given, *ys):
+            sample, token, last = x.stride()
+            if last != 1 and x.numel():
+                x = x.contiguous()
+                copies.append(x)
+                sample, token, _ = x.stride()
+            address, width = x.data_ptr(), x.shape[2]
+            is_full, features = is_full and bool(width), features + width
+            addresses.append(address)
+            strides += sample, token
+            words += address, width, sample, token
+        words += [0] * (OPERAND_WORDS * (MOST_SHARED - len(ys)))
+    described = is_full and is_aligned(addresses, strides, a.element_size())
     if tile is None:
-        features = sum(x.shape[2] for x in operands)
         tile = best(
             name_of("gram", described), a.dtype, (len(uses), batch_size, tokens, features),
             TILES[a.element_size()], lambda tile: gram_squares(uses, tile), a.device,
@@ -82,12 +96,12 @@ def gram_squares(uses: Sequence[LinearShape], tile: Tile | None = None) -> tuple
     partial = torch.empty(shape, dtype=torch.float32, device=a.device)
     if described:
         triton.set_allocator(allocate)
-    rows = kept_table_on(a.device, _rows(uses))
-    _gram_kernel[(len(uses) * batch_size * len(pairs),)](
-        rows, pairs, partial, batch_size, tokens, len(pairs), partial[0].numel(),
-        DTYPE=TRITON_DTYPES[a.dtype], DESCRIBED=described, EXACT=a.element_size() == 4,
-        OPERANDS=1 + MOST_SHARED, WORDS=OPERAND_WORDS,
-        BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=CHUNK, LOST=LOST,
+    rows = kept_table_on(a.device, tuple(words))
+    launch(
+        _gram_kernel, (len(uses) * batch_size * len(pairs),), (rows, pairs, partial),
+        (batch_size, tokens, len(pairs), partial[0].numel()), DTYPE=a.dtype,
+        DESCRIBED=described, EXACT=a.element_size() == 4, OPERANDS=1 + MOST_SHARED,
+        WORDS=OPERAND_WORDS, BLOCK=tile.rows, BLOCK_X=tile.depth, CHUNK=CHUNK, LOST=LOST,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     squares, scale = partial.sum(3).unbind(0)
@@ -104,16 +118,6 @@ def gram_squares_plain(uses: Sequence[LinearShape]) -> tuple[Tensor, Tensor]:
         tokens = [x.norm(dim=2) + x.shape[2] ** 0.5 * LOST for x in (a, y)]
         scales.append((tokens[0] * tokens[1]).sum(1))
     return torch.stack(squares).float(), torch.stack(scales).float()
-
-
-def _rows(uses: Sequence[LinearShape]) -> tuple[int, ...]:
-    """Returns the table: rows of 1 + MOST_SHARED operands; those without features are none."""
-    numbers: list[int] = []
-    for a, ys in uses:
-        for x in (a, *ys):
-            numbers += x.data_ptr(), x.shape[2], x.stride(0), x.stride(1)
-        numbers += [0] * (OPERAND_WORDS * (MOST_SHARED - len(ys)))
-    return tuple(numbers)
 
 
 @kept_on_device(maxsize=64)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from dp_clipping.kernels.launch.tiles import (
     ALIGNMENT,
-    TRITON_DTYPES,
     ceil_div,
     kept_table_on,
+    launch,
     next_power_of_two,
     readable,
     triton,
@@ -66,6 +66,9 @@ class Normalized(NamedTuple):
         return Normalized(
             readable(self.y), readable(self.x), self.rstd.contiguous(), mean, self.with_bias
         )
+
+    def plain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        return norm_layer_gradients_plain(self, dtype)
 
     @property
     def kind(self) -> tuple:
@@ -122,10 +125,11 @@ def _launch(uses: list[Normalized]) -> Tensor:
     operands = [(u.y, u.x, u.rstd, u.mean if with_mean else u.rstd) for u in uses]
     addresses = tuple([t.data_ptr() for row in operands for t in row])
     table = kept_table_on(y.device, addresses)
-    _norm_layer_kernel[(len(uses) * pieces * batch_size * blocks,)](
-        table, partial, batch_size, tokens, features, y.stride(0), y.stride(1), x.stride(0),
-        x.stride(1), piece, pieces, Y=TRITON_DTYPES[y.dtype], X=TRITON_DTYPES[x.dtype],
-        STATISTICS=TRITON_DTYPES[first.rstd.dtype], ALIGNED=ALIGNMENT if aligned else 1,
+    strides = y.stride(0), y.stride(1), x.stride(0), x.stride(1)
+    launch(
+        _norm_layer_kernel, (len(uses) * pieces * batch_size * blocks,), (table, partial),
+        (batch_size, tokens, features, *strides, piece, pieces), Y=y.dtype, X=x.dtype,
+        STATISTICS=first.rstd.dtype, ALIGNED=ALIGNMENT if aligned else 1,
         MEAN=with_mean, BIAS=first.with_bias, BLOCK_T=rows, BLOCK_D=block, num_warps=WARPS,
     )  # fmt: skip
     return partial[:, :, 0] if pieces == 1 else partial.sum(2, dtype=torch.float64).float()
@@ -133,9 +137,9 @@ def _launch(uses: list[Normalized]) -> Tensor:
 
 def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
     """Returns tokens of a piece, a multiple of `rows`, and how many; `programs` unsplit."""
-    wanted = ceil_div(PROGRAMS, programs)
-    steps = max(ceil_div(ceil_div(tokens, rows), wanted), LEAST_STEPS)
-    return steps * rows, ceil_div(tokens, steps * rows)
+    wanted, loads = -(-PROGRAMS // programs), -(-tokens // rows)
+    piece = rows * max(-(-loads // wanted), LEAST_STEPS)
+    return piece, -(-tokens // piece)
 
 
 def norm_layer_gradients_plain(

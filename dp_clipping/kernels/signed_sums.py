@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import ceil_div, triton
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, triton
 
 if triton is not None:
     import triton.language as tl
@@ -31,9 +31,9 @@ def signed_sums(rows: Tensor) -> Tensor:
     size, length = rows.shape
     pieces = ceil_div(length, PIECE)
     sums = rows.new_empty(size, pieces, SIGNS + 1, dtype=torch.float32)
-    _signed_sums_kernel[(pieces, size)](
-        rows, _bits(rows.device), sums, length, rows.stride(0), pieces,
-        SIGNS=SIGNS, PIECE=PIECE, PIECES=PIECES, num_warps=4,
+    launch(
+        _signed_sums_kernel, (pieces, size), (rows, _bits(rows.device), sums),
+        (length, rows.stride(0), pieces), SIGNS=SIGNS, PIECE=PIECE, PIECES=PIECES, num_warps=4,
     )  # fmt: skip
     sums = sums.sum(1) if pieces > 1 else sums.squeeze(1)
     sums[:, SIGNS:].sqrt_()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import ceil_div, next_power_of_two, triton
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, triton
 
 if triton is not None:
     import triton.language as tl
@@ -44,8 +44,9 @@ def table_gradients(ids: Tensor, y: Tensor, vocabulary: int) -> Tensor:
     if y.numel():
         block_d = min(WIDEST, max(SMALLEST, next_power_of_two(features)))
         grid = (batch_size * chunks * ceil_div(features, block_d),)
-        _table_kernel[grid](
-            ids, y, parts, tokens, vocabulary, features, chunks, *ids.stride(), *y.stride(),
+        launch(
+            _table_kernel, grid, (ids, y, parts),
+            (tokens, vocabulary, features, chunks, *ids.stride(), *y.stride()),
             EXACT=y.element_size() == 4, CHUNK=CHUNK, BLOCK_T=BLOCK_T, BLOCK_D=block_d,
             BLOCK_V=max(SMALLEST, next_power_of_two(vocabulary)), num_warps=WARPS,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import available, triton
+from dp_clipping.kernels.launch.tiles import available, launch, triton
 
 if triton is not None:
     import triton.language as tl
@@ -52,9 +52,9 @@ class SortedCoefficients:
             torch.empty_like(c, dtype=torch.int32), torch.empty_like(c),
             c.new_empty(groups, dtype=torch.int32), c.new_empty(groups),
         )  # fmt: skip
-        _sort_kernel[(groups,)](
-            c, found.order, found.ratio, found.first, found.last, batch_size,
-            BLOCK=16 if batch_size <= 16 else MOST, num_warps=4,
+        launch(
+            _sort_kernel, (groups,), (c, found.order, found.ratio, found.first, found.last),
+            (batch_size,), BLOCK=16 if batch_size <= 16 else MOST, num_warps=4,
         )  # fmt: skip
         return found
 

@@ -32,7 +32,7 @@ from dp_clipping.kernels.launch.grouped_launch import (
     operands_of,
     table,
 )
-from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, Tile, triton
+from dp_clipping.kernels.launch.tiles import Tile, launch, triton
 from dp_clipping.kernels.launch.tuning import best_for_pairs
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 
@@ -106,10 +106,11 @@ def _launch(
         )  # fmt: skip
     else:
         rows = table(operands, totals, counts, groups)
-        _weighted_products_kernel[(rows.programs,)](
-            rows.words, rows.starts, weights.order, weights.ratio, weights.first,
-            weights.last, len(pairs), batch_size, tokens, DTYPE=TRITON_DTYPES[y.dtype],
-            DESCRIBED=described, MOST=MOST_ROWS, WORDS=WORDS, **shared,
+        sorted_ = weights.order, weights.ratio, weights.first, weights.last
+        launch(
+            _weighted_products_kernel, (rows.programs,), (rows.words, rows.starts, *sorted_),
+            (len(pairs), batch_size, tokens), DTYPE=y.dtype, DESCRIBED=described,
+            MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
     return totals
 

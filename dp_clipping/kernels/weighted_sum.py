@@ -12,12 +12,11 @@ samples are many and small, parts of them are summed side by side, and then the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import TRITON_DTYPES, ceil_div, kept_table_on, triton
+from dp_clipping.kernels.launch.tiles import kept_table_on, launch, triton
 
 if triton is not None:
     import triton.language as tl
@@ -71,28 +70,30 @@ def weighted_sum(gradients: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def _launch(rows: list[Row], coefficients: Tensor, dtype: torch.dtype, aligned: bool) -> None:
-    starts = [0, *accumulate([-(-size // BLOCK) for _, _, size, _ in rows])]
+    starts, words = [0], []
+    for address, _, size, group in rows:
+        starts.append(starts[-1] - (-size // BLOCK))
+        words += [address, 0, size, group]
     batch_size = coefficients.shape[1]
-    splits = min(max(1, PROGRAMS // starts[-1]), ceil_div(batch_size, UNROLLED), UNROLLED)
-    share = ceil_div(batch_size, splits)
-    splits = ceil_div(batch_size, share)
-    parts = [total for _, total, _, _ in rows]
-    if splits > 1:
-        parts = [total.new_empty(splits, *total.shape) for total in parts]
-    results = [part.data_ptr() for part in parts]
-    words = [
-        (address, result, size, group)
-        for (address, _, size, group), result in zip(rows, results, strict=True)
-    ]
-    numbers = kept_table_on(coefficients.device, (*starts, *chain.from_iterable(words)))
-    _weighted_sum_kernel[(starts[-1], splits)](
-        numbers[len(starts) :], numbers, coefficients, len(rows), batch_size, share,
-        batch_size if batch_size <= UNROLLED else 0, DTYPE=TRITON_DTYPES[dtype],
+    splits = min(max(1, PROGRAMS // starts[-1]), -(-batch_size // UNROLLED), UNROLLED)
+    share = -(-batch_size // splits)
+    splits = -(-batch_size // share)
+    parts = []
+    for n, (_, total, _, _) in enumerate(rows):
+        parts.append(total if splits == 1 else total.new_empty(splits, *total.shape))
+        words[4 * n + 1] = parts[n].data_ptr()
+    numbers = kept_table_on(coefficients.device, (*starts, *words))
+    launch(
+        _weighted_sum_kernel, (starts[-1], splits),
+        (numbers[len(starts) :], numbers, coefficients), (len(rows), batch_size, share),
+        UNROLL=batch_size if batch_size <= UNROLLED else 0, DTYPE=dtype,
         ALIGNED=ALIGNED if aligned else 1, MOST=MOST, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     if splits > 1:
         ones = coefficients.new_ones(1, splits)
-        rows = [(r, total, n, 0) for r, (_, total, n, _) in zip(results, rows, strict=True)]
+        rows = [
+            (p.data_ptr(), total, n, 0) for p, (_, total, n, _) in zip(parts, rows, strict=True)
+        ]
         _launch(rows, ones, torch.float32, aligned)
 
 

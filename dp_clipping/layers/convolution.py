@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from dp_clipping.clipping.accumulation import (
     ACCUMULATED,
     SUM_ROUNDING,
-    accumulation_dtype,
     full_float32,
-    stored_dtype,
+    sum_of_pictures,
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
 from dp_clipping.kernels.convolution import gram
-from dp_clipping.kernels.convolution.geometry import Geometry, gradients_plain
-from dp_clipping.kernels.convolution.gradients import gradients_and_squares, weighted_sum
+from dp_clipping.kernels.convolution.geometry import NARROW, Geometry, gradients_plain
+from dp_clipping.kernels.convolution.gradients import gradients_and_squares, weighted_sum, work_of
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.launch.tiles import available
@@ -38,7 +37,6 @@ from dp_clipping.layers.handle import (
     LayerState,
     autocast_operands,
     forward_of,
-    sum_of_pictures,
 )
 from dp_clipping.layers.recorder import DENSE, FACTORS
 
@@ -159,15 +157,19 @@ class Convolution(torch.autograd.Function):
         if site is not None and site.cast is not None:
             x, weight = x.to(site.cast), weight.to(site.cast)
             bias = None if bias is None else bias.to(site.cast)
-        ctx.save_for_backward(x, weight)
+        if site is None:
+            ctx.save_for_backward(x, weight)
+        else:
+            ctx.to_save = x, weight  # by no function in Python
         ctx.rest = rest
         ctx.slot_dtype = None if weight_slot is None else weight_slot.dtype
-        return torch.ops.aten.convolution(x, weight, bias, *options)
+        return torch.convolution(x, weight, bias, *options)
 
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
-        gy = tensor_parallel.arrived(gy)
+        if type(gy) is not Tensor or torch.is_grad_enabled():
+            gy = tensor_parallel.arrived(gy)
         site, private_step = ctx.rest[:2]
         options, geometry = ctx.rest[2] if site is None else site.options
         batch_size = private_step if site is None else private_step.batch_size
@@ -177,13 +179,14 @@ class Convolution(torch.autograd.Function):
             backward = torch.ops.aten.convolution_backward
             gx = backward(gy, x, weight, None, *options, [True, False, False])[0]
         if wants_bias if site is None else site.bias is not None:
-            sums = gy.flatten(2).sum(2, dtype=accumulation_dtype(gy.dtype))
-            biases = sum_of_pictures(sums, batch_size)
+            sums = gy.flatten(2).sum(2, dtype=ACCUMULATED.get(gy.dtype, torch.float32))
+            is_whole = sums.shape[0] == batch_size
+            biases = sums if is_whole else sum_of_pictures(sums, batch_size)
         if wants_weight if site is None else site.weight is not None:
             use = Factors(x, gy, weight.shape, batch_size, geometry, transposed=options[3])
             if site is None:
                 gradients = use.dense().to(ctx.slot_dtype)
-            elif private_step.fused and use.is_wide:
+            elif private_step.fused and not use.is_narrow and available(x.device, x.dtype):
                 private_step.take(FACTORS, (site.weight,), use, use.held(use))
             else:
                 gradients = use.dense(private_step.fused)
@@ -205,30 +208,19 @@ class Factors:
         transposed: bool,
     ):  # fmt: skip
         self.shape, self.batch_size, self.geometry = shape, batch_size, geometry
+        # Matrix units do not serve so few channels of a group, as in a depthwise convolution.
+        self.is_narrow = shape[0] * shape[1] <= NARROW * geometry.groups
         while x.dim() < 5:
             x, y = x.unsqueeze(2), y.unsqueeze(2)
         # Of a transposed convolution the outputs are what is shifted.
         self.x, self.y = (y, x) if transposed else (x, y)
-
-    @property
-    def is_wide(self) -> bool:
-        """Returns whether matrix units form the gradient."""
-        return self._has_kernels and not self._is_narrow
-
-    @property
-    def _is_narrow(self) -> bool:
-        return self.geometry.is_narrow(self.x.shape[1], self.y.shape[1])
-
-    @property
-    def _has_kernels(self) -> bool:
-        return available(self.x.device, self.x.dtype)
 
     def dense(self, fused: bool = False) -> Tensor:
         """Returns G [B, *parameter] in `accumulation_dtype(dtype)`, on kernels if `fused`.
 
         Without kernels, some samples' patches are formed at a time.
         """
-        if fused and self._has_kernels and self._is_narrow:
+        if fused and self.is_narrow and available(self.x.device, self.x.dtype):
             found = narrow_gradients(self.x, self.y, self.geometry, self.batch_size)
             return found.view(self.batch_size, *self.shape)
         rows, dtype = self.x.shape[0], ACCUMULATED.get(self.y.dtype, torch.float32)
@@ -268,8 +260,8 @@ class KernelFactors:
 
     def __init__(self, use: Factors):
         self._shape, self._geometry, self._batch_size = use.shape, use.geometry, use.batch_size
-        tf32 = torch.backends.cudnn.conv.fp32_precision == "tf32"
-        self._itemsize = stored_dtype(use.y.dtype).itemsize
+        wide = use.x.dtype == torch.float32
+        tf32 = wide and torch.backends.cudnn.conv.fp32_precision == "tf32"
         self._operands = (
             pack(use.x, use.batch_size, tf32, use.geometry.padding),
             pack(use.y, use.batch_size, tf32),
@@ -277,25 +269,16 @@ class KernelFactors:
         self.values = (self._operands[0].values, self._operands[1].values)  # may be the layer's
         self.gradients: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the operands, or of the gradients that have replaced them."""
-        if self.gradients is not None:
-            return self.gradients.nbytes
-        x, y = self._operands
-        return x.values.nbytes + y.values.nbytes
-
     def take_norm(self, keep: bool) -> Norm:
         """Returns ‖G_i‖² and its rounding; with `keep`, G is stored where it is smaller."""
-        work = *self._operands, self._geometry, self._batch_size
-        size = self._batch_size * self._shape.numel() * self._itemsize
-        store = keep and size <= self.nbytes
-        if not store and gram.pays(*work):
-            positions = len(self._operands[1].values) // self._batch_size
-            positions *= prod(self._operands[1].values.shape[1:-1])
+        (x, y), geometry, batch_size = self.values, self._geometry, self._batch_size
+        operands = *self._operands, geometry, batch_size
+        store = keep and work_of(*operands).nbytes <= x.nbytes + y.nbytes
+        if not store and gram.pays(x.shape, y.shape, x.element_size(), geometry, batch_size):
+            positions = len(y) // batch_size * prod(y.shape[1:-1])
             error = positions * SUM_ROUNDING[torch.float32]
-            return Norm(*gram.gram_squares(*work), GRAM_ROUNDING, error)
-        gradients, squares = gradients_and_squares(*work, store)
+            return Norm(*gram.gram_squares(*operands), GRAM_ROUNDING, error)
+        gradients, squares = gradients_and_squares(*operands, store)
         if store:
             self.gradients, self._operands, self.values = gradients, (), ()
         return Norm(squares)

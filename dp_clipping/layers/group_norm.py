@@ -5,16 +5,17 @@ al. 2016), l runs over pixels. PyTorch's own backward computes the input's gradi
 only that.
 """
 
+from math import prod
 from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.kernels.channel_sums import channel_sums, channel_sums_plain
-from dp_clipping.kernels.launch.tiles import available
+from dp_clipping.clipping.accumulation import accumulation_dtype
+from dp_clipping.kernels.channel_sums import Channels
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import LayerState, forward_of, norm_operands, sum_of_pictures
-from dp_clipping.layers.recorder import DENSE
+from dp_clipping.layers.handle import LayerState, forward_of, norm_operands
+from dp_clipping.layers.recorder import NORMALIZED
 
 KINDS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -55,7 +56,7 @@ forward = forward_of("group_norm", _first_call)
 
 
 class GroupNorm(torch.autograd.Function):
-    """Runs `F.group_norm`; its backward delivers its two G [B, C].
+    """Runs `F.group_norm`; its backward leaves what its two G [B, C] follow from.
 
     `rest` has the site and the private step. In a compiled region it has None, the batch size and
     the options: there the G are the gradients of the slots.
@@ -68,30 +69,34 @@ class GroupNorm(torch.autograd.Function):
         if torch.is_autocast_enabled("cuda"):
             x, weight, bias = norm_operands(x, weight, bias)
         x = x.contiguous()
-        ctx.rest, ctx.sizes = rest, (len(x), x.shape[1], x.shape[2:].numel(), groups)
+        pictures, channels, *pixels = x.shape
+        ctx.rest, ctx.sizes = rest, (pictures, channels, prod(pixels), groups)
         y, mean, rstd = torch.native_group_norm(x, weight, bias, *ctx.sizes, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
+        if rest[0] is None:
+            ctx.save_for_backward(x, weight, mean, rstd)
+        else:
+            ctx.to_save = x, weight, mean, rstd  # by no function in Python
         return y
 
     @staticmethod
     def backward(ctx, gy):
         x, weight, mean, rstd = ctx.saved_tensors
-        gy = tensor_parallel.arrived(gy).contiguous()
+        if type(gy) is not Tensor or torch.is_grad_enabled():
+            gy = tensor_parallel.arrived(gy)
+        gy = gy.contiguous()
         site, private_step = ctx.rest[:2]
         wants_x, wants_weight, wants_bias = ctx.wants
         gx = None
         if wants_x:
             backward = torch.ops.aten.native_group_norm_backward
             gx = backward(gy, x, mean, rstd, weight, *ctx.sizes, [True, False, False])[0]
-        serves = site is not None and private_step.fused and available(x.device, x.dtype)
-        weights, biases = (channel_sums if serves else channel_sums_plain)(x, gy, mean, rstd)
         batch_size = ctx.rest[1] if site is None else private_step.batch_size
-        weights = sum_of_pictures(weights, batch_size)
-        biases = sum_of_pictures(biases, batch_size)
+        # `Channels(..)` would call a function in Python.
+        use = tuple.__new__(Channels, (x, gy, mean, rstd, batch_size))
         if site is None:
+            weights, biases = use.plain(accumulation_dtype(x.dtype))
             of_slots = weights if wants_weight else None, biases if wants_bias else None
             return gx, None, None, *of_slots, None
-        for record in site.records:
-            gradients = weights if record is site.weight else biases
-            private_step.take(DENSE, (record,), (gradients, None), (gradients,))
+        if site.records:
+            private_step.take(NORMALIZED, site.records, (use, (site.weight, site.bias)), (x, gy))
         return gx, None, None, None, None, None

@@ -27,13 +27,6 @@ OWN = ("weight", "bias")
 Forward = Callable[..., Any]
 
 
-def sum_of_pictures(sums: Tensor, batch_size: int) -> Tensor:
-    """Returns [B, C] from [N, C], N a multiple of B: the pictures of a sample are side by side."""
-    if sums.shape[0] == batch_size:
-        return sums
-    return sums.view(batch_size, -1, sums.shape[1]).sum(1)
-
-
 class LayoutUnknown(Exception):
     """A layer was called in a way that the search for the batch dimension has not seen.
 
@@ -116,6 +109,8 @@ class Site:
 
     def tokens(self, y: Tensor, a: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
         """Returns output gradients and inputs [.., features] as [B, T, features]."""
+        if self.layout is None and y.ndim == a.ndim == 2 and y.shape[0] == batch_size:
+            return y[:, None], a[:, None]
         layout = self.layout or FIRST
         return layout.batch_tokens(y, batch_size), layout.batch_tokens(a, batch_size)
 

@@ -7,6 +7,7 @@ another way, it runs under `torch.vmap` instead.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -54,7 +55,11 @@ class Inner:
         x = given.pop("input")
         if getattr(module, "padding_mode", "zeros") != "zeros":
             return None
-        return x if all(_is_same(v, getattr(module, k, None)) for k, v in given.items()) else None
+        for name, value in given.items():
+            own = getattr(module, name, None)
+            if value is not own and not _is_same(value, own):
+                return None
+        return x
 
 
 LAYERS = (
@@ -118,9 +123,8 @@ class _Calls(TorchFunctionMode):
         if x is not None:
             return self._layer(x)
         result = function(*args, **kwargs)
-        own = [getattr(module, name) for name in handle.trainable]
-        given = [y for y in tree_leaves((args, kwargs)) if isinstance(y, Tensor)]
-        if any(y is p for y in given for p in own):
+        own = set(map(id, map(partial(getattr, module), handle.trainable)))
+        if not own.isdisjoint(map(id, tree_leaves((args, kwargs)))):
             made = tree_leaves(result)
             handle.is_misfit |= any(isinstance(y, Tensor) for y in made)
         return result

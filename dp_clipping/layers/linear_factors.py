@@ -104,10 +104,6 @@ class LinearFactors:
         """Returns left and right [B, T, ..]: G_i = left_iᵀ right_i has the parameter's shape."""
         return (self.a, self.y) if self.transposed else (self.y, self.a)
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.y.nbytes
-
     def norm(self, grams: Grams | None = None) -> Norm:
         """Returns ‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
         if self.accumulates:  # what is summed is what is normed, to the last bit

@@ -6,6 +6,7 @@ tokens (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for LayerNorm).
 """
 
 from collections.abc import Callable
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -97,7 +98,10 @@ class Norm(torch.autograd.Function):
         if site is None:
             return gx, None, None, *_gradients_of_slots(ctx, gy, x, rstd, mean), None
         y, layout = gy, site.layout
-        if y.ndim != 3 or len(shape) != 1 or layout is not None:
+        if layout is None and y.ndim != 3:
+            rows = (private_step.batch_size, -1, prod(shape))
+            y, x = y.reshape(rows), x.reshape(rows)
+        elif layout is not None or len(shape) != 1:
             where = (layout or FIRST, private_step.batch_size, len(shape))
             y, x, rstd = (by_token(t, *where) for t in (y, x, rstd))
             mean = None if mean is None else by_token(mean, *where)

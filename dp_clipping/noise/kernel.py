@@ -18,9 +18,9 @@ from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.kernels.launch.tiles import (
-    TRITON_DTYPES,
     ceil_div,
     kept_on_device,
+    launch,
     table_on,
     triton,
 )
@@ -163,10 +163,11 @@ def add_noise_to_all_kernel_launch(
     if earlier:
         rows = [row + more for row, more in zip(rows, _earlier_words(earlier), strict=True)]
     table = table_on(totals[0].device, rows) if make_table is None else make_table(rows)
-    _add_noise_to_all_kernel[(len(pieces),)](
-        table, pieces, len(earlier), float(std), float(divisor), 1 / divisor,
-        DTYPE=TRITON_DTYPES[outs[0].dtype], ROW_WORDS=ROW_WORDS,
-        EARLIER_WORDS=EARLIER_WORDS if earlier else 0, LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4,
+    launch(
+        _add_noise_to_all_kernel, (len(pieces),), (table, pieces),
+        (len(earlier), float(std), float(divisor), 1 / divisor), DTYPE=outs[0].dtype,
+        ROW_WORDS=ROW_WORDS, EARLIER_WORDS=EARLIER_WORDS if earlier else 0, LOOPS=LOOPS,
+        BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
@@ -201,9 +202,10 @@ def add_noise_to_parts_kernel_launch(
         counters = (4 * run.count * width for (_, run), width in zip(alike, widths, strict=True))
         pieces = pieces_of(tuple(counters), totals[0].device)
         table = table_on(totals[0].device, rows)
-        _add_noise_to_parts_kernel[(len(pieces),)](
-            table, pieces, len(earlier), float(std), float(divisor), 1 / divisor,
-            DTYPE=TRITON_DTYPES[outs[0].dtype], ALIGNED=aligned, RUN_WORDS=RUN_WORDS,
+        launch(
+            _add_noise_to_parts_kernel, (len(pieces),), (table, pieces),
+            (len(earlier), float(std), float(divisor), 1 / divisor),
+            DTYPE=outs[0].dtype, ALIGNED=aligned, RUN_WORDS=RUN_WORDS,
             EARLIER_WORDS=EARLIER_WORDS if earlier else 0, LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
 

@@ -29,7 +29,12 @@ from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import Slice
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.torch_compat import flush_ready_nodes, gradients_at
+from dp_clipping.torch_compat import (
+    apply_directly,
+    flush_ready_nodes,
+    gradients_at,
+    transforms_run,
+)
 from dp_clipping.trials.randomness import RandomStates
 
 IN_FORWARD = (
@@ -136,9 +141,8 @@ class PrivateStep:
         if parameter not in self._slots:
             value = self.capture.slot_value(parameter)
             with torch.enable_grad():  # the first use may be one under no_grad
-                self._slots[parameter] = GradientSlot.apply(
-                    self.trigger(parameter), value, (self, parameter)
-                )
+                run = GradientSlot.apply if transforms_run() else _slot_of
+                self._slots[parameter] = run(self.trigger(parameter), value, (self, parameter))
         return self._slots[parameter]
 
     def slots_of(self, handle: LayerState) -> dict[str, Tensor]:
@@ -291,6 +295,9 @@ class GradientSlot(torch.autograd.Function):
         private_step, parameter = ctx.rest
         private_step.take(DENSE, (parameter,), (gradients, None), (gradients,))
         return None, None, None
+
+
+_slot_of = apply_directly(GradientSlot)
 
 
 class Join(torch.autograd.Function):

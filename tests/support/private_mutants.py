@@ -58,6 +58,7 @@ EXPANSION = "tests/dp_clipping/capture/checks/test_expansion.py"
 KEPT = "tests/dp_clipping/capture/checks/test_kept.py"
 OPTIMIZER = "tests/dp_clipping/test_optimizer.py"
 AGREEMENT = "tests/dp_clipping/distributed/test_agreement.py"
+TILES = "tests/dp_clipping/kernels/launch/test_tiles.py"
 WHOLE_BATCH = "tests/dp_clipping/layers/vmap/test_whole_batch.py"
 VMAP_TRIAL = "tests/dp_clipping/capture/test_vmap_trial.py"
 RANKS = "tests/dp_clipping/ranks/test_steps.py"
@@ -151,7 +152,12 @@ ROWS = [
     ("flattened samples may fit by chance", "layers/vmap/whole_batch.py",
      'if routes and not kinds <= {"shared", "dimension"}:', "if False:", WHOLE_BATCH, "picked"),
     ("a parameter's gradient may come of anything", "layers/vmap/whole_batch.py",
-     "value = _Unseen.apply(copies, value, name)", "pass", WHOLE_BATCH, "does_not_come"),
+     "value = run(copies, value, name)", "pass", WHOLE_BATCH, "does_not_come"),
+    ("rows of a table are those of other samples", "layers/vmap/whole_batch.py",
+     "rows = own.copies.index_select(1,", "rows = own.copies.flip(0).index_select(1,", WHOLE_BATCH,
+     "all_copies_at_once"),
+    ("a launch is known by other operands", "kernels/launch/tiles.py",
+     "(x.dtype, x.data_ptr() % ALIGNMENT == 0)", "(x.dtype,)", TILES, "known"),
     ("copies are those of other samples", "layers/vmap/whole_batch.py",
      "return copies.squeeze(place + 1).movedim(0, place)",
      "return copies.flip(0).squeeze(place + 1).movedim(0, place)", WHOLE_BATCH,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,7 @@ UNSPECIALIZED = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Sizes and strides of a convolution in three dimensions; missing dimensions are 1.
 
     Attributes:
@@ -38,14 +37,6 @@ class Geometry:
     padding: tuple[int, int, int]
     dilation: tuple[int, int, int]
     groups: int
-
-    def is_narrow(self, inputs: int, outputs: int) -> bool:
-        """Returns whether a group has so few channels, as in a depthwise convolution.
-
-        Args:
-            inputs, outputs: channels of all groups together.
-        """
-        return inputs * outputs <= NARROW * self.groups**2
 
 
 def patches(x: Tensor, geometry: Geometry, positions: tuple[int, ...]) -> Tensor:
@@ -85,12 +76,9 @@ def gradients_plain(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) -
     return torch.bmm(left, right).view(batch_size, groups * outputs, inputs, taps)
 
 
-def numbers(geometry: Geometry, pixels: Sequence[int], positions: Sequence[int]) -> dict[str, int]:
-    """Returns the arguments of the kernels that say where pixels are."""
-    found = dict(zip("DHWZYX", (*pixels, *positions), strict=True))
-    for name, values in (("stride", geometry.stride), ("dil", geometry.dilation)):
-        found |= {f"{name}_{axis}": value for axis, value in zip("dhw", values, strict=True)}
-    return found | dict(zip(("taps_d", "taps_h", "taps_w"), geometry.taps, strict=True))
+def numbers(geometry: Geometry, pixels: Sequence[int], positions: Sequence[int]) -> tuple[int, ...]:
+    """Returns the arguments of the kernels that say where pixels are: D to X, then D to W each."""
+    return (*pixels, *positions, *geometry.stride, *geometry.dilation, *geometry.taps)
 
 
 if triton is not None:

@@ -26,11 +26,7 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.kernels.convolution.geometry import UNSPECIALIZED, VECTOR, Geometry, numbers
 from dp_clipping.kernels.convolution.packing import EXPONENT, SMALLEST, Operand
-from dp_clipping.kernels.launch.tiles import (
-    ceil_div,
-    next_power_of_two,
-    triton,
-)
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, triton
 
 if triton is not None:
     import triton.language as tl
@@ -52,18 +48,15 @@ def gradients_and_squares(
         x: the padded input, [N, D, H, W, C].
         y: the output gradients, [N, *positions, O].
     """
-    work, operands = _work_of(x, y, geometry, batch_size)
-    gradients = None
-    if store:
-        shape = (batch_size, y.values.shape[-1], work.taps, work.inputs)
-        scaled = x.largest is not None
-        dtype = torch.float32 if scaled else stored_dtype(x.values.dtype)
-        gradients = x.values.new_empty(shape, dtype=dtype)
+    work = work_of(x, y, geometry, batch_size)
+    gradients = x.values.new_empty(work.shape, dtype=work.stored) if store else None
     squares = x.values.new_empty(batch_size, work.tiles, dtype=torch.float32)
     if not work.is_empty:
-        _gradient_kernel[(batch_size * work.tiles,)](
-            *operands, gradients, squares, batch_size, STORE=store, **work.arguments,
-            num_warps=4, num_stages=3,
+        largest = (x.values, y.values) if x.largest is None else (x.largest, y.largest)
+        launch(
+            _gradient_kernel, (batch_size * work.tiles,),
+            (x.values, y.values, *largest, gradients, squares), (batch_size, *work.numbers),
+            STORE=store, **work.constants, num_warps=4, num_stages=3,
         )  # fmt: skip
     else:
         squares.zero_()
@@ -79,63 +72,76 @@ def weighted_sum(x: Operand, y: Operand, geometry: Geometry, coefficients: Tenso
         x, y: as `gradients_and_squares` takes them.
         coefficients: c [B] float32.
     """
-    batch_size, outputs = len(coefficients), y.values.shape[-1]
-    work, operands = _work_of(x, y, geometry, batch_size)
+    batch_size, outputs = coefficients.shape[0], y.values.shape[-1]
+    work = work_of(x, y, geometry, batch_size)
+    _, _, taps, inputs = work.shape
     if work.is_empty:
-        return coefficients.new_zeros(outputs, work.inputs, work.taps)
+        return coefficients.new_zeros(outputs, inputs, taps)
     splits = min(batch_size, max(1, PROGRAMS // work.tiles))
-    share = ceil_div(batch_size, splits)
-    splits = ceil_div(batch_size, share)
-    parts = coefficients.new_empty(splits, outputs, work.inputs, work.taps)
-    is_large = work.arguments["BLOCK_O"] * work.arguments["BLOCK_N"] > 64 * 128
-    _weighted_kernel[(splits * work.tiles,)](
-        *operands, coefficients.contiguous(), parts, batch_size, share, **work.arguments,
+    share = -(-batch_size // splits)
+    splits = -(-batch_size // share)
+    parts = coefficients.new_empty(splits, outputs, inputs, taps)
+    largest = (x.values, y.values) if x.largest is None else (x.largest, y.largest)
+    is_large = work.constants["BLOCK_O"] * work.constants["BLOCK_N"] > 64 * 128
+    launch(
+        _weighted_kernel, (splits * work.tiles,),
+        (x.values, y.values, *largest, coefficients.contiguous(), parts),
+        (batch_size, share, *work.numbers), **work.constants,
         num_warps=8 if is_large else 4, num_stages=3,
     )  # fmt: skip
     return parts.sum(0) if splits > 1 else parts[0]
 
 
 @dataclass(frozen=True)
-class _Work:
-    """Tiles of a convolution, and the arguments that its kernels share."""
+class Work:
+    """What follows from the shapes of a convolution's operands.
 
-    taps: int
-    inputs: int
+    Attributes:
+        shape, stored, nbytes: of G [B, O, taps, C / groups].
+        tiles: of a sample's G.
+        is_empty: there is nothing to add up.
+        numbers, constants: the arguments that its kernels share.
+    """
+
+    shape: tuple[int, int, int, int]
+    stored: torch.dtype
+    nbytes: int
     tiles: int
     is_empty: bool
-    arguments: dict[str, int]
+    numbers: tuple[int, ...]
+    constants: dict[str, int]
 
 
-def _work_of(x: Operand, y: Operand, geometry: Geometry, batch_size: int) -> tuple[_Work, tuple]:
-    """Returns the launch's parameters and the operands in the kernels' layout."""
-    work = _work_of_shapes(
-        x.values.shape, y.values.shape, x.values.element_size(), x.largest is not None, geometry,
-        batch_size,
-    )  # fmt: skip
-    scaled = x.largest is not None and y.largest is not None
-    largest = (x.largest, y.largest) if scaled else (x.values, y.values)
-    return work, (x.values, y.values, *largest)
+def work_of(x: Operand, y: Operand, geometry: Geometry, batch_size: int) -> Work:
+    """Returns the work on these operands, which is kept for others of their shapes."""
+    values, is_scaled = x.values, x.largest is not None
+    return _work_of(values.shape, y.values.shape, values.dtype, is_scaled, geometry, batch_size)
 
 
 @lru_cache(maxsize=1024)
-def _work_of_shapes(
-    given: torch.Size, left: torch.Size, itemsize: int, scaled: bool, geometry: Geometry,
+def _work_of(
+    given: torch.Size, left: torch.Size, dtype: torch.dtype, scaled: bool, geometry: Geometry,
     batch_size: int,
-) -> _Work:  # fmt: skip
-    pictures, wide, groups = given[0] // max(1, batch_size), itemsize == 4, geometry.groups
+) -> Work:  # fmt: skip
+    wide, groups = dtype.itemsize == 4, geometry.groups
+    pictures = given[0] // max(1, batch_size)
     inputs, outputs, taps = given[-1] // groups, left[-1] // groups, prod(geometry.taps)
     columns, positions = taps * inputs, prod(left[1:-1])
     vector = VECTOR if inputs % VECTOR == 0 else 1
     block_o = _block(outputs, 64 if wide else 128)
     block_n = _block(columns, 64 if wide or vector == 1 else 128)
     tiles = max(1, groups * ceil_div(outputs, block_o) * ceil_div(columns, block_n))
-    arguments = dict(
-        pictures=pictures, **numbers(geometry, given[1:4], left[1:4]), n_inputs=inputs,
-        n_outputs=outputs, n_groups=groups, VECTOR=vector, SCALED=scaled, SMALLEST=SMALLEST,
-        EXPONENT=EXPONENT, BLOCK_O=block_o, BLOCK_N=block_n, BLOCK_L=32 if wide else 64,
+    places = numbers(geometry, given[1:4], left[1:4])
+    constants = dict(
+        VECTOR=vector, SCALED=scaled, SMALLEST=SMALLEST, EXPONENT=EXPONENT, BLOCK_O=block_o,
+        BLOCK_N=block_n, BLOCK_L=32 if wide else 64,
     )  # fmt: skip
     is_empty = not (batch_size and pictures and positions and columns and outputs)
-    return _Work(taps, inputs, tiles, is_empty, arguments)
+    shape, stored = (batch_size, left[-1], taps, inputs), stored_dtype(dtype)
+    return Work(
+        shape, stored, prod(shape) * stored.itemsize, tiles, is_empty,
+        (pictures, *places, inputs, outputs, groups), constants,
+    )  # fmt: skip
 
 
 def _block(size: int, most: int) -> int:

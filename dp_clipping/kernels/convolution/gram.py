@@ -13,6 +13,7 @@ accumulator is added to another one and starts again from zero.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -27,10 +28,7 @@ from dp_clipping.kernels.convolution.geometry import (
     patches,
 )
 from dp_clipping.kernels.convolution.packing import Operand, scale_of
-from dp_clipping.kernels.launch.tiles import (
-    next_power_of_two,
-    triton,
-)
+from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, triton
 
 if triton is not None:
     import triton.language as tl
@@ -44,12 +42,20 @@ DEPTH = 128  # columns of a step
 LOST = UNDERFLOW * torch.finfo(torch.float32).tiny ** 0.5
 
 
-def pays(x: Operand, y: Operand, geometry: Geometry, batch_size: int) -> bool:
-    """Returns whether Gram matrices are the cheaper way to norms, and precise enough."""
-    rows = len(y.values) // max(1, batch_size) * prod(y.values.shape[1:-1])
-    if geometry.groups > 1 or x.values.element_size() == 4 or not 1 < rows <= MOST:
+@lru_cache(maxsize=1024)
+def pays(
+    given: torch.Size, left: torch.Size, itemsize: int, geometry: Geometry, batch_size: int
+) -> bool:
+    """Returns whether Gram matrices are the cheaper way to norms, and precise enough.
+
+    Args:
+        given, left: shapes of packed input and output gradient.
+        itemsize: bytes of an element of them.
+    """
+    rows = left[0] // max(1, batch_size) * prod(left[1:-1])
+    if geometry.groups > 1 or itemsize == 4 or not 1 < rows <= MOST:
         return False
-    columns, outputs = prod(geometry.taps) * x.values.shape[-1], y.values.shape[-1]
+    columns, outputs = prod(geometry.taps) * given[-1], left[-1]
     side = _side(rows)
     return rows * columns * outputs >= PAYS * side * side * (columns + outputs)
 
@@ -66,12 +72,13 @@ def gram_squares(
     given, left = x.values, y.values
     pictures, inputs = len(given) // batch_size, given.shape[-1]
     found = given.new_empty(2, batch_size, dtype=torch.float32)
-    _gram_kernel[(batch_size,)](
-        given, left, found, batch_size, pictures,
-        **numbers(geometry, given.shape[1:4], left.shape[1:4]), n_inputs=inputs,
-        n_outputs=left.shape[-1], n_groups=1, VECTOR=VECTOR if inputs % VECTOR == 0 else 1,
-        BLOCK=_side(pictures * prod(left.shape[1:-1])), DEPTH=DEPTH, CHUNK=CHUNK, LOST=LOST,
-        num_warps=4, num_stages=3,
+    places = numbers(geometry, given.shape[1:4], left.shape[1:4])
+    launch(
+        _gram_kernel, (batch_size,), (given, left, found),
+        (batch_size, pictures, *places, inputs, left.shape[-1], 1),
+        VECTOR=VECTOR if inputs % VECTOR == 0 else 1,
+        BLOCK=_side(pictures * prod(left.shape[1:-1])), DEPTH=DEPTH, CHUNK=CHUNK,
+        LOST=LOST, num_warps=4, num_stages=3,
     )  # fmt: skip
     squares, scales = found
     if x.largest is not None and y.largest is not None:

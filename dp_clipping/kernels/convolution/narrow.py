@@ -10,18 +10,17 @@ Traffic: y is read once for each row of taps, x once for each tap, from the cach
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dp_clipping.clipping.accumulation import sum_of_pictures
 from dp_clipping.kernels.convolution.geometry import Geometry
 from dp_clipping.kernels.convolution.packing import pack
-from dp_clipping.kernels.launch.tiles import (
-    ceil_div,
-    next_power_of_two,
-    triton,
-)
+from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, triton
 
 if triton is not None:
     import triton.language as tl
@@ -38,25 +37,36 @@ def narrow_gradients(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) 
     Args:
         x: [N, C, D, H, W], N a multiple of B; y: [N, O, *positions].
     """
-    inputs, outputs = x.shape[1] // geometry.groups, y.shape[1] // geometry.groups
-    taps, last = prod(geometry.taps), geometry.taps[2]
-    gradients = x.new_empty(len(x), y.shape[1], inputs, taps, dtype=torch.float32)
+    pictures = x.shape[0]
+    inputs, taps = x.shape[1] // geometry.groups, prod(geometry.taps)
+    gradients = x.new_empty(pictures, y.shape[1], inputs, taps, dtype=torch.float32)
     if gradients.numel():
         right = pack(x, batch_size, False, geometry.padding).values
         left = pack(y, batch_size, False).values
-        pairs = y.shape[1] * inputs
-        block_p = min(PAIRS, next_power_of_two(pairs))
-        block_t = next_power_of_two(last)
-        grid = (len(x), ceil_div(pairs, block_p), taps // last)
-        _narrow_kernel[grid](
-            right, left, gradients, pairs, *right.shape[1:4], *left.shape[1:4], *geometry.stride,
-            *geometry.dilation, *geometry.taps[1:], inputs, outputs, geometry.groups,
-            DEPTHWISE=inputs == outputs == 1, BLOCK_T=block_t, BLOCK_P=block_p,
-            BLOCK_L=max(1, ELEMENTS // (block_t * block_p)), num_warps=4,
+        grid, numbers, constants = _sizes(right.shape, left.shape, geometry)
+        launch(
+            _narrow_kernel, (pictures, *grid), (right, left, gradients), numbers, **constants,
+            num_warps=4,
         )  # fmt: skip
-    if len(x) == batch_size:
-        return gradients
-    return gradients.view(batch_size, -1, *gradients.shape[1:]).sum(1)
+    return gradients if pictures == batch_size else sum_of_pictures(gradients, batch_size)
+
+
+@lru_cache(maxsize=1024)
+def _sizes(given: torch.Size, left: torch.Size, geometry: Geometry) -> tuple[Any, ...]:
+    """Returns the grid of one picture, and the kernel's numbers and constants."""
+    groups, last = geometry.groups, geometry.taps[2]
+    inputs, outputs = given[-1] // groups, left[-1] // groups
+    pairs = left[-1] * inputs
+    block_p, block_t = min(PAIRS, next_power_of_two(pairs)), next_power_of_two(last)
+    numbers = (
+        pairs, *given[1:4], *left[1:4], *geometry.stride, *geometry.dilation, *geometry.taps[1:],
+        inputs, outputs, groups,
+    )  # fmt: skip
+    constants = dict(
+        DEPTHWISE=inputs == outputs == 1, BLOCK_T=block_t, BLOCK_P=block_p,
+        BLOCK_L=max(1, ELEMENTS // (block_t * block_p)),
+    )  # fmt: skip
+    return (-(-pairs // block_p), prod(geometry.taps) // last), numbers, constants
 
 
 UNSPECIALIZED = [

@@ -11,17 +11,14 @@ below 2⁻³⁸ of that becomes zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import (
-    ceil_div,
-    next_power_of_two,
-    triton,
-)
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, triton
 
 if triton is not None:
     import triton.language as tl
@@ -33,8 +30,7 @@ NO_PADDING = (0, 0, 0)
 PLACES = ["H", "W", "D_PADDED", "H_PADDED", "W_PADDED", "pad_d", "pad_h", "pad_w"]
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """A tensor [N, D, H, W, C] as the kernels read it, and what its samples were divided by.
 
     Attributes:
@@ -60,28 +56,42 @@ def pack(
     if tf32 and x.dtype == torch.float32 and x.numel():
         largest = torch.linalg.vector_norm(x.reshape(batch_size, -1), torch.inf, dim=1)
     last = x.movedim(1, -1)
-    if largest is None and padding == NO_PADDING and last.is_contiguous():
-        return Operand(last, None)
-    if not last.is_contiguous():
-        x = x.contiguous()
-    pictures, channels, *pixels = x.shape
-    padded = pixels
-    if padding != NO_PADDING:
-        padded = [size + 2 * each for size, each in zip(pixels, padding, strict=True)]
-    dtype = x.dtype if largest is None else torch.float16
-    new = x.new_empty if padding == NO_PADDING else x.new_zeros
-    values = new(pictures, *padded, channels, dtype=dtype)
-    if x.numel():
-        count = prod(pixels)
-        block = min(BLOCK, next_power_of_two(channels))
-        grid = (ceil_div(count, BLOCK), ceil_div(channels, block), pictures)
-        _pack_kernel[grid](
-            x, values, x if largest is None else largest, pictures // batch_size, channels, count,
-            *pixels[1:], *padded, *padding, x.stride(0), x.stride(1), x.stride(4),
-            PADDED=padding != NO_PADDING, SCALED=largest is not None, BLOCK_L=BLOCK, BLOCK_C=block,
-            SMALLEST=SMALLEST, EXPONENT=EXPONENT, num_warps=4,
-        )  # fmt: skip
-    return Operand(values, largest)
+    is_last = last.is_contiguous()
+    if is_last and largest is None and padding == NO_PADDING:
+        values = last
+    else:
+        x = x if is_last else x.contiguous()
+        dtype = x.dtype if largest is None else torch.float16
+        shape, grid, numbers, block = _sizes(x.shape, is_last, batch_size, padding)
+        new = x.new_empty if padding == NO_PADDING else x.new_zeros
+        values = new(shape, dtype=dtype)
+        if x.numel():
+            launch(
+                _pack_kernel, grid, (x, values, x if largest is None else largest), numbers,
+                PADDED=padding != NO_PADDING, SCALED=largest is not None, BLOCK_L=BLOCK,
+                BLOCK_C=block, SMALLEST=SMALLEST, EXPONENT=EXPONENT, num_warps=4,
+            )  # fmt: skip
+    # `Operand(..)` would call a function in Python.
+    return tuple.__new__(Operand, (values, largest))
+
+
+@lru_cache(maxsize=1024)
+def _sizes(
+    shape: torch.Size, is_last: bool, batch_size: int, padding: tuple[int, int, int]
+) -> tuple[Any, ...]:
+    """Returns the packed shape, the grid, the kernel's numbers and the channels of a program.
+
+    Args:
+        shape: of x [N, C, D, H, W], whose channels are the last in memory, or the second.
+    """
+    pictures, channels, *pixels = shape
+    padded = [size + 2 * each for size, each in zip(pixels, padding, strict=True)]
+    count, block = prod(pixels), min(BLOCK, next_power_of_two(max(1, channels)))
+    places = (*pixels[1:], *padded, *padding)
+    strides = (1, channels) if is_last else (count, 1)
+    numbers = (pictures // max(1, batch_size), channels, count, *places, channels * count, *strides)
+    grid = (ceil_div(count, BLOCK), ceil_div(channels, block), pictures)
+    return (pictures, *padded, channels), grid, numbers, block
 
 
 def scale_of(largest: Tensor) -> Tensor:

@@ -44,7 +44,6 @@ class TableGradients:
 
     held = staticmethod(lambda _: ())  # nobody else has it
     may_be_recomputed = False
-    nbytes = 0  # little beside what the forward holds
 
     @classmethod
     def of(cls, ids: Tensor, y: Tensor, vocabulary: int) -> "TableGradients":

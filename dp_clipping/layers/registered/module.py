@@ -116,8 +116,7 @@ class Use:
             return checked(found, shapes, f"the weighted_sum {who}")
 
         sums = LayerSums(norm, weighted_sum, rows, gradient, (gradient, *tensors))
-        nbytes = (gradient.nbytes + sum(x.nbytes for x in tensors)) // max(1, len(shapes))
-        return {name: NormAndSum(sums, name, nbytes) for name in shapes}
+        return {name: NormAndSum(sums, name) for name in shapes}
 
     def _run(self, function: Any, tensors: list[Tensor], *first: Tensor) -> Any:
         """Returns function(layer, *first, *args, **kwargs)."""

@@ -100,8 +100,8 @@ class NormAndSum:
     gradients = None
     held = attrgetter("sums.tensors")
 
-    def __init__(self, sums: LayerSums, name: str, nbytes: int, good: Tensor | None = None):
-        self.sums, self.name, self.nbytes, self.good = sums, name, nbytes, good
+    def __init__(self, sums: LayerSums, name: str, good: Tensor | None = None):
+        self.sums, self.name, self.good = sums, name, good
 
     @property
     def y(self) -> Tensor:
@@ -123,7 +123,7 @@ class NormAndSum:
 
     def only(self, good: Tensor) -> "NormAndSum":
         """Returns the factors of the samples that are `good` [B], in the same shape."""
-        return NormAndSum(self.sums, self.name, self.nbytes, good)
+        return NormAndSum(self.sums, self.name, good)
 
     def dense(self) -> Tensor:
         """Returns G [B, *parameter], from one call of the user's function a sample."""

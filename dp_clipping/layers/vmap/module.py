@@ -93,9 +93,9 @@ def on_whole_batch(
         outputs = plain_forward(self, *args, **kwargs)
         if known is not None and handle.private_step is not None:
             _refuse_other_number(self, len(handle.tensors(outputs)), len(known))
-        if any(layout.kind == "shared" for layout in known or ()):
+        if any([layout.kind == "shared" for layout in known or ()]):
             outputs = expanded_output(handle, known, outputs, call.rows)
-    if any(isinstance(y, Own) for y in tree_leaves(outputs)):
+    if any([isinstance(y, Own) for y in tree_leaves(outputs)]):
         raise UnknownOperation("it returns a parameter in the place of samples")
     return outputs
 

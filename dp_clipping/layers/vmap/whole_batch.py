@@ -11,8 +11,10 @@ counts the samples. That is learned from forwards of two batch sizes, as it is f
 
     w + x, w - x, w · x, x / w      the copies are laid beside the samples of x
     w.expand(B, ..), w.repeat       the copies are what is returned
+    attention with a mask w         the copies are the masks of the samples
     any other, as x @ w             runs under `torch.vmap`, by itself
-    of parameters alone             likewise, also with tensors that all samples share
+    of parameters alone             likewise, also with tensors that all samples share; views, rows
+                                    and elementwise operators are those of all copies at once
 
 `capture.vmap_trial` compares results and G with autograd's before a step relies on them, and
 `guard.observer` looks at the rows of each operator when it looks at those of layers: a row that is
@@ -36,7 +38,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.batch_layout import Layout, find_layout
 from dp_clipping.torch_compat import (
+    apply_directly,
     own_parameters,
+    transforms_run,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -48,7 +52,10 @@ ELEMENTWISE = {getattr(owner, name) for owner in (torch, Tensor) for name in _OP
 IN_PLACE = {getattr(Tensor, f"{name}_") for name in _OPERATORS}
 EXPANDING = {Tensor.expand, Tensor.expand_as, Tensor.repeat, torch.broadcast_to}
 SAME_ORDER = {Tensor.view, Tensor.reshape, Tensor.unsqueeze, Tensor.squeeze, Tensor.flatten}
-SAME_ORDER |= {torch.reshape, torch.unsqueeze, torch.squeeze, torch.flatten}
+SAME_ORDER |= {torch.reshape, torch.unsqueeze, torch.squeeze, torch.flatten, Tensor.contiguous}
+PERMUTING = {Tensor.permute, torch.permute}
+PLAIN = (Tensor, int, float, torch.dtype, torch.device)  # arguments that hold no tensors
+AS_IT_IS = [None, None, 2.0, False, False]  # arguments of `F.embedding` behind ids and table
 ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 FACTS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__}
 _FACTS = ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "itemsize")
@@ -72,7 +79,7 @@ class Operation(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        return all(layout.kind == "shared" for layout in (*self.inputs, *self.outputs))
+        return all([layout.kind == "shared" for layout in (*self.inputs, *self.outputs)])
 
 
 class Noted(NamedTuple):
@@ -121,19 +128,22 @@ class Call:
     def running() -> Call | None:
         return Call._running[-1] if Call._running else None
 
-    @contextmanager
-    def of(self, module: nn.Module, copies: Mapping[str, Tensor]) -> Iterator[None]:
-        """Enters a context in which the module's own parameters are `Own`, with these copies."""
+    def of(self, module: nn.Module, copies: Mapping[str, Tensor]) -> Call:
+        """Returns a context in which the module's own parameters are `Own`, with these copies."""
         own = {
             name: Own.of(rows, self.name, getattr(*owner_of(module, name)))
             for name, rows in copies.items()
         }
+        self._replaced = replaced(module, own)
+        return self
+
+    def __enter__(self) -> None:
+        self._replaced.__enter__()
         Call._running.append(self)
-        try:
-            with replaced(module, own):
-                yield
-        finally:
-            Call._running.pop()
+
+    def __exit__(self, *raised: Any) -> None:
+        Call._running.pop()
+        self._replaced.__exit__(*raised)
 
     def compute(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Returns what an operator computes of parameters, and of other tensors if it has some.
@@ -141,22 +151,27 @@ class Call:
         Raises:
             UnknownOperation: where samples are in it is not known.
         """
-        is_pair = len(args) == 2 and not kwargs and all([isinstance(x, Tensor) for x in args])
-        leaves, structure = (list(args), None) if is_pair else tree_flatten((args, kwargs))
+        is_flat = not kwargs and all([isinstance(x, PLAIN) for x in args])
+        leaves, structure = (list(args), None) if is_flat else tree_flatten((args, kwargs))
+        is_pair = is_flat and len(args) == 2 and all([isinstance(x, Tensor) for x in args])
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        others = [x for x in tensors if not isinstance(x, Own)]
-        for x in tensors:
-            if isinstance(x, Own) and not x.copies.requires_grad and _value(x).requires_grad:
+        copies = [x.copies if isinstance(x, Own) else None for x in tensors]
+        for x, rows in zip(tensors, copies, strict=True):
+            if rows is not None and not rows.requires_grad and _value(x).requires_grad:
                 raise UnknownOperation("a torch.autograd.Function computes with a parameter")
+        others = [x for x, rows in zip(tensors, copies, strict=True) if rows is None]
         if not others and function not in EXPANDING:
-            return self._of_parameters(function, leaves, structure)
-        key = (self._number, function, tuple([x.dim() for x in tensors]))
+            return self._of_parameters(function, leaves, structure, kwargs)
+        # An `Own` is asked nothing itself, which would come to `__torch_function__`.
+        pairs = zip(tensors, copies, strict=True)
+        dims = tuple([x.ndim if rows is None else rows.ndim - 1 for x, rows in pairs])
+        key = (self._number, function, dims)
         self._number += 1
         known = self._known.get(key)
         if known is None:
             return self._note(key, others, leaves, structure)
         if known.is_constant:
-            return self._of_parameters(function, leaves, structure)
+            return self._of_parameters(function, leaves, structure, kwargs)
         for x, layout in zip(others, known.inputs, strict=True):
             if layout.kind == "dimension" and x.shape[layout.dim] != self.rows:
                 raise UnknownOperation("one of its tensors has another number of rows")
@@ -166,6 +181,13 @@ class Call:
         is_beside = is_pair and (function in ELEMENTWISE or is_in_place)
         if is_beside and known.inputs[0].kind == "dimension":
             return self._beside_samples(function, leaves, others[0], known.inputs[0])
+        if function is F.scaled_dot_product_attention and _is_masked(args, kwargs, known):
+            for x, layout in zip(others, known.inputs, strict=True):
+                self._watched("operand", x, layout)
+            mask = laid_beside(kwargs["attn_mask"].copies, args[0].dim(), 0)
+            y = function(*args, **{**kwargs, "attn_mask": mask})
+            return self._watched("result", y, known.outputs[0])
+        _refuse_writing(function, kwargs)
         return self._of_each_sample(function, leaves, structure, known)
 
     def _note(self, key: Key, inputs: list[Tensor], leaves: list[Any], structure: Any) -> Any:
@@ -204,23 +226,21 @@ class Call:
         self._watched("operand", x, layout)
         copies = laid_beside(own.copies, x.dim(), layout.dim)
         y = function(*[copies if one is own else one for one in leaves])
-        if not own.dim():  # a number widens nothing
+        if own.copies.ndim == 1:  # a number widens nothing
             y = y.to(torch.result_type(x, _value(own)))
         return self._watched("written" if y is x else "result", y, layout)
 
     def _of_parameters(
-        self, function: Callable[..., Any], leaves: list[Any], structure: Any
+        self, function: Callable[..., Any], leaves: list[Any], structure: Any, kwargs: dict
     ) -> Any:
         """Returns what is computed of parameters alone: the same function of each sample's copies.
 
         What is no tensor, as a number, is the same for all of them, and has no gradient.
         """
-        _refuse_writing(function, leaves, structure)
-        with torch.no_grad():
-            results = _call(function, map(_value, leaves), structure)
-        if function in SAME_ORDER:
-            own = leaves[0]
-            return Own.of(own.copies.reshape(len(own.copies), *results.shape), self.name)
+        _refuse_writing(function, kwargs)
+        results = _call(function, map(_value, leaves), structure)
+        if (copies := _at_once(function, leaves, results)) is not None:
+            return Own.of(copies, self.name)
         parts, made = tree_flatten(results)
         places = [n for n, y in enumerate(parts) if isinstance(y, Tensor)]
         if not places or function in CREATING:
@@ -235,7 +255,6 @@ class Call:
         self, function: Callable[..., Any], leaves: list[Any], structure: Any, known: Operation
     ) -> Any:
         """Returns what an operator computes of each sample and its copies."""
-        _refuse_writing(function, leaves, structure)
         layouts: dict[int, Layout] = {}
         rows, where = list(leaves), iter(known.inputs)
         for n, x in enumerate(leaves):
@@ -252,6 +271,46 @@ class Call:
             for y, layout in zip(found, known.outputs, strict=True)
         ]
         return ys[0] if len(ys) == 1 else tuple(ys)
+
+
+def _at_once(function: Callable[..., Any], leaves: list[Any], results: Any) -> Tensor | None:
+    """Returns what an operator computes of all copies at once; None for one that is not known so.
+
+    Args:
+        results: what it computes of the parameters.
+    """
+    if not isinstance(results, Tensor):
+        return None
+    own, rest, dims = leaves[0], leaves[1:], results.ndim
+    if function in SAME_ORDER:
+        return own.copies.reshape(own.copies.shape[0], *results.shape)
+    if function in PERMUTING:
+        return own.copies.permute(0, *[dim % dims + 1 for dim in rest])
+    if function is F.embedding and type(own) is Tensor and leaves[2:] == AS_IT_IS:
+        own, rest, function = leaves[1], leaves[:1], Tensor.__getitem__
+    if function is Tensor.__getitem__ and len(rest) == 1 and type(rest[0]) is Tensor:
+        (ids,) = rest
+        if ids.dtype != torch.int64:  # a mask, or bytes, which are one
+            return None
+        rows = own.copies.index_select(1, (ids % own.copies.shape[1]).flatten())
+        return rows.view(rows.shape[0], *results.shape)
+    if function in ELEMENTWISE or function is torch.where:
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if all([x.dtype in (results.dtype, torch.bool) for x in map(_value, tensors)]):
+            rows = [
+                x.copies.reshape(-1, *[1] * (dims + 1 - x.copies.ndim), *x.copies.shape[1:])
+                if isinstance(x, Own) else x for x in leaves
+            ]  # fmt: skip
+            return function(*rows)
+    return None
+
+
+def _is_masked(args: tuple, kwargs: dict, known: Operation) -> bool:
+    """Returns whether a mask is all of attention that is of parameters, and samples come first."""
+    mask = kwargs.get("attn_mask")
+    first = [layout.kind == "dimension" and not layout.dim for layout in known.inputs]
+    is_alone = len(args) == len(first) == 3 and isinstance(mask, Own)
+    return is_alone and all(first) and not kwargs.get("dropout_p")
 
 
 def _under_vmap(
@@ -309,7 +368,8 @@ class Own(Tensor):
         """Returns an `Own`. With a parameter, the module's code takes it for that."""
         value = copies[0].detach()
         if copies.requires_grad:
-            value = _Unseen.apply(copies, value, name)
+            run = _Unseen.apply if transforms_run() else _unseen
+            value = run(copies, value, name)
         own = value.as_subclass(Own)
         if parameter is not None:
             own = taken_for(own, parameter)
@@ -343,6 +403,9 @@ class _Unseen(torch.autograd.Function):
             "from forward, as return y, self.scale * y, and call model.reset_batch_layouts() "
             "before a forward that computes otherwise than the first one"
         )
+
+
+_unseen = apply_directly(_Unseen)
 
 
 def taken_for(x: Tensor, parameter: Tensor) -> Any:
@@ -386,12 +449,11 @@ def _call(function: Callable[..., Any], leaves: Iterable[Any], structure: Any) -
     return function(*args, **kwargs)
 
 
-def _refuse_writing(function: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
+def _refuse_writing(function: Callable[..., Any], kwargs: dict) -> None:
     """Raises UnknownOperation for an operator that writes to a tensor."""
     name = _name(function)
     is_in_place = name.endswith("_") and not name.endswith("__")
-    has_out = structure is not None and tree_unflatten(leaves, structure)[1].get("out") is not None
-    if is_in_place or name == "__setitem__" or has_out:
+    if is_in_place or name == "__setitem__" or kwargs.get("out") is not None:
         raise UnknownOperation(f"{name} writes to a tensor")
 
 

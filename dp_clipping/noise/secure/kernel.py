@@ -16,8 +16,8 @@ from torch import Tensor
 from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.kernels.launch.tiles import (
     INTERPRETED,
-    TRITON_DTYPES,
     ceil_div,
+    launch,
     table_on,
     triton,
 )
@@ -62,10 +62,10 @@ def add_integers_kernel_launch(
         if not any(groups):
             continue
         pieces = pieces_of(groups, device, BLOCK * LOOPS)
-        _add_integers_kernel[(len(pieces),)](
-            table_on(device, rows), pieces, scales, DTYPE=TRITON_DTYPES[outs[0].dtype],
-            HAS_ROWS=has_rows, FUSED=not INTERPRETED, RUN_WORDS=RUN_WORDS, LOOPS=LOOPS,
-            BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+        launch(
+            _add_integers_kernel, (len(pieces),), (table_on(device, rows), pieces, scales),
+            DTYPE=outs[0].dtype, HAS_ROWS=has_rows, FUSED=not INTERPRETED, RUN_WORDS=RUN_WORDS,
+            LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 

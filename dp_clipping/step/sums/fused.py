@@ -11,13 +11,14 @@ have been sent by then, each with at most its threshold.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dp_clipping.capture.compile_forecast import refuse_repeated
-from dp_clipping.clipping.accumulation import SUM_ROUNDING, Weights
+from dp_clipping.clipping.accumulation import SUM_ROUNDING, product_squares, sum_of_one_token
 from dp_clipping.clipping.coefficients import (
     CLIPPING_FUNCTIONS,
     MARGIN,
@@ -25,19 +26,16 @@ from dp_clipping.clipping.coefficients import (
     finite_samples,
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING
+from dp_clipping.kernels.channel_sums import Channels, channel_sums
 from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
-from dp_clipping.kernels.norm_layer_gradients import (
-    norm_layer_gradients,
-    norm_layer_gradients_plain,
-)
+from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
 from dp_clipping.kernels.sorted_coefficients import Coefficients
-from dp_clipping.kernels.squared_norms import squared_norms
+from dp_clipping.kernels.squared_norms import squared_norms, squares_of_vectors
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
-from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.recorder import (
     DENSE,
     FACTORS,
@@ -48,11 +46,17 @@ from dp_clipping.layers.recorder import (
     Trainable,
 )
 from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE
+from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import version_of
 
 Pair = tuple[Tensor, Tensor]
+
+
+def no_label(*_: Any) -> AbstractContextManager[None]:
+    """Returns `NOTHING`, where work by layers is neither recorded nor timed."""
+    return NOTHING
 
 
 class Fused:
@@ -71,7 +75,9 @@ class Fused:
 
     def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
         self.context, self.batch_size, self.padding = context, batch_size, padding
-        self._tile_size, self._label = context.policy.tile_size, context.timer.layers
+        self._tile_size = context.policy.tile_size
+        self._labels_layers = context.timer.labels_layers()
+        self._label = context.timer.layers if self._labels_layers else no_label
         self.counts: dict[Trainable, Tensor] = {}
         self._scale: Coefficients | None = None
 
@@ -91,9 +97,15 @@ class Fused:
     def norms(self, lefts: list[Left], work: Any) -> None:
         linear: dict[str, list[tuple[Trainable, Pair, Left]]]
         linear = {INSTANTIATE: [], ACCUMULATE: [], GRAM: []}
-        vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
-        normalized, choices = [], work.plans.choices
-        for left in lefts:
+        vectors: dict[torch.dtype, list[tuple[Trainable, Tensor]]] = {}
+        normalized: list[Left] = []
+        factors: list[Left] = []
+        choices = work.plans.choices
+        if not lefts:
+            return
+        lefts.reverse()
+        while lefts:  # what factors are packed from is freed then
+            left = lefts.pop()
             kind, records, value = left.kind, left.records, left.value
             if kind is LINEAR:
                 y, a, how = value
@@ -101,7 +113,7 @@ class Fused:
                     y, a = how.tokens(y, a, self.batch_size)
                 if how.bias is not None:
                     total = y.sum(1, dtype=torch.float32)
-                    vectors.setdefault(total.shape, []).append((how.bias, total))
+                    vectors.setdefault(total.dtype, []).append((how.bias, total))
                 if how.weight is not None:
                     pair = (a, y) if how.transposed else (y, a)
                     choice = choices.get(how.weight) or work.plans.choice_of(how.weight, pair)
@@ -116,20 +128,23 @@ class Fused:
                 normalized.append(left)
             elif kind is DENSE:
                 gradients, own = value
-                if work.keeps(gradients):
+                if not self.context.policy.two_passes or gradients.dim() == 2:
                     work.kept[records[0]] = (gradients, left.tensors, left.versions)
                 else:
                     work.recomputed.append(records[0])
                 if own is None and gradients.dim() == 2:
-                    key = (gradients.shape, gradients.dtype)
-                    vectors.setdefault(key, []).append((records[0], gradients))
+                    own = vectors.setdefault(gradients.dtype, [])
+                    own.append((records[0], gradients))
                     continue
                 if own is None:
                     with self._label("norm/dense", records[0]):
                         own = squared_norms(gradients)
                 work.found([records[0]], own[None])
             else:
-                self._take_factors(left, work)
+                factors.append(left)
+        del left, value
+        if factors:
+            self._take_factors(factors, work)
         if normalized:
             self._form_vectors(normalized, vectors, work)
         for algorithm in (INSTANTIATE, ACCUMULATE):
@@ -140,36 +155,51 @@ class Fused:
         for mine in vectors.values():
             alike = [record for record, _ in mine]
             with self._label("norm/dense", *alike):
-                rows = torch.stack([gradients for _, gradients in mine])
-                squares = squared_norms(rows.flatten(0, 1)).view(len(mine), -1)
+                squares = squares_of_vectors([gradients for _, gradients in mine])
             work.found(alike, squares)
             work.keep_gradients(mine)
 
-    def _take_factors(self, left: Left, work: Any) -> None:
-        """Takes the norm of an embedding or a convolution, which is one launch."""
-        (record,), use = left.records, left.value.on_kernels()
-        keep = not (self.context.policy.two_passes and use.may_be_recomputed)
-        with self._label("norm/factors", record):
-            norm = use.take_norm(keep)
-        work.norms.table.add(record, norm)
-        work.norms.known.add(record)
-        if keep:
-            work.keep(record, use, use.held(use))
-        else:
-            work.recomputed.append(record)
+    def _take_factors(self, lefts: list[Left], work: Any) -> None:
+        """Takes norms of embeddings and convolutions, each of which is a launch."""
+        two_passes = self.context.policy.two_passes
+        records, rows = [], []  # of norms without a scale
+        while lefts:
+            left = lefts.pop()
+            (record,), use = left.records, left.value.on_kernels()
+            del left
+            keep = not (two_passes and use.may_be_recomputed)
+            if self._labels_layers:
+                with self._label("norm/factors", record):
+                    norm = use.take_norm(keep)
+            else:
+                norm = use.take_norm(keep)
+            if norm.scale is None:
+                records.append(record)
+                rows.append(norm.squared)
+            else:
+                work.norms.table.add(record, norm)
+                work.norms.known.add(record)
+            if keep:
+                work.keep(record, use, use.held(use))
+            else:
+                work.recomputed.append(record)
+        if rows:
+            work.found(records, torch.stack(rows))
 
     def _accumulate(
         self, mine: list[tuple[Trainable, Pair, Left]], algorithm: str, work: Any
     ) -> None:
         """Takes norms of G that is formed, and kept with `INSTANTIATE`."""
         several: list[tuple[Trainable, Pair]] = []
-        for record, (left, right), _ in mine:
-            if left.shape[1] == 1 and algorithm == ACCUMULATE:
-                with self._label(f"norm/{algorithm}", record):
-                    work.norms.table.add(record, LinearFactors(right, left, False).norm())
-                work.norms.known.add(record)
-            else:
-                several.append((record, (left, right)))
+        alone: list[tuple[Trainable, Pair]] = []  # of one token
+        for record, pair, _ in mine:
+            is_alone = algorithm == ACCUMULATE and pair[0].shape[1] == 1
+            (alone if is_alone else several).append((record, pair))
+        if alone:
+            records = [record for record, _ in alone]
+            with self._label(f"norm/{algorithm}", *records):
+                rows = [product_squares(left[:, 0], right[:, 0]) for _, (left, right) in alone]
+            work.found(records, torch.stack(rows))
         if not several:
             return
         records = [record for record, _ in several]
@@ -204,21 +234,25 @@ class Fused:
             work.norms.known.update(records)
 
     def _form_vectors(
-        self, normalized: list[Left], vectors: dict[tuple, list[tuple[Trainable, Tensor]]],
+        self, normalized: list[Left], vectors: dict[torch.dtype, list[tuple[Trainable, Tensor]]],
         work: Any,
     ) -> None:  # fmt: skip
         """Forms G of normalisations' weights and biases."""
         records = [record for left in normalized for record in left.records]
-        with self._label("norm/normalization", *records):
-            uses = [left.value[0] for left in normalized]
-            if all([available(*kind) for kind in {(use.x.device, use.x.dtype) for use in uses}]):
-                results = norm_layer_gradients(uses)
-            else:  # in the interpreter
-                results = [norm_layer_gradients_plain(use, torch.float32) for use in uses]
-        for left, formed in zip(normalized, results, strict=True):
-            for record, gradients in zip(left.value[1], formed, strict=True):
-                if record is not None and gradients is not None:
-                    vectors.setdefault(gradients.shape, []).append((record, gradients))
+        for kind, form in ((Normalized, norm_layer_gradients), (Channels, channel_sums)):
+            mine = [left.value for left in normalized if type(left.value[0]) is kind]
+            if not mine:
+                continue
+            uses: list[Any] = [use for use, _ in mine]
+            with self._label("norm/normalization", *records):
+                if all([available(*on) for on in {(use.x.device, use.x.dtype) for use in uses}]):
+                    results = form(uses)
+                else:  # in the interpreter
+                    results = [use.plain(torch.float32) for use in uses]
+            for (_, own), formed in zip(mine, results, strict=True):
+                for record, gradients in zip(own, formed, strict=True):
+                    if record is not None and gradients is not None:
+                        vectors.setdefault(gradients.dtype, []).append((record, gradients))
 
     # ---- coefficients ---------------------------------------------------------------------------
 
@@ -316,13 +350,13 @@ class Fused:
             rows = [scale.rows[record.group] for record in records]
         totals: list[Any] = [None] * len(values)
         linear: list[int] = []
+        alone: list[int] = []  # of one token
         gradients: dict[int, Tensor] = {}
         for n, one in enumerate(values):
             if isinstance(one, Tensor):
                 gradients[n] = one
             elif isinstance(one, tuple):
-                if one[0].shape[1] != 1:
-                    linear.append(n)
+                (alone if one[0].shape[1] == 1 else linear).append(n)
             elif (kept := getattr(one, "gradients", None)) is not None:
                 gradients[n] = kept
         if gradients:
@@ -339,14 +373,18 @@ class Fused:
                 found = weighted_products(pairs, scale.sorted, [rows[n] for n in linear], tile)
             for n, total in zip(linear, found, strict=True):
                 totals[n] = total
+        if alone:
+            with label("sum", *[records[n] for n in alone]):
+                for n in alone:
+                    left, right = values[n]
+                    totals[n] = sum_of_one_token(left, right, scale.values[rows[n]])
         for n, (record, one) in enumerate(zip(records, values, strict=True)):
             if totals[n] is None:
                 c = scale.values[rows[n]]
-                with label("sum", record):
-                    if isinstance(one, tuple):  # of one token
-                        factors = LinearFactors(one[1], one[0], False)
-                        totals[n] = factors.only(c > 0).weighted_sum(Weights(c, []))
-                    else:
+                if self._labels_layers:
+                    with label("sum", record):
                         totals[n] = one.weighted_sum(c, record.shape[0])
+                else:
+                    totals[n] = one.weighted_sum(c, record.shape[0])
         values.clear()
         return totals

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import ACCUMULATED, accumulation_dtype, stored_dtype
-from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients_plain
 from dp_clipping.layers.handle import Site
 from dp_clipping.layers.projection import Linear, gradients_of
 from dp_clipping.layers.recorder import DENSE, LINEAR, NORMALIZED, Joint, Trainable
@@ -104,7 +103,7 @@ def gradients_left(
         return gradients_of_tokens(records, y, a, site)
     if kind is NORMALIZED:
         use, own = value
-        formed = norm_layer_gradients_plain(use, accumulation_dtype(use.x.dtype))
+        formed = use.plain(accumulation_dtype(use.x.dtype))
         return [
             (record, gradients.view(batch_size, *record.shape))
             for record, gradients in zip(own, formed, strict=True)

@@ -29,7 +29,6 @@ from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.layers.recorder import DENSE, FACTORS, Joint, Left, Summand, Trainable
 from dp_clipping.planning.cost_model import SUM_BYTES
-from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.step_norms import StepNorms
 from dp_clipping.step.sums.uses import Uses, gradients_left
@@ -42,7 +41,6 @@ PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
 MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
 UNIT_BYTES = 1 << 30  # of sums that leave together where FSDP's modules are smaller,
 MEETINGS = 8  # and where all of them are few: this part of them
-OF_ONE = (DENSE, FACTORS)  # kinds of what is left of one parameter alone
 ON_SEVERAL_STREAMS = (
     "layers of one backward ran on several CUDA streams, and norms and sums of several layers are "
     "launched together: run the forward on one stream"
@@ -114,6 +112,8 @@ class Work:
         self.norms, self.versions = StepNorms(context, batch_size), Kept()
         self._sharding, self._departures = context.sharding, context.sums or context.departures
         self._two_passes, self._is_dense = context.policy.two_passes, context.policy.dense_always
+        # Kinds of what is left of one parameter alone, as it is kept: kernels pack factors.
+        self._of_one = (DENSE,) if arithmetic.fused else (DENSE, FACTORS)
         self._uses = Uses(batch_size, self.versions)
         self._joining: Joint | None = None  # whose uses are taken together
         self.forget()
@@ -217,21 +217,15 @@ class Work:
             self.versions.note(records[0], tensors)
             if self.runs_twice:
                 self.versions.compare_backwards(records[0], kind, tensors)
-        is_packed = kind is FACTORS and self.arithmetic.fused  # its operands; or they are let go
-        if is_packed and not self.is_summing:
-            self._take_norms([left])
-            if self.streams and (kept := self.kept.get(records[0])):
-                self.pending += kept[0].nbytes
-        else:
-            self.waiting.append(left)
-            stays = records[0] in self._staying or (self._keeps_all and kind in OF_ONE)
-            if not (stays or (kind is DENSE and self._stays(left))):
-                size = 0
-                for tensor in tensors:
-                    size += tensor.nbytes
-                self.pending += max(size, self.plans.gradient_bytes.get(records[0], 0))
-                if self.streams or self.is_summing:
-                    self.pending += self.bytes_of(records)
+        self.waiting.append(left)
+        stays = records[0] in self._staying or (self._keeps_all and kind in self._of_one)
+        if not (stays or (kind is DENSE and self._stays(left))):
+            size = 0
+            for tensor in tensors:
+                size += tensor.nbytes
+            self.pending += max(size, self.plans.gradient_bytes.get(records[0], 0))
+            if self.streams or self.is_summing:
+                self.pending += self.bytes_of(records)
         if self.pending > self.may_wait:
             self._make_room(records)
 
@@ -246,7 +240,7 @@ class Work:
 
     def _stays(self, left: Left) -> bool:
         """Returns whether its tensors are kept until the sums in any case."""
-        if left.records[0] in self._staying or (self._keeps_all and left.kind in OF_ONE):
+        if left.records[0] in self._staying or (self._keeps_all and left.kind in self._of_one):
             return True
         is_kept = left.kind is DENSE and self.keeps(left.value[0])
         return is_kept and not self.streams and not self.is_summing
@@ -436,7 +430,7 @@ class Work:
         values = [value for value, _, _ in summands]
         summands.clear()
         self.taken.update(records)
-        with NOTHING if self.arithmetic.fused else full_float32():
+        with full_float32():
             totals = self.arithmetic.sums(records, values)
             self._accumulate(zip(records, totals, strict=True))
 

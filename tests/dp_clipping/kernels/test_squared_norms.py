@@ -5,7 +5,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from dp_clipping.kernels.squared_norms import BLOCK, squared_norms, squared_norms_plain
+from dp_clipping.kernels.squared_norms import (
+    BLOCK,
+    squared_norms,
+    squared_norms_plain,
+    squares_of_vectors,
+)
 from tests.support.kernel_cases import Place, on_kernels
 
 
@@ -18,3 +23,16 @@ def test_squares(place: Place) -> None:
         torch.testing.assert_close(squared_norms(g), squared_norms_plain(g), rtol=2e-6, atol=0)
     g = torch.randn(6, 4).to(device, dtype).t()
     torch.testing.assert_close(squared_norms(g), squared_norms_plain(g), rtol=2e-6, atol=0)
+
+
+@on_kernels()
+def test_squares_of_vectors(place: Place) -> None:
+    """A vector's result does not depend on what shares its launch."""
+    torch.manual_seed(0)
+    widths = (1, 50, 0, BLOCK + 1)
+    several = [torch.randn(3, n).to(place.device, place.dtype) for n in widths]
+    several += [torch.randn(6, 3).to(place.device, place.dtype).t(), several[-1][:, :7]]
+    expected = torch.stack([squared_norms_plain(g) for g in several])
+    torch.testing.assert_close(squares_of_vectors(several), expected, rtol=2e-6, atol=0)
+    nothing = torch.zeros(0, 5, device=place.device, dtype=place.dtype)
+    assert squares_of_vectors([nothing, nothing]).shape == (2, 0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dp_clipping.kernels.convolution.geometry import patches
+from dp_clipping.layers.convolution import Factors
 from tests.support.convolution_cases import NARROW, WIDE, operands
 
 
@@ -28,5 +29,10 @@ def test_patches_are_a_view():
 
 
 def test_few_channels_of_a_group_are_narrow():
-    assert all(geometry.is_narrow(c, o) for _, _, c, o, _, geometry in NARROW)
-    assert not any(geometry.is_narrow(c, o) for _, _, c, o, _, geometry in WIDE)
+    for cases, is_narrow in ((NARROW, True), (WIDE, False)):
+        for case in cases:
+            samples, _, channels, outputs, _, geometry = case
+            x, y, _ = operands(case, torch.float32, "cpu")
+            shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
+            use = Factors(x, y, shape, samples, geometry, transposed=False)
+            assert use.is_narrow is is_narrow

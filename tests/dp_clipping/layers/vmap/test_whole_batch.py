@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.capture import vmap_trial
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.vmap import whole_batch
 from dp_clipping.layers.vmap.whole_batch import (
     Call,
     Noted,
@@ -62,6 +63,19 @@ def tokens(net: Net, x: Tensor) -> Tensor:
 def attention(net: Net, x: Tensor) -> Tensor:
     y = net.linear(x).unsqueeze(1)
     return F.scaled_dot_product_attention(y, y, y, attn_mask=net.mask.tanh()).squeeze(1)
+
+
+def relative(pick: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+    """Attention with a bias for each distance, and to tokens before alone."""
+
+    def run(net: Net, x: Tensor) -> Tensor:
+        y, steps = net.linear(x).unsqueeze(1), torch.arange(x.shape[1])
+        biases = pick(net.table, steps[:, None] - steps + 3).permute([2, 0, 1]).unsqueeze(0)
+        seen = torch.ones(biases.shape[1:], dtype=torch.bool).tril()
+        mask = torch.where(seen, 0.5 * biases + biases, -1e9).contiguous()
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=mask).squeeze(1)
+
+    return run
 
 
 def into_a_row(net: Net, x: Tensor) -> Tensor:
@@ -146,6 +160,9 @@ WITHOUT_VMAP = {
         scaled(lambda n, x: n.linear(x) * torch.linalg.qr(n.w)[0].diagonal() * len(n.w),
                w=bare(5, 5)), (4, 5)),
     "attention": (scaled(attention, mask=bare(4, 4)), (4, 5)),
+    "rows of a table": (scaled(relative(lambda table, ids: F.embedding(ids, table)),
+                               table=bare(7, 1)), (4, 5)),
+    "an index": (scaled(relative(lambda table, ids: table[ids - 7]), table=bare(7, 1)), (4, 5)),
     "numbers": (scaled(lambda n, x: n.linear(x) * n.s * n.s.sum().item(), s=bare(5)), (5,)),
     "choices": (
         scaled(lambda n, x: n.linear(x) * (n.s if n.s.sum() > 9 else -n.s), s=bare(5)), (5,)),
@@ -230,6 +247,14 @@ def twins(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 def test_norms_and_sums_without_vmap(name, mode):
     build, shape = WITHOUT_VMAP[name]
     (handle,) = check(*twins(build), shape, mode, steps=2)
+    assert handle.operations
+
+
+@pytest.mark.parametrize("name", ["rows of a table", "an index"])
+def test_a_bias_of_attention_is_computed_of_all_copies_at_once(name):
+    build, shape = WITHOUT_VMAP[name]
+    with patch.object(whole_batch, "_under_vmap", side_effect=AssertionError):
+        (handle,) = check(*twins(build), shape, "bookkeeping", steps=2)
     assert handle.operations
 
 

@@ -195,12 +195,13 @@ def test_what_is_kept_for_its_sum_waits_in_any_case(little):
     assert step.end()[1:] == [("norms", "db"), ("clip", "0"), ("sums", "dc"), ("sums", "ba")]
 
 
-def test_factors_are_normed_at_once():
-    """They pack their operands, or let go of them."""
+def test_factors_on_kernels_wait_while_they_fit(little):
+    """They are packed then, or let go of: nothing else would hold them."""
     step = Step()
-    step.take("d", FACTORS)
-    step.take("c")
-    assert step.events == [("norms", "d")]
+    step.take("dc", FACTORS)
+    assert step.events == []
+    step.take("b", FACTORS)
+    assert step.events == [("norms", "dcb")]
 
 
 @pytest.mark.parametrize(
@@ -377,8 +378,8 @@ class Launches:
     """Counts the launches of a step on kernels, and the layers that each serves."""
 
     NAMES = (
-        "gradients_and_squares", "gram_squares", "norm_layer_gradients", "clip_coefficients",
-        "weighted_products", "weighted_sums",
+        "gradients_and_squares", "gram_squares", "norm_layer_gradients", "channel_sums",
+        "squares_of_vectors", "clip_coefficients", "weighted_products", "weighted_sums",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -421,8 +422,8 @@ def check_launches(mode: str, clipping: str, expected: dict[str, int]) -> None:
         assert launches == Counter(expected)
 
 
-ONE_OF_EACH = {"gradients_and_squares": 1, "norm_layer_gradients": 1, "clip_coefficients": 1,
-               "weighted_products": 1, "weighted_sums": 1}  # fmt: skip
+ONE_OF_EACH = {"gradients_and_squares": 1, "norm_layer_gradients": 1, "squares_of_vectors": 1,
+               "clip_coefficients": 1, "weighted_products": 1, "weighted_sums": 1}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["flash_bookkeeping", "flash"])
