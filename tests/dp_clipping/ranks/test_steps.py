@@ -73,11 +73,14 @@ PARTS = [  # of a network: frozen, computed again in backward, used by nobody
     *(Way(layout, name, mode)
       for layout in ("fsdp1 block", "fsdp2 block")
       for name, mode in (("frozen", "bookkeeping"), ("recomputed", "ghost"))),
+    Way("tensor", "recomputed", "bookkeeping", "per_layer"),
     Way("fsdp", mode="flash_bookkeeping"),  # as bookkeeping, where there are no kernels
     Way("fsdp2 x tensor", "norms alone"),
     *(Way(layout, "unused") for layout in ("ddp_bucketed", "torch_ddp", "copy engine")),
 ]  # fmt: skip
 MORE_PARTS = [
+    *(Way("tensor", "compiled", clipping=clipping) for clipping in CLIPPINGS),
+    Way("tensor", "recomputed", "ghost"), Way("fsdp2 x tensor", "recomputed", "ghost"),
     Way("fsdp2 block", "frozen", "ghost"), Way("fsdp1 block", "recomputed", "per_sample"),
     Way("fsdp1 block, SHARD_GRAD_OP", "frozen"), Way("data x tensor", "norms alone"),
     Way("fsdp1 block, SHARD_GRAD_OP", "recomputed", "ghost"),
