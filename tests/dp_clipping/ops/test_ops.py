@@ -195,16 +195,26 @@ def check_record(record: Record, *ways: Way) -> None:
         check_bounds(case, way, has_cancelling=True)
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDED = [case for case in CASES if case.values[0].in_16_bit]  # where a bound is hardest to keep
+OTHERS = [case for case in CASES if case not in ROUNDED]
 
 
-@pytest.mark.parametrize(("record", "dtype"), in_turn(CASES, DTYPES))
+@pytest.mark.parametrize(
+    ("record", "dtype"),
+    [*in_turn(ROUNDED, (torch.bfloat16, torch.float16)), *in_turn(OTHERS, (torch.float32,))],
+)
 def test_a_sample_adds_at_most_c(record, dtype):
     """In every mode where tokens may cancel, else in one of them."""
-    if dtype == torch.float32 or record.in_16_bit:
-        mode = mode_of(record, NUMBER[record.name] // 3)
-        modes = [mode] if record.tokens is None else REFERENCE
-        check_record(record, *(Way(mode=mode, dtype=dtype) for mode in modes))
+    mode = mode_of(record, NUMBER[record.name] // 3)
+    modes = [mode] if record.tokens is None else REFERENCE
+    check_record(record, *(Way(mode=mode, dtype=dtype) for mode in modes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("record", ROUNDED)
+def test_a_sample_adds_at_most_c_in_float32(record):
+    modes = [mode_of(record)] if record.tokens is None else REFERENCE
+    check_record(record, *(Way(mode=mode, dtype=torch.float32) for mode in modes))
 
 
 # Outputs
