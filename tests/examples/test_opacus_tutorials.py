@@ -19,6 +19,7 @@ from ddp_by_hand.examples.opacus_tutorials import (
     parse,
     picture_parts,
 )
+from tests.support.wrong_input import is_one_line
 
 PROGRAM = """
 import torch
@@ -205,13 +206,7 @@ def test_without_noise_and_draws_the_program_has_the_same_losses():
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(arguments, says, capsys):
-    try:
-        status = main(arguments)
-    except SystemExit as stopped:
-        status = stopped.code
-    message = capsys.readouterr().err
-    assert (status, message.count("\n")) == (2, 1)
-    assert says in message
+    is_one_line(main, arguments, says, capsys)
 
 
 def test_group_normalisation_has_replaced_what_mixes_samples():
