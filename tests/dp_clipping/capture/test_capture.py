@@ -212,8 +212,10 @@ def assert_compiled_is_eager(mode: str, build, compile_it, **options) -> None:
 @compiles
 def test_steps_of_one_shape_compile_once():
     """Block by block; whole networks are compiled in tests/dp_clipping/contract."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     net = zoo.seeded(Blocks)
     model = private(net)
     compile_blocks(net, backend=counter)
