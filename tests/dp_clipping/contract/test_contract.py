@@ -109,7 +109,7 @@ def check(case: zoo.Case, way: Way, **options: bool) -> SimpleNamespace | None:
     return run
 
 
-@rows(*in_turn(("flat",), REFERENCE), *in_turn(OTHERS, REFERENCE, 3, start=5))
+@rows(*in_turn(("flat",), REFERENCE), *in_turn(OTHERS, REFERENCE, 2, start=2))
 def test_networks(case, way):
     check(case, way, is_checked=way == Way(mode=way.mode))
 
