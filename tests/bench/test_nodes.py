@@ -10,7 +10,7 @@ import pytest
 from tests.support.benchmark_command import PLUGINS, benchmark, finish, launch, table_of
 
 TORCHRUN = ("-m", "torch.distributed.run")
-NAMES = ["--implementations", "none", "ddp", "ddp_bucketed", "torch_ddp"]
+NAMES = ["--implementations", "none", "ddp_bucketed"]
 
 
 def test_torchrun_on_one_node(tmp_path):

@@ -9,9 +9,9 @@ import pytest
 from ddp_by_hand.bench.messages import describe_messages
 from ddp_by_hand.lm.exchange import plan
 from ddp_by_hand.lm.shape import Shape
-from tests.support.benchmark_command import PLUGINS, ROOT, benchmark, forked_benchmark
+from tests.support.benchmark_command import PLUGINS, benchmark, forked_benchmark
 
-NAMES = ["none", "ddp", "Minimal"]
+NAMES = ["none", "ddp"]
 ALWAYS = ["forward_pass", "backward_pass", "gradient_sync", "optimizer_step", "lr_scheduling"]
 
 
@@ -22,8 +22,8 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(place):
-    """Three implementations, one of them a plug-in, into the default folder."""
-    names = ["--implementations", "none", "ddp", "ddp_copy_engine", f"{ROOT / PLUGINS}:Minimal"]
+    """Into the default folder, beside one that needs GPUs."""
+    names = ["--implementations", "none", "ddp_copy_engine", "ddp"]
     mode = ["--profile", "--profile-implementation", "all", "--dtype", "bfloat16"]
     return forked_benchmark(*mode, *names, cwd=place)
 
@@ -91,8 +91,8 @@ def test_without_a_terminal_it_prints_a_line_each(run):
         assert lines[number].startswith(f"{name}: step ")
         assert "exposed" in lines[number]
         assert "waiting" in lines[number]
-    assert "ddp_copy_engine" in lines[4]
-    assert "unavailable: ddp_copy_engine needs" in lines[4]
+    assert "ddp_copy_engine" in lines[3]
+    assert "unavailable: ddp_copy_engine needs" in lines[3]
     assert lines[-1] == "traces, summaries and timelines: profiler_output"
     assert "[1/" not in run.stderr
 
@@ -101,7 +101,7 @@ def test_the_budget_is_printed_and_in_the_summaries(run, folder):
     """The table has all variants; each summary has its own row and the floor's."""
     table = run.stdout.partition("Budget of a step, ms")[2].splitlines()
     assert table[1].split()[:3] == ["step", "computation", "contention"]
-    assert [line.split()[0] for line in table[3:6]] == NAMES
+    assert [line.split()[0] for line in table[3:5]] == NAMES
     assert "Basis: CPU operators (a proxy)" in run.stdout
     assert f"picture of the budgets: {Path('profiler_output') / 'budget.png'}" in run.stdout
     for name in NAMES[1:]:

@@ -1,5 +1,7 @@
 """Which variants the behaviour tests run on, and where."""
 
+import zlib
+
 import pytest
 import torch
 
@@ -12,6 +14,23 @@ CPU_COPY_ENGINE = "tests/support/cpu_copy_engine.py:CpuCopyEngineDDP"
 SHARDED = ["zero1", "zero2", "fsdp"]
 SLOW = ["zero2", "diloco"]  # differ from others in what test_zero2.py and test_diloco.py test
 BUILT_IN = [*HAND_BUILT, CPU_COPY_ENGINE, *SHARDED, "diloco", "torch_ddp"]
+IN_TURN = [["ddp", "ddp_individual", "ddp_individual_v2"], [CPU_COPY_ENGINE, "zero1", "torch_ddp"]]
+"""A fast behaviour is tried on ddp_bucketed, on fsdp, and on one of each of these; slow on all."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow ones are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--implementation"):
+        return
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        variant = given.get("implementation", given.get("hand_built"))
+        for group in IN_TURN:
+            names = [name for name in group if "implementation" in given or name != "torch_ddp"]
+            if variant in names and given["device_type"] == "cpu":
+                behaviour = item.nodeid.replace(f"{_short(variant)}-cpu", "")
+                if variant != names[zlib.crc32(behaviour.encode()) % len(names)]:
+                    item.add_marker(pytest.mark.slow)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,7 +1,6 @@
 """Private steps without an engine around them, for all tests of this folder."""
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -92,13 +91,6 @@ def unchecked(*arguments: Any, **options: Any) -> PrivateModel:
     model = private(*arguments, **options)
     skip_all_checks(model)
     return model
-
-
-def change_policy(model: PrivateModel, **changes: Any) -> None:
-    """Changes how a model clips, which no user can: what it knows of its layers stays."""
-    policy = dataclasses.replace(model.policy, **changes)
-    model.policy = policy
-    object.__setattr__(model.step_context, "policy", policy)
 
 
 def criterion_of(model: PrivateModel, per_sample_loss: oracle.PerSampleLoss) -> PrivateCriterion:

@@ -17,6 +17,7 @@ from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from tests.support import saved_runs
 from tests.support.draws import joined
 from tests.support.saved_runs import BATCH, SAMPLES, data, load, save, state, train
+from tests.support.turns import in_turn
 
 DELTA = 1e-3
 EPOCH = SAMPLES // BATCH
@@ -28,6 +29,9 @@ SAMPLINGS = {name: {"sampling": name} for name in IN_ORDER} | {
 }
 every_sampling = pytest.mark.parametrize("name", SAMPLINGS)
 every_order = pytest.mark.parametrize("name", IN_ORDER)
+every_sampling_with_epsilon = pytest.mark.parametrize(  # of truncated batches it takes seconds
+    "name", [*IN_ORDER, pytest.param("truncated_poisson", marks=pytest.mark.slow)]
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed")
 
@@ -137,7 +141,7 @@ def test_metrics_have_the_epsilon_of_the_sampling(name):
         run.engine.accountant.get_epsilon(DELTA)
 
 
-@every_sampling
+@every_sampling_with_epsilon
 def test_the_noise_may_change_whatever_the_accountant(name, tmp_path):
     """Opacus's gdp holds steps of one σ alone, and ε does not come from it."""
     run = build(name, accountant="gdp")
@@ -161,7 +165,7 @@ def test_no_noise_and_no_privacy(name):
         assert math.isinf(epsilon(run))
 
 
-@every_sampling
+@every_sampling_with_epsilon
 @pytest.mark.parametrize("target", [1.0, pytest.param(6.0, marks=pytest.mark.slow)])
 def test_noise_for_a_target(name, target):
     run = build(name)
@@ -262,7 +266,7 @@ def test_another_batch_is_refused(name):
     assert run.engine.get_epsilon(DELTA) == 0
 
 
-@every_sampling
+@every_sampling_with_epsilon
 def test_microbatches_are_one_batch(name):
     generator = {"noise_generator": torch.Generator().manual_seed(2)}
     whole, split = (build(name, seed=1, **generator) for _ in range(2))
@@ -328,7 +332,7 @@ def test_two_batches_before_a_step_are_refused(name):
 # ---- settings that change ------------------------------------------------------------------------
 
 
-@every_sampling
+@every_sampling_with_epsilon
 def test_noise_and_thresholds_may_change(name):
     """The account has σ of each step; C is in the noise."""
     run = build(name)
@@ -341,7 +345,7 @@ def test_noise_and_thresholds_may_change(name):
     assert run.engine.privacy_statement(DELTA).noise_multiplier == [0.8, 1.6]
 
 
-@every_sampling
+@every_sampling_with_epsilon
 def test_an_adaptive_threshold(name):
     adaptive = AdaptiveThreshold(0.7, expected_batch_size=4.0, count_std=2.0)
     run = build(name, adaptive_threshold=adaptive, noise_multiplier=1.0)
@@ -349,8 +353,10 @@ def test_an_adaptive_threshold(name):
     assert run.engine._mechanism.epsilon([[(1.0, 1 / 6, 2)]], DELTA) == epsilon(run)
 
 
-@every_sampling
-@pytest.mark.parametrize("ids", [None, [i // 3 if i < 12 else i - 8 for i in range(SAMPLES)]])
+IDS = [i // 3 if i < 12 else i - 8 for i in range(SAMPLES)]
+
+
+@pytest.mark.parametrize(("name", "ids"), in_turn(SAMPLINGS, {"neighbours": None, "ids": IDS}, 1))
 def test_units_are_sampled(name, ids):
     run = build(name, examples_per_unit=4, unit_ids=ids)
     x = data().tensors[0][:, 0].tolist()
@@ -368,8 +374,7 @@ def test_units_are_sampled(name, ids):
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-@every_sampling
-@pytest.mark.parametrize("steps", [2, EPOCH, EPOCH + 1])
+@pytest.mark.parametrize(("name", "steps"), in_turn(SAMPLINGS, (2, EPOCH, EPOCH + 1), 1))
 def test_a_run_is_resumed_bit_for_bit(name, steps, path):
     run = build(name)
     train(run, steps)
@@ -429,7 +434,7 @@ def test_new_keys_for_other_data_begin_after_an_unused_batch_too(name, path):
     assert sorted(joined(epoch)) == sorted(data(30).tensors[0][:, 0].tolist())
 
 
-@every_sampling
+@every_sampling_with_epsilon
 def test_a_run_set_back_makes_the_same_steps(name, path):
     run = build(name)
     train(run, 2)
@@ -459,7 +464,7 @@ def test_a_checkpoint_of_another_sampling_is_refused(name, path):
 # ---- one account ---------------------------------------------------------------------------------
 
 
-@every_sampling
+@every_sampling_with_epsilon
 def test_two_runs_of_one_engine_add_up(name):
     run = build(name)
     train(run, 2)

@@ -12,6 +12,7 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 from ddp_by_hand.examples import finetune, finetune_options, finetune_run  # noqa: E402
+from tests.support.wrong_input import is_one_line  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TINY = [
@@ -135,14 +136,7 @@ def test_wrong_options_show_what_works(table, tmp_path, monkeypatch, capsys, wro
     (tmp_path / "empty.csv").touch()
     (tmp_path / "words.json").write_text('["a", "b"]')
     (tmp_path / "numbers.jsonl").write_text('{"note": "a"}\n{"note": 3}\n')
-    try:
-        status = finetune.main(options(table, tmp_path / "run", *wrong))
-    except SystemExit as stopped:
-        status = stopped.code
-    assert status == 2
-    err = capsys.readouterr().err
-    assert says in err
-    assert err.count("\n") == 1
+    is_one_line(finetune.main, options(table, tmp_path / "run", *wrong), says, capsys)
 
 
 def test_a_list_of_rows_is_a_table_too(tmp_path):

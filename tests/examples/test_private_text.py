@@ -19,6 +19,7 @@ from ddp_by_hand.examples import private_text
 from ddp_by_hand.examples.private_text_picture import draw_training
 from dp_clipping.checkpoint.file_format import key_path
 from dp_clipping.noise.keys import read_keys
+from tests.support.wrong_input import is_one_line
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -211,14 +212,7 @@ class TestWrongInput:
         ],
     )
     def test_is_one_line_and_status_2(self, letters, tmp_path, capsys, wrong, says):
-        try:
-            status = private_text.main(arguments(letters, tmp_path / "run", *wrong))
-        except SystemExit as stopped:
-            status = stopped.code
-        message = capsys.readouterr().err
-        assert status == 2
-        assert says in message
-        assert message.count("\n") == 1
+        is_one_line(private_text.main, arguments(letters, tmp_path / "run", *wrong), says, capsys)
         assert not (tmp_path / "run").exists()
 
     def test_a_folder_of_another_run_is_refused(self, finished, capsys):

@@ -49,7 +49,7 @@ PREDICT = {  # of the exercise with three functions: first argument -> function
 }
 SOLUTIONS = HERE / "solutions.py"
 SHARDED_SOLUTIONS = HERE / "sharded_solutions.py"  # of exercises 10 to 12
-FAST_PER_EXERCISE = 2
+FAST_PER_EXERCISE = 1
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def write_mistake(name: str, folder: Path) -> Path:
 
 
 def mistakes() -> list:
-    """The first two of each exercise in every run, the others as slow ones."""
+    """The first of each exercise in every run, the others as slow ones."""
     cases = []
     for _, group in groupby(MISTAKES, lambda name: MISTAKES[name].exercise):
         for place, name in enumerate(group):

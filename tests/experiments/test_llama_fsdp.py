@@ -38,6 +38,7 @@ from ddp_by_hand.measure.runs import ORDER
 from dp_clipping.kernels.launch.tiles import available
 from tests.support.forked import run_forked
 from tests.support.page import Page
+from tests.support.wrong_input import is_one_line
 
 ROOT = Path(__file__).parents[2]
 PICTURES = (
@@ -475,14 +476,7 @@ def test_dry_run_lists_what_is_left(grid, capsys):
     ],
 )
 def test_wrong_options_are_one_line(arguments, said, capsys, monkeypatch):
-    try:
-        status = main(arguments)
-    except SystemExit as exit:
-        status = exit.code
-    error = capsys.readouterr().err
-    assert status == 2
-    assert said in error
-    assert error.count("\n") == 1
+    is_one_line(main, arguments, said, capsys)
 
 
 # ---- profiling -----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from ddp_by_hand.experiments.plan_privacy.published import DELTA, TABLE_2, optim
 from ddp_by_hand.measure import OK, Results
 from ddp_by_hand.measure.picture import read_picture
 from tests.support.plans import TRUE, quick_noise
+from tests.support.wrong_input import is_one_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -264,14 +265,7 @@ PLAN = ["--examples", "1e8", "--compute", "1e21"]
     ],
 )
 def test_what_is_wrong_is_refused_with_what_works(words, message, capsys, quick):
-    try:
-        status = main(words)
-    except SystemExit as end:
-        status = end.code
-    assert status == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    is_one_line(main, words, message, capsys)
 
 
 def test_the_calls_in_messages_work():

@@ -9,6 +9,7 @@ import torch
 from ddp_by_hand.experiments import price_noise
 from ddp_by_hand.experiments.price_noise import ALONE, Options, Steps, main, measure
 from ddp_by_hand.experiments.rounds import RoundCell, Row
+from tests.support.wrong_input import is_one_line
 
 CPU = torch.device("cpu")
 NOISE = ["default", "secure", "bands_3"]
@@ -83,9 +84,4 @@ def test_steps_have_the_noise_of_their_cell_and_all_its_bands(monkeypatch):
     ],
 )
 def test_bad_input_is_refused_in_a_line(without_gpu, arguments, part, capsys):
-    try:
-        status = main(arguments)
-    except SystemExit as stop:
-        status = stop.code
-    assert status == 2
-    assert part in capsys.readouterr().err
+    is_one_line(main, arguments, part, capsys)

@@ -35,6 +35,7 @@ from dp_clipping.distributed import gradient_reduce as sharded_sums
 from dp_clipping.profiling.profile import SWITCH
 from tests.support.alone import Watching, worker_of
 from tests.support.page import Page
+from tests.support.wrong_input import is_one_line
 
 CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
 SETTINGS = GridSettings(
@@ -437,13 +438,7 @@ def check_report(text: str, row: dict) -> None:
     ],
 )
 def test_bad_input(arguments, message, capsys):
-    try:
-        status = main(arguments)
-    except SystemExit as stopped:
-        status = stopped.code
-    assert status == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert message in line
+    is_one_line(main, arguments, message, capsys)
 
 
 @pytest.mark.slow

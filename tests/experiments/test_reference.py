@@ -11,9 +11,11 @@ from torch.func import functional_call, grad, vmap
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.support import zoo
+from tests.support.turns import in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
+EVERY_CASE = zoo.parameters()
 BATCH_SIZE = zoo.SIZE
 # A tensor's value decides there what is computed, or a kernel has no rule: vmap cannot follow.
 WITHOUT_VMAP = {"routed", "lstm_packed", "gru_time_major", "cells"}
@@ -89,8 +91,7 @@ def test_it_has_nothing_of_what_it_judges():
     }  # fmt: skip
 
 
-@zoo.every_case
-@pytest.mark.parametrize("batch_size", [1, BATCH_SIZE])
+@pytest.mark.parametrize(("case", "batch_size"), in_turn(EVERY_CASE, (1, BATCH_SIZE)))
 def test_they_add_up_to_the_gradient_of_the_batch(case, batch_size):
     """Which also shows that no network of the zoo mixes samples."""
     expected = summed_loss_gradients(case, batch_size)
@@ -171,8 +172,7 @@ def test_beside_a_derivative_by_differences(case):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@zoo.every_case
-@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+@pytest.mark.parametrize(("case", "how"), in_turn(EVERY_CASE, ("bfloat16", "autocast")))
 def test_the_zoo_runs_in_16_bit(case, how):
     model, batch = case.build(), case.batch(BATCH_SIZE)
     if how == "bfloat16":
@@ -279,8 +279,7 @@ def test_a_sample_that_is_not_finite_contributes_nothing(value, clipping, functi
     torch.testing.assert_close(actual, oracle.clipped_sum(without, 1.0, clipping, function))
 
 
-@zoo.every_case
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize(("case", "clipping"), in_turn(EVERY_CASE, ("flat", "per_layer")))
 def test_one_sample_never_exceeds_the_threshold(case, clipping):
     gradients = gradients_of(case, 2)
     threshold = oracle.norms(gradients).min().item() / 2

@@ -48,6 +48,7 @@ from dp_clipping.profiling.profile import SWITCH
 from dp_clipping.step import private_step
 from dp_clipping.step.sums import plain
 from tests.support.meshes import square
+from tests.support.wrong_input import status_of
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "ddp_by_hand.experiments.verify_correctness"]
@@ -57,10 +58,7 @@ FLOAT32 = torch.float32
 
 def run(capsys, *arguments: str) -> tuple[int, str]:
     """Exit status and output of a run in this process."""
-    try:
-        status = main([*QUICK, *arguments])
-    except SystemExit as exit:
-        status = exit.code
+    status = status_of(main, [*QUICK, *arguments])
     found = capsys.readouterr()
     return status, found.out + found.err
 

@@ -282,7 +282,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("status", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_without_a_word_is_named(monkeypatch, capfd, status):
     monkeypatch.setattr(launch, "GRACE_S", 0.2)
     code = WATCHED.replace("STATUS", str(status))
@@ -307,7 +307,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-@pytest.mark.parametrize("prints", [False, True])
+@pytest.mark.parametrize("prints", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_cause_is_printed_once_whoever_ends_first(capfd, prints):
     code = UNPRINTED.replace("PRINTS", str(prints))
     outcome = run_ranks([sys.executable, "-c", code], 2)

@@ -211,9 +211,17 @@ def norms_alone() -> nn.Module:
 
 def recomputed() -> nn.Module:
     """Blocks that keep nothing for backward but their input."""
-    network = uneven()
+    network = even()
     for block in network.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return network
+
+
+def compiled() -> nn.Module:
+    """Each block by itself."""
+    network = even()
+    for block in network.blocks:
+        block.compile()
     return network
 
 
@@ -223,6 +231,7 @@ OWN = {
     "frozen": frozen,
     "norms alone": norms_alone,
     "recomputed": recomputed,
+    "compiled": compiled,
 }
 
 
@@ -239,7 +248,7 @@ def case_of(name: str) -> zoo.Case:
 @cache
 def gradients_alone(name: str, count: int, dtype: torch.dtype) -> oracle.Gradients:
     case = case_of(name)
-    network = case.build() if name != "recomputed" else uneven()
+    network = even() if name in ("recomputed", "compiled") else case.build()
     batch = oracle.move(case.batch(count), dtype=dtype)
     return oracle.per_sample_gradients(network.to(dtype), batch, case.per_sample_loss)
 

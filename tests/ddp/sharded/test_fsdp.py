@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.turns import in_turn
 
 
 class Network(nn.Module):
@@ -113,10 +114,12 @@ def checkpointed() -> nn.Module:
     return Network(checkpointed=True)
 
 
-@pytest.mark.parametrize("make", [Network, tied, checkpointed])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_it_trains_as_one_process_on_all_data(cpu_ranks, make, world_size):
-    cpu_ranks.run(world_size, trains, make)
+MADE = {"network": Network, "tied": tied, "checkpointed": checkpointed}
+
+
+@pytest.mark.parametrize(("made", "world_size"), in_turn(MADE, (3, 2, 1)))
+def test_it_trains_as_one_process_on_all_data(cpu_ranks, made, world_size):
+    cpu_ranks.run(world_size, trains, MADE[made])
 
 
 def two_optimizers(context: Context, turn: int) -> None:

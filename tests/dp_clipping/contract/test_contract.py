@@ -8,13 +8,13 @@ three. Each kind of layer by itself is in `tests/dp_clipping/ops`.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.support import zoo
+from tests.support import turns, zoo
 from tests.support.kernel_cases import on_gpu
 from tests.support.private_steps import FUSED, REFERENCE, Way, compare, on_kernels
 
@@ -81,9 +81,11 @@ def in_all(way: str, modes: tuple[str, ...]) -> Iterator[tuple]:
     yield from ((network, way, mode) for network in zoo.parameters(*NETWORKS) for mode in modes)
 
 
-def in_turn(ways: tuple[str, ...], modes: tuple[str, ...], each: int) -> Iterator[tuple]:
+def in_turn(
+    ways: tuple[str, ...], modes: tuple[str, ...], each: int = 1, start: int = 0
+) -> Iterator[tuple]:
     """Yields `each` of the ways for each network: others, or in another mode, for the next one."""
-    turns = cycle((way, mode) for mode in modes for way in ways)
+    turns = islice(cycle((way, mode) for mode in modes for way in ways), start, None)
     for network in zoo.parameters(*NETWORKS):
         yield from ((network, *next(turns)) for _ in range(each))
 
@@ -107,9 +109,15 @@ def check(case: zoo.Case, way: Way, **options: bool) -> SimpleNamespace | None:
     return run
 
 
-@rows(*in_all("flat", REFERENCE), *in_turn(OTHERS, REFERENCE, 4))
+@rows(*in_turn(("flat",), REFERENCE), *in_turn(OTHERS, REFERENCE, 2, start=2))
 def test_networks(case, way):
-    check(case, way, is_checked=way == Way())
+    check(case, way, is_checked=way == Way(mode=way.mode))
+
+
+@pytest.mark.slow
+@rows(*in_all("flat", REFERENCE), *in_turn(OTHERS, REFERENCE, len(OTHERS)))
+def test_all_networks(case, way):
+    check(case, way, is_checked=way == Way(mode=way.mode))
 
 
 def compare_on_kernels(name: str, way: Way) -> None:
@@ -117,13 +125,13 @@ def compare_on_kernels(name: str, way: Way) -> None:
     assert run is None or run.model.plan_table(), "which raises if no step ran on kernels"
 
 
-@rows(*in_all("flat", FUSED[1:]), *in_turn(INTERPRETED, FUSED, 1))
+@rows(*in_turn(("flat", *INTERPRETED), FUSED))
 def test_networks_in_the_interpreter(interpreter, case, way):
     interpreter.run(compare_on_kernels, case.name, way)
 
 
 @pytest.mark.slow
-@rows(*in_turn(INTERPRETED, FUSED, len(INTERPRETED)))
+@rows(*in_all("flat", FUSED), *in_turn(INTERPRETED, FUSED, len(INTERPRETED)))
 def test_all_of_it_in_the_interpreter(interpreter, case, way):
     interpreter.run(compare_on_kernels, case.name, way)
 
@@ -144,25 +152,17 @@ def compiled(mode: str, clipping: str, backend: str = "aot_eager", **more) -> Wa
     )  # fmt: skip
 
 
-def compiled_in_turn(name: str, *choices: str) -> pytest.MarkDecorator:
-    """Each network with one of two choices, another for the next one; the others are slow."""
-    return pytest.mark.parametrize(
-        ("case", name),
-        [
-            pytest.param(*case.values, choice, id=f"{case.id}-{choice}",
-                         marks=[*case.marks, *[pytest.mark.slow] * ((n + k) % 2)])
-            for n, case in enumerate(zoo.parameters(*COMPILED))
-            for k, choice in enumerate(choices)
-        ],
-    )  # fmt: skip
+OF_COMPILED = zoo.parameters(*COMPILED)
 
 
-@compiled_in_turn("mode", "bookkeeping", "ghost")
+@pytest.mark.parametrize(("case", "mode"), turns.in_turn(OF_COMPILED[:2], ("bookkeeping", "ghost")))
 def test_compiled(case, mode):
     compare(case, compiled(mode, "flat"))
 
 
-@compiled_in_turn("clipping", "flat", "per_layer")
+@pytest.mark.parametrize(
+    ("case", "clipping"), turns.in_turn(OF_COMPILED[1:], ("flat", "per_layer"))
+)
 def test_compiled_in_the_interpreter(interpreter, case, clipping):
     interpreter.run(compare_on_kernels, case.name, compiled("flash_bookkeeping", clipping))
 

@@ -14,7 +14,6 @@ from ddp import wrap
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from ddp_by_hand.lm.launch import run_ranks
 from ddp_by_hand.lm.rank_pool import Context
-from tests.ddp.conftest import HAND_BUILT
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.support import zoo
 from tests.support.beside import small_buckets
@@ -37,10 +36,15 @@ def short(variant: str) -> str:
     return variant.rpartition(":")[2]
 
 
-every_variant = pytest.mark.parametrize("variant", SYNCHRONISING, ids=short)
-
-
-# ---- sums of the whole global batch, norms of the local one --------------------------------------
+def variants(*fast: str) -> pytest.MarkDecorator:
+    """Of those whose hooks differ most, and every other one is slow."""
+    return pytest.mark.parametrize(
+        "variant",
+        [
+            pytest.param(name, id=short(name), marks=[pytest.mark.slow] * (short(name) not in fast))
+            for name in SYNCHRONISING
+        ],
+    )
 
 
 # ---- accumulation --------------------------------------------------------------------------------
@@ -74,7 +78,7 @@ def microbatch(context: Context, micro: int, count: int) -> list[slice]:
     return [slice(i, i + 1) for i in rest] or [slice(0, 0)]
 
 
-@every_variant
+@variants("CpuCopyEngineDDP", "torch_ddp")
 def test_accumulation_equals_one_large_batch(cpu_ranks, variant):
     cpu_ranks.run(2, accumulated, variant)
 
@@ -131,7 +135,7 @@ def failed(context: Context, variant: str, fail: Callable, zeroes: bool) -> None
     ("fail", "zeroes"),
     [*FAILURES, *(pytest.param(*f, marks=pytest.mark.slow) for f in MORE_FAILURES)],
 )
-@every_variant
+@variants("ddp_bucketed", "CpuCopyEngineDDP", "torch_ddp")
 def test_a_step_after_a_failed_backward(cpu_ranks, variant, fail, zeroes):
     cpu_ranks.run(2, failed, variant, fail, zeroes)
 
@@ -165,7 +169,7 @@ def branching(takes_it: bool) -> nn.Module:
     return zoo.seeded(lambda: zoo.Net(forward, sometimes=nn.Linear(6, 6), head=nn.Linear(6, 3)))
 
 
-@every_variant
+@variants("ddp_bucketed", "CpuCopyEngineDDP", "torch_ddp")
 def test_parameters_that_were_not_used_contribute_zero(cpu_ranks, variant):
     cpu_ranks.run(2, not_used, variant)
 
@@ -230,15 +234,11 @@ def check_stream(events: list, model, variant: str) -> None:
 
 
 @pytest.mark.parametrize(("variant", "mode"), [
-    *((variant, "bookkeeping") for variant in HAND_BUILT),
-    ("ddp_bucketed", "ghost"),
-    ("ddp_individual_v2", "per_sample"),
+    ("ddp", "bookkeeping"), ("ddp_individual", "bookkeeping"),
+    ("ddp_bucketed", "ghost"), ("ddp_individual_v2", "per_sample"),
 ])  # fmt: skip
 def test_sums_leave_while_others_are_computed(cpu_ranks, variant, mode):
     cpu_ranks.run(2, streamed, variant, mode)
-
-
-# ---- 16-bit parameters ---------------------------------------------------------------------------
 
 
 # ---- without privacy -----------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def without_privacy(context: Context, variant: str) -> None:
     assert run.engine.get_epsilon(1e-5) == float("inf")
 
 
-@every_variant
+@variants("ddp_individual_v2", "torch_ddp_tuned")
 def test_no_dp_is_ordinary_training(cpu_ranks, variant):
     cpu_ranks.run(2, without_privacy, variant)
 
@@ -322,9 +322,6 @@ def means_behind_private(context: Context, variant: str) -> None:
 @pytest.mark.parametrize("variant", ["ddp_bucketed", "torch_ddp"])
 def test_gradients_are_means_again_behind_private(cpu_ranks, variant):
     cpu_ranks.run(2, means_behind_private, variant)
-
-
-# ---- noise ---------------------------------------------------------------------------------------
 
 
 # ---- a rank that dies ----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dp_clipping.trials.tolerances import WHOLE
 from dp_clipping.validation import check_module
 from tests.dp_clipping.conftest import Unseen, assert_exact, private
 from tests.support import zoo
+from tests.support.turns import in_turn
 
 
 class Function(nn.Module):
@@ -155,8 +156,7 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 9])
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize(("name", "size"), in_turn(MIXING, (2, 3, 4, 9), fast=2))
 def test_a_network_that_mixes_samples_is_refused(name, size):
     function, layer = MIXING[name]
     network = zoo.seeded(lambda: Function(function))
@@ -309,8 +309,9 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_turn(APART, (torch.float32, torch.bfloat16, torch.float64), fast=2)
+)
 def test_a_network_that_keeps_samples_apart_is_not(name, dtype):
     for size in (2, 5, 16):
         torch.manual_seed(size)
@@ -399,8 +400,7 @@ class Loss:
         return self.function(self, outputs, targets)
 
 
-@pytest.mark.parametrize("size", [2, 4, 7])
-@pytest.mark.parametrize("name", ACROSS)
+@pytest.mark.parametrize(("name", "size"), in_turn(ACROSS, (2, 4, 7)))
 def test_a_loss_across_the_batch_is_refused(name, size):
     function, message = ACROSS[name]
     model, criterion = private(nn.Linear(5, 3)), Loss(function)

@@ -15,7 +15,7 @@ from tests.support.language_models import LANGUAGE_MODELS, collated, language_mo
 STEPS_OF_AN_EPOCH = 6  # of 24 samples in batches of 4
 
 
-SOME = ("gpt2", "bert", "t5")
+SOME = ("gpt2", "t5")
 EACH_KIND = [
     pytest.param(kind, marks=[] if kind in SOME else pytest.mark.slow) for kind in LANGUAGE_MODELS
 ]

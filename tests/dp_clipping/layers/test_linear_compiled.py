@@ -112,9 +112,11 @@ def norms_and_sums_are_right_and_compiled_once(every: int = 12, backend: str = "
         assert model.step_context.plans.last.is_one_pass == (mode != "flash")
 
 
-def units_of_several_examples(build: Callable[[], nn.Module] = small) -> None:
+def units_of_several_examples(
+    build: Callable[[], nn.Module] = small, algorithms_and_counts=(("input_length", (6,)),)
+) -> None:
     """Slots and plans are of units; other numbers of them are not compiled again."""
-    for algorithm, counts in (("gradient", (6, 4)), ("input_length", (6,))):
+    for algorithm, counts in algorithms_and_counts:
         torch.compiler.reset()
         network = build()
         policy = {"norm_algorithm": "auto" if algorithm == "gradient" else algorithm}
@@ -182,14 +184,14 @@ class Dropping(nn.Module):
         return self.second(nn.functional.dropout(x, self.rate) if self.rate else x).sum(1)
 
 
-def a_forward_that_saves_little_is_planned_again() -> None:
+def a_forward_that_saves_little_is_planned_again(sizes: tuple[int, ...] = (0, 1)) -> None:
     """Once, with the same random numbers; 0 bytes are those of a device that counts none."""
     batch = zoo.numbers(4, 9, 40, out=(40,))
     fast = lambda use, algorithm, rates: replace(  # noqa: E731
         predict(use, algorithm, rates), seconds=float(algorithm != "gradient")
     )
     drawn, found = {}, {}
-    for saved in (0, 1 << 30, 1):
+    for saved in sizes:
         network, plain = zoo.seeded(Dropping), zoo.seeded(Dropping)
         model, drawn[saved], plain.rate = compiled(network), [], 0.0
         held = patch.object(FusedPlans, "_saved", property(lambda self, saved=saved: saved))
@@ -200,7 +202,7 @@ def a_forward_that_saves_little_is_planned_again() -> None:
             network.rate = 0.0
             check(model, plain, batch, zoo.product)
         found[saved] = algorithms(model)
-    assert found == {0: {"gradient"}, 1 << 30: {"gradient"}, 1: {"input_length"}}
+    assert found == {n: {"input_length" if n == 1 else "gradient"} for n in sizes}
     assert all(all(map(torch.equal, other, drawn[0])) for other in drawn.values())
 
 
@@ -228,9 +230,9 @@ def changing(keep: int = 3) -> Changing:
 BATCH = zoo.numbers(4, 6, 5, out=(5,))
 
 
-def another_number_of_tokens_is_refused() -> None:
+def another_number_of_tokens_is_refused(numbers: tuple = ((1, 2),)) -> None:
     """Also where autograd would add up the gradient of a slot of one token."""
-    for known, given in ((3, 2), (1, 2), (2, 1)):
+    for known, given in numbers:
         network = changing(known)
         model = compiled(network, norm_algorithm="input_length")
         check(model, changing(known), BATCH, zoo.product)
@@ -346,6 +348,9 @@ EVERY = {
     gradients_and_factors_are_both_delivered: (transformer, False),
     a_second_use_leaves_all_samples_out: (1,),
     other_sizes_are_compiled_once_more: (transformer,),
+    units_of_several_examples: (small, (("gradient", (6, 4)),)),
+    a_forward_that_saves_little_is_planned_again: ((0, 1 << 30, 1),),
+    another_number_of_tokens_is_refused: (((3, 2), (2, 1)),),
 }
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -17,15 +16,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from ddp_by_hand.lm.parallel import DATA, TENSOR, parallelize
+from ddp_by_hand.lm.parallel import TENSOR, parallelize
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.step.sums.plain import Plain
-from tests.dp_clipping.conftest import MODES, assert_close, private, private_loss
+from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import zoo
-from tests.support.meshes import square
 from tests.support.sharded_steps import one_step, whole
 
 FLOAT32 = 1e-5  # rotary positions, and the norms of Hugging Face, compute in float32
@@ -122,7 +119,7 @@ def shared_transformer(context: Context, changes: dict) -> None:
     )
 
 
-# Of untied ones the norms and sums are below.
+# Norms and sums of untied ones are in tests/dp_clipping/ranks.
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_transformer(cpu_ranks, tied):
     cpu_ranks.run(2, shared_transformer, {"tie_embeddings": tied})
@@ -145,11 +142,12 @@ def hugging_face(context: Context, kind: str, changes: dict) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+        pytest.param("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True},
+                     marks=pytest.mark.slow),
         pytest.param("LlamaForCausalLM", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
-        ("LlamaForSequenceClassification", {}),
+        ("LlamaForSequenceClassification", {"attention_bias": True, "mlp_bias": True}),
     ],
-)
+)  # fmt: skip
 def test_llama(cpu_ranks, kind, changes):
     pytest.importorskip("transformers")
     cpu_ranks.run(2, hugging_face, kind, changes)
@@ -189,6 +187,7 @@ def adapted(context: Context) -> None:
     )
 
 
+@pytest.mark.slow
 def test_lora(cpu_ranks):
     pytest.importorskip("peft")
     cpu_ranks.run(2, adapted)
@@ -275,9 +274,6 @@ def test_every_kind_of_layer(cpu_ranks, ranks):
     cpu_ranks.run(ranks, every_layer)
 
 
-# ---- norms and clipped sums ---------------------------------------------------------------------
-
-
 def sixteen_bit(context: Context) -> None:
     """Compares clipped sums of modes with one and with two backward passes."""
     batch = torch.randn(3, 5, 8).bfloat16(), torch.randn(3, 5, 8)
@@ -286,7 +282,7 @@ def sixteen_bit(context: Context) -> None:
         torch.manual_seed(1)
         network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).bfloat16()
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        model = private(parallelize_module(network, tensor_mesh(context), plan), mode, LIMIT)
+        model = private(parallelize_module(network, tensor_mesh(context), plan), mode, 0.5)
         one_step(model, batch, zoo.product)
         sums[mode] = torch.cat([whole(p.grad).flatten() for p in network.parameters()])
     for mode, total in sums.items():
@@ -295,69 +291,6 @@ def sixteen_bit(context: Context) -> None:
 
 def test_two_passes_in_16_bit(cpu_ranks):
     cpu_ranks.run(2, sixteen_bit)
-
-
-LIMIT = 0.5
-
-
-def clipped(context: Context, runs: tuple[tuple[str, str], ...], prepare: str = "") -> None:
-    """On one axis, or on two: then two ranks each have half of the samples."""
-    two_axes = context.world_size == 4
-    mesh = tensor_mesh(context)
-    mine = slice(None)
-    if two_axes:
-        mesh = square(DATA, TENSOR)
-        mine = slice(0, 1) if mesh[DATA].get_local_rank() == 0 else slice(1, 4)
-    batch = zoo.tokens(4, 6)
-    gradients = oracle.per_sample_gradients(transformer()(), batch, zoo.cross_entropy)
-    for mode, clipping in runs:
-        network = parallelize(PREPARE[prepare](transformer()()), mesh)
-        if prepare == "compiled":
-            for block in network.blocks:
-                block.compile()
-        model = private(network, mode, LIMIT, clipping)
-        if clipping == "per_layer":  # samples that see each other are looked for in one style
-            model.skip_checks()
-        for _ in range(2):
-            model.clear_gradients()
-            private_loss(model, oracle.pick(batch, mine), zoo.cross_entropy).backward()
-            model.finish_synchronization()
-            torch.testing.assert_close(
-                model.per_sample_gradient_norms.double(),
-                oracle.norms(gradients)[mine],
-                rtol=FLOAT32,
-                atol=0,
-            )
-            found = {n: whole(p.grad) for n, p in network.named_parameters()}
-            expected = oracle.clipped_sum(gradients, LIMIT, clipping)
-            assert_close(found, expected, FLOAT32)
-
-
-def recomputed(network: nn.Module) -> nn.Module:
-    """Blocks whose activations are computed again in backward."""
-    for block in network.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return network
-
-
-PREPARE = {"": lambda network: network, "compiled": lambda n: n, "recomputed": recomputed}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_norms_and_clipped_sums(cpu_ranks, ranks, mode):
-    cpu_ranks.run(ranks, clipped, ((mode, "flat"), (mode, "per_layer")))
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_activation_checkpointing(cpu_ranks, ranks):
-    cpu_ranks.run(ranks, clipped, (("ghost", "flat"), ("bookkeeping", "per_layer")), "recomputed")
-
-
-@pytest.mark.slow
-def test_compiled_blocks(cpu_ranks):
-    runs = (("bookkeeping", "flat"), ("bookkeeping", "per_layer"))
-    cpu_ranks.run(2, clipped, runs, "compiled")
 
 
 # ---- refusals -----------------------------------------------------------------------------------

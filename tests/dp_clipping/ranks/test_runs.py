@@ -6,7 +6,7 @@ on another one as if nothing had happened.
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import count as numbers
@@ -24,6 +24,7 @@ from dp_clipping.noise import keys, mechanisms
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.keys import fixed_keys
 from dp_clipping.sampling.poisson import included
+from tests.dp_clipping.conftest import skip_all_checks
 from tests.support import engine
 from tests.support.draws import joined
 from tests.support.ranks import DIVIDED, LAYOUTS, REPLICAS, started, values
@@ -110,6 +111,8 @@ def trained(
                for key, value in OPTIONS[name].items()}  # fmt: skip
     with known_keys(bool(options.get("secure_mode"))):
         run = started(context, layout, name="transformer", **options)
+    if name not in ("poisson", "empty draws", "units"):
+        skip_all_checks(run.model)  # which take longer than the steps
     files = {"module": run.model, "optimizer": run.optimizer, "data_loader": run.loader}
     clipped: list[tuple] = []
     run.optimizer.attach_step_hook(lambda _: clipped.append(statistics(run)))
@@ -185,38 +188,47 @@ def check(
 
 SYNCHRONISING = [name for name in (*REPLICAS, *DIVIDED) if name != "alone on each"]
 SHARDS = ("fsdp1 block", "fsdp2 block", "fsdp2 on four", "tensor", "fsdp2 x tensor")
+# Each layout once, and each option on replicas, shards or both, as it may differ there.
 WHOLE = [
-    *((name, "poisson") for name in (*SYNCHRONISING, *SHARDS, "ddp_bucketed on four")),
-    *((name, "empty draws") for name in ("copy engine", "torch_ddp", "fsdp")),
-    *((name, "correlated") for name in ("zero2", "fsdp1 block")),
-    *((name, "secure") for name in ("ddp_bucketed", "fsdp1 block", "fsdp2 x tensor")),
-    ("ddp_bucketed", "registered"), ("fsdp2 block", "registered"),
-    ("ddp_bucketed", "truncated"), ("fsdp2 block", "cyclic"), ("fsdp2 x tensor", "balls in bins"),
-    ("fsdp1 block", "ghost"), ("fsdp2 block", "per sample"), ("fsdp2 block", "adaptive"),
+    *((name, "poisson") for name in ("ddp", "torch_ddp_tuned", "fsdp", "tensor", "fsdp2 x tensor")),
+    ("copy engine", "empty draws"), ("fsdp", "empty draws"),
+    ("zero2", "correlated"), ("fsdp1 block", "correlated"),
+    ("ddp_bucketed", "secure"), ("fsdp1 block", "secure"),
+    ("fsdp2 block", "registered"), ("ddp_bucketed", "truncated"), ("fsdp2 block", "cyclic"),
+    ("fsdp2 x tensor", "balls in bins"), ("fsdp2 block", "per sample"),
     ("fsdp2 block", "adaptive units"), ("ddp_bucketed on four", "units"),
     ("ddp_individual_v2", "samples in place of none"),
 ]  # fmt: skip
 SPLIT = [  # into microbatches, of which some ranks have none
-    ("ddp_bucketed", "poisson", 1), ("ddp_bucketed on four", "poisson", 2),
-    ("zero1", "balls in bins", 1), ("fsdp2 block", "ghost", 1),
-    ("fsdp1 block, SHARD_GRAD_OP", "poisson", 1), ("fsdp1 block", "adaptive units", 3),
-    ("ddp_individual", "without noise", 1), ("copy engine", "without noise", 1),
+    ("ddp_bucketed on four", "poisson", 2), ("zero1", "balls in bins", 1),
+    ("fsdp2 block", "ghost", 1), ("fsdp1 block, SHARD_GRAD_OP", "poisson", 1),
+    ("fsdp1 block", "adaptive units", 3), ("ddp_individual", "without noise", 1),
     ("torch_ddp", "without noise", 1),
 ]  # fmt: skip
 PADDED = [
-    ("ddp_bucketed on four", "poisson", 2), ("fsdp2 block", "poisson", 3),
-    ("ddp_bucketed", "units", 3), ("fsdp2 block", "units", 6), ("tensor", "units", 3),
+    ("ddp_bucketed on four", "poisson", 2), ("fsdp2 block", "units", 6), ("tensor", "units", 3)
 ]  # fmt: skip
 ROWS = [
     *((layout, name, None, False) for layout, name in WHOLE),
     *((layout, name, size, False) for layout, name, size in SPLIT),
     *((layout, name, size, True) for layout, name, size in PADDED),
 ]
-IN_16_BIT = ("ddp_bucketed", "copy engine", "torch_ddp", "zero2")
+MORE = [  # beside `REST`
+    ("ddp_bucketed on four", "poisson", None, False), ("fsdp2 on four", "poisson", None, False),
+    ("ddp_bucketed", "poisson", 1, False), ("copy engine", "without noise", 1, False),
+    ("fsdp2 block", "poisson", 3, True), ("ddp_bucketed", "units", 3, True),
+]  # fmt: skip
+IN_16_BIT = ("ddp_bucketed", "zero2")
+MORE_IN_16_BIT = ("copy engine", "torch_ddp")
 
 
-@pytest.mark.parametrize(("layout", "name", "microbatch", "pad"), ROWS)
-def test_a_run_is_that_of_one_process(cpu_ranks, layout, name, microbatch, pad):
+def rows(fast: Iterable, more: Iterable) -> list:
+    return [*fast, *(pytest.param(row, marks=pytest.mark.slow) for row in more)]
+
+
+@pytest.mark.parametrize("row", rows(ROWS, MORE), ids=str)
+def test_a_run_is_that_of_one_process(cpu_ranks, row):
+    layout, name, microbatch, pad = row
     register()
     ranks = LAYOUTS[layout].ranks
     answers = cpu_ranks.run(ranks, trained, layout, name, microbatch, pad)
@@ -242,7 +254,7 @@ def check_units(answers: list[dict]) -> None:
         assert sum(map(len, seen)) == len(set().union(*seen))
 
 
-@pytest.mark.parametrize("layout", IN_16_BIT)
+@pytest.mark.parametrize("layout", rows(IN_16_BIT, MORE_IN_16_BIT))
 def test_a_run_in_16_bit(cpu_ranks, layout):
     """Parameters are rounded after each step: a unit in the last place now and then."""
     answers = cpu_ranks.run(2, trained, layout, "in bfloat16")
@@ -262,7 +274,8 @@ def test_drawn_keys_are_shared_and_new_in_each_run(cpu_ranks):
 REST = [
     (layout, name, size)
     for layout, name, size in product((*SYNCHRONISING, *SHARDS), OPTIONS, (None, 3))
-    if (layout, name, size, False) not in ROWS and name not in ("drawn keys", "in bfloat16")
+    if (layout, name, size, False) not in (*ROWS, *MORE)
+    and name not in ("drawn keys", "in bfloat16")
 ]
 
 
@@ -283,23 +296,22 @@ def test_all_runs(cpu_ranks, layout, name, microbatch):
 # Checkpoints
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "name"),
-    [
-        ("ddp_individual_v2", "ddp_individual_v2", "in bfloat16"),
-        pytest.param("copy engine", "copy engine", "in bfloat16", marks=pytest.mark.slow),
-        ("zero1", "fsdp", "poisson"), ("fsdp", "zero2", "poisson"),
-        ("zero2", "ddp_bucketed", "poisson"), ("ddp_bucketed", "zero2", "truncated"),
-        ("ddp_bucketed", "zero2", "cyclic"),
-        pytest.param("ddp_bucketed", "zero2", "balls in bins", marks=pytest.mark.slow),
-        ("fsdp2 on four", "fsdp2 block", "adaptive"),
-        ("fsdp2 x tensor", "fsdp2 block", "correlated"),
-        ("fsdp2 block", "fsdp2 x tensor", "correlated"),
-        pytest.param("tensor", None, "correlated", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_a_checkpoint_goes_on(cpu_ranks, tmp_path, before, after, name):
+GO_ON = [  # the layouts before and after, and options
+    ("ddp_individual_v2", "ddp_individual_v2", "in bfloat16"), ("zero1", "fsdp", "poisson"),
+    ("zero2", "ddp_bucketed", "poisson"), ("ddp_bucketed", "zero2", "cyclic"),
+    ("fsdp2 on four", "fsdp2 block", "adaptive"), ("fsdp2 x tensor", "fsdp2 block", "correlated"),
+]  # fmt: skip
+MORE_GO_ON = [
+    ("copy engine", "copy engine", "in bfloat16"), ("fsdp", "zero2", "poisson"),
+    ("ddp_bucketed", "zero2", "truncated"), ("ddp_bucketed", "zero2", "balls in bins"),
+    ("fsdp2 block", "fsdp2 x tensor", "correlated"), ("tensor", None, "correlated"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", rows(GO_ON, MORE_GO_ON), ids=str)
+def test_a_checkpoint_goes_on(cpu_ranks, tmp_path, row):
     """In the middle of an epoch: batches and noise are the same, however they are dealt out."""
+    before, after, name = row
     path = tmp_path / "run.pt"
     whole = cpu_ranks.run(LAYOUTS[before].ranks, trained, before, name, None, False, path)
     if after is None:

@@ -4,7 +4,7 @@ A row is a layout and a way to make steps; each makes two, with samples split in
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
@@ -35,73 +35,85 @@ STYLES = tuple(product(MODES, CLIPPINGS))
 CORE = (*REPLICAS, *DIVIDED, *SHARDED, *ON_FOUR)
 
 
-def in_turn() -> Iterator[Way]:
-    """Yields each layout in each mode: per layer, tied and reduced in other ways for the next.
+def some() -> Iterator[Way]:
+    """Yields each layout in one mode, and shards in two: per layer, tied and reduced in turn.
 
-    Replicas, which know nothing of modes, have two of them in turn, and so have four ranks.
+    Replicas know nothing of modes. `test_every_style` has the others.
     """
     turns = cycle(product(("uneven", "transformer_tied"), CLIPPINGS, NORM_REDUCTIONS))
-    for n, (layout, mode) in enumerate(product(CORE, MODES)):
-        if layout in (*REPLICAS, *ON_FOUR) and (n + n // 3) % 3 == 0:
-            continue
-        name, clipping, reduction = next(turns)
-        if name == "transformer_tied" and layout in (*SHARDED, *ON_FOUR):
-            name = "uneven"  # not every sharding takes tied weights
-        yield Way(layout, name, mode, clipping, reduction)
+    modes = cycle(MODES)
+    for layout in CORE:
+        for _ in range(2 if layout in (*DIVIDED, *SHARDED) else 1):
+            name, clipping, reduction = next(turns)
+            if name == "transformer_tied" and layout in (*SHARDED, *ON_FOUR):
+                name = "uneven"  # not every sharding takes tied weights
+            yield Way(layout, name, next(modes), clipping, reduction)
 
 
 LOOKS = [
-    Way(layout, looks=True)
-    for layout in ("fsdp1 block", "fsdp2 block", "fsdp1 on one", "fsdp2 on one", "tensor",
-                   "data x tensor", "fsdp2 x tensor", "hybrid")
+    Way(layout, looks=True) for layout in ("fsdp1 block", "fsdp2 block", "tensor", "fsdp2 on one")
 ] + [
-    *(Way("fsdp2 root", name, looks=True) for name in ("lstm_packed", "llama_labels")),
+    Way("fsdp2 root", "lstm_packed", looks=True),
     Way("fsdp2 leaf", "gru_time_major", looks=True),  # units whose own lists have DTensors
+]  # fmt: skip
+MORE_LOOKS = [
+    *(Way(layout, looks=True) for layout in ("fsdp1 on one", "data x tensor", "fsdp2 x tensor",
+                                             "hybrid")),
+    Way("fsdp2 root", "llama_labels", looks=True),
 ]  # fmt: skip
 UNITS = [
     Way(layout, mode=mode, clipping=clipping, units=True, looks=mode == "per_sample")
     for layout, mode, clipping in (
         ("ddp_bucketed", "bookkeeping", "flat"), ("fsdp2 leaf", "per_sample", "flat"),
-        ("fsdp2 block", "ghost", "per_layer"), ("fsdp2 root", "bookkeeping", "flat"),
-        ("fsdp1 block", "ghost", "flat"), ("tensor", "per_sample", "per_layer"),
-        ("fsdp2 x tensor", "bookkeeping", "per_layer"), ("fsdp2 x tensor", "ghost", "flat"),
+        ("fsdp2 block", "ghost", "per_layer"), ("fsdp1 block", "ghost", "flat"),
+        ("fsdp2 x tensor", "bookkeeping", "per_layer"),
     )
 ]  # fmt: skip
 PARTS = [  # of a network: frozen, computed again in backward, used by nobody
     *(Way(layout, name, mode)
-      for layout in ("fsdp1 block", "fsdp1 block, SHARD_GRAD_OP", "fsdp2 block")
+      for layout in ("fsdp1 block", "fsdp2 block")
       for name, mode in (("frozen", "bookkeeping"), ("recomputed", "ghost"))),
-    Way("fsdp2 block", "frozen", "ghost"), Way("fsdp1 block", "recomputed", "per_sample"),
+    Way("tensor", "recomputed", "bookkeeping", "per_layer"),
     Way("fsdp", mode="flash_bookkeeping"),  # as bookkeeping, where there are no kernels
-    *(Way(layout, "norms alone") for layout in ("data x tensor", "fsdp2 x tensor")),
+    Way("fsdp2 x tensor", "norms alone"),
     *(Way(layout, "unused") for layout in ("ddp_bucketed", "torch_ddp", "copy engine")),
+]  # fmt: skip
+MORE_PARTS = [
+    *(Way("tensor", "compiled", clipping=clipping) for clipping in CLIPPINGS),
+    Way("tensor", "recomputed", "ghost"), Way("fsdp2 x tensor", "recomputed", "ghost"),
+    Way("fsdp2 block", "frozen", "ghost"), Way("fsdp1 block", "recomputed", "per_sample"),
+    Way("fsdp1 block, SHARD_GRAD_OP", "frozen"), Way("data x tensor", "norms alone"),
+    Way("fsdp1 block, SHARD_GRAD_OP", "recomputed", "ghost"),
 ]  # fmt: skip
 AROUND = ("vit", "product", "lists", "nested", "tied", "linked", "frozen_block",
           "frozen_parameter", "checkpointed_product")  # fmt: skip
 GATHERED = ("fsdp", "fsdp2 block", "fsdp2 leaf", "fsdp1 block")
 ONE_UNIT = {("tied", "fsdp2 leaf")}  # FSDP2 wants a parameter that two modules have in one unit
+STYLES_AROUND = cycle([("bookkeeping", "flat"), ("ghost", "per_layer"),
+                       ("bookkeeping", "per_layer"), ("per_sample", "flat")])  # fmt: skip
 AROUND_BLOCKS = [  # parameters of the root, or of another module around the blocks
-    Way(layout, name, mode, clipping)
-    for (layout, name), (mode, clipping) in zip(
-        product(("fsdp", "fsdp2 block", "fsdp1 block"), AROUND),
-        cycle([("bookkeeping", "flat"), ("ghost", "per_layer"), ("bookkeeping", "per_layer")]),
-        strict=False,
-    )
+    Way(layout, name, *next(STYLES_AROUND))
+    for name, layout in zip(AROUND, cycle(("fsdp", "fsdp2 block", "fsdp1 block")), strict=False)
 ]
 HANDED = [  # a parameter of the root, given to a block: expanded, or where all is gathered at once
     *(Way(layout, "handed_expanded") for layout in ("fsdp", "fsdp2 block", "fsdp1 block")),
     *(Way(layout, "handed") for layout in ("zero2", "fsdp2 root", "fsdp1 root")),
 ]
 IN_16_BIT = [
+    Way("fsdp1 in bfloat16", mode="per_sample", tolerance=8e-2),
+    Way("fsdp2 in bfloat16", mode="ghost", tolerance=8e-2),
+    Way("fsdp in bfloat16", "product", "bookkeeping", tolerance=8e-2),
+    *(Way(layout, dtype=torch.bfloat16) for layout in ("ddp_bucketed", "copy engine", "zero2")),
+]
+MORE_IN_16_BIT = [
     *(Way(layout, mode=mode, tolerance=8e-2)
       for layout, mode in product(("fsdp1 in bfloat16", "fsdp2 in bfloat16"), MODES)),
     *(Way("fsdp in bfloat16", "product", mode, tolerance=8e-2) for mode in MODES),
-    *(Way(layout, dtype=torch.bfloat16)
-      for layout in ("ddp_bucketed", "ddp_individual_v2", "copy engine", "torch_ddp", "zero2")),
+    *(Way(layout, dtype=torch.bfloat16) for layout in ("ddp_individual_v2", "torch_ddp")),
 ]  # fmt: skip
 
 
-def rows(ways: list[Way]) -> pytest.MarkDecorator:
+def rows(ways: Iterable[Way]) -> pytest.MarkDecorator:
     def called(way: Way) -> str:
         more = ["units"] * way.units + ["looks"] * way.looks
         more += ["bfloat16"] * (way.dtype is not None)
@@ -110,8 +122,14 @@ def rows(ways: list[Way]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("way", [pytest.param(way, id=called(way)) for way in ways])
 
 
-@rows([*in_turn(), *LOOKS, *UNITS, *PARTS, *AROUND_BLOCKS, *HANDED, *IN_16_BIT])
+@rows([*some(), *LOOKS, *UNITS, *PARTS, *AROUND_BLOCKS, *HANDED, *IN_16_BIT])
 def test_steps(cpu_ranks, way):
+    cpu_ranks.run(LAYOUTS[way.layout].ranks, step_beside_one_process, way)
+
+
+@pytest.mark.slow
+@rows([*MORE_LOOKS, *MORE_PARTS, *MORE_IN_16_BIT])
+def test_more_steps(cpu_ranks, way):
     cpu_ranks.run(LAYOUTS[way.layout].ranks, step_beside_one_process, way)
 
 

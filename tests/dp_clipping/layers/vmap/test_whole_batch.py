@@ -25,6 +25,7 @@ from dp_clipping.layers.vmap.whole_batch import (
 )
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
 from tests.support import zoo
+from tests.support.turns import in_turn
 from tests.support.zoo import Net
 
 SAMPLES = 4
@@ -242,8 +243,7 @@ def twins(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     return zoo.seeded(build).double(), zoo.seeded(build).double()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", WITHOUT_VMAP)
+@pytest.mark.parametrize(("name", "mode"), in_turn(WITHOUT_VMAP, MODES))
 def test_norms_and_sums_without_vmap(name, mode):
     build, shape = WITHOUT_VMAP[name]
     (handle,) = check(*twins(build), shape, mode, steps=2)
