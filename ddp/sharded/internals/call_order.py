@@ -7,9 +7,16 @@ would compute with a mixture of both, without any error.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from ddp.sharded.units import Block
+from ddp.torch_compat import at_end_of_backward, number_of_backward
+
+CREATES_GRAPH = (
+    "create_graph=True through a block of fsdp, whose parameters are freed before a second "
+    'derivative needs them: use wrap("zero2", module)'
+)
 
 
 class CallOrder:
@@ -144,3 +151,18 @@ class Progress:
     backward: int = -1
     is_ahead: bool = False
     has_agreed: bool = False
+
+    def enter_backward(self, way: WayBack, at_end: Callable[[], None]) -> None:
+        """Notes that a backward is on its way back, and calls `at_end` once it has ended."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(CREATES_GRAPH)
+
+        def end() -> None:
+            self.way_back.is_over, self.backward = True, -1
+            at_end()
+
+        if (number := number_of_backward()) != self.backward:
+            self.backward = number
+            at_end_of_backward(end)
+        way.begin()
+        self.way_back = way
