@@ -78,7 +78,7 @@ class Interface(nn.Module):
         self.schedule = Schedule()
         self.watch = Watch(module, self.gradients)
         self.step = Step(self.gradients, self.schedule, self.watch)
-        self.hooks = self.make_hooks()
+        self.hooks = AutogradHooks(self, self.gradients, self.step, self.watch)
         weakref.finalize(self, _leave, self.hooks, self.gradients).atexit = False
         self.adopt_order(list(reversed(range(len(self.gradients.parameters)))))
         activate(self)  # autograd calls before_accumulation and after_accumulation from now on
@@ -89,9 +89,6 @@ class Interface(nn.Module):
     def describe_gradients(self) -> Gradients:
         """Called at construction, once all ranks hold the same values."""
         return Gradients(self.module, self.reduction)
-
-    def make_hooks(self) -> AutogradHooks:
-        return AutogradHooks(self, self.gradients, self.step, self.watch)
 
     def adopt_order(self, order: list[int]) -> None:
         """Plans again: rank 0's first order of arrival replaces the reverse of registration."""

@@ -39,7 +39,7 @@ def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
 def moved_of(unit: FlatUnit, before: list[Any]) -> Moved:
     """Returns the parameters of a unit whose memory is another one than `before`."""
     now = memory_of(unit.parameters)
-    return [(unit, i) for i in range(len(now)) if now[i] != before[i]]
+    return [] if now == before else [(unit, i) for i in range(len(now)) if now[i] != before[i]]
 
 
 def view_again(moved: Moved) -> None:
@@ -73,11 +73,12 @@ def take_replaced(units: Sequence["DividedUnit"]) -> bool:
         RuntimeError: for `.data` of another shape or dtype, or in memory of whole values: what
             autograd has saved of it would be others after the next gather.
     """
-    shown = [unit for unit in units if unit.is_shown]
-    moved = [found for unit in shown for found in unit.moved()]
+    moved: Moved = []
+    for unit in units:
+        moved += unit.moved()
     if not moved:
         return False
-    freed = {0, *(unit.values.untyped_storage().data_ptr() for unit in shown)}
+    freed = {0, *(unit.values.untyped_storage().data_ptr() for unit in units)}
     for unit, i in moved:
         parameter, view, name = unit.parameters[i], unit.value_views[i], unit.places[i].name
         if parameter.shape != view.shape or parameter.dtype != view.dtype:
@@ -146,6 +147,8 @@ class DividedUnit(FlatUnit):
 
     def moved(self) -> Moved:
         """Returns the parameters that got other `.data` since they were shown."""
+        if not self.is_shown:
+            return []
         for parameter, place in zip(self.parameters, self.places, strict=True):
             try:
                 parameter.data_ptr()
