@@ -26,8 +26,8 @@ class Sharded(ShardedInterface):
         raise NotImplementedError
 
     def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
-        """Returns where the reduced slice goes; `own` is that slice of `flat`."""
-        raise NotImplementedError
+        """Returns where the reduced slice goes; by default to `own`, that slice of `flat`."""
+        return own
 
     def describe_gradients(self) -> Gradients:
         self.units = self.divide()

@@ -145,30 +145,8 @@ class HandBuiltFSDP(DividedInterface):
 
     # ---- gradients -----------------------------------------------------------------------------
 
-    def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
-        """Launches a bucket once the gathers have started that come before it on every rank.
-
-        A bucket waits until backward has entered its block; one of no block, the next one's.
-        """
-        if everything:
-            super().launch_buckets(everything)
-        for bucket in self.schedule.buckets[self.schedule.launched :]:
-            if not self.schedule.ready.issuperset(bucket.members):
-                return
-            if in_backward() and not self._is_next():
-                return
-            super().launch_buckets(most=1)
-
-    def _is_next(self) -> bool:
-        name = ""
-        for bucket in self.schedule.buckets[self.schedule.launched :]:
-            if name := self.unit_of[bucket].name:
-                break
-        return self.progress.way_back.has_entered(name)
-
     def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor, Tensor]:
-        while not self._is_next():  # backward has failed, or not begun
-            self.progress.way_back.go_on(self.start)
+        self.catch_up()
         self.wait_for(*self.schedule.in_flight)  # one on the wire at a time bounds the memory
         # Backward needs a unit no more once its gradients are there. Those that come in another
         # backward, as reentrant checkpointing runs it, are of one segment alone.

@@ -14,7 +14,7 @@ What remains: a bucket's gradients stay allocated, though only 1/W of them is us
 """
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
@@ -60,9 +60,6 @@ class Zero1DDP(Sharded):
                 parameter.data = view
             units.append(unit)
         return units
-
-    def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
-        return own
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 

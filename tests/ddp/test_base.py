@@ -30,7 +30,8 @@ ALL = 6592
 def imports_of(path: Path) -> set[str]:
     """Modules of the course that a file imports."""
     nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
-    return {n.module for n in nodes if n.module and n.module.startswith("ddp.")}
+    found = {n.module for n in nodes} | {f"{n.module}.{x.name}" for n in nodes for x in n.names}
+    return {name for name in found if name.startswith("ddp.") and path_of(name).is_file()}
 
 
 def path_of(module: str) -> Path:

@@ -387,7 +387,8 @@ MUTANTS = [
     ),
     Mutant(
         "what a forward writes to parameters is lost",
-        (("sharded/internals/views.py", "take_written(self.own(self.values), self.shard)", "pass"),),
+        (("sharded/internals/views.py", "take_written(self.own(self.values), self.shard)",
+          "pass"),),
         ("tests/ddp/sharded/test_fsdp_parameters.py", "forward_writes"),
     ),
     Mutant(
@@ -529,7 +530,7 @@ MUTANTS = [
     ),
     Mutant(
         "a failed backward leaves the others in their gathers",
-        (("sharded/fsdp.py", "while not self._is_next():", "while False:"),),
+        (("sharded/internals/call_order.py", "while not self._is_next():", "while False:"),),
         ("tests/ddp/sharded/test_fsdp_failures.py", "another_place"),
     ),
     Mutant(
@@ -539,7 +540,8 @@ MUTANTS = [
     ),
     Mutant(
         "a reduction frees a block that backward is still in",
-        (("sharded/fsdp.py", "if in_backward() and not self._is_next():", "if False:"),),
+        (("sharded/internals/call_order.py",
+          "if in_backward() and not self._is_next():", "if False:"),),
         ("tests/ddp/sharded/test_fsdp_networks.py", "order_of_the_wire"),
     ),
     Mutant(

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp.sharded.units import Block
-from ddp.torch_compat import at_end_of_backward, number_of_backward
+from ddp.buckets import Bucket
+from ddp.sharded.base import Sharded
+from ddp.sharded.units import Block, GatheredUnit
+from ddp.torch_compat import at_end_of_backward, in_backward, number_of_backward
 
 CREATES_GRAPH = (
     "create_graph=True through a block of fsdp, whose parameters are freed before a second "
@@ -166,3 +168,37 @@ class Progress:
             at_end_of_backward(end)
         way.begin()
         self.way_back = way
+
+
+class Ordered(Sharded):
+    """A network whose gathers and reductions all ranks start in one order."""
+
+    progress: Progress
+    unit_of: dict[Bucket, GatheredUnit]  # type: ignore[assignment]
+    start: Callable[[Block], None]  # of fsdp.py
+
+    def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
+        """Launches a bucket once the gathers have started that come before it on every rank.
+
+        A bucket waits until backward has entered its block; one of no block, the next one's.
+        """
+        if everything:
+            super().launch_buckets(everything)
+        for bucket in self.schedule.buckets[self.schedule.launched :]:
+            if not self.schedule.ready.issuperset(bucket.members):
+                return
+            if in_backward() and not self._is_next():
+                return
+            super().launch_buckets(most=1)
+
+    def _is_next(self) -> bool:
+        name = ""
+        for bucket in self.schedule.buckets[self.schedule.launched :]:
+            if name := self.unit_of[bucket].name:
+                break
+        return self.progress.way_back.has_entered(name)
+
+    def catch_up(self) -> None:
+        """Starts the gathers that come before the next bucket, if backward has not."""
+        while not self._is_next():  # it has failed, or not begun
+            self.progress.way_back.go_on(self.start)

@@ -9,12 +9,11 @@ import torch
 from torch.nn import Parameter
 
 from ddp.buckets import Bucket
-from ddp.sharded.base import Sharded
 from ddp.sharded.internals.agreement import add_note, agree, wait_for
 from ddp.sharded.internals.blocks import call_around, cast
-from ddp.sharded.internals.call_order import CallOrder, Progress, WayBack
+from ddp.sharded.internals.call_order import CallOrder, Ordered, WayBack
 from ddp.sharded.torch_compat import in_transform
-from ddp.sharded.units import Block, GatheredUnit
+from ddp.sharded.units import Block
 from ddp.torch_compat import in_backward, own_parameters, without_torch_functions
 
 IN_TRANSFORM = (
@@ -35,7 +34,7 @@ ON_ONE_RANK = (
 )
 
 
-class DividedInterface(Sharded):
+class DividedInterface(Ordered):
     """A network whose parameters are whole in some blocks at a time.
 
     Attributes:
@@ -45,14 +44,11 @@ class DividedInterface(Sharded):
 
     blocks: list[Block]
     order: CallOrder
-    progress: Progress
-    unit_of: dict[Bucket, GatheredUnit]  # type: ignore[assignment]
     is_whole: bool = False
     _param_dtype: torch.dtype | None
 
-    start: Callable[[Block], None]  # of fsdp.py, as these are
     enter: Callable[[Block], None]
-    leave: Callable[[Block, Any], None]
+    leave: Callable[[Block, Any], None]  # of fsdp.py
 
     def free(self) -> None:
         """Frees the parameters of all blocks."""
