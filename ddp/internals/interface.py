@@ -207,7 +207,7 @@ class Interface(nn.Module):
         dtypes.set_least(value)
         if dtypes.all == before:
             return
-        if self.is_in_mid_step():
+        if self.step.is_in_the_middle():
             dtypes.set_least(old)
             raise RuntimeError(
                 "gradient_dtype cannot change in the middle of a step: "
@@ -273,10 +273,6 @@ class Interface(nn.Module):
         ]
 
     # ---- several wrappers of one network, and copies -------------------------------------------
-
-    def is_in_mid_step(self) -> bool:
-        """Returns whether gradients have arrived, or were launched, that are not finished."""
-        return self.step.is_in_the_middle()
 
     def deactivate(self) -> None:
         """Discards an unfinished step because another wrapper of this network takes over."""

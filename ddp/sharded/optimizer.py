@@ -29,7 +29,9 @@ class ShardedOptimizer(Optimizer):
     is gathered by each optimizer that has a parameter of it.
 
     Args:
-        model: the wrapper that owns the slices: internals/interface.py has what is called of it.
+        model: the wrapper that owns the slices. Called of it are `begin_step(units)` before the
+            first unit is stepped, `publish(unit)` when a unit's `shard` has its new values, and
+            `end_step(parameters)`, behind which every reader of these sees the new values.
         cls: an optimizer that treats every element alone, such as SGD, Adam, AdamW or RMSprop.
         params: the network's parameters, or groups of them.
         options: further arguments of `cls`.
@@ -96,7 +98,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad():
             self.model.refuse_not_reduced()
-            settings, gradient_of = self._settings(), self.model.gradient_of
+            settings, gradient_of = self._settings(), self.model.gradients.of
             self._step_parts(self._act(), lambda part: part.step(settings, gradient_of))
         return loss
 
@@ -137,7 +139,7 @@ class ShardedOptimizer(Optimizer):
 
     def _act(self) -> str:
         """Returns what ranks that take the same step say."""
-        return f"optimizer.step() behind reduction {self.model.reductions}"
+        return f"optimizer.step() behind reduction {self.model.gradients.reductions}"
 
     def _tell(self, message: str, error: Exception) -> str:
         rank = self.model.units[0].rank

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 
+from ddp.internals.unused import tensors_in
 from ddp.sharded.internals.stand_in import refuse_plain, stepping_optimizer
 from ddp.sharded.torch_compat import register_tree
 from ddp.torch_compat import version_of, without_torch_functions
@@ -381,12 +382,8 @@ def _named(of: Divided, shown: Tensor, view: Callable[[Tensor], Tensor]) -> Divi
 
 
 def _stand_ins(x: Any) -> Iterator[Divided]:
-    """Yields the stand-ins among arguments."""
-    if isinstance(x, Divided):
-        yield x
-    elif isinstance(x, dict | list | tuple):
-        for item in x.values() if isinstance(x, dict) else x:
-            yield from _stand_ins(item)
+    """Returns the stand-ins among arguments."""
+    return (found for found in tensors_in(x) if isinstance(found, Divided))
 
 
 def _replace(x: Any, substitute: Callable[[Any], Any]) -> Any:

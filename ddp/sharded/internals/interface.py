@@ -20,7 +20,6 @@ from ddp.internals.interface import trainable
 from ddp.sharded.internals.gradients import DividedGradients
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer
-from ddp.sharded.pieces import Piece
 from ddp.sharded.torch_compat import gather_on_hosts, gloo_beside
 
 STATUS_BYTES = 400  # of a message to other ranks
@@ -100,7 +99,7 @@ class ShardedInterface(DataParallel):
             (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
             for unit in self.units
             for piece in unit.pieces
-            if piece.numel and (gradient := self.gradient_of(unit, piece)) is not None
+            if piece.numel and (gradient := self.gradients.of(unit, piece)) is not None
         ]
 
     @torch.no_grad()
@@ -113,7 +112,7 @@ class ShardedInterface(DataParallel):
         for unit in self.units:
             if unit.gradient is not None:
                 for piece in unit.pieces:
-                    self.gradient_of(unit, piece)  # which makes it zero if the stand-in is
+                    self.gradients.of(unit, piece)  # which makes it zero if the stand-in is
                 whole |= zip(unit.parameters, unit.gather(unit.gradient), strict=True)
         return [None if p.grad is None else whole.get(p) for p in self.module.parameters()]
 
@@ -146,14 +145,6 @@ class ShardedInterface(DataParallel):
         if self.step.is_in_the_middle():  # `.grad` has stand-ins already
             raise RuntimeError(UNFINISHED)
 
-    def gradient_of(self, unit: FlatUnit, piece: Piece) -> Tensor | None:
-        """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
-        return self.gradients.of(unit, piece)
-
-    @property
-    def reductions(self) -> int:
-        return self.gradients.reductions
-
     def exchange(
         self, status: str, wait: Callable[[dist.Work], object] = methodcaller("wait")
     ) -> list[str]:
@@ -170,12 +161,3 @@ class ShardedInterface(DataParallel):
         everyone = own.new_empty(self.world_size, STATUS_BYTES)
         wait(gather_on_hosts(everyone, own, self.process_group))
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone.tolist()]
-
-    def begin_step(self, units: list[FlatUnit]) -> None:
-        """Called before the first of `units` is stepped, on all ranks."""
-
-    def publish(self, unit: FlatUnit) -> None:
-        """Called when `unit.shard` holds its new values."""
-
-    def end_step(self, parameters: list[Parameter]) -> None:
-        """Called at the end: every reader of `parameters` sees the new values."""
