@@ -29,9 +29,10 @@ class ShardedOptimizer(Optimizer):
     is gathered by each optimizer that has a parameter of it.
 
     Args:
-        model: the wrapper that owns the slices. Called of it are `begin_step(units)` before the
-            first unit is stepped, `publish(unit)` when a unit's `shard` has its new values, and
-            `end_step(parameters)`, behind which every reader of these sees the new values.
+        model: the wrapper that owns the slices: internals/interface.py has what is called of it. A
+            variant has `begin_step(units)`, called before the first one is stepped; `publish(unit)`,
+            when a unit's `shard` has its new values; and `end_step(parameters)`, behind which every
+            reader of these sees the new values.
         cls: an optimizer that treats every element alone, such as SGD, Adam, AdamW or RMSprop.
         params: the network's parameters, or groups of them.
         options: further arguments of `cls`.
@@ -98,7 +99,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad():
             self.model.refuse_not_reduced()
-            settings, gradient_of = self._settings(), self.model.gradients.of
+            settings, gradient_of = self._settings(), self.model.gradient_of
             self._step_parts(self._act(), lambda part: part.step(settings, gradient_of))
         return loss
 
@@ -139,7 +140,7 @@ class ShardedOptimizer(Optimizer):
 
     def _act(self) -> str:
         """Returns what ranks that take the same step say."""
-        return f"optimizer.step() behind reduction {self.model.gradients.reductions}"
+        return f"optimizer.step() behind reduction {self.model.reductions}"
 
     def _tell(self, message: str, error: Exception) -> str:
         rank = self.model.units[0].rank

@@ -26,7 +26,7 @@ NO_COPY = (
     "value.clone()"
 )
 
-Moved = list[tuple[FlatUnit, int]]
+Moved = list[tuple[Any, int]]
 """Parameters that got other `.data`: of each, its unit and its place there."""
 
 
