@@ -43,10 +43,11 @@ class DataParallel(Interface):
 
     options: ClassVar[tuple[str, ...]] = ("reduce", "process_group", "find_unused_parameters")
     launches_in_backward: ClassVar[bool] = True  # False: all in finish_gradient_synchronization
+    bucket_bytes: int | None = 0  # a bucket's capacity; 0: each gradient alone
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
-        """Returns which gradients are reduced together; the default reduces each alone."""
-        return plan_buckets(gradients, order, bucket_bytes=0)
+        """Returns which gradients are reduced together; the default fills `bucket_bytes`."""
+        return plan_buckets(gradients, order, self.bucket_bytes)
 
     def launch(self, bucket: Bucket) -> Any:
         """Starts reducing the members' gradients; what it returns is handed to `wait`."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.base import DataParallel
-from ddp.buckets import Bucket, Gradient, plan_buckets
+from ddp.buckets import Bucket, Gradient
 from ddp.internals.options import mebibytes
 
 
@@ -50,7 +50,7 @@ class BucketedDDP(DataParallel):
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         self.flats.clear()  # the views of an earlier plan keep their buffers while they need them
-        return plan_buckets(gradients, order, self.bucket_bytes)
+        return super().plan(gradients, order)
 
     def before_forward(self) -> None:
         """Frees buffers whose views `zero_grad(set_to_none=True)` has dropped."""

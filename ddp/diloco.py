@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.base import DataParallel
-from ddp.buckets import Bucket, Gradient, plan_buckets
+from ddp.buckets import Bucket
 from ddp.internals import copies, rounds
 from ddp.internals.options import mebibytes
 from ddp.internals.replicas import group_or_default
@@ -182,9 +182,6 @@ class DilocoDDP(DataParallel):
             error.add_note(WAITED)
             raise
         self._forget_round()
-
-    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
-        return plan_buckets(gradients, order, self.bucket_bytes)
 
     def launch(self, bucket: Bucket) -> Flat:
         """Starts to average the members' pseudo-gradients."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.base import DataParallel
-from ddp.buckets import Bucket, Gradient, plan_buckets
+from ddp.buckets import Bucket
 from ddp.internals.options import mebibytes
 from ddp.torch_compat import coalesced_all_reduce
 
@@ -33,9 +33,6 @@ class IndividualV2DDP(DataParallel):
     def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 200, **options):
         self.bucket_size_mb, self.bucket_bytes = bucket_size_mb, mebibytes(bucket_size_mb)
         super().__init__(module, **options)
-
-    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
-        return plan_buckets(gradients, order, self.bucket_bytes)
 
     def launch(self, bucket: Bucket) -> dist.Work:
         # gloo writes from a thread of its own: versions of `.grad` shall tell of users alone.

@@ -25,6 +25,18 @@ def missing(api: str) -> RuntimeError:
     return RuntimeError(f"torch {torch.__version__} has no {api}, needed here: use torch {RANGE}")
 
 
+def found(owner: Any, name: str, path: str) -> Any:
+    """Returns an attribute of `owner`, of which `name` is that in messages.
+
+    Raises:
+        RuntimeError: if it has none.
+    """
+    try:
+        return attrgetter(path)(owner)
+    except AttributeError as error:
+        raise missing(f"{name}.{path}") from error
+
+
 def without_versions(_x: Tensor) -> int:
     """Stands for `version_of` where torch does not count changes."""
     raise missing("Tensor._version")
@@ -37,47 +49,33 @@ version_of: Callable[[Tensor], int] = (
 twice for each gradient."""
 
 
-def _own(module: nn.Module, name: str) -> dict[str, Any]:
-    try:
-        return getattr(module, name)
-    except AttributeError as error:
-        raise missing(f"Module.{name}") from error
-
-
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Returns the dict that holds a module's own parameters, `Module._parameters`.
 
     `named_parameters` leaves out a tensor that stands in a parameter's place a second time.
-
-    Raises:
-        RuntimeError: if modules have no such dict, as the two functions below.
     """
-    return _own(module, "_parameters")
+    return found(module, "Module", "_parameters")
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Returns the dict that holds a module's own buffers, `Module._buffers`."""
-    return _own(module, "_buffers")
+    return found(module, "Module", "_buffers")
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """Returns the dict that holds a module's own submodules, `Module._modules`."""
-    return _own(module, "_modules")
+    return found(module, "Module", "_modules")
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the backward that is running now has finished.
 
-    `Variable._execution_engine.queue_callback`, which PyTorch's own DDP and FSDP use. Since torch
-    2.15 it has a public name, `torch.autograd.graph.queue_callback`.
-
-    Raises:
-        RuntimeError: if there is no such queue.
+    `torch.autograd.graph.queue_callback`, public since torch 2.15, and before
+    `Variable._execution_engine.queue_callback`, which PyTorch's own DDP and FSDP use.
     """
     queue = getattr(torch.autograd.graph, "queue_callback", None)
-    queue = queue or getattr(Variable._execution_engine, "queue_callback", None)
     if queue is None:
-        raise missing("torch.autograd.graph.queue_callback")
+        queue = found(Variable, "Variable", "_execution_engine.queue_callback")
     queue(callback)
 
 
@@ -105,15 +103,9 @@ def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGrou
     torch has no public function for this that is not deprecated: `dist.all_reduce_coalesced` is,
     and its successor is a private context manager. The process group's own method is what both
     call, with NCCL and gloo.
-
-    Raises:
-        RuntimeError: if process groups have no such method.
     """
-    try:
-        options = dist.AllreduceCoalescedOptions()
-        run = group.allreduce_coalesced
-    except AttributeError as error:
-        raise missing("ProcessGroup.allreduce_coalesced") from error
+    run = found(group, "ProcessGroup", "allreduce_coalesced")
+    options = found(dist, "torch.distributed", "AllreduceCoalescedOptions")()
     options.reduceOp = op
     options.asyncOp = True
     return run(tensors, options)
@@ -139,11 +131,7 @@ def all_gather(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work
 
 
 def symmetric_memory() -> ModuleType:
-    """Returns `torch.distributed._symmetric_memory`: private in name, documented all the same.
-
-    Raises:
-        RuntimeError: if torch has no such module.
-    """
+    """Returns `torch.distributed._symmetric_memory`: private in name, documented all the same."""
     try:
         from torch.distributed import _symmetric_memory
     except ImportError as error:
@@ -161,9 +149,6 @@ def number_of_backward() -> int:
 
     `torch._C._current_graph_task_id()`, which PyTorch's activation checkpointing asks too. A
     backward inside of another one, as reentrant checkpointing runs it, has a number of its own.
-
-    Raises:
-        RuntimeError: if autograd does not number its backwards.
     """
     try:
         return torch._C._current_graph_task_id()
@@ -175,11 +160,5 @@ def without_torch_functions() -> AbstractContextManager:
     """Enters a context in which functions of PyTorch treat subclasses of tensors as tensors.
 
     `torch._C.DisableTorchFunctionSubclass`, which PyTorch's notes on extending it describe.
-
-    Raises:
-        RuntimeError: if there is no such context.
     """
-    try:
-        return torch._C.DisableTorchFunctionSubclass()
-    except AttributeError as error:
-        raise missing("torch._C.DisableTorchFunctionSubclass") from error
+    return found(torch._C, "torch._C", "DisableTorchFunctionSubclass")()

@@ -2,6 +2,7 @@
 
 - variant.py: the problem, the idea, and `CopyEngineDDP`; read this first
 - exchange.py: the all-reduce of one bucket, as copies and sums
+- memory.py: the memory of all buckets
 - peer_memory.py: memory that every GPU of a host can read, and flags in it
 - combine.py: the sum of what was pulled, the one kernel of the course
 """

@@ -78,7 +78,7 @@ class Interface(nn.Module):
         self.schedule = Schedule()
         self.watch = Watch(module, self.gradients)
         self.step = Step(self.gradients, self.schedule, self.watch)
-        self.hooks = self.make_hooks()
+        self.hooks = AutogradHooks(self, self.gradients, self.step, self.watch)
         weakref.finalize(self, _leave, self.hooks, self.gradients).atexit = False
         self.adopt_order(list(reversed(range(len(self.gradients.parameters)))))
         activate(self)  # autograd calls before_accumulation and after_accumulation from now on
@@ -89,9 +89,6 @@ class Interface(nn.Module):
     def describe_gradients(self) -> Gradients:
         """Called at construction, once all ranks hold the same values."""
         return Gradients(self.module, self.reduction)
-
-    def make_hooks(self) -> AutogradHooks:
-        return AutogradHooks(self, self.gradients, self.step, self.watch)
 
     def adopt_order(self, order: list[int]) -> None:
         """Plans again: rank 0's first order of arrival replaces the reverse of registration."""
@@ -210,7 +207,7 @@ class Interface(nn.Module):
         dtypes.set_least(value)
         if dtypes.all == before:
             return
-        if self.is_in_mid_step():
+        if self.step.is_in_the_middle():
             dtypes.set_least(old)
             raise RuntimeError(
                 "gradient_dtype cannot change in the middle of a step: "
@@ -276,10 +273,6 @@ class Interface(nn.Module):
         ]
 
     # ---- several wrappers of one network, and copies -------------------------------------------
-
-    def is_in_mid_step(self) -> bool:
-        """Returns whether gradients have arrived, or were launched, that are not finished."""
-        return self.step.is_in_the_middle()
 
     def deactivate(self) -> None:
         """Discards an unfinished step because another wrapper of this network takes over."""

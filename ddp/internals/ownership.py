@@ -60,7 +60,7 @@ def take_over(module: nn.Module, abandon: bool = False) -> None:
     """Deactivates the wrapper of a network, which may forget an unfinished step if `abandon`."""
     for other in list(_wrappers):
         if other.module is module and other.is_active:
-            if other.is_in_mid_step() and not abandon:
+            if other.step.is_in_the_middle() and not abandon:
                 raise RuntimeError(
                     f"this network has another wrapper ({type(other).__name__}), which has not "
                     "finished its step: call finish_gradient_synchronization() on that one first"

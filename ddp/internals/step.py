@@ -69,6 +69,7 @@ class Step:
         self._watch.end_step()
 
     def is_in_the_middle(self) -> bool:
+        """Returns whether gradients have arrived, or were launched, that are not finished."""
         return bool(self._schedule.arrivals or self._schedule.launched or self.in_backward)
 
     # ---- forward -------------------------------------------------------------------------------

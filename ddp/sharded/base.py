@@ -26,8 +26,8 @@ class Sharded(ShardedInterface):
         raise NotImplementedError
 
     def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
-        """Returns where the reduced slice goes; `own` is that slice of `flat`."""
-        raise NotImplementedError
+        """Returns where the reduced slice goes; by default to `own`, that slice of `flat`."""
+        return own
 
     def describe_gradients(self) -> Gradients:
         self.units = self.divide()
@@ -57,20 +57,7 @@ class Sharded(ShardedInterface):
 
     def wait(self, bucket: Bucket, handle: tuple[dist.Work, Tensor, Any]) -> None:
         work, own, _ = handle  # the collective reads the flat buffer until now
-        self.await_reduction(bucket, work)
+        work.wait()
         if self.reduction.name == "mean" and not self.gradients.can_average:
             own.div_(self.world_size)
         self.gradients.add(self.unit_of[bucket], own)
-
-    def await_reduction(self, bucket: Bucket, work: dist.Work) -> None:
-        work.wait()
-
-    def before_accumulation(self, i: int) -> None:
-        self.wait_for(self.schedule.bucket_of[i])
-        self.gradients.begin_accumulation(i)
-        self.gradients.make_local(i)
-
-    def after_accumulation(self, i: int) -> None:
-        if self.gradients.kept:
-            self.gradients.end_accumulation(i)
-        super().after_accumulation(i)

@@ -20,14 +20,12 @@ arrived. Their gather, and the first block's, start while the optimizer steps th
 What remains: three transfers of the parameters' size in a step, in place of the two halves of an
 all-reduce, and the last reduce-scatter, which nothing hides.
 
-Read `start`, `wait` and `free` of `GatheredUnit` in units.py first, then this class. Skip at first
-what is there for steps that fail, or that go another way: `agree_on_forward`, `_is_next`, and
-internals/.
+Read `start`, `wait` and `free` of `GatheredUnit` in units.py first, then this class. What is there
+for steps that fail, or go another way, is in internals/: skip it at first.
 """
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -37,22 +35,12 @@ from torch.nn import Parameter
 from ddp.base import DataParallel
 from ddp.buckets import Bucket
 from ddp.internals.unused import tensors_in
-from ddp.sharded.internals.blocks import blocks_of, call_around, cast
+from ddp.sharded.internals.blocks import blocks_of
 from ddp.sharded.internals.call_order import CallOrder, Progress, WayBack
 from ddp.sharded.internals.whole import DividedInterface
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.units import Block, GatheredUnit, wait_for
-from ddp.torch_compat import (
-    at_end_of_backward,
-    in_backward,
-    number_of_backward,
-    without_torch_functions,
-)
-
-CREATES_GRAPH = (
-    "create_graph=True through a block of fsdp, whose parameters are freed before a second "
-    'derivative needs them: use wrap("zero2", module)'
-)
+from ddp.sharded.units import Block, GatheredUnit
+from ddp.torch_compat import in_backward, number_of_backward
 
 
 class HandBuiltFSDP(DividedInterface):
@@ -76,7 +64,6 @@ class HandBuiltFSDP(DividedInterface):
     """
 
     options = (*DataParallel.options, "units", "param_dtype")
-    unit_of: dict[Bucket, GatheredUnit]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -90,62 +77,31 @@ class HandBuiltFSDP(DividedInterface):
             raise ValueError(f"param_dtype: {param_dtype} is not a floating type")
         self._classes, self._param_dtype = units, param_dtype
         super().__init__(module, **options)
-        for block in self.blocks:
-            call_around(block, self.call, self.leave)
-            for unit in block.units:
-                unit.before_use = WeakMethod(self.before_use)
+        self.follow_calls()
 
     def divide(self) -> list[FlatUnit]:
         """Divides the parameters among the ranks, block by block."""
         self.blocks = blocks_of(self.module, self._classes, self.process_group, self._param_dtype)
         self.root = self.blocks[0]
         self.order, self.progress = CallOrder(self.process_group), Progress(WayBack(), WayBack())
-        return [unit for block in self.blocks for unit in block.units if unit.is_trainable]
+        units = [unit for block in self.blocks for unit in block.units]
+        return [unit for unit in units if unit.parameters[0].requires_grad]
 
     # ---- parameters ----------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_whole:
-            return self.module(*args, **kwargs)
-        if self.step.has_failed():
-            self.step.discard(self)
-        self.progress.has_agreed = False  # on this forward, all ranks
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self.end_calls()  # also of a forward that has failed
-
-    def before_forward(self) -> None:
-        """Agrees with the others before buffers are broadcast, which only such a forward does."""
-        with without_torch_functions():  # which would take 10 times as long
-            super().before_forward()
-        self.agree_on_forward("a forward")
-
-    def call(self, block: Block, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Begins a block's forward; returns the network's arguments in `param_dtype`."""
-        self.enter(block)
-        dtype = self._param_dtype
-        if dtype is None or block is not self.root or self.is_whole:
-            return None
-        return tuple(cast(x, dtype) for x in args), {k: cast(x, dtype) for k, x in kwargs.items()}
-
     def enter(self, block: Block) -> None:
         """Begins a block's forward: its parameters become whole, the next block's gather starts."""
-        if self.is_whole:
-            return
         if in_backward():  # activation checkpointing computes the block again
             self.gather(block)
-            block.call()
             return
         if block is self.root:
-            self._begin_forward()
+            self.begin_forward()
         elif not self.root.computes:
             return  # called by itself: its functions gather what they use
         else:
             self.order.call(block)
         block.computes = True
         self.gather(block)
-        block.call()
         if (next_block := self.order.next_block()) is not None:
             self.start(next_block)
 
@@ -168,13 +124,7 @@ class HandBuiltFSDP(DividedInterface):
 
     def enter_backward(self, way: WayBack, place: int) -> None:
         """Begins the backward of the block at a place of the way back."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(CREATES_GRAPH)
-        if (number := number_of_backward()) != self.progress.backward:
-            self.progress.backward = number
-            at_end_of_backward(self._end_backward)
-        way.begin()
-        self.progress.way_back = way
+        self.progress.enter_backward(way, self.free)
         while way.ahead > place:  # several, if the loss does not depend on some of them
             way.go_on(self.start)
             self.launch_buckets()
@@ -193,63 +143,20 @@ class HandBuiltFSDP(DividedInterface):
                 unit.start()
                 self.count(collectives=1, nbytes=unit.values.nbytes)
 
-    def _begin_forward(self) -> None:
-        if not self.progress.has_agreed:
-            how = "in eval mode" if torch.is_grad_enabled() else "without gradients"
-            is_local = self.training and torch.is_grad_enabled()
-            self.agree_on_forward(f"a forward {'under no_sync()' if is_local else how}")
-        self.progress.has_agreed, self.progress.is_ahead = False, False
-        self.progress.way = WayBack()
-        self.order.begin()
-
-    def _end_backward(self) -> None:
-        self.progress.way_back.is_over, self.progress.backward = True, -1
-        self.free()
-
     # ---- gradients -----------------------------------------------------------------------------
 
-    def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
-        """Launches a bucket once the gathers have started that come before it on every rank.
-
-        A bucket waits until backward has entered its block; one of no block, the next one's.
-        """
-        if everything:
-            super().launch_buckets(everything)
-        for bucket in self.schedule.buckets[self.schedule.launched :]:
-            if not self.schedule.ready.issuperset(bucket.members):
-                return
-            if in_backward() and not self._is_next():
-                return
-            super().launch_buckets(most=1)
-
-    def _is_next(self) -> bool:
-        name = ""
-        for bucket in self.schedule.buckets[self.schedule.launched :]:
-            if name := self.unit_of[bucket].name:
-                break
-        return self.progress.way_back.has_entered(name)
-
     def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor, Tensor]:
-        while not self._is_next():  # backward has failed, or not begun
-            self.progress.way_back.go_on(self.start)
+        self.catch_up()
         self.wait_for(*self.schedule.in_flight)  # one on the wire at a time bounds the memory
         # Backward needs a unit no more once its gradients are there. Those that come in another
         # backward, as reentrant checkpointing runs it, are of one segment alone.
         are_there = self.schedule.arrivals.keys() >= set(bucket.members)
         if are_there and number_of_backward() == self.progress.backward:
             self.unit_of[bucket].free()
-        with without_torch_functions():
-            return super().launch(bucket)
+        return super().launch(bucket)
 
     def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
         return torch.empty_like(own)
-
-    def await_reduction(self, bucket: Bucket, work: dist.Work) -> None:
-        wait_for(work, "reduction", self.unit_of[bucket].name)
-
-    def finish_gradient_synchronization(self) -> None:
-        with without_torch_functions():
-            super().finish_gradient_synchronization()
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 

@@ -4,14 +4,11 @@
     slices        | rank 0             | rank 1                    |
 
 The parameters lie one behind the other, as gradients in a bucket. All slices are of one size, so
-that reduce-scatter and all-gather work on the buffer as it is. Slices are cut without regard to
-parameters: a parameter may lie on several ranks, and a rank owns at most one run of elements of
-each parameter, a `Piece`. Everything that a rank does with its part (step, noise, checkpoints) goes
-through its pieces; the padding between them is never read.
+that reduce-scatter and all-gather work on the buffer as it is. They are cut without regard to
+parameters: what a rank owns of each is a `Piece` (pieces.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,51 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.buckets import ALIGNMENT_BYTES, Gradient, lay_out
+from ddp.sharded.pieces import cut
 from ddp.torch_compat import all_gather
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The elements of one parameter that one rank owns.
-
-    Attributes:
-        member: the parameter's position in the flat buffer.
-        offset: the first element, counted in the flattened parameter.
-        numel: number of elements.
-        start: where they begin in the rank's slice.
-    """
-
-    member: int
-    offset: int
-    numel: int
-    start: int
-
-    def of(self, own: Tensor) -> Tensor:
-        """Returns this piece of a rank's slice, a view [numel]."""
-        return own.narrow(0, self.start, self.numel)
-
-    def of_parameter(self, whole: Tensor) -> Tensor:
-        """Returns this piece of a contiguous tensor in the parameter's shape, a view [numel]."""
-        return whole.view(-1).narrow(0, self.offset, self.numel)
-
-
-def cut(
-    offsets: Sequence[int], numels: Sequence[int], slice_numel: int, ranks: int
-) -> list[list[Piece]]:
-    """Returns what each rank owns of parameters that begin at `offsets`, in the buffer's order.
-
-    A parameter without elements belongs to one rank too, which has its state.
-    """
-    owned: list[list[Piece]] = [[] for _ in range(ranks)]
-    for member, (first, numel) in enumerate(zip(offsets, numels, strict=True)):
-        for rank in range(min(first // slice_numel, ranks - 1), ranks):
-            low = rank * slice_numel
-            begin, end = max(low, first), min(low + slice_numel, first + numel)
-            if begin < end or not numel:
-                owned[rank].append(Piece(member, begin - first, end - begin, begin - low))
-            if first + numel <= low + slice_numel:
-                break
-    return owned
 
 
 class FlatUnit:
@@ -76,13 +30,14 @@ class FlatUnit:
         shapes, offsets: of each parameter, its shape and its first element in the flat buffer.
         numel, slice_numel: elements of that and of a slice, padding included.
         pieces: what this rank owns.
-        values: the flat buffer of all values, [numel], where it is kept.
+        values: the flat buffer of all values, [numel]; `value_views`: each parameter's place in it.
         shard: this rank's slice of the values, [slice_numel].
         gradient: this rank's slice of the reduced gradients, or None. What belongs to a parameter
             whose `.grad` is None has no meaning.
     """
 
     values: Tensor
+    value_views: list[Tensor]
     shard: Tensor
 
     def __init__(

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp.sharded.layout import FlatUnit, Piece
+from ddp.sharded.layout import FlatUnit
+from ddp.sharded.pieces import Piece
 
 PARTS = 4
 Settings = list[dict[str, Any]]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.torch_compat import all_gather, missing
+from ddp.torch_compat import all_gather, found, missing
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -41,20 +41,14 @@ def gloo_beside(group: dist.ProcessGroup) -> Any:
     The first call is collective. `dist.new_group` would want the same calls on all ranks of the
     job, or, for some of them, each to be in equally many groups. So gloo meets in the store of the
     group itself, with its timeout, `ProcessGroup._get_backend(..).options._timeout`.
-
-    Raises:
-        RuntimeError: if a group has no store or no such backend.
     """
     if "cpu:" in dist.get_backend_config(group):
         return None
     if group not in _beside:  # each has sockets and threads
-        try:
-            options = group._get_backend(group._device_types[0]).options
-            store = dist.PrefixStore("hosts", group.get_group_store())
-            found = dist.ProcessGroupGloo(store, group.rank(), group.size(), options._timeout)
-        except AttributeError as error:
-            raise missing("ProcessGroup._get_backend or get_group_store") from error
-        _beside[group] = found
+        backend = found(group, "ProcessGroup", "_get_backend")(group._device_types[0])
+        store = dist.PrefixStore("hosts", found(group, "ProcessGroup", "get_group_store")())
+        timeout = found(backend, "Backend", "options._timeout")
+        _beside[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
     return _beside[group]
 
 
@@ -72,13 +66,9 @@ class OperatorsOnly(Tensor):
 def without_dispatch() -> AbstractContextManager:
     """Enters a context in which operators treat subclasses of tensors as tensors.
 
-    Raises:
-        RuntimeError: if there is no `torch._C._DisableTorchDispatch`.
+    `torch._C._DisableTorchDispatch`.
     """
-    try:
-        return torch._C._DisableTorchDispatch()
-    except AttributeError as error:
-        raise missing("torch._C._DisableTorchDispatch") from error
+    return found(torch._C, "torch._C", "_DisableTorchDispatch")()
 
 
 def register_tree(cls: type, as_leaf: Callable[[Any, str], Any]) -> None:
@@ -86,9 +76,6 @@ def register_tree(cls: type, as_leaf: Callable[[Any, str], Any]) -> None:
 
     `torch.utils._pytree.register_pytree_node`. Beside an object `as_leaf` gets the name of the
     module whose code calls such a function. What that makes of the leaf takes the object's place.
-
-    Raises:
-        RuntimeError: if there is no such function.
     """
     try:
         from torch.utils import _pytree as trees
@@ -116,22 +103,16 @@ def refuse_writes(x: Tensor) -> None:
 
 
 def written_by(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the arguments that an operator writes to, by its schema, lists flattened.
-
-    Raises:
-        RuntimeError: if torch does not tell: `OpOverload._schema`.
-    """
-    schema = getattr(operator, "_schema", None)
-    if schema is None:
-        raise missing("OpOverload._schema")
+    """Returns the arguments that an operator writes to, by its `_schema`, lists flattened."""
+    schema = found(operator, "OpOverload", "_schema")
     names = [x.name for x in schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    found: list[Any] = []
+    written: list[Any] = []
     for x in schema.arguments:
         if x.alias_info is not None and x.alias_info.is_write and x.name in given:
             value = given[x.name]
-            found += value if isinstance(value, list | tuple) else [value]
-    return found
+            written += value if isinstance(value, list | tuple) else [value]
+    return written
 
 
 def in_transform() -> bool:

@@ -13,19 +13,17 @@ so the gather writes them in place, and it runs beside the step of the next buck
 What remains: a bucket's gradients stay allocated, though only 1/W of them is used any more.
 """
 
-from dataclasses import replace
-
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp.base import DataParallel
-from ddp.buckets import plan_buckets
-from ddp.internals.gradients import Gradients
+from ddp.buckets import Gradient, plan_buckets
+from ddp.internals.interface import trainable
 from ddp.internals.options import mebibytes
 from ddp.sharded.base import Sharded
+from ddp.sharded.internals.views import bind
 from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import all_gather
 
@@ -49,24 +47,19 @@ class Zero1DDP(Sharded):
 
     def divide(self) -> list[FlatUnit]:
         """Cuts the network once, because state belongs to slices: later plans order buckets."""
-        gradients = Gradients(self.module, self.reduction)
-        by_both_dtypes = [
-            replace(gradient, dtype=f"{gradient.dtype} of {p.dtype}")
-            for gradient, p in zip(gradients.describe(), gradients.parameters, strict=True)
-        ]
-        order = [*reversed(range(len(by_both_dtypes)))]
+        parameters, described = trainable(self.module), []
+        for p in parameters:
+            dtype = p.grad_dtype or p.dtype
+            described.append(Gradient(p.numel(), f"{dtype} of {p.dtype}", dtype.itemsize))
         units = []
-        for bucket in plan_buckets(by_both_dtypes, order, self.bucket_bytes):
-            unit = FlatUnit([gradients.parameters[i] for i in bucket.members], self.process_group)
+        for bucket in plan_buckets(described, range(len(parameters))[::-1], self.bucket_bytes):
+            unit = FlatUnit([parameters[i] for i in bucket.members], self.process_group)
             unit.values = unit.flatten()
-            unit.shard = unit.own(unit.values)
-            for parameter, view in zip(unit.parameters, unit.views(unit.values), strict=True):
+            unit.value_views, unit.shard = unit.views(unit.values), unit.own(unit.values)
+            for parameter, view in zip(unit.parameters, unit.value_views, strict=True):
                 parameter.data = view
             units.append(unit)
         return units
-
-    def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
-        return own
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
@@ -82,35 +75,3 @@ class Zero1DDP(Sharded):
         while self._gathers:
             self._gathers.pop(0).wait()
         increment_version(parameters)  # a graph that has saved old values is refused
-
-    def deactivate(self) -> None:
-        self.wait_for(*self.schedule.in_flight)
-        self.gradients.hand_over(self.world_size if self.reduction.name == "mean" else 1)
-        super().deactivate()
-
-
-@torch.no_grad()
-def bind(units: list[FlatUnit]) -> None:
-    """Makes every parameter a view of its flat buffer, with the value that it has now.
-
-    All values are read before the first one is written: parameters may have been exchanged.
-
-    Raises:
-        RuntimeError: for a parameter that has another shape than when it was wrapped.
-    """
-    moved = []
-    for unit in units:
-        start, itemsize = unit.values.data_ptr(), unit.values.element_size()
-        for member, offset in enumerate(unit.offsets):
-            parameter, place = unit.parameters[member], start + offset * itemsize
-            if parameter.shape != (shape := unit.shapes[member]):
-                raise RuntimeError(
-                    f"a parameter of shape {[*shape]} has been given the shape "
-                    f"{[*parameter.shape]}: wrap the network anew, and make another optimizer"
-                )
-            lies_there = parameter.data_ptr() == place and parameter.is_contiguous()
-            if not lies_there and parameter.numel():
-                moved.append((unit, member, parameter.detach().clone()))
-    for unit, member, value in moved:
-        view = unit.views(unit.values)[member]
-        unit.parameters[member].data = view.copy_(value)

@@ -371,8 +371,8 @@ MUTANTS = [
     Mutant(
         "a block computes before its gather has finished",
         (("sharded/units.py", """            self._wait_for_values()
-        if not""", """            pass
-        if not"""),),
+        self.show()""", """            pass
+        self.show()"""),),
         ("tests/ddp/sharded/test_fsdp.py", "one_process"),
     ),
     Mutant(
@@ -387,18 +387,20 @@ MUTANTS = [
     ),
     Mutant(
         "what a forward writes to parameters is lost",
-        (("sharded/units.py", "take_written(self._own, self.shard)", "pass"),),
+        (("sharded/internals/views.py", "take_written(self.own(self.values), self.shard)",
+          "pass"),),
         ("tests/ddp/sharded/test_fsdp_parameters.py", "forward_writes"),
     ),
     Mutant(
         "what a backward writes to parameters is lost",
-        (("sharded/units.py", "or are_replaced or self._versions != versions:",
-          "or are_replaced:"),),
+        (("sharded/internals/views.py", "or is_replaced or self._versions != versions:",
+          "or is_replaced:"),),
         ("tests/ddp/sharded/test_fsdp_parameters.py", "writes"),
     ),
     Mutant(
         "other .data that a backward gives a parameter is lost",
-        (("sharded/units.py", "self.was_called or are_replaced or", "self.was_called or"),),
+        (("sharded/internals/views.py", "self.was_called or is_replaced or",
+          "self.was_called or"),),
         ("tests/ddp/sharded/test_fsdp_parameters.py", "replaces_in_backward"),
     ),
     Mutant(
@@ -423,7 +425,7 @@ MUTANTS = [
     ),
     Mutant(
         "what was gathered before a write is computed with",
-        (("sharded/units.py", "        self.free()  # what was gathered before", "        pass"),),
+        (("sharded/internals/divided.py", "unit.free()  # what was gathered before", "pass"),),
         ("tests/ddp/sharded/test_fsdp_parameters.py", "written_ahead"),
     ),
     Mutant(
@@ -472,7 +474,8 @@ MUTANTS = [
     ),
     Mutant(
         "parameters that moved are read while others are written",
-        (("sharded/zero1.py", "parameter.detach().clone()", "parameter.detach()"),),
+        (("sharded/internals/views.py", "unit.parameters[i].detach().clone()",
+          "unit.parameters[i].detach()"),),
         ("tests/ddp/sharded/test_zero1.py", "exchange_their_memory"),
     ),
     Mutant(
@@ -488,7 +491,7 @@ MUTANTS = [
     ),
     Mutant(
         "a parameter without elements has no owner",
-        (("sharded/layout.py", "if begin < end or not numel:", "if begin < end:"),),
+        (("sharded/pieces.py", "if begin < end or not numel:", "if begin < end:"),),
         ("tests/ddp/sharded/test_state.py", "without_elements"),
     ),
     Mutant(
@@ -527,7 +530,7 @@ MUTANTS = [
     ),
     Mutant(
         "a failed backward leaves the others in their gathers",
-        (("sharded/fsdp.py", "while not self._is_next():", "while False:"),),
+        (("sharded/internals/call_order.py", "while not self._is_next():", "while False:"),),
         ("tests/ddp/sharded/test_fsdp_failures.py", "another_place"),
     ),
     Mutant(
@@ -537,7 +540,8 @@ MUTANTS = [
     ),
     Mutant(
         "a reduction frees a block that backward is still in",
-        (("sharded/fsdp.py", "if in_backward() and not self._is_next():", "if False:"),),
+        (("sharded/internals/call_order.py",
+          "if in_backward() and not self._is_next():", "if False:"),),
         ("tests/ddp/sharded/test_fsdp_networks.py", "order_of_the_wire"),
     ),
     Mutant(

@@ -7,6 +7,7 @@ A first reading can skip them.
 - agreement.py: ranks tell each other what they are about to do
 - state.py: whole checkpoints of an optimizer
 - elementwise.py: which optimizers can step slices
+- views.py: parameters are views of a flat buffer, also where code gives them other memory
 - written.py, of `fsdp`: what was written to gathered parameters, in one kernel
 - blocks.py, call_order.py, of `fsdp`: which modules are blocks, and in which order they are called,
   in forward and in backward, on every rank, also where it has failed

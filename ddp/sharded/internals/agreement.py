@@ -5,6 +5,7 @@ with the next one, and apply half of a step.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 FAILED = (  # the error comes last: messages between ranks are cut
     "optimizer.step() has failed on rank {rank}, and nothing has changed on any rank: {error}"
@@ -17,6 +18,13 @@ NOT_THE_SAME = (
     "ranks are about to do different things, and nothing has changed on any of them: {acts}. {cure}"
 )
 AS_OFTEN = "Every rank must step as often as the others: leave a step out on all of them or on none"
+NOT_TOGETHER = (
+    "the {what} of {name} has failed. With fsdp each forward and backward is a call of all ranks, "
+    "and another rank has not made it: it has ended, failed, left its loop earlier, returned from "
+    "its forward before this block, or evaluates alone. Take the same steps on all ranks and call "
+    "the same blocks in them; to evaluate on one rank, let all enter `with "
+    "model.whole_parameters():`. After an error start all ranks again, from a checkpoint"
+)
 ON_ALL = (
     "Every forward is a call of all ranks: to evaluate on one rank, let all enter `with "
     "model.whole_parameters():`"
@@ -51,3 +59,16 @@ def agree(exchange: Callable[[str], list[str]], act: str, message: str = "") -> 
         acts = ", ".join(f"{other} on rank {first}" for other, (first, *_) in ranks.items())
         evaluates = any(" without " in other or " in eval" in other for other in ranks)
         raise ToldError(NOT_THE_SAME.format(acts=acts, cure=ON_ALL if evaluates else AS_OFTEN))
+
+
+def wait_for(work: Any, what: str = "gather", block: str = "") -> None:
+    """Waits for a collective of a block; an error of it says in a note what may have happened."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        add_note(error, what, block)
+        raise
+
+
+def add_note(error: RuntimeError, what: str, block: str) -> None:
+    error.add_note(NOT_TOGETHER.format(what=what, name=block or "what is in no block"))

@@ -7,9 +7,18 @@ would compute with a mixture of both, without any error.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
-from ddp.sharded.units import Block
+from ddp.buckets import Bucket
+from ddp.sharded.base import Sharded
+from ddp.sharded.units import Block, GatheredUnit
+from ddp.torch_compat import at_end_of_backward, in_backward, number_of_backward
+
+CREATES_GRAPH = (
+    "create_graph=True through a block of fsdp, whose parameters are freed before a second "
+    'derivative needs them: use wrap("zero2", module)'
+)
 
 
 class CallOrder:
@@ -144,3 +153,52 @@ class Progress:
     backward: int = -1
     is_ahead: bool = False
     has_agreed: bool = False
+
+    def enter_backward(self, way: WayBack, at_end: Callable[[], None]) -> None:
+        """Notes that a backward is on its way back, and calls `at_end` once it has ended."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(CREATES_GRAPH)
+
+        def end() -> None:
+            self.way_back.is_over, self.backward = True, -1
+            at_end()
+
+        if (number := number_of_backward()) != self.backward:
+            self.backward = number
+            at_end_of_backward(end)
+        way.begin()
+        self.way_back = way
+
+
+class Ordered(Sharded):
+    """A network whose gathers and reductions all ranks start in one order."""
+
+    progress: Progress
+    unit_of: dict[Bucket, GatheredUnit]  # type: ignore[assignment]
+    start: Callable[[Block], None]  # of fsdp.py
+
+    def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
+        """Launches a bucket once the gathers have started that come before it on every rank.
+
+        A bucket waits until backward has entered its block; one of no block, the next one's.
+        """
+        if everything:
+            super().launch_buckets(everything)
+        for bucket in self.schedule.buckets[self.schedule.launched :]:
+            if not self.schedule.ready.issuperset(bucket.members):
+                return
+            if in_backward() and not self._is_next():
+                return
+            super().launch_buckets(most=1)
+
+    def _is_next(self) -> bool:
+        name = ""
+        for bucket in self.schedule.buckets[self.schedule.launched :]:
+            if name := self.unit_of[bucket].name:
+                break
+        return self.progress.way_back.has_entered(name)
+
+    def catch_up(self) -> None:
+        """Starts the gathers that come before the next bucket, if backward has not."""
+        while not self._is_next():  # it has failed, or not begun
+            self.progress.way_back.go_on(self.start)

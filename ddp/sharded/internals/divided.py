@@ -17,17 +17,18 @@ computes, a parameter is an ordinary one, and PyTorch calls nothing here.
 import inspect
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 
+from ddp.internals.unused import tensors_in
 from ddp.sharded.internals.stand_in import refuse_plain, stepping_optimizer
 from ddp.sharded.torch_compat import register_tree
 from ddp.torch_compat import version_of, without_torch_functions
@@ -48,10 +49,6 @@ UNLIKE = (
 EXCHANGED = (
     "{name} was exchanged for another tensor, as by torch.utils.swap_tensors(), where this rank "
     "has a slice of it: copy values into it, under torch.no_grad()"
-)
-NO_COPY = (
-    "{name} got .data whose memory fsdp frees, such as that of another parameter: give it a copy, "
-    "value.clone()"
 )
 REPLACED = (
     "this is a view of what {name} was before it got other .data: take a copy before that, as by "
@@ -87,28 +84,17 @@ VIEWS = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])
 WRITES = frozenset(["__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())])
 
 
-class Values(Protocol):
-    """The interface to the values behind stand-ins; `GatheredUnit` implements it."""
-
-    parameters: list[Parameter]
-    replaced: list[int]
-    before_use: Callable[[], Callable[[str], None] | None]
-
-    def whole(self) -> list[Tensor]: ...
-    def keep(self, whole: dict[int, Tensor]) -> None: ...
-
-
 @dataclass(frozen=True)
 class Place:
-    """Which values a stand-in is for, and how it was made from its parameter."""
+    """Which values of a unit a stand-in is for, and how it was made from its parameter."""
 
-    unit: weakref.ref[Values]
+    unit: weakref.ref[Any]  # a `DividedUnit` of views.py
     member: int
     name: str
     replaced: int = 0
     views: tuple[Callable[[Tensor], Tensor], ...] = ()
 
-    def values(self) -> Values:
+    def values(self) -> Any:
         if (unit := self.unit()) is None:
             raise RuntimeError(GONE.format(name=self.name))
         if self.views and self.replaced != unit.replaced[self.member]:
@@ -216,67 +202,6 @@ def reveal_all(parameters: list[Parameter], places: list[Place], views: list[Ten
         parameter.data = view
 
 
-def memory_of(parameters: Sequence[Parameter]) -> list[Any]:
-    """Returns what changes where a parameter gets other `.data`."""
-    return [*map(Tensor.data_ptr, parameters), *map(Tensor.stride, parameters)]
-
-
-def take_replaced(units: Sequence[Any]) -> bool:
-    """Takes other `.data` that parameters of units got; returns whether there were any.
-
-    Args:
-        units: of class `GatheredUnit`, whose `memory` is that of its parameters when they were
-            made whole.
-    """
-    shown = [unit for unit in units if unit.is_shown]
-    return any([_has_other_data(unit) for unit in shown]) and views_again(
-        [p for unit in shown for p in unit.parameters],
-        [place for unit in shown for place in unit.places],
-        [view for unit in shown for view in unit.value_views],
-    )
-
-
-def _has_other_data(unit: Any) -> bool:
-    try:
-        return memory_of(unit.parameters) != unit.memory
-    except RuntimeError:  # `refuse_writes`: a parameter got a stand-in's
-        return True
-
-
-def views_again(parameters: list[Parameter], places: list[Place], views: list[Tensor]) -> bool:
-    """Makes parameters that got other `.data` views of the whole values again, which take it.
-
-    Returns whether there are any.
-
-    Raises:
-        RuntimeError: for `.data` of another shape or dtype, or in memory of whole values: what
-            autograd has saved of it would be others after the next gather.
-    """
-    replaced = []
-    for parameter, view, place in zip(parameters, views, places, strict=True):
-        if _is_view(parameter, view, place):
-            continue
-        if parameter.shape != view.shape or parameter.dtype != view.dtype:
-            raise RuntimeError(unlike(place.name, parameter))
-        replaced.append((parameter, view, place))
-    if not replaced:
-        return False
-    freed = {0, *(x.untyped_storage().data_ptr() for x in views)}
-    for parameter, view, place in replaced:
-        if view.numel() and parameter.untyped_storage().data_ptr() in freed:
-            raise RuntimeError(NO_COPY.format(name=place.name))
-        parameter.data = view.copy_(parameter.detach())
-    return True
-
-
-def _is_view(parameter: Parameter, view: Tensor, place: Place) -> bool:
-    try:
-        is_there = parameter.data_ptr() == view.data_ptr()
-    except RuntimeError as error:  # `refuse_writes`: it got a stand-in's
-        raise RuntimeError(NO_COPY.format(name=place.name)) from error
-    return is_there and parameter.stride() == view.stride()
-
-
 @cache
 def is_about_no_value(func: Any) -> bool:
     """Returns whether a function, or access to an attribute, neither reads nor writes values."""
@@ -355,11 +280,13 @@ def _write(func: Any, name: str, targets: list[Divided], args: tuple, kwargs: di
         p, (pointer, shape, version) = whole[key], before[key]
         if (p.data_ptr(), p.shape) != (pointer, shape) or p.grad_fn is not None:
             raise RuntimeError(UNFIT.format(what=what))
-        place.values().keep({place.member: p})
-        place.values().replaced[place.member] += func is _assign
+        unit = place.values()
+        unit.keep({place.member: p})
+        unit.free()  # what was gathered before
+        unit.replaced[place.member] += func is _assign
         if version_of(p) != version:
             with without_torch_functions():
-                increment_version(place.values().parameters[place.member])  # autograd compares it
+                increment_version(unit.parameters[place.member])  # autograd compares it
     return next((x for x, value in made if value is result), result)
 
 
@@ -410,7 +337,7 @@ def _gather(
     """Returns what `make` makes of each parameter behind stand-ins and of its whole value."""
     places = {x._place.key: x._place for x in stand_ins}
     units = {id(place.values()): place.values() for place in places.values()}
-    values = {key: unit.whole() for key, unit in units.items()}
+    values = {key: unit.gather(unit.shard) for key, unit in units.items()}
     return {  # a copy: a view would keep the memory of its whole unit
         (key, i): make(units[key].parameters[i], values[key][i].clone()) for key, i in places
     }
@@ -455,12 +382,8 @@ def _named(of: Divided, shown: Tensor, view: Callable[[Tensor], Tensor]) -> Divi
 
 
 def _stand_ins(x: Any) -> Iterator[Divided]:
-    """Yields the stand-ins among arguments."""
-    if isinstance(x, Divided):
-        yield x
-    elif isinstance(x, dict | list | tuple):
-        for item in x.values() if isinstance(x, dict) else x:
-            yield from _stand_ins(item)
+    """Returns the stand-ins among arguments."""
+    return (found for found in tensors_in(x) if isinstance(found, Divided))
 
 
 def _replace(x: Any, substitute: Callable[[Any], Any]) -> Any:

@@ -14,7 +14,8 @@ from torch.nn import Parameter
 
 from ddp.internals.gradients import Gradients, Reduction
 from ddp.sharded.internals.stand_in import StandIn
-from ddp.sharded.layout import FlatUnit, Piece
+from ddp.sharded.layout import FlatUnit
+from ddp.sharded.pieces import Piece
 from ddp.sharded.torch_compat import copy_
 from ddp.torch_compat import version_of
 

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from ddp.base import DataParallel
 from ddp.internals.interface import trainable
 from ddp.sharded.internals.gradients import DividedGradients
-from ddp.sharded.layout import FlatUnit, Piece
+from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer
+from ddp.sharded.pieces import Piece
 from ddp.sharded.torch_compat import gather_on_hosts, gloo_beside
 
 STATUS_BYTES = 400  # of a message to other ranks
@@ -116,8 +117,25 @@ class ShardedInterface(DataParallel):
                 whole |= zip(unit.parameters, unit.gather(unit.gradient), strict=True)
         return [None if p.grad is None else whole.get(p) for p in self.module.parameters()]
 
+    # ---- several backwards in a step, and several wrappers of a network -------------------------
+
     def before_forward(self) -> None:
         self.gradients.free_cleared()
+
+    def before_accumulation(self, i: int) -> None:
+        self.wait_for(self.schedule.bucket_of[i])
+        self.gradients.begin_accumulation(i)
+        self.gradients.make_local(i)
+
+    def after_accumulation(self, i: int) -> None:
+        if self.gradients.kept:
+            self.gradients.end_accumulation(i)
+        super().after_accumulation(i)
+
+    def deactivate(self) -> None:
+        self.wait_for(*self.schedule.in_flight)
+        self.gradients.hand_over(self.world_size if self.reduction.name == "mean" else 1)
+        super().deactivate()
 
     # ---- what the optimizer calls --------------------------------------------------------------
 
@@ -152,12 +170,3 @@ class ShardedInterface(DataParallel):
         everyone = own.new_empty(self.world_size, STATUS_BYTES)
         wait(gather_on_hosts(everyone, own, self.process_group))
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone.tolist()]
-
-    def begin_step(self, units: list[FlatUnit]) -> None:
-        """Called before the first of `units` is stepped, on all ranks."""
-
-    def publish(self, unit: FlatUnit) -> None:
-        """Called when `unit.shard` holds its new values."""
-
-    def end_step(self, parameters: list[Parameter]) -> None:
-        """Called at the end: every reader of `parameters` sees the new values."""

@@ -1,7 +1,6 @@
 """A `.grad` that stands for a reduced gradient of which this rank has its slice only."""
 
 import inspect
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +9,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ddp.internals.unused import tensors_in
 from ddp.sharded.torch_compat import OperatorsOnly, without_dispatch, written_by
 
 DIVIDED = (
@@ -50,10 +50,10 @@ class StandIn(OperatorsOnly):
             clears = name in CLEARING and (name != "fill_" or _is_zero(args[1]))
             written = written_by(func, args, kwargs)
             targets = [x for x in written if isinstance(x, StandIn)]
-            joins_one = any(isinstance(x, Parameter) for x in _flat(args))
+            joins_one = any(isinstance(x, Parameter) for x in tensors_in(args))
             is_used = len(targets) < len(written) or joins_one
             if is_used and (optimizer := stepping_optimizer()):
-                refuse_plain(next(x for x in _flat(args) if isinstance(x, StandIn)), optimizer)
+                refuse_plain(next(x for x in tensors_in(args) if isinstance(x, StandIn)), optimizer)
             is_part = any(x.of is not None and x.numel() != x.of.numel() for x in targets)
             is_written = bool(targets) and (not clears or is_part)
             if is_written or "norm" in name or func.namespace.lstrip("_").startswith("c10d"):
@@ -88,12 +88,6 @@ class StandIn(OperatorsOnly):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__({}).__reduce_ex__(protocol)
-
-
-def _flat(args: Any) -> Iterator[Any]:
-    """Yields the arguments of an operator, of which some are lists of tensors."""
-    for x in args:
-        yield from x if isinstance(x, list | tuple) else [x]
 
 
 def _is_zero(x: Any) -> bool:

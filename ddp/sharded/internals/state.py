@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp.sharded.layout import FlatUnit, Piece
+from ddp.sharded.layout import FlatUnit
 from ddp.sharded.part import Part, Settings
+from ddp.sharded.pieces import Piece
 
 IMPLEMENTATIONS = ("capturable", "foreach", "fused")
 SHOWN = 8  # names in a message

@@ -1,18 +1,20 @@
-"""Methods of `fsdp` that take no part in a step: whole parameters, checkpoints, agreements."""
+"""What `fsdp` has beside the path of a step: agreements, whole parameters, checkpoints."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 import torch
 from torch.nn import Parameter
 
-from ddp.sharded.base import Sharded
-from ddp.sharded.internals.agreement import agree
-from ddp.sharded.internals.call_order import Progress
+from ddp.buckets import Bucket
+from ddp.sharded.internals.agreement import add_note, agree, wait_for
+from ddp.sharded.internals.blocks import call_around, cast
+from ddp.sharded.internals.call_order import CallOrder, Ordered, WayBack
 from ddp.sharded.torch_compat import in_transform
-from ddp.sharded.units import Block, wait_for
-from ddp.torch_compat import in_backward, own_parameters
+from ddp.sharded.units import Block
+from ddp.torch_compat import in_backward, own_parameters, without_torch_functions
 
 IN_TRANSFORM = (
     "a forward of a network that fsdp has divided, inside of a transform of torch.func, where it "
@@ -32,7 +34,7 @@ ON_ONE_RANK = (
 )
 
 
-class DividedInterface(Sharded):
+class DividedInterface(Ordered):
     """A network whose parameters are whole in some blocks at a time.
 
     Attributes:
@@ -41,17 +43,80 @@ class DividedInterface(Sharded):
     """
 
     blocks: list[Block]
-    progress: Progress
+    order: CallOrder
     is_whole: bool = False
     _param_dtype: torch.dtype | None
 
-    start: Callable[[Block], None]  # of fsdp.py
+    enter: Callable[[Block], None]
+    leave: Callable[[Block, Any], None]  # of fsdp.py
 
     def free(self) -> None:
         """Frees the parameters of all blocks."""
         for block in self.blocks:
             block.free()
         self.progress.is_ahead = False
+
+    # ---- forwards that fail, or that compute with whole parameters, and calls of blocks ---------
+
+    def follow_calls(self) -> None:
+        """Calls `enter` and `leave` around each block's forward, once it is wrapped."""
+        for block in self.blocks:
+            call_around(block, self.call, self.leave)
+            for unit in block.units:
+                unit.before_use = WeakMethod(self.before_use)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_whole:
+            return self.module(*args, **kwargs)
+        if self.step.has_failed():
+            self.step.discard(self)
+        self.progress.has_agreed = False  # on this forward, all ranks
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.end_calls()  # also of a forward that has failed
+
+    def before_forward(self) -> None:
+        """Agrees with the others before buffers are broadcast, which only such a forward does."""
+        with without_torch_functions():  # which would take 10 times as long
+            super().before_forward()
+        self.agree_on_forward("a forward")
+
+    def begin_forward(self) -> None:
+        """Begins a forward of the whole network, also one without gradients or in eval mode."""
+        if not self.progress.has_agreed:
+            how = "in eval mode" if torch.is_grad_enabled() else "without gradients"
+            is_local = self.training and torch.is_grad_enabled()
+            self.agree_on_forward(f"a forward {'under no_sync()' if is_local else how}")
+        self.progress.has_agreed, self.progress.is_ahead = False, False
+        self.progress.way = WayBack()
+        self.order.begin()
+
+    def call(self, block: Block, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Begins a block's forward; returns the network's arguments in `param_dtype`."""
+        if self.is_whole:
+            return None
+        self.enter(block)
+        block.call()
+        dtype = self._param_dtype
+        if dtype is None or block is not self.blocks[0]:
+            return None
+        return tuple(cast(x, dtype) for x in args), {k: cast(x, dtype) for k, x in kwargs.items()}
+
+    def launch(self, bucket: Bucket) -> Any:
+        with without_torch_functions():
+            return super().launch(bucket)
+
+    def wait(self, bucket: Bucket, handle: Any) -> None:
+        try:
+            super().wait(bucket, handle)
+        except RuntimeError as error:
+            add_note(error, "reduction", self.unit_of[bucket].name)
+            raise
+
+    def finish_gradient_synchronization(self) -> None:
+        with without_torch_functions():
+            super().finish_gradient_synchronization()
 
     # ---- what ranks tell each other ------------------------------------------------------------
 

@@ -53,13 +53,13 @@ def beside_bucketed(context: Context, name: str, steps: int) -> None:
 
 def in_pieces(context: Context, name: str) -> None:
     """Chunks larger than the scratch memory are pulled piece by piece."""
-    from ddp.copy_engine import variant
+    from ddp.copy_engine import memory
 
-    before, variant.PIECE_BYTES = variant.PIECE_BYTES, 2048
+    before, memory.PIECE_BYTES = memory.PIECE_BYTES, 2048
     try:
         beside_bucketed(context, name, 3)
     finally:
-        variant.PIECE_BYTES = before
+        memory.PIECE_BYTES = before
 
 
 def test_many_steps_with_late_ranks(cpu_ranks):

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp import wrap
-from ddp.sharded.layout import FlatUnit, cut
+from ddp.sharded.layout import FlatUnit
+from ddp.sharded.pieces import cut
 from ddp_by_hand.lm.rank_pool import Context
 
 SHAPES = [
