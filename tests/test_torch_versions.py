@@ -73,7 +73,7 @@ def test_who_is_warned(monkeypatch, version, environment, warned):
     monkeypatch.delenv(torch_versions.WARNED, raising=False)
 
 
-@pytest.mark.parametrize("document", ["README.md", "SECURITY.md", "docs/limits.md"])
+@pytest.mark.parametrize("document", ["README.md", "SECURITY.md"])
 def test_documents_name_the_tested_versions(document):
     assert f"torch {torch_versions.RANGE}" in (ROOT / document).read_text()
 

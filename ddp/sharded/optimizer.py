@@ -30,9 +30,9 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         model: the wrapper that owns the slices: internals/interface.py has what is called of it. A
-            variant has `begin_step(units)`, called before the first one is stepped; `publish(unit)`,
-            when a unit's `shard` has its new values; and `end_step(parameters)`, behind which every
-            reader of these sees the new values.
+            variant has `begin_step(units)`, called before the first one is stepped;
+            `publish(unit)`, when a unit's `shard` has its new values; and
+            `end_step(parameters)`, behind which every reader of these sees the new values.
         cls: an optimizer that treats every element alone, such as SGD, Adam, AdamW or RMSprop.
         params: the network's parameters, or groups of them.
         options: further arguments of `cls`.

@@ -23,8 +23,8 @@ READ = {  # what a learner reads to understand a variant, and the lines that it 
     "ddp.sharded.fsdp": ([*SLICED, "ddp.sharded.units"], 697),
     "ddp.diloco": (BASE, 486),
 }
-CLOSURE = 1944  # lines of all modules of the course that the first four variants import
-ALL = 6590
+CLOSURE = 1952  # lines of all modules of the course that the first four variants import
+ALL = 6598
 
 
 def imports_of(path: Path) -> set[str]:
