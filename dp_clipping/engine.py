@@ -359,7 +359,7 @@ class PrivacyEngine(Checkpoints, Audits):
         agree_on_settings(
             settings.compared()
             | {
-                "accountant": self.accountant.mechanism(),
+                "accountant": self._account.accountant.mechanism(),
                 "hide_unprotected": self.hide_unprotected,
             },
             ranks.everyone,

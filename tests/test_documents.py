@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,15 +28,23 @@ from ddp_by_hand.exercises.check import parse as parse_exercise
 from ddp_by_hand.measure import options
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = [p.parent for p in sorted((ROOT / "dp_clipping").rglob("__init__.py"))]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "ddp_by_hand/examples/README.md", ROOT / "ddp_by_hand/exercises/README.md",
 ]  # fmt: skip
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-COMMAND = re.compile(r"(?:.*?[\s/])?(python3?|torchrun)\s+(-.*|\S+\.py\b.*)", re.DOTALL)
+SCRIPTS = {  # console scripts -> what `python -m` starts
+    name: entry.partition(":")[0].rpartition(".")[0] for name, entry in PROJECT["scripts"].items()
+}
+COMMAND = re.compile(
+    r"(?:.*?[\s/])?(?:(python3?|torchrun)\s+(-.*|\S+\.py\b.*)"
+    rf"|({'|'.join(SCRIPTS)})((?:\s.*)?))",
+    re.DOTALL,
+)
 PARSES_FIRST = re.compile(
-    r"\w+\.py|(?:docs|ddp_by_hand\.(?:examples|experiments|measure))\.[\w.]+"
+    r"\w+\.py|ddp_by_hand\.bench|(?:docs|ddp_by_hand\.(?:examples|experiments|measure))\.[\w.]+"
     r"|tests\.support\.(?:checks_cost|torch_versions)"
 )
 NOT_PARSED = {  # the others would run
@@ -109,8 +118,10 @@ def stopping() -> Iterator[None]:
 
 def program_of(command: str) -> tuple[bool, str, list[str]]:
     """Whether a command starts a module (-m) or a file, which, and the arguments that it gets."""
-    launcher, text = COMMAND.fullmatch(command).groups()
-    words = shlex.split(text, comments=True)
+    launcher, text, script, more = COMMAND.fullmatch(command).groups()
+    words = shlex.split(text or more, comments=True)
+    if script:
+        return True, SCRIPTS[script], words
     if launcher == "torchrun":
         found = torchrun_parser().parse_args(words)
         return found.module, found.training_script, found.training_script_args
@@ -132,8 +143,10 @@ def check(command: str) -> None:
     if program in NOT_PARSED:
         assert program.endswith(".py") or importlib.util.find_spec(program), program
         return
-    if program == "ddp_by_hand.exercises.check":  # it has no argparse, and wants a file
-        parse_exercise([*arguments[:-1], __file__])
+    if program == "ddp_by_hand.exercises":  # it has no argparse, and wants a file
+        task, *words = arguments
+        assert task in ("start", "check"), task
+        parse_exercise([*(words if task == "start" else words[:-1]), __file__])
         return
     assert PARSES_FIRST.fullmatch(program), f"{program} might run: see NOT_PARSED"
     with pytest.MonkeyPatch.context() as patches, stopping():
@@ -202,8 +215,12 @@ def test_programs_take_the_commands_of_documents(path):
         ("python -m benchmark_ddp.py", ImportError, ""),
         ("python benchmark.py", FileNotFoundError, ""),
         ("torchrun --standalone ddp_by_hand.measure.compare A B", FileNotFoundError, ""),
-        ("python -m ddp_by_hand.exercises.check averages my_average.py", ValueError, ""),
-        ("python -m ddp_by_hand.exercises.check my_average.py", ValueError, ""),
+        ("ddp-exercise check averages my_average.py", ValueError, ""),
+        ("ddp-exercise check my_average.py", ValueError, ""),
+        ("ddp-exercise start averages", ValueError, ""),
+        ("ddp-exercise begin average", AssertionError, ""),
+        ("dp-verify --use-fspd", SystemExit, "--use-fspd"),
+        ("ddp-benchmark --rounds 0", SystemExit, "--rounds 0: give a positive"),
         ("python -m ddp_by_hand.lm.launch", AssertionError, ""),
         ("python -m ddp_by_hand.measure.files", AssertionError, ""),
     ],

@@ -1,16 +1,23 @@
 """What is installed, its version, what an import costs, and what a type checker sees of it."""
 
+import ast
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 CITATION = ROOT / "CITATION.cff"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("ddp", "ddp_by_hand", "dp_clipping")
 SUFFIXES = {".py", ".jinja", ".md", ".typed"}
 SLOW_TO_IMPORT = {
@@ -45,6 +52,8 @@ with BatchMemoryManager(data_loader=data_loader, max_physical_batch_size=2, opti
     pass
 wrapped: nn.Module = ddp.wrap("ddp_bucketed", network, bucket_size_mb=25)
 """
+MAKE = USER.replace("import ddp\n", "").partition("loss = criterion")[0]
+ORDINARY = MAKE.partition("engine = ")[0].replace("from dp_clipping", "# ")
 MISTAKES = {
     "make_private": """
 engine.make_private(
@@ -78,25 +87,142 @@ def test_imports_add_next_to_nothing_to_torch():
     assert {name for name in added if name.startswith("torch.")} == set()
 
 
-def files_of(root: Path, package: str) -> set[Path]:
-    found = (root / package).rglob("*.*")
-    return {path.relative_to(root) for path in found if path.suffix in SUFFIXES}
-
-
-def test_only_the_packages_are_installed(tmp_path):
-    """With their marks for type checkers, every folder of theirs, and what programs read."""
-    source, target = tmp_path / "source", tmp_path / "target"
+def copy_source(target: Path) -> None:
+    """Copies the files of the repository."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     for file in listed.stdout.split():
         if (ROOT / file).is_file():
-            (source / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / file, source / file)
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, target / file)
+
+
+def files_of(root: Path, package: str) -> set[Path]:
+    found = (root / package).rglob("*.*")
+    return {path.relative_to(root) for path in found if path.suffix in SUFFIXES}
+
+
+def test_what_starts_a_private_training_is_soon_there():
+    """Modules are counted, since seconds depend on the machine."""
+    ordinary = f"{ORDINARY}\noptimizer = torch.optim.SGD(network.parameters(), lr=0.1)"
+    added = modules_after(MAKE) - modules_after(ordinary)
+    assert len(added) <= 500, sorted(added)
+    ours = {name for name in added if name.startswith("dp_clipping")}
+    assert 200 <= len(ours) <= 300
+    slow = {
+        "dp_accounting",
+        "matplotlib",
+        "opacus",
+        "scipy.stats",
+        "torch._inductor",
+        "transformers",
+    }
+    assert not added & slow
+
+
+def named(requirements: list[str]) -> set[str]:
+    return {re.match(r"[\w-]+", needed)[0].lower().replace("_", "-") for needed in requirements}
+
+
+def imported(package: str) -> dict[str, set[str]]:
+    """Returns the distributions that the files of a package import, each with these files."""
+    providers = packages_distributions()
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / package).rglob("*.py"):
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(node.module)
+        for top in {name.partition(".")[0] for name in names} - {
+            *PACKAGES,
+            *sys.stdlib_module_names,
+        }:
+            name = providers.get(top, [top])[0].lower().replace("_", "-")
+            found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_every_import_is_declared():
+    """Packages and programs need what is installed with them, and the extras that say so."""
+    core = named(PROJECT["dependencies"])
+    extras = {name: named(needed) for name, needed in PROJECT["optional-dependencies"].items()}
+    libraries = imported("ddp") | imported("dp_clipping")
+    beyond = {name: files for name, files in libraries.items() if name not in core}
+    assert set(beyond) <= extras["transformers"] | extras["trl"] | extras["lightning"], beyond
+    assert all("/integrations/" in file for files in beyond.values() for file in files), beyond
+    assert core <= set(libraries), "what nothing imports is no dependency"
+    programs = imported("ddp_by_hand")
+    wanted = set(programs) | set(beyond)
+    assert set(programs) <= core | extras["benchmark"] | extras["transformers"], programs
+    assert extras["benchmark"] | extras["transformers"] <= wanted
+
+
+@pytest.mark.parametrize("script", PROJECT["scripts"])
+def test_a_script_is_what_python_m_starts(script, capsys, monkeypatch):
+    module, _, name = PROJECT["scripts"][script].partition(":")
+    for started, shown in ((f"/bin/{script}", script), (module, module.rpartition(".")[0])):
+        monkeypatch.setattr(sys, "argv", [started, "--help"])
+        with suppress(SystemExit):
+            assert getattr(import_module(module), name)() == 0
+        assert re.match(rf"usage: (python -m )?{re.escape(shown)} ", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_what_is_installed_from_the_source_distribution_works(tmp_path):
+    """Away from the clone: README's example, an exercise, the benchmark, the verifier."""
+    source, away, python = tmp_path / "source", tmp_path / "away", tmp_path / "env/bin/python"
+    copy_source(source)
+    away.mkdir()
+    build = f"import setuptools.build_meta as b; b.build_sdist({str(tmp_path)!r})"
+    run([sys.executable, "-c", build], cwd=source)
+    run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], cwd=away)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    (packed,) = tmp_path.glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index"]
+    run([*pip, "--no-deps", "--no-build-isolation", packed], cwd=away)
+    where = "import ddp, ddp_by_hand, dp_clipping\nprint(ddp_by_hand.__path__[0], ddp, dp_clipping)"
+    assert run([python, "-c", where], cwd=away).count(str(site)) == 3
+    (example,) = re.findall(
+        r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
+    assert 0 < float(run([python, "-c", example], cwd=away)) < 5
+    scripts = python.parent
+    run([scripts / "ddp-exercise", "start", "plan"], cwd=away)
+    checked = [scripts / "ddp-exercise", "check", "plan", "my_plan.py"]
+    assert "0 of 7 right" in run(checked, cwd=away, status=1)
+    verified = run([scripts / "dp-verify", "--modes", "ghost", "--networks", "transformer"], away)
+    assert "2 of 2 cases agree" in verified
+    options = (
+        "--device cpu --d-model 16 --num-layers 1 --num-heads 2 --d-ff 32 --context-length 16 "
+        "--batch-size 2 --rounds 1 --steps-per-epoch 2 --implementations none ddp --output-dir out"
+    )
+    assert "report: out/report.html" in run([scripts / "ddp-benchmark", *options.split()], away)
+    assert '"command": ["ddp-benchmark", ' in (away / "out/results.jsonl").read_text()
+
+
+def run(command: list, cwd: Path, status: int = 0) -> str:
+    """Runs a command that knows nothing of this clone; returns its output."""
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_only_the_packages_are_installed(tmp_path):
+    """With their marks for type checkers, every folder of theirs, and what programs read."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    copy_source(source)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(target), str(source)], check=True)
     folders = {path.name for path in target.iterdir() if path.suffix != ".dist-info"}
-    assert folders == set(PACKAGES)
+    assert folders == {*PACKAGES, "bin"}
+    assert {path.name for path in (target / "bin").iterdir()} == set(PROJECT["scripts"])
     for package in PACKAGES:
         assert (target / package / "py.typed").is_file()
         assert files_of(target, package) == files_of(ROOT, package)
@@ -104,7 +230,7 @@ def test_only_the_packages_are_installed(tmp_path):
 
 def test_the_version_is_one():
     """Of the package, of the citation, and of the newest section with a date."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = PROJECT["version"]
     citation = dict(re.findall(r"^(version|date-released): (.+)$", CITATION.read_text(), re.M))
     changes = (ROOT / "CHANGELOG.md").read_text()
     newest, date = re.search(r"^## ([\d.]+) \(([\d-]+)\)$", changes, re.M).groups()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ddp_by_hand.bench.memory import describe_memory
-from ddp_by_hand.bench.options import Options, parse
+from ddp_by_hand.bench.options import PROGRAM, Options, parse
 from ddp_by_hand.bench.profiling import ENDED, Profiling, leave_out_failed
 from ddp_by_hand.bench.report import describe_privacy, report
 from ddp_by_hand.bench.settings import Settings, check_world, settings_from
@@ -20,6 +20,7 @@ from ddp_by_hand.bench.sharded import layout_of
 from ddp_by_hand.bench.worker import Benchmark, device_name, failure_row, plan, record_failure
 from ddp_by_hand.lm.launch import INTERRUPTED, run_ranks
 from ddp_by_hand.lm.model import Transformer
+from ddp_by_hand.lm.programs import program_name
 from ddp_by_hand.lm.ranks import watched_rank
 from ddp_by_hand.lm.runtime import (
     Hardware,
@@ -30,16 +31,18 @@ from ddp_by_hand.lm.runtime import (
     launched,
     launched_rank,
     launched_world_size,
+    typed_command,
 )
 from ddp_by_hand.lm.watch import Cause
 from ddp_by_hand.measure import Results
-from ddp_by_hand.measure.command_line import check_folder, refuse
+from ddp_by_hand.measure.command_line import check_folder, ending_quietly, refuse
 from ddp_by_hand.measure.files import say_unwritten
 from ddp_by_hand.measure.report import write_report
 
 DEFAULT_FOLDER = Path("results_ddp")
 
 
+@ending_quietly(speaks=is_first_of_host, needs=("matplotlib", "jinja2"))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns 0, 1 (a gradient is wrong, a cell failed) or 2 (bad input)."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
@@ -50,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_world(settings, world_size_of(hardware))
         check_output(settings, options)
     except ValueError as error:
-        return refuse("benchmark_ddp.py", error, speaks=is_first_of_host())
+        return refuse(program_name(PROGRAM), error, speaks=is_first_of_host())
     if options.dry_run:
         if launched_rank() == 0:
             print(describe_plan(settings, hardware, options))
@@ -63,8 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = options.profile_output_dir if options.profile else settings.output_dir
         message = f"interrupted: what is finished is in {folder}"
         if not options.profile:
-            again = [*sys.argv, *([] if options.output_dir else ["--output-dir", str(folder)])]
-            message += f"; resume with: python {shlex.join(again)}"
+            more = [] if options.output_dir else ["--output-dir", str(folder)]
+            again = typed_command(PROGRAM, [*sys.argv[1:], *more])
+            message += f"; resume with: {shlex.join(again)}"
         print(message, file=sys.stderr)
         return INTERRUPTED
 

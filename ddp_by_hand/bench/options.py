@@ -9,6 +9,7 @@ from typing import Any
 from ddp import IMPLEMENTATIONS
 from ddp_by_hand.bench.sharded import SPLIT
 from ddp_by_hand.lm.model import PRESETS
+from ddp_by_hand.lm.programs import program_name
 from ddp_by_hand.lm.runtime import is_first_of_host
 from ddp_by_hand.measure.options import not_negative, option, parse_options, positive, requires
 from dp_clipping.arguments.checks import CLIPPINGS, TILE_SIZES
@@ -26,6 +27,7 @@ CLIPPING_NAMES = tuple(  # a norm algorithm may stand behind a fused mode's name
     for name in (mode, *(f"{mode}:{a}" for a in NORM_ALGORITHMS[1:] if mode in FUSED_MODES))
 )
 DTYPES = ("float32", "mixed", "bfloat16")
+PROGRAM = "ddp_by_hand.bench"
 EXAMPLES = """\
 examples:
   python benchmark_ddp.py
@@ -170,6 +172,6 @@ class Options:
 def parse(arguments: Sequence[str]) -> Options:
     """Parses the command line; an invalid option ends it with one line and status 2."""
     return parse_options(
-        Options, arguments, prog="benchmark_ddp.py", epilog=EXAMPLES, speaks=is_first_of_host,
+        Options, arguments, prog=program_name(PROGRAM), epilog=EXAMPLES, speaks=is_first_of_host,
         description="Check, time and profile data-parallel implementations beside PyTorch's own.",
     )  # fmt: skip

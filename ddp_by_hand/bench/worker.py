@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp import Unavailable
 from ddp_by_hand.bench.gate import Gate, tolerance
-from ddp_by_hand.bench.options import NOT_PRIVATE
+from ddp_by_hand.bench.options import NOT_PRIVATE, PROGRAM
 from ddp_by_hand.bench.settings import Settings, Subject, source_digest
 from ddp_by_hand.bench.training import building, noted_phases, train
 from ddp_by_hand.lm.runtime import Worker, has_parent, invocation, typed_command
@@ -178,7 +178,7 @@ class Benchmark:
 
     def _row(self, cell: BenchmarkCell) -> dict:
         row = cell.row(self.settings, self.worker.world_size, device_name(self.worker.device))
-        command = typed_command(sys.argv[:1], sys.argv[1:])
+        command = typed_command(PROGRAM, sys.argv[1:])
         return {**row, "invocation": invocation(), "command": command}
 
     def _measure(self, cell: BenchmarkCell) -> dict:

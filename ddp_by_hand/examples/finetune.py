@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 from ddp_by_hand.examples.finetune_options import parse
 from ddp_by_hand.measure.command_line import INTERRUPTED, refuse
+from ddp_by_hand.measure.extras import require
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,9 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(arguments)
     try:
-        from ddp_by_hand.examples.finetune_run import (
-            run,  # imports transformers, which takes seconds
-        )
+        require("transformers", "accelerate")
+        from ddp_by_hand.examples.finetune_run import run  # imports transformers: seconds
 
         finished = run(options)
     except (ValueError, ImportError) as error:

@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from ddp_by_hand.examples.finetune_options import RESUMABLE, Options
+from ddp_by_hand.measure.extras import require
 from ddp_by_hand.measure.files import write_atomically
 from ddp_by_hand.measure.options import flag
 from dp_clipping.integrations.transformers import PrivacyArguments, PrivateTrainer
-
-try:
-    import transformers
-    from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
-    from transformers.trainer_utils import get_last_checkpoint
-except ImportError as error:
-    raise ImportError(f"{error}: pip install transformers accelerate") from error
 
 HELD_OUT = 10  # one row of so many is never trained on
 END = 256  # the token after the last byte
@@ -153,10 +150,9 @@ def make_model(options: Options) -> Any:
         model = _saved_model(options.model)
     if options.train == "full":
         return model
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ValueError(f"--train lora: {error}: pip install peft, or give --train full") from None
+    require("peft")
+    from peft import LoraConfig, get_peft_model
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fan_in_fan_out, which it then sets
         return get_peft_model(

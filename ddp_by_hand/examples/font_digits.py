@@ -1,13 +1,17 @@
 """Pictures of digits in matplotlib's fonts: a data set that needs no download."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib import ft2font
 from torch import Tensor
+
+from ddp_by_hand.measure.extras import require
+
+if TYPE_CHECKING:
+    from matplotlib.ft2font import FT2Font
 
 FONTS = (
     "DejaVuSans*[!y]",
@@ -48,16 +52,20 @@ def font_digits(count: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def _glyphs() -> Tensor:
     """Returns the digits of each font, centred: [fonts, 10, GLYPH, GLYPH] from 0 to 1."""
+    require("matplotlib")
+    import matplotlib
+    from matplotlib.ft2font import FT2Font
+
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     found = []
     for path in sorted(path for name in FONTS for path in folder.glob(f"{name}.ttf")):
-        font = ft2font.FT2Font(str(path))
+        font = FT2Font(str(path))
         font.set_size(GLYPH * 0.72, 72)
         found.append(torch.stack([_glyph(font, digit) for digit in "0123456789"]))
     return torch.stack(found)
 
 
-def _glyph(font: ft2font.FT2Font, digit: str) -> Tensor:
+def _glyph(font: "FT2Font", digit: str) -> Tensor:
     font.set_text(digit)
     font.draw_glyphs_to_bitmap(antialiased=True)
     image = torch.from_numpy(np.array(font.get_image(), dtype=np.float32) / 255)[:GLYPH, :GLYPH]

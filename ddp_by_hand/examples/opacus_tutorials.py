@@ -37,6 +37,7 @@ from ddp_by_hand.examples.font_digits import font_digits
 from ddp_by_hand.lm.launch import run_ranks
 from ddp_by_hand.lm.runtime import find_hardware, launched, process_group
 from ddp_by_hand.measure.command_line import Parser, refuse
+from ddp_by_hand.measure.extras import require
 
 ENGINES = ("dp_clipping", "opacus")
 HELD_OUT = 512  # samples that no run trains on
@@ -106,10 +107,9 @@ def split(*tensors: Tensor) -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_bert(train: str) -> nn.Module:
-    try:
-        from transformers import BertConfig, BertForSequenceClassification
-    except ImportError as error:
-        raise ImportError(f"{error}: pip install transformers") from error
+    require("transformers")
+    from transformers import BertConfig, BertForSequenceClassification
+
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=128, max_position_embeddings=LENGTH, num_labels=len(PACKAGES),
@@ -117,10 +117,9 @@ def make_bert(train: str) -> nn.Module:
     )  # fmt: skip
     network = BertForSequenceClassification(config)
     if train == "lora":
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise ImportError(f"{error}: pip install peft") from error
+        require("peft")
+        from peft import LoraConfig, get_peft_model
+
         return get_peft_model(
             network,
             LoraConfig(r=8, target_modules=["query", "value"], modules_to_save=["classifier"]),

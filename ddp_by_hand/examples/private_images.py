@@ -78,7 +78,7 @@ class Run:
     points: list[dict[str, float]]
 
 
-@ending_quietly
+@ending_quietly(needs=["matplotlib"])
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for bad input."""
     options = parse_options(Options, arguments, prog="private_images", description=__doc__)

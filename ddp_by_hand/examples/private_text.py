@@ -54,6 +54,7 @@ from ddp_by_hand.lm.runtime import (
 )
 from ddp_by_hand.lm.schedule import learning_rate
 from ddp_by_hand.measure.command_line import refuse
+from ddp_by_hand.measure.extras import MissingExtra, require
 from ddp_by_hand.measure.files import append_line, read_lines, replacing, write_atomically
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
@@ -79,12 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(arguments)
     try:
+        require("matplotlib")
         text = cut_sequences(options.data, options.context_length)
         settings = public_settings(options, text)
         check_folder(options.output_dir, settings, text)
         with this_device(options.device) as device:
             Training(options, settings, text, device).run()
-    except ValueError as error:
+    except (ValueError, MissingExtra) as error:
         return refuse("private_text", error, speaks=is_first_of_host())
     except KeyboardInterrupt:
         if launched_rank() == 0:

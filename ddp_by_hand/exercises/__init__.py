@@ -4,7 +4,10 @@ Each folder has a `starter.py`, the specification with blanks to fill in, and a 
 properties that a solution has.
 """
 
+from pathlib import Path
+
 from ddp_by_hand.lm.interrupt import begin_program
+from ddp_by_hand.lm.programs import program_words
 
 begin_program()
 
@@ -25,3 +28,12 @@ EXERCISES: dict[str, str] = {
     "diloco": "ex14_diloco",
 }
 """Name on the command line -> folder, in order of difficulty."""
+
+
+def command() -> str:
+    """Returns what a learner types before `start` and `check`."""
+    return " ".join(program_words("ddp_by_hand.exercises"))
+
+
+def starter_of(name: str) -> Path:
+    return Path(__file__).parent / EXERCISES[name] / "starter.py"

@@ -1,4 +1,4 @@
-"""Checks an exercise: `python -m ddp_by_hand.exercises.check NAME my_file.py`.
+"""Checks an exercise: `ddp-exercise check NAME my_file.py`.
 
 One line per property. The exit status is 0 if all are right, 1 if one is not, 2 for a wrong
 command.
@@ -9,13 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_by_hand.exercises import EXERCISES
+from ddp_by_hand.exercises import EXERCISES, command
 from ddp_by_hand.exercises.judge import Ranks, Result, judge, load_check
 from ddp_by_hand.torch_versions import warn_if_untested
-
-USAGE = (
-    f"usage: python -m ddp_by_hand.exercises.check NAME my_file.py   (NAME: {', '.join(EXERCISES)})"
-)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,8 +23,8 @@ def main(arguments: Sequence[str]) -> int:
     missing = [name for name in wanted(exercise) if name not in solution.read_text()]
     if missing:
         print(
-            f"{solution} does not define {', '.join(missing)}: start from "
-            f"ddp_by_hand/exercises/{exercise}/starter.py",
+            f"{solution} does not define {', '.join(missing)}: start from what "
+            f"`{command()} start {arguments[0]} FILE` writes",
             file=sys.stderr,
         )
         return 2
@@ -53,15 +49,14 @@ def parse(arguments: Sequence[str]) -> tuple[str, Path]:
         ValueError: one line that says what to type.
     """
     if len(arguments) != 2:
-        raise ValueError(USAGE)
+        raise ValueError(
+            f"usage: {command()} check NAME my_file.py   (NAME: {', '.join(EXERCISES)})"
+        )
     name, path = arguments[0], Path(arguments[1])
     if name not in EXERCISES:
         raise ValueError(f"there is no exercise {name!r}: choose from {', '.join(EXERCISES)}")
     if not path.is_file():
-        raise ValueError(
-            f"there is no file {path}: "
-            f"copy ddp_by_hand/exercises/{EXERCISES[name]}/starter.py there"
-        )
+        raise ValueError(f"there is no file {path}: {command()} start {name} {path} writes it")
     return EXERCISES[name], path
 
 

@@ -72,7 +72,7 @@ class Split:
     test: tuple[Tensor, Tensor]
 
 
-@ending_quietly
+@ending_quietly(needs=["matplotlib"])
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for bad input."""
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ddp_by_hand.lm.programs import program_words
+
 INVOCATION = "LM_INVOCATION"
 LAUNCHED_HERE = "LM_LAUNCHED_HERE"
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -87,16 +89,18 @@ def has_parent() -> bool:
     return LAUNCHED_HERE in os.environ
 
 
-def typed_command(program: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Returns the command that starts the same run again; `program` is as for `python`.
+def typed_command(module: str, arguments: Sequence[str]) -> list[str]:
+    """Returns the command that starts the same run of a program again.
 
     A worker of `lm.launch` returns the command of the process that started it.
     """
+    words = program_words(module)
     if not launched() or has_parent():
-        return ["python", *program, *arguments]
+        return [*words, *arguments]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", launched_world_size()))
     nodes = launched_world_size() // local
     start = ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc_per_node={local}"]
+    program = words[1:] if words[0] == "python" else ["--no-python", *words]
     return [*start, *program, *arguments]
 
 

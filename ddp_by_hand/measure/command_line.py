@@ -8,9 +8,11 @@ import os
 import select
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+from ddp_by_hand.measure.extras import MissingExtra, require
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # what shells report for Ctrl-C, 128 + SIGINT
@@ -39,7 +41,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def ending_quietly(
-    main: Callable[..., int] | None = None, *, speaks: Callable[[], bool] = lambda: True
+    main: Callable[..., int] | None = None,
+    *,
+    speaks: Callable[[], bool] = lambda: True,
+    needs: Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Decorates a program's `main`, so that it ends without a traceback.
 
@@ -47,18 +52,25 @@ def ending_quietly(
     it silently with status 141. Output that cannot be written (a full disk) ends it with one line
     and status 1.
 
-    `speaks`: see `Parser`.
+    Args:
+        speaks: see `Parser`.
+        needs: packages without which it ends at once, with one line and status 2: see `extras`.
     """
     if main is None:
-        return functools.partial(ending_quietly, speaks=speaks)
+        return functools.partial(ending_quietly, speaks=speaks, needs=needs)
 
     @functools.wraps(main)
     def run(*arguments: Any, **named: Any) -> int:
         try:
+            require(*needs)
             try:
                 return main(*arguments, **named)
             finally:
                 sys.stdout.flush()  # here and not at exit, where it cannot be caught
+        except MissingExtra as error:
+            if speaks():
+                print(error, file=sys.stderr)
+            return BAD_INPUT
         except KeyboardInterrupt:
             if speaks():
                 print("interrupted", file=sys.stderr)

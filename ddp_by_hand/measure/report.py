@@ -53,7 +53,7 @@ class Options:
     )
 
 
-@ending_quietly
+@ending_quietly(needs=("matplotlib", "jinja2"))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes a report. Returns 0, or 2 if the folder holds no results."""
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)

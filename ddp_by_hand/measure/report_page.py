@@ -19,9 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
 from ddp_by_hand.measure.results import UNAVAILABLE
 from ddp_by_hand.measure.table import Column, table_cells
 from dp_clipping.table import Remark
@@ -35,6 +32,9 @@ Block = tuple[str, Any]
 
 def page(title: str, subtitle: str, sections: Sequence[tuple[str, Sequence[Block]]]) -> str:
     """Returns the text of the whole file."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -74,7 +74,7 @@ def table(columns: Sequence[Column], rows: Sequence[dict], label: str) -> Block:
 
 def _printable(value: object) -> object:
     """Returns text without control characters, terminal colours and access tokens."""
-    if isinstance(value, Markup):
+    if hasattr(value, "__html__"):  # a Markup of `base64` above
         return value
     text = _UNPRINTABLE.sub("", str(value))
     token = os.environ.get(_TOKEN)

@@ -33,6 +33,7 @@ from dp_clipping.accounting.history import (
     shared,
     totals_of,
 )
+from dp_clipping.accounting.pld import interface
 from dp_clipping.kinds import check_type
 
 if TYPE_CHECKING:
@@ -174,9 +175,7 @@ class Account:
         Raises:
             ValueError: if it lacks steps that this one has counted.
         """
-        from opacus.accountants.accountant import IAccountant
-
-        check_type("accountant", accountant, IAccountant, "one of opacus.accountants")
+        check_type("accountant", accountant, interface(), "one of opacus.accountants")
         lacking = totals_of(self.history) - totals_of(accountant.history)
         if lacking:
             raise ValueError(

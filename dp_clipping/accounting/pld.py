@@ -14,10 +14,10 @@ Rényi differential privacy, which can be far above the truth where ε is large.
 """
 
 import math
+from collections.abc import Callable, MutableMapping
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
-
-from opacus.accountants import IAccountant
 
 from dp_clipping.accounting.history import History, joined, totals_of
 
@@ -49,13 +49,17 @@ ROUNDING = 2.0**-50
 """The error of δ per step, at most, of an FFT in double precision."""
 
 
-class PLDAccountant(IAccountant):  # type: ignore[misc]  # Opacus has no types
-    """Keeps a history as Opacus's accountants do, and computes ε by `epsilon`."""
+class PLDAccountant:
+    """Keeps a history as Opacus's accountants do, and computes ε by `epsilon`.
 
-    history: History
+    It has their methods, and `interface` makes it one of them.
+
+    Attributes:
+        history: (noise multiplier, sample rate, number of steps) of successive steps.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.history: History = []
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Counts a step."""
@@ -71,6 +75,49 @@ class PLDAccountant(IAccountant):  # type: ignore[misc]  # Opacus has no types
     @classmethod
     def mechanism(cls) -> str:
         return "pld"
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
+        """Returns a step hook for an optimizer of Opacus, which counts its steps."""
+
+        def count(optimizer: Any) -> None:
+            rate = sample_rate * optimizer.accumulated_iterations
+            self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
+
+        return count
+
+    def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> Any:
+        """Returns the history and the mechanism's name, in `destination` if it is given."""
+        state = {} if destination is None else destination
+        state.update(history=deepcopy(self.history), mechanism=self.mechanism())
+        return state
+
+    def load_state_dict(self, state_dict: MutableMapping[str, Any]) -> None:
+        """Takes the history of what `state_dict` returned.
+
+        Raises:
+            ValueError: it is none, or another mechanism's.
+        """
+        if not state_dict or not {"history", "mechanism"} <= state_dict.keys():
+            raise ValueError(
+                "state_dict is not an accountant's: give what its state_dict() returned"
+            )
+        if state_dict["mechanism"] != self.mechanism():
+            raise ValueError(
+                f"state_dict has the mechanism {state_dict['mechanism']!r}, and this accountant "
+                f"{self.mechanism()!r}: load it into one of its own kind"
+            )
+        self.history = state_dict["history"]
+
+
+def interface() -> type:
+    """Returns Opacus's base class of accountants, of which `PLDAccountant` is one from now on.
+
+    Importing Opacus takes a second: what only trains does not wait for it.
+    """
+    from opacus.accountants import IAccountant
+
+    IAccountant.register(PLDAccountant)
+    return IAccountant
 
 
 def epsilon(history: History, delta: float) -> float:

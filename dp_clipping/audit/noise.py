@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from scipy.stats import binom, chi2, norm  # a dependency of dp-accounting
+import scipy  # which imports scipy.stats where it is first used: that takes a second
 from torch import Tensor
 
 LEVEL = 1e-4
@@ -96,8 +96,8 @@ def _groups(z: Tensor, parameters: Sequence[Parameter]) -> Iterator[tuple[Tensor
 def _size(z: Tensor, parameters: Sequence[Parameter], tolerance: float) -> Iterator[Result]:
     def tests(numbers: Tensor, what: str) -> Iterator[Result]:
         total, count = float(numbers.square().sum()), numbers.numel()
-        low = float(chi2.cdf(total / (1 - tolerance) ** 2, count))
-        high = float(chi2.sf(total / (1 + tolerance) ** 2, count))
+        low = float(scipy.stats.chi2.cdf(total / (1 - tolerance) ** 2, count))
+        high = float(scipy.stats.chi2.sf(total / (1 + tolerance) ** 2, count))
         yield low, f"{what} has {math.sqrt(total / count):.3g} of the stated standard deviation"
         yield high, f"{what} has {math.sqrt(total / count):.3g} of the stated standard deviation"
 
@@ -120,7 +120,9 @@ def _element(z: Tensor, parameters: Sequence[Parameter], tolerance: float) -> It
     for parameter in parameters:
         own = totals[parameter.start : parameter.stop]
         place = int(own.argmin())
-        value = float(chi2.cdf(max(0.0, float(own[place].sqrt()) - tolerance) ** 2, len(z)))
+        value = float(
+            scipy.stats.chi2.cdf(max(0.0, float(own[place].sqrt()) - tolerance) ** 2, len(z))
+        )
         yield value, f"number {place} of {parameter.name} has hardly any noise"
 
 
@@ -128,7 +130,10 @@ def _mean(z: Tensor, parameters: Sequence[Parameter], tolerance: float) -> Itera
     for numbers, what in _groups(z, parameters):
         mean, count = float(numbers.mean()), numbers.numel()
         beyond = max(0.0, abs(mean) - tolerance) * math.sqrt(count)
-        yield 2 * float(norm.sf(beyond)), f"{what} has mean {mean:.3g} standard deviations"
+        yield (
+            2 * float(scipy.stats.norm.sf(beyond)),
+            f"{what} has mean {mean:.3g} standard deviations",
+        )
 
 
 def _shape(z: Tensor, parameters: Sequence[Parameter], tolerance: float) -> Iterator[Result]:
@@ -136,16 +141,17 @@ def _shape(z: Tensor, parameters: Sequence[Parameter], tolerance: float) -> Iter
         count = numbers.numel()
         for threshold in THRESHOLDS:
             above = int((numbers.abs() > threshold).sum())
-            most = 2 * float(norm.sf(threshold * (1 - tolerance) - tolerance))
-            least = 2 * float(norm.sf(threshold * (1 + tolerance) + tolerance))
+            most = 2 * float(scipy.stats.norm.sf(threshold * (1 - tolerance) - tolerance))
+            least = 2 * float(scipy.stats.norm.sf(threshold * (1 + tolerance) + tolerance))
             value = min(
-                float(binom.cdf(above, count, least)), float(binom.sf(above - 1, count, most))
+                float(scipy.stats.binom.cdf(above, count, least)),
+                float(scipy.stats.binom.sf(above - 1, count, most)),
             )
             yield (
                 min(1.0, 2 * value),
                 (
                     f"{what} is not Gaussian: {above / count:.1%} are beyond {threshold} standard "
-                    f"deviations, and {2 * float(norm.sf(threshold)):.1%} would be"
+                    f"deviations, and {2 * float(scipy.stats.norm.sf(threshold)):.1%} would be"
                 ),
             )
 
@@ -157,12 +163,17 @@ def _pair(one: Tensor, other: Tensor, what: str, tolerance: float) -> Iterator[R
         return
     product = float((one * other).sum())
     share = product / (length * float(other.norm()) or 1.0)
-    yield 2 * float(norm.sf(abs(product) / length)), f"{what} have correlation {share:.3g}"
+    yield (
+        2 * float(scipy.stats.norm.sf(abs(product) / length)),
+        f"{what} have correlation {share:.3g}",
+    )
     if one.numel() <= SMALL:
         for sign, how in ((1, "equal"), (-1, "equal but for the sign")):
             apart = float((one - sign * other).norm()) / math.sqrt(2)
             value = float(
-                chi2.cdf(max(0.0, apart - tolerance * math.sqrt(one.numel())) ** 2, one.numel())
+                scipy.stats.chi2.cdf(
+                    max(0.0, apart - tolerance * math.sqrt(one.numel())) ** 2, one.numel()
+                )
             )
             yield value, f"{what} are {how}"
 

@@ -32,7 +32,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"PrivateTrainer needs transformers and accelerate ({error}): "
-        "pip install transformers accelerate"
+        "pip install 'ddp-by-hand[transformers]'"
     ) from error
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]

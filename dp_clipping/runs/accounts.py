@@ -12,6 +12,7 @@ from torch import Tensor
 from dp_clipping.accounting.history import History, joined
 from dp_clipping.accounting.ledger import Account, Release
 from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
+from dp_clipping.accounting.pld import PLDAccountant, interface
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.target_epsilon import Plan, epsilon_at_end
 from dp_clipping.arguments.checks import check
@@ -56,6 +57,7 @@ class Accounts:
 
         Setting one that lacks steps of this engine raises ValueError.
         """
+        interface()  # of which it is one
         return self._account.accountant
 
     @accountant.setter
@@ -337,8 +339,6 @@ class Accounts:
 def _made(name: str) -> "IAccountant":
     """Returns a new accountant of this name."""
     if name == "pld":
-        from dp_clipping.accounting.pld import PLDAccountant
-
         return PLDAccountant()
     try:
         from opacus.accountants import create_accountant  # importing Opacus takes seconds

@@ -138,7 +138,7 @@ def test_bad_input_is_one_line_and_status_2(no_workers, capfd, line):
     out, err = capfd.readouterr()
     assert stopped.value.code == 2
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("benchmark_ddp.py: ")
+    assert err.startswith("ddp_by_hand.bench: ")
     assert re.search(CASES[line], err), err
 
 

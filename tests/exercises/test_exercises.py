@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddp import implementation
-from ddp_by_hand.exercises import EXERCISES
+from ddp_by_hand.exercises import EXERCISES, starter_of
+from ddp_by_hand.exercises.__main__ import main as command
 from ddp_by_hand.exercises.attempt import Verdict
 from ddp_by_hand.exercises.check import main
 from ddp_by_hand.exercises.judge import (
@@ -241,17 +242,44 @@ def test_an_exception_is_told_before_the_stall_that_it_causes():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "usage: python -m ddp_by_hand.exercises.check NAME my_file.py"),
+        ([], "usage: python -m ddp_by_hand.exercises check NAME my_file.py"),
         (["nothing", "x.py"], "there is no exercise 'nothing': choose from average, hooks"),
         (
             ["plan", "x.py"],
-            "there is no file x.py: copy ddp_by_hand/exercises/ex4_plan/starter.py there",
+            "there is no file x.py: python -m ddp_by_hand.exercises start plan x.py writes it",
         ),
     ],
 )
 def test_wrong_command(capsys, arguments, text):
     assert main(arguments) == 2
     assert text in capsys.readouterr().err
+
+
+def test_an_exercise_begins_with_a_copy_of_its_starter(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, file in (("average", "my_average.py"), ("ring", "own.py")):
+        assert command(["start", name, *([file] if file == "own.py" else [])]) == 0
+        assert Path(file).read_text() == starter_of(name).read_text()
+        assert f"python -m ddp_by_hand.exercises check {name} {file}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["start", "ring", "there.py"], "there.py is there already: name another file"),
+        (["start", "rings"], "there is no exercise 'rings': choose from average, hooks"),
+        (["start", "ring", "none/my_ring.py"], "there is no folder none: make it, or name another"),
+        (["start"], "usage: python -m ddp_by_hand.exercises start NAME [FILE]"),
+        (["begin", "ring"], "usage: python -m ddp_by_hand.exercises start NAME [FILE]"),
+        (["check", "ring"], "usage: python -m ddp_by_hand.exercises check NAME my_file.py"),
+    ],
+)
+def test_a_wrong_start(capsys, monkeypatch, tmp_path, arguments, text):
+    monkeypatch.chdir(tmp_path)
+    Path("there.py").write_text("mine")
+    assert command(arguments) == 2
+    assert text in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.slow
@@ -272,7 +300,7 @@ def test_texts_name_the_commands():
     readme = (ROOT / "ddp_by_hand/exercises/README.md").read_text()
     for name, folder in EXERCISES.items():
         starter = (ROOT / "ddp_by_hand/exercises" / folder / "starter.py").read_text()
-        assert f"python -m ddp_by_hand.exercises.check {name} my_{name}.py" in starter
+        assert f"ddp-exercise check {name} my_{name}.py" in starter
         assert f"`{folder}/" in readme
         if name in CLASSES and name != "diloco":  # whose gradients are those of one rank
             assert f"my_{name}.py:{CLASSES[name]}" in starter
@@ -309,6 +337,4 @@ def test_file_of_another_exercise_is_refused_before_ranks_start(capsys, monkeypa
     assert main(["hooks", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert (
-        "does not define OverlapDDP: start from ddp_by_hand/exercises/ex2_hooks/starter.py" in error
-    )
+    assert "does not define OverlapDDP: start from what `python -m ddp_by_hand.exercises" in error

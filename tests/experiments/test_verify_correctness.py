@@ -553,7 +553,7 @@ def test_ranks_that_it_launches(arguments, gpus, ranks, monkeypatch):
 
 
 def test_without_transformers(capsys, monkeypatch):
-    monkeypatch.setattr(run_module, "find_spec", lambda name: None)
+    monkeypatch.setattr("ddp_by_hand.measure.extras.find_spec", lambda name: None)
     status, text = run(capsys, "--networks", "transformer", "llama", "--modes", "per_sample")
     assert status == 0
     assert "transformers is not installed" in text

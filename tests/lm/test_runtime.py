@@ -129,7 +129,7 @@ def test_workers_share_the_invocation_of_their_parent(monkeypatch):
 
 def test_the_command_that_was_typed(monkeypatch):
     def typed() -> str:
-        return " ".join(runtime.typed_command(["-m", "x"], ["--y", "1"]))
+        return " ".join(runtime.typed_command("x", ["--y", "1"]))
 
     for name in (*runtime.LAUNCH_VARIABLES, runtime.LAUNCHED_HERE, "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -139,7 +139,13 @@ def test_the_command_that_was_typed(monkeypatch):
     assert typed() == "torchrun --nproc_per_node=8 -m x --y 1"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert typed() == "torchrun --nnodes=2 --nproc_per_node=4 -m x --y 1"
+    monkeypatch.setattr("sys.argv", ["/bin/dp-verify"])
+    assert typed() == "torchrun --nnodes=2 --nproc_per_node=4 --no-python dp-verify --y 1"
     monkeypatch.setenv(runtime.LAUNCHED_HERE, "1")
+    assert typed() == "dp-verify --y 1"
+    monkeypatch.setattr("sys.argv", ["benchmark_ddp.py"])
+    assert typed() == "python benchmark_ddp.py --y 1"
+    monkeypatch.setattr("sys.argv", ["/bin/pytest"])
     assert typed() == "python -m x --y 1"
 
 

@@ -33,8 +33,8 @@ You need
     optimizer.register_step_post_hook(hook)          calls hook(optimizer, args, kwargs) after step
     optimizer.state[tensor]                          a dict, as {"step": ..., "exp_avg": ...}
 
-Check it        python -m ddp_by_hand.exercises.check zero1 my_zero1.py
-Benchmark it    python benchmark_ddp.py \
+Check it        ddp-exercise check zero1 my_zero1.py
+Benchmark it    ddp-benchmark \
                     --implementations none ddp_bucketed zero1 my_zero1.py:StateShardedDDP
 Then read       ddp/sharded/layout.py, ddp/sharded/part.py
 """

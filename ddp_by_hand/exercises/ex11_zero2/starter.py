@@ -28,8 +28,8 @@ You need
     handle = reduce_scatter(own, flat, op, group)    as in exercise 10; it returns at once
     tensor memory is freed when nothing refers to it: a list of handles, a view, a local variable
 
-Check it        python -m ddp_by_hand.exercises.check zero2 my_zero2.py
-Benchmark it    python benchmark_ddp.py --bucket-size-mb 1 \
+Check it        ddp-exercise check zero2 my_zero2.py
+Benchmark it    ddp-benchmark --bucket-size-mb 1 \
                     --implementations none zero1 zero2 my_zero2.py:GradientShardedDDP
 Then read       ddp/sharded/zero1.py, and ddp/sharded/zero2.py, the difference in 15 lines
 """

@@ -32,8 +32,8 @@ You need
     unit.show(views), unit.hide()                    give the parameters these values, or NaN
     unit.flatten, all_gather, reduce_scatter         as in exercise 11
 
-Check it        python -m ddp_by_hand.exercises.check fsdp my_fsdp.py
-Benchmark it    python benchmark_ddp.py --implementations none fsdp my_fsdp.py:FullyShardedDDP
+Check it        ddp-exercise check fsdp my_fsdp.py
+Benchmark it    ddp-benchmark --implementations none fsdp my_fsdp.py:FullyShardedDDP
 Then read       ddp/sharded/fsdp.py, and ddp/sharded/units.py, which says why a storage is resized
 """
 

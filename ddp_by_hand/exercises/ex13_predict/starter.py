@@ -24,7 +24,7 @@ Rules
       up to the largest W of `counts` before the first one whose efficiency is below `limit`; 0 if
       the first is already below.
 
-Check it        python -m ddp_by_hand.exercises.check predict my_predict.py
+Check it        ddp-exercise check predict my_predict.py
 Then read       ddp_by_hand/experiments/simulate/step.py, where communication is slowed down, too
 """
 

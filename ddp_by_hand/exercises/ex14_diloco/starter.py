@@ -29,7 +29,7 @@ You need
     optimizer.register_step_post_hook(hook)          calls hook(optimizer, args, kwargs) after step
     dist.all_reduce(tensor)                          the sum over the ranks, in place
 
-Check it        python -m ddp_by_hand.exercises.check diloco my_diloco.py
+Check it        ddp-exercise check diloco my_diloco.py
 Then read       ddp/diloco.py
 """
 

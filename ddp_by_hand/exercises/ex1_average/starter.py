@@ -19,8 +19,8 @@ You need
     torch.distributed.all_reduce(tensor)         replaces `tensor` by its sum over the ranks
     module.parameters(), module.buffers()        `.grad` of a frozen parameter is None
 
-Check it        python -m ddp_by_hand.exercises.check average my_average.py
-Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_average.py:AverageDDP
+Check it        ddp-exercise check average my_average.py
+Benchmark it    ddp-benchmark --implementations none torch_ddp my_average.py:AverageDDP
 Then read       ddp/synchronous.py, and ddp/internals/replicas.py
 """
 

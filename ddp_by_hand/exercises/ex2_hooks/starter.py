@@ -13,7 +13,7 @@ What
 Why it matters
     Communication that backward hides costs (almost) nothing: the one idea of the whole course.
     See it on your own machine, and open the timeline pictures in profiler_output/:
-        python benchmark_ddp.py --profile --implementations ddp ddp_individual
+        ddp-benchmark --profile --implementations ddp ddp_individual
 
 You need
     parameter.register_post_accumulate_grad_hook(hook)   calls hook(parameter) once a backward, when
@@ -25,8 +25,8 @@ You need
 Beware
     Handles of a finished step must not be waited for again in the next one.
 
-Check it        python -m ddp_by_hand.exercises.check hooks my_hooks.py
-Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_hooks.py:OverlapDDP
+Check it        ddp-exercise check hooks my_hooks.py
+Benchmark it    ddp-benchmark --implementations none torch_ddp my_hooks.py:OverlapDDP
 Then read       ddp/individual.py, then ddp/internals/hooks.py for what else hooks handle
 """
 

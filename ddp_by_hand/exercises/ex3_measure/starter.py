@@ -23,9 +23,9 @@ Rules
     - What lies outside the window does not count. An interval may begin before it.
     - The lists are in no particular order and may be empty.
 
-Check it        python -m ddp_by_hand.exercises.check measure my_measure.py
+Check it        ddp-exercise check measure my_measure.py
 Then read       ddp_by_hand/tracing/intervals.py and overlap.py there; then look at the timeline
-                picture of python benchmark_ddp.py --profile
+                picture of ddp-benchmark --profile
 """
 
 Interval = tuple[float, float]

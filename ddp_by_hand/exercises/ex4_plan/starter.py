@@ -23,7 +23,7 @@ Rules
     - The bucket that is complete last holds at most `tail` bytes, or a single gradient. It is sent
       after the end of backward, and so exposed: it should be small.
 
-Check it        python -m ddp_by_hand.exercises.check plan my_plan.py
+Check it        ddp-exercise check plan my_plan.py
 Then read       ddp/buckets.py: it halves what is left again and again, instead of one small bucket
 """
 

@@ -22,8 +22,8 @@ Rules
     - Keep what exercise 2 gained: the first all-reduce still starts during backward.
     - Every step begins anew.
 
-Check it        python -m ddp_by_hand.exercises.check order my_order.py
-Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_order.py:OrderedDDP
+Check it        ddp-exercise check order my_order.py
+Benchmark it    ddp-benchmark --implementations none torch_ddp my_order.py:OrderedDDP
 Then read       ddp/schedule.py, and `_agree_on_order` in ddp/internals/step.py,
                 which replaces the reverse order once by that of rank 0's gradients
 """

@@ -23,8 +23,8 @@ Rules
 
 Begin with your own exercise 2: copy start_reduction and finish from it, and change them.
 
-Check it        python -m ddp_by_hand.exercises.check no_sync my_no_sync.py
-Benchmark it    python benchmark_ddp.py --implementations none torch_ddp \
+Check it        ddp-exercise check no_sync my_no_sync.py
+Benchmark it    ddp-benchmark --implementations none torch_ddp \
                     my_no_sync.py:AccumulatingDDP
 Then read       `no_sync` in ddp/internals/interface.py, and `forward` in ddp/base.py, which
                 also broadcasts the buffers before each forward that will synchronise

@@ -24,8 +24,8 @@ Rules
 
 Overlap is not required. Reduce in finish, as in exercise 1.
 
-Check it        python -m ddp_by_hand.exercises.check unused my_unused.py
-Benchmark it    python benchmark_ddp.py --implementations none torch_ddp my_unused.py:UnusedDDP
+Check it        ddp-exercise check unused my_unused.py
+Benchmark it    ddp-benchmark --implementations none torch_ddp my_unused.py:UnusedDDP
 Then read       ddp/internals/unused.py, and `stand_ins` in gradients.py: there it overlaps
 """
 

@@ -26,7 +26,7 @@ Beware
     If all ranks first send and then receive, all wait for ever.
     The number of elements need not be a multiple of W, and may be smaller than W.
 
-Check it        python -m ddp_by_hand.exercises.check ring my_ring.py
+Check it        ddp-exercise check ring my_ring.py
 Then read       ddp/copy_engine/exchange.py: the same two halves, pulled by the copy engines
 """
 

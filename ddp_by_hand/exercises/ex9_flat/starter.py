@@ -26,8 +26,8 @@ Rules
 You need
     flat[start : start + parameter.numel()].view_as(parameter)   a view that shares its memory
 
-Check it        python -m ddp_by_hand.exercises.check flat my_flat.py
-Benchmark it    python benchmark_ddp.py --bucket-size-mb 1 \
+Check it        ddp-exercise check flat my_flat.py
+Benchmark it    ddp-benchmark --bucket-size-mb 1 \
                     --implementations none ddp_bucketed torch_ddp my_flat.py:FlatDDP
 Then read       ddp/bucketed.py and ddp/buckets.py. Then run all behaviour tests of the course:
                 pytest tests/ddp --implementation my_flat.py:FlatDDP

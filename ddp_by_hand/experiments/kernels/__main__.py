@@ -33,6 +33,8 @@ from ddp_by_hand.experiments.kernels.one_layer import (
 from ddp_by_hand.experiments.rounds import Recorder
 from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import Column, format_table
+from ddp_by_hand.measure.command_line import ending_quietly
+from ddp_by_hand.measure.extras import require
 from ddp_by_hand.measure.options import option, parse_options, requires
 from dp_clipping.kernels.launch.tuning import interleaved
 from dp_clipping.planning.calibration import rates_of
@@ -197,8 +199,11 @@ def run_shapes(
         release_memory(device)
 
 
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
+    if options.redraw or options.crossing:
+        require("matplotlib")
     if options.redraw:
         source, target = options.redraw
         crossing.draw(json.loads(source.read_text()), target)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ddp_by_hand.experiments.attention import register_attention
 from ddp_by_hand.lm.parallel import DATA, materialize, shard_fully
+from ddp_by_hand.measure.extras import require
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -69,10 +70,9 @@ def config_of(name: str) -> PretrainedConfig:
     Raises:
         ValueError: it is none of them, or not to be had.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("needs transformers: pip install transformers") from None
+    require("transformers")
+    import transformers
+
     if name in SHAPES:
         config = SHAPES[name].config()
     else:

@@ -160,7 +160,7 @@ def parse_typed(
         speaks=is_first_of_host,
     )  # fmt: skip
     words = [without_token(w) for w in (sys.argv[1:] if arguments is None else arguments)]
-    return replace(options, typed=tuple(typed_command(["-m", program], words)))
+    return replace(options, typed=tuple(typed_command(program, words)))
 
 
 def settings_of(options: Options) -> GridSettings:

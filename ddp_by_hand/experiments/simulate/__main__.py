@@ -61,7 +61,7 @@ class Options:
 # fmt: on
 
 
-@ending_quietly
+@ending_quietly(needs=["matplotlib"])
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(
         Options, arguments, prog="ddp_by_hand.experiments.simulate", description=__doc__

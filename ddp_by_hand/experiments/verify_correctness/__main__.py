@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from ddp_by_hand.experiments.verify_correctness.options import Options
 from ddp_by_hand.experiments.verify_correctness.run import prepare, run
+from ddp_by_hand.lm.programs import program_name
 from ddp_by_hand.lm.runtime import is_first_of_host
 from ddp_by_hand.measure.command_line import ending_quietly, is_alone, refuse
 from ddp_by_hand.measure.options import parse_options
@@ -45,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the checks. Returns 0, 1 (a case is wrong), 2 (bad input) or 130 (Ctrl-C)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_options(
-        Options, arguments, prog=PROGRAM, description=__doc__, epilog=EXAMPLES,
+        Options, arguments, prog=program_name(PROGRAM), description=__doc__, epilog=EXAMPLES,
         speaks=is_first_of_host,
     )  # fmt: skip
     try:
         options, hardware = prepare(options)
     except ValueError as error:
-        return refuse(PROGRAM, error, is_first_of_host())
+        return refuse(program_name(PROGRAM), error, is_first_of_host())
     return run(options, hardware, [sys.executable, "-m", PROGRAM, *arguments])
 
 

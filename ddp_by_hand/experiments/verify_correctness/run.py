@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from ddp_by_hand.lm.runtime import (
 )
 from ddp_by_hand.lm.watch import Cause
 from ddp_by_hand.measure import Column, Progress, format_table
+from ddp_by_hand.measure.extras import MissingExtra, require
 from ddp_by_hand.measure.words import counted
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.modes import REFERENCE_MODE
@@ -52,12 +52,15 @@ def prepare(options: Options) -> tuple[Options, Hardware]:
     Raises:
         ValueError: the requested setting is not available here.
     """
-    if "llama" in options.networks and not find_spec("transformers"):
-        networks = tuple(name for name in options.networks if name != "llama")
-        if not networks:
-            raise ValueError("--networks llama needs transformers: pip install transformers")
-        remark = "transformers is not installed: Hugging Face's Llama is left out"
-        options = replace(options, networks=networks, remarks=(remark,))
+    others = tuple(name for name in options.networks if name != "llama")
+    try:
+        if others != options.networks:
+            require("transformers")
+    except MissingExtra as error:
+        if not others:
+            raise
+        remark = f"Hugging Face's Llama is left out: {error}"
+        options = replace(options, networks=others, remarks=(remark,))
     hardware = hardware_for(options)
     check_ranks(options, hardware.num_processes)
     return options, hardware

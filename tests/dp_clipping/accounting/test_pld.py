@@ -3,12 +3,14 @@
 import math
 import time
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from dp_accounting import get_epsilon_gaussian
-from opacus.accountants import PRVAccountant
+from opacus.accountants import IAccountant, PRVAccountant
 
+from dp_clipping import PrivacyEngine
 from dp_clipping.accounting import pld
 from dp_clipping.accounting.pld import PLDAccountant, epsilon, merged
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
@@ -169,9 +171,15 @@ def test_it_is_an_accountant_of_opacus():
     other = PLDAccountant()
     other.load_state_dict(account.state_dict())
     assert other.get_epsilon(1e-5) == account.get_epsilon(1e-5) > 0
-    with pytest.raises(ValueError, match="mechanism"):
+    with pytest.raises(ValueError, match="has the mechanism 'prv', and this accountant 'pld'"):
         other.load_state_dict(PRVAccountant().state_dict())
-    account.get_optimizer_hook_fn(0.1)  # as Opacus's
+    with pytest.raises(ValueError, match="is not an accountant's"):
+        other.load_state_dict({"history": []})
+    assert other.history == account.history
+    count = account.get_optimizer_hook_fn(0.1)  # as Opacus's
+    count(SimpleNamespace(noise_multiplier=3.0, accumulated_iterations=2))
+    assert account.history[-1] == (3.0, 0.2, 1)
+    assert isinstance(PrivacyEngine().accountant, IAccountant)
 
 
 @pytest.mark.parametrize(
