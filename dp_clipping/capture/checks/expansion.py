@@ -3,6 +3,9 @@
 A layer whose input all samples share gets it expanded to the batch, so that each sample has a
 gradient of its own. Most code broadcasts the layer's output, and computes what it did before.
 Code that counts dimensions from the front computes something else: `F.normalize(self.table(ids))`.
+
+What differs is repeated in float64: other shapes are other kernels, and gradients of a deep network
+in 16 bits differ by more than one product's rounding.
 """
 
 from collections.abc import Collection
@@ -15,8 +18,8 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.network import CapturedNetwork, plain_run
-from dp_clipping.capture.samples.batch import tensors_of
-from dp_clipping.clipping.accumulation import full_float32
+from dp_clipping.capture.samples.batch import map_tensors, tensors_of
+from dp_clipping.clipping.accumulation import doubled, full_float32, network_in_float64
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.layers.handle import (
     LayerState,
@@ -51,7 +54,7 @@ def refuse_other_results(capture: CapturedNetwork, few: Arguments) -> None:
     with full_float32(layers=True):
         plain, why = _Run(capture, few), "computes something else with that"
         try:
-            if _Run(capture, few, shared, plain).is_like(plain):
+            if _Run(capture, few, shared, plain).is_like(plain) or _is_rounding(capture, few, shared):
                 return
         except FAILURES as error:
             why = f"cannot run with that ({_first_line(error)})"
@@ -73,6 +76,22 @@ def _is_shared(handle: LayerState) -> bool:
     """Returns whether an input or output of the layer is expanded to the batch."""
     known = (*handle.layouts.values(), *handle.output_layouts.values())
     return any(layout.kind == "shared" for layouts in known for layout in layouts)
+
+
+def _is_rounding(capture: CapturedNetwork, few: Arguments, shared: list[str]) -> bool:
+    """Returns whether the network computes the same in float64 where these layers are expanded.
+
+    Not on ranks that share its parameters, which FSDP gathers in their own dtype.
+    """
+    if capture.sharding is not None:
+        return False
+    try:
+        with network_in_float64(capture.network):
+            args, kwargs = map_tensors(doubled, few)
+            plain = _Run(capture, (args, kwargs))
+            return _Run(capture, (args, kwargs), shared, plain).is_like(plain)
+    except FAILURES:  # say, a cast to another dtype
+        return False
 
 
 def _runs_alike(capture: CapturedNetwork, few: Arguments, name: str, plain: "_Run") -> bool:
