@@ -60,6 +60,7 @@ OPTIMIZER = "tests/dp_clipping/test_optimizer.py"
 AGREEMENT = "tests/dp_clipping/distributed/test_agreement.py"
 TILES = "tests/dp_clipping/kernels/launch/test_tiles.py"
 WHOLE_BATCH = "tests/dp_clipping/layers/vmap/test_whole_batch.py"
+RELATIVE = "tests/dp_clipping/layers/vmap/test_relative_positions.py"
 VMAP_TRIAL = "tests/dp_clipping/capture/test_vmap_trial.py"
 RANKS = "tests/dp_clipping/ranks/test_steps.py"
 TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
@@ -86,6 +87,9 @@ ROWS = [
     ("gradients are not compared with expanded layers", "capture/checks/expansion.py",
      "self._seen += _gradients(found, capture.parameters)", "pass", EXPANSION,
      "bookkeeping and factor"),
+    ("a difference in 16 bits is rounding", "capture/checks/expansion.py",
+     "return _Run(capture, (args, kwargs), shared, plain).is_like(plain)", "return True", EXPANSION,
+     "16_bits"),
     ("hooks of the search stay on parameters", "capture/layout_search.py",
      "hooks.callback(hook.remove)", "pass", EXPANSION, "returns_its_parameter"),
     # ---- what a backward keeps
@@ -162,6 +166,10 @@ ROWS = [
      "return copies.squeeze(place + 1).movedim(0, place)",
      "return copies.flip(0).squeeze(place + 1).movedim(0, place)", WHOLE_BATCH,
      "laid_beside"),
+    ("a mask of parameters is the first sample's", "layers/vmap/whole_batch.py",
+     'mask = laid_beside(kwargs["attn_mask"].copies, args[0].dim(), 0)',
+     'mask = laid_beside(kwargs["attn_mask"].copies, args[0].dim(), 0)[:1]', RELATIVE,
+     "table"),
     # ---- accounts for any noise
     ("rounding of FFTs is not charged", "accounting/pld.py",
      "rest, last = delta - steps * ROUNDING, math.inf", "rest, last = delta, math.inf", PLD),

@@ -117,6 +117,29 @@ def test_only_the_caller_runs_under_vmap():
     assert_exact(net, (batch(5)[0], torch.randn(5, T, C, dtype=torch.float64)))
 
 
+@pytest.mark.parametrize("is_rounding", [True, False])
+def test_a_difference_in_16_bits_is_repeated_in_float64(is_rounding):
+    """Another shape is another kernel, which rounds otherwise."""
+
+    def forward(net, x):
+        rows = net.rows(ROWS)
+        if rows.dim() == 3 and not (is_rounding and rows.dtype == torch.float64):
+            rows = rows * 1.05
+        return net.end(x * rows)
+
+    torch.manual_seed(0)
+    net = Net(forward, rows=nn.Embedding(T, C), end=nn.Linear(C, 2)).bfloat16()
+    before = {name: (p.data_ptr(), p.clone()) for name, p in net.named_parameters()}
+    model = private(net)
+    model(batch(5)[0].bfloat16())
+    kinds = {handle.name: handle.kind for handle in model.capture.handles}
+    assert ("rows" in kinds) == is_rounding
+    for name, p in net.named_parameters():
+        assert p.dtype == torch.bfloat16
+        assert p.data_ptr() == before[name][0]
+        assert torch.equal(p, before[name][1])
+
+
 class Tempered(nn.Module):
     """Returns a parameter beside what it computes."""
 

@@ -1,0 +1,110 @@
+"""Position tables that all samples share, as T5 reads one in its first attention.
+
+Only the attention that reads the table computes with copies of it: all layers keep their own
+arithmetic, those of the same attention too.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from tests.dp_clipping.conftest import assert_exact, gradients_of, private, private_loss
+from tests.support import zoo
+
+TABLE = "relative_attention_bias.weight"
+READERS = {
+    f"model.{side}.block.0.layer.0.SelfAttention": (TABLE,) for side in ("encoder", "decoder")
+}
+
+
+class T5(nn.Module):
+    """T5 with its default attention and cache; ids are also the decoder's."""
+
+    def __init__(self, has_mask: bool = False, is_tied: bool = True, dropout: float = 0.0):
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.T5Config(
+            vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, pad_token_id=0,
+            dropout_rate=dropout, decoder_start_token_id=0, tie_word_embeddings=is_tied,
+        )  # fmt: skip
+        self.model, self.has_mask = transformers.T5ForConditionalGeneration(config), has_mask
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = {"attention_mask": (ids > 0).long()} if self.has_mask else {}
+        return self.model(input_ids=ids, decoder_input_ids=ids, **mask).logits
+
+
+def t5(**options) -> T5:
+    torch.manual_seed(0)
+    network = T5(**options).double()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return network
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(1, 20, (3, 5))
+    ids[1, 3:] = 0
+    return ids, torch.randn(3, 5, 20, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_norms_and_sums(has_mask, is_tied, mode):
+    assert_exact(t5(has_mask=has_mask, is_tied=is_tied), batch(), mode, tolerance=1e-6)
+
+
+def test_blocks_that_are_computed_again():
+    """A step with checkpointed blocks, beside one without: the norms in it are in float32."""
+    given, found = batch(), []
+    for is_checkpointed in (False, True):
+        model = private(t5(), max_grad_norm=1.0)
+        if is_checkpointed:
+            model.network.model.gradient_checkpointing_enable({"use_reentrant": False})
+        private_loss(model, given, zoo.product).backward()
+        norms = model.per_sample_gradient_norms
+        found.append({"norms": norms.double(), **gradients_of(model)})
+        assert norms.max() > 1.0
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
+def test_dropout_draws_what_an_ordinary_step_draws():
+    network, (ids, targets) = t5(dropout=0.2), batch()
+    model = private(network, max_grad_norm=1e9)
+    torch.manual_seed(1)
+    losses = zoo.product(network.__class__.forward(network, ids), targets)
+    wanted = torch.autograd.grad(losses.sum(), list(network.parameters()))
+    torch.manual_seed(1)
+    private_loss(model, (ids, targets), zoo.product).backward()
+    found = list(gradients_of(model).values())
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_table_has_copies(dtype):
+    model = private(t5().to(dtype))
+    model(batch()[0])
+    handles = model.capture.handles
+    copied = {h.name: h.trainable for h in handles if h.kind == "vectorized"}
+    assert copied == READERS
+    assert all(h.operations for h in handles if h.kind == "vectorized")
+    linear = [h for h in handles if h.kind == "linear"]
+    assert len(linear) == 2 * 6 + 2 * 10 + 1
+    assert all(h.sites for h in linear)
+
+
+def test_a_sample_has_its_own_gradient_of_the_table():
+    """By autograd, one sample's loss of a forward of the whole batch."""
+    network, (ids, targets) = t5(), batch()
+    gradients = oracle.per_sample_gradients(network, (ids, targets), zoo.product)
+    model = private(network, "per_sample", max_grad_norm=1e9)
+    private_loss(model, (ids, targets), zoo.product).backward()
+    for name in READERS:
+        wanted = gradients[f"{name}.{TABLE}"]
+        assert wanted.flatten(1).norm(dim=1).min() > 1e-3
+        found = gradients_of(model)[f"{name}.{TABLE}"]
+        torch.testing.assert_close(found, wanted.sum(0), rtol=1e-6, atol=1e-6)
