@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.kernels.channel_sums import Channels
+from dp_clipping.kernels.channel_sums import Channels, channel_sums
+from dp_clipping.kernels.launch.tiles import AT_ONCE, available
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, forward_of, norm_operands
-from dp_clipping.layers.recorder import NORMALIZED
+from dp_clipping.layers.recorder import DENSE, NORMALIZED
 
 KINDS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -97,6 +98,13 @@ class GroupNorm(torch.autograd.Function):
             weights, biases = use.plain(accumulation_dtype(x.dtype))
             of_slots = weights if wants_weight else None, biases if wants_bias else None
             return gx, None, None, *of_slots, None
-        if site.records:
-            private_step.take(NORMALIZED, site.records, (use, (site.weight, site.bias)), (x, gy))
+        own = site.weight, site.bias
+        is_large = 2 * gy.nbytes > AT_ONCE
+        if is_large and private_step.fused and available(x.device, x.dtype):
+            (formed,) = channel_sums([use])
+            for record, gradients in zip(own, formed, strict=True):
+                if record is not None:
+                    private_step.take(DENSE, (record,), (gradients, None), (gradients,))
+        elif site.records:
+            private_step.take(NORMALIZED, site.records, (use, own), (x, gy))
         return gx, None, None, None, None, None

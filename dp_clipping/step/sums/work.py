@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.clipping.accumulation import full_float32
+from dp_clipping.kernels.launch.tiles import AT_ONCE
 from dp_clipping.layers.recorder import DENSE, FACTORS, Joint, Left, Summand, Trainable
 from dp_clipping.planning.cost_model import SUM_BYTES
 from dp_clipping.step.state import BatchNorms
@@ -217,12 +218,17 @@ class Work:
             self.versions.note(records[0], tensors)
             if self.runs_twice:
                 self.versions.compare_backwards(records[0], kind, tensors)
-        self.waiting.append(left)
-        stays = records[0] in self._staying or (self._keeps_all and kind in self._of_one)
+        size = 0
+        for tensor in tensors:
+            size += tensor.nbytes
+        packs = kind is FACTORS and self.arithmetic.fused and not self.is_summing
+        if packs and size > AT_ONCE:
+            self._take_norms([left])
+            stays = not self.streams  # what is kept of them waits for their group
+        else:
+            self.waiting.append(left)
+            stays = records[0] in self._staying or (self._keeps_all and kind in self._of_one)
         if not (stays or (kind is DENSE and self._stays(left))):
-            size = 0
-            for tensor in tensors:
-                size += tensor.nbytes
             self.pending += max(size, self.plans.gradient_bytes.get(records[0], 0))
             if self.streams or self.is_summing:
                 self.pending += self.bytes_of(records)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.layers import group_norm
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
 from dp_clipping.profiling.timer import Timer
 from dp_clipping.step.state import BatchNorms
@@ -202,6 +203,15 @@ def test_factors_on_kernels_wait_while_they_fit(little):
     assert step.events == []
     step.take("b", FACTORS)
     assert step.events == [("norms", "dcb")]
+
+
+def test_large_factors_are_normed_at_once(monkeypatch):
+    """Packing takes as much again as they hold, which all that wait would take together."""
+    monkeypatch.setattr(work, "AT_ONCE", EACH - 1)
+    step = Step()
+    step.take("dc", FACTORS)
+    assert step.events == [("norms", "d"), ("norms", "c")]
+    assert step.work.pending == 0
 
 
 @pytest.mark.parametrize(
@@ -430,3 +440,19 @@ ONE_OF_EACH = {"gradients_and_squares": 1, "norm_layer_gradients": 1, "squares_o
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_launch_serves_all_layers(interpreter, mode, clipping):
     interpreter.run(check_launches, mode, clipping, ONE_OF_EACH)
+
+
+def check_large_pictures() -> None:
+    """Large pictures are summed as they arrive, small ones together: to the same sums."""
+    layers = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 8)
+    model = private(zoo.seeded(lambda: nn.Sequential(*layers)), "flash_bookkeeping")
+    model.skip_checks()
+    batch = torch.randn(3, 2, 4, 4), torch.randn(3, 8)
+    together = clipped_sums(model, batch)
+    with patch.object(group_norm, "AT_ONCE", 0), patch.object(work, "AT_ONCE", 0):
+        at_once = clipped_sums(model, batch)
+    torch.testing.assert_close(at_once, together)
+
+
+def test_large_pictures_are_summed_as_they_arrive(interpreter):
+    interpreter.run(check_large_pictures)
