@@ -101,3 +101,10 @@ def test_the_script_prints_a_table_of_what_failed(tmp_path, capsys):
 def test_the_script_tells_a_run_that_did_not_count():
     found = torch_versions_script.outcome(["Segmentation fault\n"], -11)
     assert "status -11" in found.row("2.99.0")
+
+
+def test_pins_that_hold_with_another_torch():
+    for version, numpy in (("2.11.0", "numpy<2.4"), ("2.15.0", "numpy==")):
+        pins = torch_versions_script.pins_of(version)
+        assert not [x for x in pins if x.startswith(("torch", "triton"))]
+        assert [x.startswith(numpy) for x in pins if x.startswith("numpy")] == [True]

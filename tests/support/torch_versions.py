@@ -3,10 +3,10 @@
     python -m tests.support.torch_versions 2.11.0 2.15.0
     python -m tests.support.torch_versions 2.15.0 --keep /tmp/torch -- tests/ddp -m "not slow"
 
-An environment has the versions of constraints.txt, but this torch, and the triton that this torch
-requires. It takes some minutes and 6 GB, and is removed. What follows `--` is for pytest; without
-it all tests but the slow ones run, in as many processes as by `make test`. The exit status is 0 if
-no test failed.
+An environment has the versions of constraints.txt, but this torch, the triton that this torch
+requires, and for torch 2.11 an older NumPy (`BESIDE`). It takes some minutes and 6 GB, and is
+removed. What follows `--` is for pytest; without it all tests but the slow ones run, in as many
+processes as by `make test`. The exit status is 0 if no test failed.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FAST = ["-m", "not slow", "-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
+BESIDE = {"2.11": "numpy<2.4"}  # Triton 3.6's interpreter, which runs kernels here, needs it
 COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)\b")
 LAST = re.compile(r"(=+ )?\d+ (passed|failed|errors?|skipped|deselected).* in [\d.]+s")
 
@@ -51,15 +52,24 @@ class Outcome:
 HEADER = f"{'torch':16}{'passed':>10}{'failed':>10}{'skipped':>10}"
 
 
+def pins_of(version: str) -> list[str]:
+    """Returns the lines of constraints.txt that hold with this torch."""
+    ours, without = [], ("torch=", "triton=")
+    release = ".".join(version.split(".")[:2])
+    if release in BESIDE:
+        ours, without = [BESIDE[release]], (*without, "numpy=")
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [x for x in lines if not x.startswith(without)] + ours
+
+
 def python_of(folder: Path, version: str) -> Path:
     """Returns the Python of a new environment, or of the one that an earlier call has kept."""
     place = folder / version
     python, ready = place / "bin" / "python", place / "ready"
     if not ready.exists():
         venv.create(place, with_pip=True, clear=True)
-        pins = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
         pinned = place / "constraints.txt"
-        pinned.write_text("".join(x for x in pins if not x.startswith(("torch=", "triton="))))
+        pinned.write_text("\n".join(pins_of(version)))
         pip = [str(python), "-m", "pip", "install", "-q", "-c", str(pinned), f"torch=={version}"]
         subprocess.run([*pip, "-e", f"{ROOT}[test]"], check=True)
         ready.touch()
