@@ -12,6 +12,7 @@ from itertools import cycle, product
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ddp import wrap
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
@@ -136,7 +137,8 @@ def test_more_steps(cpu_ranks, way):
 def handed(context: Context, layout: str) -> None:
     model = private(LAYOUTS[layout].place(context, around_blocks.make("handed")))
     batch = oracle.move(zoo.classes(4, 6, 5), dtype=torch.float64)
-    for _ in range(2):
+    goes_on = layout != "fsdp2 block" or hasattr(FSDPModule, "reset_iter_state")  # torch 2.13
+    for _ in range(2 if goes_on else 1):
         with pytest.raises(ValueError, match=r"it gives blocks\.0.* a tensor made of") as raised:
             private_loss(model, batch, zoo.cross_entropy)
         assert "expand that to the batch" in str(raised.value)
