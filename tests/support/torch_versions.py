@@ -71,7 +71,7 @@ def python_of(folder: Path, version: str) -> Path:
         pinned = place / "constraints.txt"
         pinned.write_text("\n".join(pins_of(version)))
         pip = [str(python), "-m", "pip", "install", "-q", "-c", str(pinned), f"torch=={version}"]
-        subprocess.run([*pip, "-e", f"{ROOT}[test]"], check=True)
+        subprocess.run([*pip, "setuptools>=77", "-e", f"{ROOT}[test]"], check=True)
         ready.touch()
     return python
 
