@@ -189,7 +189,7 @@ def test_the_image_has_the_versions_of_the_project():
 
 
 def tested_extras() -> set[str]:
-    """What tests and documents need, and the extras that they stand for."""
+    """Returns what tests and documents need, and the extras that they stand for."""
     (own,) = [
         r
         for r in map(Requirement, PROJECT["optional-dependencies"]["test"])

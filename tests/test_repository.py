@@ -1,4 +1,4 @@
-"""What the hosting reads: the workflow runs what there is, and reports ask for what is needed."""
+"""Checks the files that the hosting reads: the workflow, and the forms for reports."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""What `fsdp` has beside the path of a step: agreements, whole parameters, checkpoints."""
+"""Gathers whole parameters, makes checkpoints and agrees on failures, for `fsdp`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -94,7 +94,7 @@ def weighted_sum(x: Operand, y: Operand, geometry: Geometry, coefficients: Tenso
 
 @dataclass(frozen=True)
 class Work:
-    """What follows from the shapes of a convolution's operands.
+    """Holds what follows from the shapes of a convolution's operands.
 
     Attributes:
         shape, stored, nbytes: of G [B, O, taps, C / groups].

@@ -37,7 +37,7 @@ def short(variant: str) -> str:
 
 
 def variants(*fast: str) -> pytest.MarkDecorator:
-    """Of those whose hooks differ most, and every other one is slow."""
+    """Runs those whose hooks differ most, and every other one as a slow test."""
     return pytest.mark.parametrize(
         "variant",
         [
