@@ -55,6 +55,7 @@ NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("torch.nn.modules.batchnorm", nn.modules.batchnorm, ("_BatchNorm",)),
     ("torch.nn.modules.instancenorm", nn.modules.instancenorm, ("_InstanceNorm",)),
     ("torch.nn.modules.dropout", nn.modules.dropout, ("_DropoutNd",)),
+    ("torch", torch, ("_foreach_zero_",)),
     ("torch._C", torch._C, ("_current_graph_task_id", "_are_functorch_transforms_active")),
     ("aten", torch.ops.aten, ("_to_copy", "_fused_rms_norm", "_fused_rms_norm_backward")),
 )  # fmt: skip
@@ -167,6 +168,11 @@ def current_stream(device: int) -> int:
         return torch._C._cuda_getCurrentRawStream(device)
     except AttributeError:
         return torch.cuda.current_stream(device).cuda_stream
+
+
+def set_to_zero(tensors: list[Tensor]) -> None:
+    """Sets all numbers of some tensors to zero, by few kernels."""
+    torch._foreach_zero_(tensors)
 
 
 def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -199,6 +199,7 @@ class Factors:
     """Factors of one use: x [N, C, ..] and y [N, O, ..], N a multiple of B; G is [B, *weight]."""
 
     held = attrgetter("x", "y")
+    waits = False  # its operands are packed, or they are let go
 
     def __init__(
         self, x: Tensor, y: Tensor, shape: torch.Size, batch_size: int, geometry: Geometry,
@@ -300,7 +301,7 @@ class KernelFactors:
             self.gradients, self._operands, self.values = gradients, (), ()
         return Norm(squares)
 
-    def weighted_sum(self, coefficients: Tensor, _outputs: int) -> Tensor:
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
         """Returns Σ_i c_i G_i float32, over the samples with c_i > 0; c [B] float32."""
         total = weighted_sum(*self._operands, self._geometry, coefficients)
         return total.view(self._shape)

@@ -11,6 +11,7 @@ have been sent by then, each with at most its threshold.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from dp_clipping.clipping.coefficients import (
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
+from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
@@ -53,6 +55,16 @@ from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import version_of
 
 Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the sum of one embedding is formed of: one of the uses of a launch."""
+
+    sums: TokenSums
+    number: int
+
+    nbytes = 0  # little beside what the forward holds
 
 
 class Fused:
@@ -92,6 +104,7 @@ class Fused:
         linear: dict[str, list[tuple[Trainable, Pair, Left]]]
         linear = {INSTANTIATE: [], ACCUMULATE: [], GRAM: []}
         vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
+        tables: list[tuple[Trainable, Tokens]] = []
         normalized, choices = [], work.plans.choices
         for left in lefts:
             kind, records, value = left.kind, left.records, left.value
@@ -128,8 +141,12 @@ class Fused:
                     with self._label("norm/dense", records[0]):
                         own = squared_norms(gradients)
                 work.found([records[0]], own[None])
+            elif isinstance(use := value.on_kernels(), Tokens):
+                tables.append((records[0], use))
             else:
-                self._take_factors(left, work)
+                self._take_factors(records[0], use, work)
+        if tables:
+            self._add_tokens(tables, work)
         if normalized:
             self._form_vectors(normalized, vectors, work)
         for algorithm in (INSTANTIATE, ACCUMULATE):
@@ -145,9 +162,8 @@ class Fused:
             work.found(alike, squares)
             work.keep_gradients(mine)
 
-    def _take_factors(self, left: Left, work: Any) -> None:
-        """Takes the norm of an embedding or a convolution, which is one launch."""
-        (record,), use = left.records, left.value.on_kernels()
+    def _take_factors(self, record: Trainable, use: Any, work: Any) -> None:
+        """Takes the norm of a convolution, say, which is one launch."""
         keep = not (self.context.policy.two_passes and use.may_be_recomputed)
         with self._label("norm/factors", record):
             norm = use.take_norm(keep)
@@ -157,6 +173,16 @@ class Fused:
             work.keep(record, use, use.held(use))
         else:
             work.recomputed.append(record)
+
+    def _add_tokens(self, mine: list[tuple[Trainable, Tokens]], work: Any) -> None:
+        """Adds up equal tokens of embeddings, and takes their norms."""
+        with self._label("norm/factors", *[record for record, _ in mine]):
+            found = token_sums([use for _, use in mine], self.batch_size)
+        for numbers, sums in found:
+            records = [mine[number][0] for number in numbers]
+            work.found(records, sums.squares)
+            for number, record in enumerate(records):
+                work.keep(record, Table(sums, number), ())
 
     def _accumulate(
         self, mine: list[tuple[Trainable, Pair, Left]], algorithm: str, work: Any
@@ -306,8 +332,8 @@ class Fused:
         """Returns Σ_i c_i G_i of each parameter, [*parameter] in float32.
 
         Args:
-            values: G [B, *parameter], a linear layer's factors as a pair, or an object with
-                `weighted_sum` or `gradients`.
+            values: G [B, *parameter], a linear layer's factors as a pair, a `Table`, or an object
+                with `weighted_sum` or `gradients`.
         """
         scale, label = self._scale, self._label
         if len(scale.rows) == 1:  # they are all of that group
@@ -317,12 +343,15 @@ class Fused:
         totals: list[Any] = [None] * len(values)
         linear: list[int] = []
         gradients: dict[int, Tensor] = {}
+        tables: dict[TokenSums, list[int]] = {}
         for n, one in enumerate(values):
             if isinstance(one, Tensor):
                 gradients[n] = one
             elif isinstance(one, tuple):
                 if one[0].shape[1] != 1:
                     linear.append(n)
+            elif isinstance(one, Table):
+                tables.setdefault(one.sums, []).append(n)
             elif (kept := getattr(one, "gradients", None)) is not None:
                 gradients[n] = kept
         if gradients:
@@ -339,6 +368,13 @@ class Fused:
                 found = weighted_products(pairs, scale.sorted, [rows[n] for n in linear], tile)
             for n, total in zip(linear, found, strict=True):
                 totals[n] = total
+        for several, numbers in tables.items():
+            with label("sum", *[records[n] for n in numbers]):
+                own = [rows[n] for n in numbers]
+                uses = [values[n].number for n in numbers]
+                found = several.weighted_sums(uses, scale.values, own)
+            for n, total in zip(numbers, found, strict=True):
+                totals[n] = total
         for n, (record, one) in enumerate(zip(records, values, strict=True)):
             if totals[n] is None:
                 c = scale.values[rows[n]]
@@ -347,6 +383,6 @@ class Fused:
                         factors = LinearFactors(one[1], one[0], False)
                         totals[n] = factors.only(c > 0).weighted_sum(Weights(c, []))
                     else:
-                        totals[n] = one.weighted_sum(c, record.shape[0])
+                        totals[n] = one.weighted_sum(c)
         values.clear()
         return totals

@@ -42,7 +42,6 @@ PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
 MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
 UNIT_BYTES = 1 << 30  # of sums that leave together where FSDP's modules are smaller,
 MEETINGS = 8  # and where all of them are few: this part of them
-OF_ONE = (DENSE, FACTORS)  # kinds of what is left of one parameter alone
 ON_SEVERAL_STREAMS = (
     "layers of one backward ran on several CUDA streams, and norms and sums of several layers are "
     "launched together: run the forward on one stream"
@@ -128,7 +127,7 @@ class Work:
         self.taken: set[Trainable] = set()  # before and while a second backward runs
         self.streams = self.is_summing = self._is_in_backward = False
         self._staying: Collection[Trainable] = ()  # weights whose factors are kept in any case
-        self._keeps_all = False  # G, and factors that no plan is about, are kept in any case
+        self._staying_kinds: Collection[str] = ()  # of G, and of factors that no plan is about
         self.versions.forget()
         self._uses.forget()
         self._accumulate: Accumulate = lambda sums: None
@@ -154,7 +153,8 @@ class Work:
         per_layer = self.arithmetic.fused and self.context.policy.per_layer
         self.streams = per_layer and not self.runs_twice
         self._staying = () if self.streams else self.plans.kept_as_they_are
-        self._keeps_all = not (self.streams or self._two_passes)
+        of_one = (DENSE,) if self.arithmetic.fused else (DENSE, FACTORS)
+        self._staying_kinds = () if self.streams or self._two_passes else of_one
         self._accumulate = accumulate
         self.norms.begin(len(clip_norms))
         self.arithmetic.begin(losses, clip_norms, self.streams)
@@ -217,14 +217,13 @@ class Work:
             self.versions.note(records[0], tensors)
             if self.runs_twice:
                 self.versions.compare_backwards(records[0], kind, tensors)
-        is_packed = kind is FACTORS and self.arithmetic.fused  # its operands; or they are let go
-        if is_packed and not self.is_summing:
+        if kind is FACTORS and self.arithmetic.fused and not (self.is_summing or value.waits):
             self._take_norms([left])
             if self.streams and (kept := self.kept.get(records[0])):
                 self.pending += kept[0].nbytes
         else:
             self.waiting.append(left)
-            stays = records[0] in self._staying or (self._keeps_all and kind in OF_ONE)
+            stays = records[0] in self._staying or kind in self._staying_kinds
             if not (stays or (kind is DENSE and self._stays(left))):
                 size = 0
                 for tensor in tensors:
@@ -246,7 +245,7 @@ class Work:
 
     def _stays(self, left: Left) -> bool:
         """Returns whether its tensors are kept until the sums in any case."""
-        if left.records[0] in self._staying or (self._keeps_all and left.kind in OF_ONE):
+        if left.records[0] in self._staying or left.kind in self._staying_kinds:
             return True
         is_kept = left.kind is DENSE and self.keeps(left.value[0])
         return is_kept and not self.streams and not self.is_summing
@@ -383,7 +382,7 @@ class Work:
     def begin_sums(self) -> None:
         """Begins the sums, before the second backward if there is one."""
         self._reset()
-        self.is_summing, self._staying, self._keeps_all = True, (), False
+        self.is_summing, self._staying, self._staying_kinds = True, (), ()
         self.taken = set(self.kept)
         if self._sharding is not None:
             self.end_sums()  # beside what the second backward brings of the same modules
