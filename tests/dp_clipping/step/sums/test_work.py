@@ -7,6 +7,7 @@ a backward reaches them from the last one to the first.
 import weakref
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -89,6 +90,10 @@ class Shards:
         self.events.append(("send", ""))
 
 
+class Value(tuple):
+    """G, and its norm; or factors."""
+
+
 class Step:
     """One step on four parameters.
 
@@ -127,13 +132,18 @@ class Step:
         self.work = Work(context, BATCH, self.arithmetic, plans, compiled)
         self.work.begin(torch.zeros(BATCH), torch.ones(len(members)), list)
 
-    def take(self, names: str, kind: str = DENSE) -> list[weakref.ref]:
-        """Lets layers leave something in this order; returns what shows whether it is there."""
+    def take(self, names: str, kind: str = DENSE, waits: bool = False) -> list[weakref.ref]:
+        """Lets layers leave something in this order; returns what shows whether it is there.
+
+        `waits`: of factors.
+        """
         held = []
         for name in names:
             left = torch.ones(BATCH, *SHAPE)
             held.append(weakref.ref(left))
-            self.work.take(kind, (self.records[name],), (left, None), (left,))
+            value = Value((left, None))
+            value.waits = waits
+            self.work.take(kind, (self.records[name],), value, (left,))
         return held
 
     def backward(self, names: str, kind: str = DENSE) -> list[weakref.ref]:
@@ -195,12 +205,25 @@ def test_what_is_kept_for_its_sum_waits_in_any_case(little):
     assert step.end()[1:] == [("norms", "db"), ("clip", "0"), ("sums", "dc"), ("sums", "ba")]
 
 
-def test_factors_are_normed_at_once():
+def test_factors_are_normed_at_once_unless_they_wait():
     """They pack their operands, or let go of them."""
     step = Step()
-    step.take("d", FACTORS)
-    step.take("c")
-    assert step.events == [("norms", "d")]
+    step.take("d", FACTORS, waits=True)
+    step.take("c", FACTORS)
+    step.take("b")
+    step.take("a", FACTORS, waits=True)
+    assert step.events == [("norms", "c")]
+    assert step.end()[1:] == [("norms", "dba"), ("clip", "0"), ("sums", "dcba")]
+
+
+def test_factors_that_wait_are_normed_where_memory_is_short(little):
+    """On kernels they are not what is kept for the sums; in PyTorch they are."""
+    step = Step()
+    step.take("dcb", FACTORS, waits=True)
+    assert step.events == [("norms", "dcb")]
+    step = Step(is_fused=False)
+    step.take("dcba", FACTORS, waits=True)
+    assert step.events == []
 
 
 @pytest.mark.parametrize(
@@ -378,15 +401,16 @@ class Launches:
 
     NAMES = (
         "gradients_and_squares", "gram_squares", "norm_layer_gradients", "clip_coefficients",
-        "weighted_products", "weighted_sums",
+        "weighted_products", "weighted_sums", "token_sums",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
-        self.patches = [patch.object(fused, name, self.counted(name)) for name in self.NAMES]
+        owners = [(fused, name) for name in self.NAMES] + [(fused.TokenSums, "weighted_sums")]
+        self.patches = [patch.object(*one, self.counted(*one)) for one in owners]
 
-    def counted(self, name: str):
-        right = getattr(fused, name)
+    def counted(self, owner: Any, name: str):
+        right = getattr(owner, name)
 
         def launch(*args, **kwargs):
             self.count[name] += 1
@@ -409,15 +433,30 @@ def blocks(count: int) -> nn.Module:
     return zoo.seeded(lambda: nn.Sequential(*layers))
 
 
-def check_launches(mode: str, clipping: str, expected: dict[str, int]) -> None:
+class Bags(nn.Module):
+    """Bags of the same ids, side by side."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(9, 3) for _ in range(count))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return sum([bag(ids) for bag in self.bags])
+
+
+def check_launches(kind: str, mode: str, clipping: str, expected: dict[str, int]) -> None:
     for count in (2, 5):  # launches serve all layers
         options = {"policy": {"norm_algorithm": "input_length", "tile_size": 16}}
-        model = private(blocks(count), mode, clipping=clipping, **options)
+        network = blocks(count) if kind == "blocks" else Bags(count)
+        model = private(network, mode, clipping=clipping, **options)
         model.skip_checks()
-        x, y = torch.randn(3, 6, 8), torch.randn(3, 6, 8)
-        clipped_sums(model, (x, y))
+        if kind == "blocks":
+            batch = torch.randn(3, 6, 8), torch.randn(3, 6, 8)
+        else:
+            batch = torch.randint(9, (3, 6)), torch.randn(3, 3)
+        clipped_sums(model, batch)
         with Launches() as launches:
-            clipped_sums(model, (x, y))
+            clipped_sums(model, batch)
         assert launches == Counter(expected)
 
 
@@ -428,4 +467,6 @@ ONE_OF_EACH = {"gradients_and_squares": 1, "norm_layer_gradients": 1, "clip_coef
 @pytest.mark.parametrize("mode", ["flash_bookkeeping", "flash"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_launch_serves_all_layers(interpreter, mode, clipping):
-    interpreter.run(check_launches, mode, clipping, ONE_OF_EACH)
+    interpreter.run(check_launches, "blocks", mode, clipping, ONE_OF_EACH)
+    expected = {"token_sums": 1, "clip_coefficients": 1, "weighted_sums": 1}
+    interpreter.run(check_launches, "bags", mode, clipping, expected)
