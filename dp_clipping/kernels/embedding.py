@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from functools import cache
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ class TokenSums:
     """The sums s_iv of uses that shared a launch; R runs of N tokens, all on the device.
 
     Attributes:
-        shapes: (V, d) of each use; d differs little, see `_kind`.
+        shapes: (V, d) of each use; as many blocks of features have all d.
         batch_size, vocabulary: B, and the largest V.
         squares: [uses, B] float32, ‖G_i‖² of the sums as they are stored.
         sums: [N, largest d] float32, run by run; behind a run's d values, and behind the R-th row,
@@ -120,8 +121,12 @@ def token_sums(uses: Sequence[Tokens], batch_size: int) -> list[tuple[list[int],
     """Returns the sums of all uses, and the numbers of those that each of them is of."""
     alike: dict[tuple, list[int]] = {}
     uses = [use if use.y.stride(2) == 1 else use._replace(y=readable(use.y)) for use in uses]
-    for number, use in enumerate(uses):
-        alike.setdefault(_kind(use.y), []).append(number)
+    for number, (_, y, _, _) in enumerate(uses):
+        s_m, s_t, _ = y.stride()
+        features = y.shape[2]
+        # Declares addresses and strides to be multiples of 16 bytes.
+        is_aligned = (y.data_ptr() | s_m | s_t | features) % ALIGNMENT == 0
+        alike.setdefault((y.dtype, *_blocks(features), is_aligned), []).append(number)
     found = []
     for (dtype, *_, is_aligned), numbers in alike.items():
         for first in range(0, len(numbers), MOST):
@@ -131,28 +136,20 @@ def token_sums(uses: Sequence[Tokens], batch_size: int) -> list[tuple[list[int],
     return found
 
 
-def _kind(y: Tensor) -> tuple:
-    """Returns the key that uses in one launch share.
-
-    It has in it how a program takes features, and whether it may read 16 bytes at a time.
-    """
-    offsets = y.data_ptr(), y.stride(0), y.stride(1), y.shape[2]
-    return (y.dtype, *_blocks(y.shape[2]), not any([n % ALIGNMENT for n in offsets]))
-
-
 def _launch(uses: list[Tokens], batch_size: int, dtype: torch.dtype, aligned: int) -> TokenSums:
     device, shapes = uses[0].y.device, [(use.vocabulary, use.y.shape[2]) for use in uses]
-    firsts = [0, *accumulate([use.ids.numel() for use in uses])]
-    tokens, width = firsts[-1], max(features for _, features in shapes)
-    vocabulary = max(rows for rows, _ in shapes)
-    starts = [0, *accumulate([ceil_div(b - a, NUMBERED) for a, b in pairwise(firsts)])]
+    counts = [use.ids.numel() for use in uses]
+    firsts = [0, *accumulate(counts)]
+    tokens, width = firsts[-1], max([features for _, features in shapes])
+    vocabulary = max([rows for rows, _ in shapes])
+    starts = [0, *accumulate([-(-count // NUMBERED) for count in counts])]
     words = [
         (
-            use.ids.data_ptr(), *use.ids.stride(), use.ids.shape[1], first, use.ids.numel(),
+            use.ids.data_ptr(), *use.ids.stride(), use.ids.shape[1], first, count,
             0 if use.samples is None else use.samples.data_ptr(),
             use.y.data_ptr(), use.y.stride(0), use.y.stride(1), use.y.shape[2],
         )
-        for use, first in zip(uses, firsts, strict=False)
+        for use, first, count in zip(uses, firsts, counts, strict=False)
     ]  # fmt: skip
     numbers = kept_table_on(device, (*starts, *chain.from_iterable(words)))
     table = numbers[len(starts) :]
@@ -189,6 +186,7 @@ def _starts_of_runs(keys: Tensor) -> Tensor:
     return torch.searchsorted(number, torch.arange(len(keys) + 1, device=keys.device))
 
 
+@cache
 def _blocks(features: int) -> tuple[int, int]:
     """Returns features of a block, and how many blocks."""
     block = min(BLOCK, next_power_of_two(max(1, features)))

@@ -136,18 +136,22 @@ class Bag(torch.autograd.Function):
         if scales is not None:
             y = y * scales.unsqueeze(-1)
         else:
-            if mode == "mean":
+            if mode == "mean" and bags is None and padding_idx is None:
+                y = y / max(1, ids.shape[1])
+            elif mode == "mean":
                 y = y / _sizes(ids, bags, gy.shape[0], padding_idx)
             if bags is None:
                 y = y.expand(-1, ids.shape[1], -1)
-        y = without_padding(ids, y, padding_idx)
+        if padding_idx is not None:
+            y = without_padding(ids, y, padding_idx)
         if site is None:
             kind, dim, batch_size = ctx.rest[1]
             layout = Layout(kind, dim)
         else:
             layout, batch_size = site.layout, private_step.batch_size
         if bags is None:
-            ids, y = by_sample(ids, y, layout, batch_size)
+            if layout is not None or ids.shape[0] != batch_size:
+                ids, y = by_sample(ids, y, layout, batch_size)
             factors = EmbeddingFactors(ids, y, ctx.vocabulary)
         else:
             factors = EmbeddingFactors(ids, y, ctx.vocabulary, bags // each, batch_size)
@@ -158,10 +162,8 @@ class Bag(torch.autograd.Function):
         return None, None, None, None, of_scales, None
 
 
-def _sizes(ids: Tensor, bags: Tensor | None, count: int, padding_idx: int | None) -> Tensor | int:
-    """Returns how many ids a bag has, without padding: of each id [N, 1, 1], or [ids, 1]."""
-    if bags is None and padding_idx is None:
-        return max(1, ids.shape[1])
+def _sizes(ids: Tensor, bags: Tensor | None, count: int, padding_idx: int | None) -> Tensor:
+    """Returns how many ids the bag of each id has, without padding: [N, 1, 1], or [ids, 1]."""
     counted = torch.ones_like(ids) if padding_idx is None else (ids != padding_idx).long()
     if bags is None:
         return counted.sum(1).clamp(min=1)[:, None, None]

@@ -38,7 +38,7 @@ def by_sample(
     """
     if layout is not None:
         ids, y = layout.batch_first(ids, batch_size), layout.batch_first(y, batch_size)
-    if ids.ndim != 2 or len(ids) != batch_size:
+    if ids.ndim != 2 or ids.shape[0] != batch_size:
         ids, y = ids.reshape(batch_size, -1), y.reshape(batch_size, -1, y.shape[-1])
     return ids, y
 
@@ -85,22 +85,20 @@ class EmbeddingFactors:
         ids, y: [B, T] and [B, T, d]. Where samples have different numbers of tokens, these are
             laid behind each other, [N] and [N, d]: no row makes them as long as the longest.
         samples: [N], whose each of those is, ascending; `batch_size` is B.
+
+    Attributes:
+        waits: for a launch that serves many, as little is held for it.
     """
 
     held = attrgetter("ids", "y")
-
-    @property
-    def waits(self) -> bool:
-        """Returns whether it waits for a launch that serves many: where what it holds is little."""
-        return self.y.nbytes <= MOST_WAITING
 
     def __init__(
         self, ids: Tensor, y: Tensor, vocabulary: int, samples: Tensor | None = None,
         batch_size: int = 0,
     ):  # fmt: skip
         self.ids, self.y, self.vocabulary = ids.long(), y, vocabulary
-        self.samples = samples
-        self.batch_size = len(ids) if samples is None else batch_size
+        self.samples, self.waits = samples, y.nbytes <= MOST_WAITING
+        self.batch_size = ids.shape[0] if samples is None else batch_size
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
     def norm(self, _grams: object = None) -> Norm:

@@ -182,7 +182,7 @@ class Fused:
             records = [mine[number][0] for number in numbers]
             work.found(records, sums.squares)
             for number, record in enumerate(records):
-                work.keep(record, Table(sums, number), ())
+                work.kept[record] = (Table(sums, number), (), ())
 
     def _accumulate(
         self, mine: list[tuple[Trainable, Pair, Left]], algorithm: str, work: Any
