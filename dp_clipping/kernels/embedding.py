@@ -42,7 +42,7 @@ from dp_clipping.torch_compat import set_to_zero
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.kernels.launch.grouped_launch import _row_of
+    from dp_clipping.kernels.launch.tiles import _row_of
 
 BLOCK = 256  # features of a program: most runs are one row, which one warp loads at once
 ROWS = 8  # whose loads are in flight together
