@@ -59,6 +59,7 @@ NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("torch.nn.modules.batchnorm", nn.modules.batchnorm, ("_BatchNorm",)),
     ("torch.nn.modules.instancenorm", nn.modules.instancenorm, ("_InstanceNorm",)),
     ("torch.nn.modules.dropout", nn.modules.dropout, ("_DropoutNd",)),
+    ("torch", torch, ("_foreach_zero_",)),
     ("torch._C", torch._C, ("_current_graph_task_id", "_are_functorch_transforms_active")),
     ("aten", torch.ops.aten, ("_to_copy", "_fused_rms_norm", "_fused_rms_norm_backward")),
 )  # fmt: skip
@@ -174,6 +175,11 @@ def _current_stream(device: int) -> int:
 
 # Returns the address of a GPU's current stream, in a tenth of the time of PyTorch's object.
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
+
+
+def set_to_zero(tensors: list[Tensor]) -> None:
+    """Sets all numbers of some tensors to zero, by few kernels."""
+    torch._foreach_zero_(tensors)
 
 
 def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:

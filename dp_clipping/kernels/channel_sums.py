@@ -22,7 +22,7 @@ from dp_clipping.kernels.launch.tiles import kept_table_on, launch, triton
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.kernels.launch.grouped_launch import _row_of
+    from dp_clipping.kernels.launch.tiles import _row_of
 
 MOST = 1024  # pixels that a program loads at a time
 

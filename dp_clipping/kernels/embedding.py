@@ -1,4 +1,4 @@
-"""Adds up a sample's rows of equal tokens in an embedding and takes norms, in one pass.
+"""Adds up a sample's rows of equal tokens in embeddings and takes norms, in one pass.
 
     s_iv = Σ_{t: id_it = v} y_it  [d],   ‖G_i‖² = Σ_v ‖s_iv‖²,   total_v = Σ_i c_i s_iv  [d]
 
@@ -6,6 +6,10 @@ One stable sort by token and sample puts the rows of each s_iv next to each othe
 runs of a token behind one another. How many runs there are, only the device knows: there are as
 many programs as tokens, and those without a run end at once. Each adds up one run, or one token's
 runs, always in the same order and without atomics, so that results do not vary.
+
+A network for tables has dozens of embeddings with few tokens each. So the tokens of many uses are
+sorted together, those of a use behind one another, and a launch serves them all. What is found of a
+use does not depend on the others.
 
 A run of a sample with c = 0 is left out by not loading it: what it holds may not be finite.
 
@@ -15,134 +19,180 @@ values of which are written. Sorting B·T numbers is little beside them unless d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.launch.tiles import (
+    ALIGNMENT,
     ceil_div,
+    kept_table_on,
     launch,
     next_power_of_two,
     readable,
     triton,
 )
+from dp_clipping.torch_compat import set_to_zero
 
 if triton is not None:
     import triton.language as tl
 
+    from dp_clipping.kernels.launch.tiles import _row_of
+
 BLOCK = 256  # features of a program: most runs are one row, which one warp loads at once
 ROWS = 8  # whose loads are in flight together
 WARPS = 1
+NUMBERED = 1024  # tokens of a program that makes their keys
+MOST = 128  # uses of a launch
 
 
-@dataclass(frozen=True)
-class TokenSums:
-    """The sums s_iv of one use and where they are; R runs of N = B·T tokens, all on the device.
+class Tokens(NamedTuple):
+    """The tokens of one use of an embedding, and their output gradients.
 
     Attributes:
-        squares: [B] float32, ‖G_i‖² of the sums as they are stored.
-        sums: [N, d] float32, run by run; what is behind the R-th row was never written.
-        keys: [N] int64, token · B + sample of the sorted tokens.
+        ids: [M, T] int64, any strides.
+        y: [M, T, d], float32, bfloat16 or float16, any strides; zero at padding tokens.
+        vocabulary: V, the rows of the embedding.
+        samples: [M] int64, contiguous: of which sample each of the M is, in ascending order; None:
+            M is B, and each is of its own.
+    """
+
+    ids: Tensor
+    y: Tensor
+    vocabulary: int
+    samples: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSums:
+    """The sums s_iv of uses that shared a launch; R runs of N tokens, all on the device.
+
+    Attributes:
+        shapes: (V, d) of each use; as many blocks of features have all d.
+        batch_size, vocabulary: B, and the largest V.
+        squares: [uses, B] float32, ‖G_i‖² of the sums as they are stored.
+        sums: [N, largest d] float32, run by run; behind a run's d values, and behind the R-th row,
+            is what was never written.
+        keys: [N] int64, (use · vocabulary + token) · B + sample of the sorted tokens.
         starts: [N + 1] int64, where each run starts in `keys`, and N behind the last.
     """
 
+    shapes: list[tuple[int, int]]
+    batch_size: int
+    vocabulary: int
     squares: Tensor
     sums: Tensor
     keys: Tensor
     starts: Tensor
 
-    @classmethod
-    def of(cls, ids: Tensor, y: Tensor) -> TokenSums:
-        """Returns the sums of tokens and their output gradients.
+    def weighted_sums(
+        self, numbers: Sequence[int], coefficients: Tensor, groups: Sequence[int]
+    ) -> list[Tensor]:
+        """Returns Σ_i c_i G_i [V, d] float32 of some uses, over the samples with c_i > 0.
 
         Args:
-            ids: [B, T], int64 or int32.
-            y: [B, T, d], float32, bfloat16 or float16, any strides; zero at padding tokens.
+            numbers: which of the uses.
+            coefficients: c [K, B] float32.
+            groups: which row of these each of them has.
         """
-        samples = torch.arange(len(ids), device=ids.device)[:, None]
-        keys, sums, starts, squares = _sums_of_runs(ids, samples, y, len(ids))
-        return cls(squares.view(ids.shape).sum(1), sums, keys, starts)
-
-    @classmethod
-    def of_rows(cls, ids: Tensor, samples: Tensor, y: Tensor, batch_size: int) -> TokenSums:
-        """Returns the sums where samples have different numbers of tokens.
-
-        Args:
-            ids: [N], int64 or int32.
-            samples: [N] int64, whose tokens these are, in ascending order.
-            y: [N, d], as in `of`.
-        """
-        columns = ids[:, None], samples[:, None], y[:, None]
-        keys, sums, starts, squares = _sums_of_runs(*columns, batch_size)
-        bounds = torch.searchsorted(samples, torch.arange(batch_size + 1, device=ids.device))
-        # Sums of consecutive tokens, always in the same order.
-        squares = torch.segment_reduce(squares, "sum", offsets=bounds, initial=0.0)
-        return cls(squares, sums, keys, starts)
-
-    held = staticmethod(lambda _: ())  # nobody else has them
-    may_be_recomputed = False
-
-    def take_norm(self, _keep: bool) -> Norm:
-        """Returns `squares`."""
-        return Norm(self.squares)
-
-    def weighted_sum(self, coefficients: Tensor, vocabulary: int) -> Tensor:
-        """Returns Σ_i c_i G_i [V, d] float32, over the samples with c_i > 0; c [B] float32."""
-        features = self.sums.shape[1]
-        total = self.sums.new_zeros(vocabulary, features)
+        totals = [self.sums.new_empty(self.shapes[number]) for number in numbers]
+        set_to_zero(totals)
         if not self.sums.numel():
-            return total
-        block, blocks = _blocks(features)
+            return totals
+        words = [0] * (3 * len(self.shapes))  # a use without a total is left out
+        for number, total, group in zip(numbers, totals, groups, strict=True):
+            words[3 * number : 3 * number + 3] = total.data_ptr(), total.shape[1], group
+        tokens, width = self.sums.shape
+        block, blocks = _blocks(width)
+        table = kept_table_on(self.sums.device, tuple(words))
         launch(
-            _weighted_tokens_kernel, (len(self.keys) * blocks,),
-            (self.sums, self.keys, self.starts, coefficients.contiguous(), total),
-            (len(self.keys), len(coefficients), features),
+            _weighted_tokens_kernel, (tokens * blocks,),
+            (table, self.sums, self.keys, self.starts, coefficients.contiguous()),
+            (tokens, self.batch_size, self.vocabulary, width),
             ROWS=ROWS, BLOCK_D=block, num_warps=WARPS,
         )  # fmt: skip
-        return total
+        return totals
 
 
-def _sums_of_runs(
-    ids: Tensor, samples: Tensor, y: Tensor, batch_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns keys, sums and starts as `TokenSums` has them, and squares [N] that lie somewhere in
-    the tokens of their sample.
+def token_sums(uses: Sequence[Tokens], batch_size: int) -> list[tuple[list[int], TokenSums]]:
+    """Returns the sums of all uses, and the numbers of those that each of them is of."""
+    alike: dict[tuple, list[int]] = {}
+    uses = [use if use.y.stride(2) == 1 else use._replace(y=readable(use.y)) for use in uses]
+    for number, (_, y, _, _) in enumerate(uses):
+        s_m, s_t, _ = y.stride()
+        features = y.shape[2]
+        # Declares addresses and strides to be multiples of 16 bytes.
+        is_aligned = (y.data_ptr() | s_m | s_t | features) % ALIGNMENT == 0
+        alike.setdefault((y.dtype, *_blocks(features), is_aligned), []).append(number)
+    found = []
+    for (dtype, *_, is_aligned), numbers in alike.items():
+        for first in range(0, len(numbers), MOST):
+            some = numbers[first : first + MOST]
+            own = [uses[n] for n in some]
+            found.append((some, _launch(own, batch_size, dtype, ALIGNMENT if is_aligned else 1)))
+    return found
 
-    Args:
-        ids: [M, T], N = M·T tokens.
-        samples: [M, T] or [M, 1], whose they are, in ascending order.
-        y: [M, T, d].
-    """
-    y = readable(y)
-    _, tokens, features = y.shape
-    keys, order, starts = _runs(ids, samples, batch_size)
-    sums = y.new_empty(len(keys), features, dtype=torch.float32)
-    block, blocks = _blocks(features) if features else (1, 1)
-    squares = y.new_zeros(len(keys), blocks, dtype=torch.float32)
+
+def _launch(uses: list[Tokens], batch_size: int, dtype: torch.dtype, aligned: int) -> TokenSums:
+    device, shapes = uses[0].y.device, [(use.vocabulary, use.y.shape[2]) for use in uses]
+    counts = [use.ids.numel() for use in uses]
+    firsts = [0, *accumulate(counts)]
+    tokens, width = firsts[-1], max([features for _, features in shapes])
+    vocabulary = max([rows for rows, _ in shapes])
+    starts = [0, *accumulate([-(-count // NUMBERED) for count in counts])]
+    words = [
+        (
+            use.ids.data_ptr(), *use.ids.stride(), use.ids.shape[1], first, count,
+            0 if use.samples is None else use.samples.data_ptr(),
+            use.y.data_ptr(), use.y.stride(0), use.y.stride(1), use.y.shape[2],
+        )
+        for use, first, count in zip(uses, firsts, counts, strict=False)
+    ]  # fmt: skip
+    numbers = kept_table_on(device, (*starts, *chain.from_iterable(words)))
+    table = numbers[len(starts) :]
+    keys = torch.empty(tokens, dtype=torch.int64, device=device)
+    owners = torch.empty_like(keys)
+    if tokens:
+        launch(
+            _keys_kernel, (starts[-1],), (table, numbers, keys, owners),
+            (len(uses), batch_size, vocabulary), MOST=MOST, BLOCK=NUMBERED, num_warps=4,
+        )  # fmt: skip
+    keys, order = keys.sort(stable=True)
+    starts_of_runs = _starts_of_runs(keys)
+    sums = torch.empty(tokens, width, dtype=torch.float32, device=device)
+    block, blocks = _blocks(width)
+    squares = torch.zeros(tokens, blocks, dtype=torch.float32, device=device)
     if sums.numel():
         launch(
-            _token_sums_kernel, (len(keys) * blocks,), (y, order, starts, sums, squares),
-            (len(keys), tokens, features, y.stride(0), y.stride(1)),
-            ROWS=ROWS, BLOCK_D=block, num_warps=WARPS,
+            _token_sums_kernel, (tokens * blocks,),
+            (table, keys, order, starts_of_runs, sums, squares),
+            (tokens, batch_size, vocabulary, width),
+            DTYPE=dtype, ALIGNED=aligned, ROWS=ROWS, BLOCK_D=block, num_warps=WARPS,
         )  # fmt: skip
-    return keys, sums, starts, squares.sum(1)
+    # Sums of consecutive tokens, always in the same order.
+    every = torch.arange(len(uses) * batch_size + 1, device=device)
+    bounds = torch.searchsorted(owners, every)
+    squares = torch.segment_reduce(squares.sum(1), "sum", offsets=bounds, initial=0.0)
+    squares = squares.view(len(uses), batch_size)
+    return TokenSums(shapes, batch_size, vocabulary, squares, sums, keys, starts_of_runs)
 
 
-def _runs(ids: Tensor, samples: Tensor, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns sorted keys [N], the tokens that have them [N], starts [N + 1]."""
-    keys, order = (ids.long() * batch_size + samples).flatten().sort(stable=True)
+def _starts_of_runs(keys: Tensor) -> Tensor:
+    """Returns where equal keys start in sorted ones [N], and N behind the last: [N + 1]."""
     number = torch.zeros_like(keys)
     number[1:] = (keys[1:] != keys[:-1]).cumsum(0)
-    return keys, order, torch.searchsorted(number, torch.arange(len(keys) + 1, device=ids.device))
+    return torch.searchsorted(number, torch.arange(len(keys) + 1, device=keys.device))
 
 
-@lru_cache(maxsize=256)
+@cache
 def _blocks(features: int) -> tuple[int, int]:
     """Returns features of a block, and how many blocks."""
-    block = min(BLOCK, next_power_of_two(features))
+    block = min(BLOCK, next_power_of_two(max(1, features)))
     return block, ceil_div(features, block)
 
 
@@ -154,7 +204,7 @@ def token_squares_plain(ids: Tensor, y: Tensor) -> Tensor:
 
 
 def weighted_tokens_plain(ids: Tensor, y: Tensor, coefficients: Tensor, vocabulary: int) -> Tensor:
-    """Reference implementation of `weighted_sum`, in float64, rounded once."""
+    """Reference implementation of `weighted_sums`, in float64, rounded once."""
     good = coefficients > 0
     rows = coefficients[good].double()[:, None, None] * y[good].double()
     total = y.new_zeros(vocabulary, y.shape[2], dtype=torch.float64)
@@ -162,42 +212,72 @@ def weighted_tokens_plain(ids: Tensor, y: Tensor, coefficients: Tensor, vocabula
 
 
 if triton is not None:
+    # Batches and lengths change: no compiled variant may depend on them.
+    @triton.jit(do_not_specialize=["n_uses", "B", "V"])
+    def _keys_kernel(
+        p_table, p_starts, p_keys, p_owners, n_uses, B, V, MOST: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        i_use, i_block = _row_of(p_starts, n_uses, MOST)
+        p_use = p_table + 11 * i_use
+        p_ids = tl.load(p_use).to(tl.pointer_type(tl.int64))
+        s_m, s_t, T = tl.load(p_use + 1), tl.load(p_use + 2), tl.load(p_use + 3)
+        i_first, n, samples = tl.load(p_use + 4), tl.load(p_use + 5), tl.load(p_use + 6)
+        o_n = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        m_n = o_n < n
+        b_id = tl.load(p_ids + o_n // T * s_m + o_n % T * s_t, mask=m_n, other=0)
+        p_samples = samples.to(tl.pointer_type(tl.int64))
+        b_sample = tl.load(p_samples + o_n // T, mask=m_n & (samples != 0), other=0)
+        b_sample = tl.where(samples != 0, b_sample, o_n // T)
+        i_use = i_use.to(tl.int64)
+        tl.store(p_keys + i_first + o_n, (i_use * V + b_id) * B + b_sample, mask=m_n)
+        tl.store(p_owners + i_first + o_n, i_use * B + b_sample, mask=m_n)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["N", "B", "V"])
     def _token_sums_kernel(
-        p_y, p_order, p_starts, p_sums, p_squares, N, T, D, s_b, s_t,
-        ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+        p_table, p_keys, p_order, p_starts, p_sums, p_squares, N, B, V, D_MOST,
+        DTYPE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     ):  # fmt: skip
-        n_blocks = tl.cdiv(D, BLOCK_D)
+        n_blocks = tl.cdiv(D_MOST, BLOCK_D)
         i_run, i_block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
         o_d = i_block * BLOCK_D + tl.arange(0, BLOCK_D)
         o_start, o_end = tl.load(p_starts + i_run), tl.load(p_starts + i_run + 1)
         if o_start < N:
+            p_use = p_table + 11 * (tl.load(p_keys + o_start) // B // V)
+            T, i_first = tl.load(p_use + 3), tl.load(p_use + 4)
+            p_y = tl.multiple_of(tl.load(p_use + 7).to(tl.pointer_type(DTYPE)), ALIGNED)
+            s_m = tl.multiple_of(tl.load(p_use + 8), ALIGNED)
+            s_t = tl.multiple_of(tl.load(p_use + 9), ALIGNED)
+            D = tl.multiple_of(tl.load(p_use + 10), ALIGNED)
             b_sum = tl.zeros((ROWS, BLOCK_D), tl.float32)
             for i_n in range(o_start, o_end, ROWS):
                 o_n = i_n + tl.arange(0, ROWS)
-                b_order = tl.load(p_order + o_n, mask=o_n < o_end, other=0)
-                p_row = p_y + (b_order // T) * s_b + (b_order % T) * s_t
+                b_order = tl.load(p_order + o_n, mask=o_n < o_end, other=0) - i_first
+                p_row = p_y + (b_order // T) * s_m + (b_order % T) * s_t
                 m_row = (o_n[:, None] < o_end) & (o_d[None, :] < D)
                 b_row = tl.load(p_row[:, None] + o_d[None, :], mask=m_row, other=0)
                 b_sum += b_row.to(tl.float32)
             b_total = tl.sum(b_sum, axis=0)
-            tl.store(p_sums + tl.cast(i_run, tl.int64) * D + o_d, b_total, mask=o_d < D)
+            tl.store(p_sums + tl.cast(i_run, tl.int64) * D_MOST + o_d, b_total, mask=o_d < D)
             # One of the run's own tokens keeps its square: those of a sample lie together.
             p_own = p_squares + tl.load(p_order + o_start) * n_blocks + i_block
             tl.store(p_own, tl.sum(b_total * b_total))
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["N", "B", "V"])
     def _weighted_tokens_kernel(
-        p_sums, p_keys, p_starts, p_c, p_total, N, B, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
-    ):
-        n_blocks = tl.cdiv(D, BLOCK_D)
+        p_table, p_sums, p_keys, p_starts, p_c, N, B, V, D_MOST,
+        ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    ):  # fmt: skip
+        n_blocks = tl.cdiv(D_MOST, BLOCK_D)
         i_run, i_block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
         o_d = i_block * BLOCK_D + tl.arange(0, BLOCK_D)
         o_start = tl.load(p_starts + i_run)
         i_v = tl.load(p_keys + o_start, mask=o_start < N, other=0) // B
         i_before = tl.load(p_keys + o_start - 1, mask=o_start > 0, other=-B) // B
-        if (o_start < N) & (i_v != i_before):
+        p_use = p_table + 3 * (i_v // V)
+        total = tl.load(p_use)
+        if (o_start < N) & (i_v != i_before) & (total != 0):
+            D = tl.load(p_use + 1)
+            p_own_c = p_c + tl.load(p_use + 2) * B
             b_total = tl.zeros((ROWS, BLOCK_D), tl.float32)
             n_own = ROWS
             while n_own == ROWS:
@@ -205,10 +285,11 @@ if triton is not None:
                 b_start = tl.load(p_starts + o_run, mask=o_run < N, other=N)
                 b_key = tl.load(p_keys + b_start, mask=b_start < N, other=-B)
                 m_own = b_key // B == i_v
-                b_c = tl.load(p_c + b_key % B, mask=m_own, other=0)
+                b_c = tl.load(p_own_c + b_key % B, mask=m_own, other=0)
                 m_row = (b_c > 0)[:, None] & (o_d[None, :] < D)
-                p_row = p_sums + o_run[:, None].to(tl.int64) * D + o_d[None, :]
+                p_row = p_sums + o_run[:, None].to(tl.int64) * D_MOST + o_d[None, :]
                 b_total += b_c[:, None] * tl.load(p_row, mask=m_row, other=0)
                 n_own = tl.sum(m_own.to(tl.int32))
                 i_run += ROWS
-            tl.store(p_total + i_v * D + o_d, tl.sum(b_total, axis=0), mask=o_d < D)
+            p_total = total.to(tl.pointer_type(tl.float32)) + i_v % V * D
+            tl.store(p_total + o_d, tl.sum(b_total, axis=0), mask=o_d < D)

@@ -39,8 +39,8 @@ from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.kernels.launch.grouped_launch import _open, _row_of
-    from dp_clipping.kernels.launch.tiles import _load_tile, _tile_of
+    from dp_clipping.kernels.launch.grouped_launch import _open
+    from dp_clipping.kernels.launch.tiles import _load_tile, _row_of, _tile_of
 
 GROUP = 8
 TILES = {

@@ -283,7 +283,7 @@ class KernelFactors:
             self.gradients, self._operands, self.values = gradients, (), ()
         return Norm(squares)
 
-    def weighted_sum(self, coefficients: Tensor, _outputs: int) -> Tensor:
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
         """Returns Σ_i c_i G_i float32, over the samples with c_i > 0; c [B] float32."""
         total = weighted_sum(*self._operands, self._geometry, coefficients)
         return total.view(self._shape)

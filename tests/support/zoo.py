@@ -124,6 +124,24 @@ def keywords(batch_size: int, length: int | None = 6, count: int | None = None) 
 # Networks
 
 
+class Tables(nn.Module):
+    """Tables of several widths, whose rows are added up or averaged, and one of one row each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(VOCABULARY - width, width, mode=mode, padding_idx=padding_idx)
+            for width, mode, padding_idx in (
+                (3, "mean", None), (4, "sum", PAD), (5, "mean", PAD), (4, "sum", None)
+            )
+        )  # fmt: skip
+        self.column, self.head = nn.Embedding(VOCABULARY, 4), nn.Linear(20, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = [bag(ids[:, n:] % bag.num_embeddings) for n, bag in enumerate(self.bags)]
+        return self.head(torch.cat([*rows, self.column(ids[:, 1])], 1).tanh())
+
+
 class Net(nn.Module):
     """Named members and a function of them: `Net(lambda net, x: net.b(net.a(x)), a=..., b=...)`."""
 
@@ -503,6 +521,7 @@ def _embeddings() -> list[Case]:
         _case("embedding", words, tokens, cross_entropy),
         _case("padding_idx", lambda: words(padding_idx=PAD), tokens, cross_entropy),
         _case("padding_idx_tied", tied_words, tokens, cross_entropy),
+        _case("tables", Tables, lambda b: tokens(b, 6, 3), cross_entropy),
         _case(
             "embedding_without_tokens",
             lambda: nn.Sequential(nn.Embedding(3, 4), nn.Tanh(), nn.Linear(4, 3)),

@@ -144,15 +144,6 @@ def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _row_of(p_starts, n_rows, MOST: tl.constexpr):
-        """Returns the row of this program, and its number within it."""
-        i_program = tl.program_id(0)
-        o_row = tl.arange(0, MOST)
-        b_starts = tl.load(p_starts + o_row, mask=o_row < n_rows, other=2147483647)
-        i_row = tl.sum((b_starts <= i_program).to(tl.int32)) - 1
-        return i_row, i_program - tl.load(p_starts + i_row).to(tl.int32)
-
-    @triton.jit
     def _open(
         p_word, s_b, s_t, B, T, X, DTYPE: tl.constexpr, DESCRIBED: tl.constexpr,
         BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr,

@@ -234,6 +234,15 @@ if triton is not None:
     }
 
     @triton.jit
+    def _row_of(p_starts, n_rows, MOST: tl.constexpr):
+        """Returns the row of this program, and its number within it."""
+        i_program = tl.program_id(0)
+        o_row = tl.arange(0, MOST)
+        b_starts = tl.load(p_starts + o_row, mask=o_row < n_rows, other=2147483647)
+        i_row = tl.sum((b_starts <= i_program).to(tl.int32)) - 1
+        return i_row, i_program - tl.load(p_starts + i_row).to(tl.int32)
+
+    @triton.jit
     def _load_tile(
         x, i_b, o_t, o_x, T, X, s_b, s_t,
         DESCRIBED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, without_padding
+from dp_clipping.layers.embedding.factors import EmbeddingFactors, by_sample, without_padding
 from dp_clipping.layers.handle import FIRST, LayerState, check_size, expand_shared, forward_of
 from dp_clipping.layers.recorder import FACTORS
 
@@ -112,7 +112,8 @@ class Bag(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ids, weight, offsets, slot, scales, rest):
-        ctx.save_for_backward(ids, weight, offsets, scales)
+        ctx.save_for_backward(ids, offsets, scales, None if scales is None else weight)
+        ctx.vocabulary = weight.shape[0]
         ctx.rest, ctx.slot_dtype = rest, None if slot is None else slot.dtype
         mode, padding_idx, _ = rest[2] if rest[0] is None else rest[0].options
         return F.embedding_bag(
@@ -121,7 +122,7 @@ class Bag(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gy):
-        ids, weight, offsets, scales = ctx.saved_tensors
+        ids, offsets, scales, weight = ctx.saved_tensors
         site, private_step = ctx.rest[:2]
         mode, padding_idx, each = ctx.rest[2] if site is None else site.options
         gy = tensor_parallel.arrived(gy)
@@ -132,21 +133,28 @@ class Bag(torch.autograd.Function):
             of_scales = without_padding(ids, y * F.embedding(ids, weight), padding_idx).sum(-1)
         if ctx.slot_dtype is None:
             return None, None, None, None, of_scales, None
-        y = y.expand(*ids.shape, -1) if scales is None else y * scales.unsqueeze(-1)
-        if mode == "mean":
-            y = y / _sizes(ids, bags, gy.shape[0], padding_idx)
-        y = without_padding(ids, y, padding_idx)
+        if scales is not None:
+            y = y * scales.unsqueeze(-1)
+        else:
+            if mode == "mean" and bags is None and padding_idx is None:
+                y = y / max(1, ids.shape[1])
+            elif mode == "mean":
+                y = y / _sizes(ids, bags, gy.shape[0], padding_idx)
+            if bags is None:
+                y = y.expand(-1, ids.shape[1], -1)
+        if padding_idx is not None:
+            y = without_padding(ids, y, padding_idx)
         if site is None:
             kind, dim, batch_size = ctx.rest[1]
             layout = Layout(kind, dim)
         else:
-            layout, batch_size = site.layout or FIRST, private_step.batch_size
+            layout, batch_size = site.layout, private_step.batch_size
         if bags is None:
-            ids = layout.batch_first(ids, batch_size).reshape(batch_size, -1)
-            y = layout.batch_first(y, batch_size).reshape(batch_size, -1, y.shape[-1])
-            factors = EmbeddingFactors(ids, y, weight.shape[0])
+            if layout is not None or ids.shape[0] != batch_size:
+                ids, y = by_sample(ids, y, layout, batch_size)
+            factors = EmbeddingFactors(ids, y, ctx.vocabulary)
         else:
-            factors = EmbeddingFactors(ids, y, weight.shape[0], bags // each, batch_size)
+            factors = EmbeddingFactors(ids, y, ctx.vocabulary, bags // each, batch_size)
         if site is None:
             gradients = factors.dense().to(ctx.slot_dtype)
             return None, None, None, gradients, of_scales, None

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import Weights, accumulation_dtype, only, squared_norms
 from dp_clipping.clipping.norms import Norm
-from dp_clipping.kernels.embedding import TokenSums
+from dp_clipping.kernels.embedding import Tokens
 from dp_clipping.kernels.small_table import is_small, table_gradients
 from dp_clipping.kernels.squared_norms import squared_norms as norms_on_kernels
+from dp_clipping.layers.batch_layout import Layout
 
 
 def without_padding(ids: Tensor, gy: Tensor, padding_idx: int | None) -> Tensor:
@@ -23,6 +24,21 @@ def without_padding(ids: Tensor, gy: Tensor, padding_idx: int | None) -> Tensor:
     if padding_idx is None:
         return gy
     return gy.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
+
+
+def by_sample(
+    ids: Tensor, y: Tensor, layout: Layout | None, batch_size: int
+) -> tuple[Tensor, Tensor]:
+    """Returns ids [B, T] and output gradients [B, T, d], of ids [..] and y [.., d].
+
+    Args:
+        layout: where their samples are; None: in the first dimension.
+    """
+    if layout is not None:
+        ids, y = layout.batch_first(ids, batch_size), layout.batch_first(y, batch_size)
+    if ids.ndim != 2 or ids.shape[0] != batch_size:
+        ids, y = ids.reshape(batch_size, -1), y.reshape(batch_size, -1, y.shape[-1])
+    return ids, y
 
 
 def look_up(ids: Tensor, weight: Tensor) -> Tensor:
@@ -76,7 +92,7 @@ class EmbeddingFactors:
     ):  # fmt: skip
         self.ids, self.y, self.vocabulary = ids.long(), y, vocabulary
         self.samples = samples
-        self.batch_size = len(ids) if samples is None else batch_size
+        self.batch_size = ids.shape[0] if samples is None else batch_size
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
     def norm(self, _grams: object = None) -> Norm:
@@ -129,13 +145,13 @@ class EmbeddingFactors:
         total = y.new_zeros(self.batch_size, self.vocabulary, y.shape[-1])
         return total.index_put_((samples, ids), y, accumulate=True)
 
-    def on_kernels(self) -> TokenSums | TableGradients:
-        """Returns the sums over equal tokens, or G of a small table, formed on kernels."""
+    def on_kernels(self) -> Tokens | TableGradients:
+        """Returns the tokens for the kernels, or G of a small table, formed on kernels."""
         if self.samples is not None:
-            return TokenSums.of_rows(self.ids, self.samples, self.y, self.batch_size)
+            return Tokens(self.ids[:, None], self.y[:, None], self.vocabulary, self.samples)
         if is_small(self.vocabulary, self.ids.shape[1]):
             return TableGradients.of(self.ids, self.y, self.vocabulary)
-        return TokenSums.of(self.ids, self.y)
+        return Tokens(self.ids, self.y, self.vocabulary)
 
     def only(self, good: Tensor) -> "EmbeddingFactors":
         """Returns zeros for the samples that are not `good` [B]."""

@@ -7,8 +7,13 @@ from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, look_up, without_padding
-from dp_clipping.layers.handle import FIRST, LayerState, forward_of
+from dp_clipping.layers.embedding.factors import (
+    EmbeddingFactors,
+    by_sample,
+    look_up,
+    without_padding,
+)
+from dp_clipping.layers.handle import LayerState, forward_of
 from dp_clipping.layers.recorder import FACTORS
 
 SETTINGS = attrgetter("padding_idx")
@@ -56,10 +61,9 @@ class Embedding(torch.autograd.Function):
             kind, dim, batch_size = ctx.rest[1]
             layout, padding_idx = Layout(kind, dim), ctx.rest[2]
         else:
-            layout, padding_idx = site.layout or FIRST, site.options
+            layout, padding_idx = site.layout, site.options
             batch_size = private_step.batch_size
-        ids, gy = layout.batch_first(ids, batch_size), layout.batch_first(gy, batch_size)
-        ids, gy = ids.reshape(batch_size, -1), gy.reshape(batch_size, -1, gy.shape[-1])
+        ids, gy = by_sample(ids, gy, layout, batch_size)
         factors = EmbeddingFactors(ids, without_padding(ids, gy, padding_idx), ctx.vocabulary)
         if site is None:
             return None, None, None, factors.dense().to(ctx.slot_dtype), None, None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from dp_clipping.clipping.coefficients import (
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.channel_sums import Channels, channel_sums
 from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
+from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
@@ -57,6 +59,16 @@ Pair = tuple[Tensor, Tensor]
 def no_label(*_: Any) -> AbstractContextManager[None]:
     """Returns `NOTHING`, where work by layers is neither recorded nor timed."""
     return NOTHING
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the sum of one embedding is formed of: one of the uses of a launch."""
+
+    sums: TokenSums
+    number: int
+
+    nbytes = 0  # little beside what the forward holds
 
 
 class Fused:
@@ -160,13 +172,17 @@ class Fused:
             work.keep_gradients(mine)
 
     def _take_factors(self, lefts: list[Left], work: Any) -> None:
-        """Takes norms of embeddings and convolutions, each of which is a launch."""
+        """Takes norms of embeddings, which share launches, and of convolutions, one a launch."""
         two_passes = self.context.policy.two_passes
         records, rows = [], []  # of norms without a scale
+        tables: list[tuple[Trainable, Tokens]] = []
         while lefts:
             left = lefts.pop()
             (record,), use = left.records, left.value.on_kernels()
             del left
+            if isinstance(use, Tokens):
+                tables.append((record, use))
+                continue
             keep = not (two_passes and use.may_be_recomputed)
             if self._labels_layers:
                 with self._label("norm/factors", record):
@@ -185,6 +201,18 @@ class Fused:
                 work.recomputed.append(record)
         if rows:
             work.found(records, torch.stack(rows))
+        if tables:
+            self._add_tokens(tables, work)
+
+    def _add_tokens(self, mine: list[tuple[Trainable, Tokens]], work: Any) -> None:
+        """Adds up equal tokens of embeddings, and takes their norms."""
+        with self._label("norm/factors", *[record for record, _ in mine]):
+            found = token_sums([use for _, use in mine], self.batch_size)
+        for numbers, sums in found:
+            records = [mine[number][0] for number in numbers]
+            work.found(records, sums.squares)
+            for number, record in enumerate(records):
+                work.kept[record] = (Table(sums, number), (), ())
 
     def _accumulate(
         self, mine: list[tuple[Trainable, Pair, Left]], algorithm: str, work: Any
@@ -340,8 +368,8 @@ class Fused:
         """Returns Σ_i c_i G_i of each parameter, [*parameter] in float32.
 
         Args:
-            values: G [B, *parameter], a linear layer's factors as a pair, or an object with
-                `weighted_sum` or `gradients`.
+            values: G [B, *parameter], a linear layer's factors as a pair, a `Table`, or an object
+                with `weighted_sum` or `gradients`.
         """
         scale, label = self._scale, self._label
         if len(scale.rows) == 1:  # they are all of that group
@@ -352,11 +380,14 @@ class Fused:
         linear: list[int] = []
         alone: list[int] = []  # of one token
         gradients: dict[int, Tensor] = {}
+        tables: dict[TokenSums, list[int]] = {}
         for n, one in enumerate(values):
             if isinstance(one, Tensor):
                 gradients[n] = one
             elif isinstance(one, tuple):
                 (alone if one[0].shape[1] == 1 else linear).append(n)
+            elif isinstance(one, Table):
+                tables.setdefault(one.sums, []).append(n)
             elif (kept := getattr(one, "gradients", None)) is not None:
                 gradients[n] = kept
         if gradients:
@@ -378,13 +409,20 @@ class Fused:
                 for n in alone:
                     left, right = values[n]
                     totals[n] = sum_of_one_token(left, right, scale.values[rows[n]])
+        for several, numbers in tables.items():
+            with label("sum", *[records[n] for n in numbers]):
+                own = [rows[n] for n in numbers]
+                uses = [values[n].number for n in numbers]
+                found = several.weighted_sums(uses, scale.values, own)
+            for n, total in zip(numbers, found, strict=True):
+                totals[n] = total
         for n, (record, one) in enumerate(zip(records, values, strict=True)):
             if totals[n] is None:
                 c = scale.values[rows[n]]
                 if self._labels_layers:
                     with label("sum", record):
-                        totals[n] = one.weighted_sum(c, record.shape[0])
+                        totals[n] = one.weighted_sum(c)
                 else:
-                    totals[n] = one.weighted_sum(c, record.shape[0])
+                    totals[n] = one.weighted_sum(c)
         values.clear()
         return totals

@@ -36,6 +36,7 @@ NETWORKS = (
     "routed",
     "table",
     "padding_idx_tied",
+    "tables",
     "embedding_as_head",
     "positions_batch_of_one",
     "relative_positions",

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from dp_clipping.kernels import small_table
-from dp_clipping.kernels.embedding import TokenSums
+from dp_clipping.kernels.embedding import Tokens, token_sums
 from dp_clipping.kernels.small_table import is_small, table_gradients, table_gradients_plain
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, TableGradients
 from tests.support.kernel_cases import SUM_BOUND, Place, assert_squares, assert_within, on_kernels
@@ -72,9 +72,9 @@ def test_which_tables_are_small(place: Place) -> None:
     ids = torch.arange(64, device=place.device).expand(2, -1)
     small, large = (EmbeddingFactors(ids % v, y, v).on_kernels() for v in (16, 17))
     assert isinstance(small, TableGradients)
-    assert isinstance(large, TokenSums)
-    other = TokenSums.of(ids % 16, y)
-    torch.testing.assert_close(small.take_norm(True).squared, other.squares, rtol=1e-5, atol=0)
+    assert isinstance(large, Tokens)
+    ((_, other),) = token_sums([Tokens(ids % 16, y, 16)], 2)
+    torch.testing.assert_close(small.take_norm(True).squared, other.squares[0], rtol=1e-5, atol=0)
 
 
 def test_a_table_is_small_beside_its_tokens():

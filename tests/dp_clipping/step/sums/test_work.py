@@ -7,6 +7,7 @@ a backward reaches them from the last one to the first.
 import weakref
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -390,14 +391,16 @@ class Launches:
     NAMES = (
         "gradients_and_squares", "gram_squares", "norm_layer_gradients", "channel_sums",
         "squares_of_vectors", "clip_coefficients", "weighted_products", "weighted_sums",
+        "token_sums",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
-        self.patches = [patch.object(fused, name, self.counted(name)) for name in self.NAMES]
+        owners = [(fused, name) for name in self.NAMES] + [(fused.TokenSums, "weighted_sums")]
+        self.patches = [patch.object(*one, self.counted(*one)) for one in owners]
 
-    def counted(self, name: str):
-        right = getattr(fused, name)
+    def counted(self, owner: Any, name: str):
+        right = getattr(owner, name)
 
         def launch(*args, **kwargs):
             self.count[name] += 1
@@ -420,15 +423,30 @@ def blocks(count: int) -> nn.Module:
     return zoo.seeded(lambda: nn.Sequential(*layers))
 
 
-def check_launches(mode: str, clipping: str, expected: dict[str, int]) -> None:
+class Bags(nn.Module):
+    """Bags of the same ids, side by side."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(9, 3) for _ in range(count))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return sum([bag(ids) for bag in self.bags])
+
+
+def check_launches(kind: str, mode: str, clipping: str, expected: dict[str, int]) -> None:
     for count in (2, 5):  # launches serve all layers
         options = {"policy": {"norm_algorithm": "input_length", "tile_size": 16}}
-        model = private(blocks(count), mode, clipping=clipping, **options)
+        network = blocks(count) if kind == "blocks" else Bags(count)
+        model = private(network, mode, clipping=clipping, **options)
         model.skip_checks()
-        x, y = torch.randn(3, 6, 8), torch.randn(3, 6, 8)
-        clipped_sums(model, (x, y))
+        if kind == "blocks":
+            batch = torch.randn(3, 6, 8), torch.randn(3, 6, 8)
+        else:
+            batch = torch.randint(9, (3, 6)), torch.randn(3, 3)
+        clipped_sums(model, batch)
         with Launches() as launches:
-            clipped_sums(model, (x, y))
+            clipped_sums(model, batch)
         assert launches == Counter(expected)
 
 
@@ -439,7 +457,9 @@ ONE_OF_EACH = {"gradients_and_squares": 1, "norm_layer_gradients": 1, "squares_o
 @pytest.mark.parametrize("mode", ["flash_bookkeeping", "flash"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_launch_serves_all_layers(interpreter, mode, clipping):
-    interpreter.run(check_launches, mode, clipping, ONE_OF_EACH)
+    interpreter.run(check_launches, "blocks", mode, clipping, ONE_OF_EACH)
+    expected = {"token_sums": 1, "clip_coefficients": 1, "weighted_sums": 1}
+    interpreter.run(check_launches, "bags", mode, clipping, expected)
 
 
 def check_large_pictures() -> None:
