@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -100,13 +99,15 @@ class TokenSums:
             coefficients: c [K, B] float32.
             groups: which row of these each of them has.
         """
-        totals = [self.sums.new_empty(self.shapes[number]) for number in numbers]
+        totals = []
+        words = [0] * (3 * len(self.shapes))  # a use without a total is left out
+        for number, group in zip(numbers, groups, strict=True):
+            total = self.sums.new_empty(self.shapes[number])
+            words[3 * number : 3 * number + 3] = total.data_ptr(), total.shape[1], group
+            totals.append(total)
         set_to_zero(totals)
         if not self.sums.numel():
             return totals
-        words = [0] * (3 * len(self.shapes))  # a use without a total is left out
-        for number, total, group in zip(numbers, totals, groups, strict=True):
-            words[3 * number : 3 * number + 3] = total.data_ptr(), total.shape[1], group
         tokens, width = self.sums.shape
         block, blocks = _blocks(width)
         table = kept_table_on(self.sums.device, tuple(words))
@@ -122,44 +123,50 @@ class TokenSums:
 def token_sums(uses: Sequence[Tokens], batch_size: int) -> list[tuple[list[int], TokenSums]]:
     """Returns the sums of all uses, and the numbers of those that each of them is of."""
     alike: dict[tuple, list[int]] = {}
-    uses = [use if use.y.stride(2) == 1 else use._replace(y=readable(use.y)) for use in uses]
-    for number, (_, y, _, _) in enumerate(uses):
+    readables: list[Tokens] = []
+    for number, use in enumerate(uses):
+        y, features = use.y, use.y.shape[2]
+        if y.stride(2) != 1:
+            y = readable(y)
+            use = use._replace(y=y)
+        readables.append(use)
         s_m, s_t, _ = y.stride()
-        features = y.shape[2]
-        # Declares addresses and strides to be multiples of 16 bytes.
+        # Address in bytes, strides and d in elements: a kernel reads all of them as such multiples.
         is_aligned = (y.data_ptr() | s_m | s_t | features) % ALIGNMENT == 0
         alike.setdefault((y.dtype, *_blocks(features), is_aligned), []).append(number)
     found = []
     for (dtype, *_, is_aligned), numbers in alike.items():
         for first in range(0, len(numbers), MOST):
             some = numbers[first : first + MOST]
-            own = [uses[n] for n in some]
+            own = [readables[n] for n in some]
             found.append((some, _launch(own, batch_size, dtype, ALIGNMENT if is_aligned else 1)))
     return found
 
 
 def _launch(uses: list[Tokens], batch_size: int, dtype: torch.dtype, aligned: int) -> TokenSums:
-    device, shapes = uses[0].y.device, [(use.vocabulary, use.y.shape[2]) for use in uses]
-    counts = [use.ids.numel() for use in uses]
-    firsts = [0, *accumulate(counts)]
-    tokens, width = firsts[-1], max([features for _, features in shapes])
-    vocabulary = max([rows for rows, _ in shapes])
-    starts = [0, *accumulate([-(-count // NUMBERED) for count in counts])]
-    words = [
-        (
-            use.ids.data_ptr(), *use.ids.stride(), use.ids.shape[1], first, count,
-            0 if use.samples is None else use.samples.data_ptr(),
-            use.y.data_ptr(), use.y.stride(0), use.y.stride(1), use.y.shape[2],
-        )
-        for use, first, count in zip(uses, firsts, counts, strict=False)
-    ]  # fmt: skip
-    numbers = kept_table_on(device, (*starts, *chain.from_iterable(words)))
+    device = uses[0].y.device
+    tokens = programs = vocabulary = width = 0
+    shapes, starts = [], [0]
+    words: list[int] = []
+    for ids, y, rows, samples in uses:
+        count, features = ids.numel(), y.shape[2]
+        words += (
+            ids.data_ptr(), *ids.stride(), ids.shape[1], tokens, count,
+            0 if samples is None else samples.data_ptr(),
+            y.data_ptr(), *y.stride()[:2], features,
+        )  # fmt: skip
+        tokens += count
+        programs += -(-count // NUMBERED)
+        starts.append(programs)
+        shapes.append((rows, features))
+        vocabulary, width = max(vocabulary, rows), max(width, features)
+    numbers = kept_table_on(device, (*starts, *words))
     table = numbers[len(starts) :]
     keys = torch.empty(tokens, dtype=torch.int64, device=device)
     owners = torch.empty_like(keys)
     if tokens:
         launch(
-            _keys_kernel, (starts[-1],), (table, numbers, keys, owners),
+            _keys_kernel, (programs,), (table, numbers, keys, owners),
             (len(uses), batch_size, vocabulary), MOST=MOST, BLOCK=NUMBERED, num_warps=4,
         )  # fmt: skip
     keys, order = keys.sort(stable=True)

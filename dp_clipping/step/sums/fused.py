@@ -10,7 +10,7 @@ have been sent by then, each with at most its threshold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -89,13 +89,16 @@ class Fused:
         self.context, self.batch_size, self.padding = context, batch_size, padding
         self._tile_size = context.policy.tile_size
         self._labels_layers = context.timer.labels_layers()
-        self._label = context.timer.layers if self._labels_layers else no_label
+        self._label = self._labelled if self._labels_layers else no_label
         self.counts: dict[Trainable, Tensor] = {}
         self._scale: Coefficients | None = None
+        # Without norms yet, by their dtype.
+        self._vectors: dict[torch.dtype, tuple[list[Trainable], list[Tensor]]] = {}
 
     def begin(self, losses: Tensor, clip_norms: Tensor, streams: bool) -> None:
         self._clip_norms, self._scale = clip_norms, None
         self.counts.clear()
+        self._vectors.clear()
         if self.padding is None:
             left_out = torch.zeros(self.batch_size, dtype=torch.bool, device=losses.device)
         else:
@@ -104,17 +107,29 @@ class Fused:
             left_out |= ~losses.detach().isfinite().view(self.batch_size, -1).all(1)
         self._left_out = left_out
 
+    def _labelled(
+        self, what: str, records: Sequence[Trainable], chosen: Iterable[int] | None = None
+    ) -> AbstractContextManager:
+        """Labels work for these records, or for those at some positions of them."""
+        some = records if chosen is None else [records[n] for n in chosen]
+        return self.context.timer.layers(what, *some)
+
     # ---- norms ----------------------------------------------------------------------------------
 
-    def norms(self, lefts: list[Left], work: Any) -> None:
+    def norms(self, lefts: list[Left], work: Any, everything: bool) -> None:
+        if lefts:
+            self._take_norms(lefts, work)
+        if everything:
+            self._take_norms_of_vectors(work)
+
+    def _take_norms(self, lefts: list[Left], work: Any) -> None:
+        """Takes norms. Of biases and scales it forms and keeps G, whose norms are taken later."""
         linear: dict[str, list[tuple[Trainable, Pair, Left]]]
         linear = {INSTANTIATE: [], ACCUMULATE: [], GRAM: []}
-        vectors: dict[torch.dtype, list[tuple[Trainable, Tensor]]] = {}
+        vectors: list[tuple[Trainable, Tensor]] = []
         normalized: list[Left] = []
         factors: list[Left] = []
         choices = work.plans.choices
-        if not lefts:
-            return
         lefts.reverse()
         while lefts:  # what factors are packed from is freed then
             left = lefts.pop()
@@ -124,8 +139,7 @@ class Fused:
                 if y.ndim != 3 or how.layout is not None:
                     y, a = how.tokens(y, a, self.batch_size)
                 if how.bias is not None:
-                    total = y.sum(1, dtype=torch.float32)
-                    vectors.setdefault(total.dtype, []).append((how.bias, total))
+                    vectors.append((how.bias, y.sum(1, dtype=torch.float32)))
                 if how.weight is not None:
                     pair = (a, y) if how.transposed else (y, a)
                     choice = choices.get(how.weight) or work.plans.choice_of(how.weight, pair)
@@ -145,11 +159,10 @@ class Fused:
                 else:
                     work.recomputed.append(records[0])
                 if own is None and gradients.dim() == 2:
-                    own = vectors.setdefault(gradients.dtype, [])
-                    own.append((records[0], gradients))
+                    vectors.append((records[0], gradients))
                     continue
                 if own is None:
-                    with self._label("norm/dense", records[0]):
+                    with self._label("norm/dense", records):
                         own = squared_norms(gradients)
                 work.found([records[0]], own[None])
             else:
@@ -158,34 +171,43 @@ class Fused:
         if factors:
             self._take_factors(factors, work)
         if normalized:
-            self._form_vectors(normalized, vectors, work)
+            vectors += self._vectors_of(normalized)
         for algorithm in (INSTANTIATE, ACCUMULATE):
             if linear[algorithm]:
                 self._accumulate(linear[algorithm], algorithm, work)
         if linear[GRAM]:
             self._multiply_grams(linear[GRAM], work)
-        for mine in vectors.values():
-            alike = [record for record, _ in mine]
-            with self._label("norm/dense", *alike):
-                squares = squares_of_vectors([gradients for _, gradients in mine])
-            work.found(alike, squares)
-            work.keep_gradients(mine)
+        work.keep_gradients(vectors)
+        for record, gradients in vectors:
+            owners, alike = self._vectors.setdefault(gradients.dtype, ([], []))
+            owners.append(record)
+            alike.append(gradients)
+
+    def _take_norms_of_vectors(self, work: Any) -> None:
+        """Takes norms of biases and scales, by one launch however often others were due before."""
+        for records, gradients in self._vectors.values():
+            with self._label("norm/dense", records):
+                squares = squares_of_vectors(gradients)
+            work.found(records, squares)
+        self._vectors.clear()
 
     def _take_factors(self, lefts: list[Left], work: Any) -> None:
         """Takes norms of embeddings, which share launches, and of convolutions, one a launch."""
         two_passes = self.context.policy.two_passes
         records, rows = [], []  # of norms without a scale
-        tables: list[tuple[Trainable, Tokens]] = []
+        tables: list[Tokens] = []
+        of_tables: list[Trainable] = []
         while lefts:
             left = lefts.pop()
             (record,), use = left.records, left.value.on_kernels()
             del left
             if isinstance(use, Tokens):
-                tables.append((record, use))
+                tables.append(use)
+                of_tables.append(record)
                 continue
             keep = not (two_passes and use.may_be_recomputed)
             if self._labels_layers:
-                with self._label("norm/factors", record):
+                with self._label("norm/factors", (record,)):
                     norm = use.take_norm(keep)
             else:
                 norm = use.take_norm(keep)
@@ -202,17 +224,13 @@ class Fused:
         if rows:
             work.found(records, torch.stack(rows))
         if tables:
-            self._add_tokens(tables, work)
-
-    def _add_tokens(self, mine: list[tuple[Trainable, Tokens]], work: Any) -> None:
-        """Adds up equal tokens of embeddings, and takes their norms."""
-        with self._label("norm/factors", *[record for record, _ in mine]):
-            found = token_sums([use for _, use in mine], self.batch_size)
-        for numbers, sums in found:
-            records = [mine[number][0] for number in numbers]
-            work.found(records, sums.squares)
-            for number, record in enumerate(records):
-                work.kept[record] = (Table(sums, number), (), ())
+            with self._label("norm/factors", of_tables):
+                found = token_sums(tables, self.batch_size)
+            for numbers, sums in found:
+                records = [of_tables[n] for n in numbers]
+                work.found(records, sums.squares)
+                for number, record in enumerate(records):
+                    work.kept[record] = (Table(sums, number), (), ())
 
     def _accumulate(
         self, mine: list[tuple[Trainable, Pair, Left]], algorithm: str, work: Any
@@ -225,14 +243,14 @@ class Fused:
             (alone if is_alone else several).append((record, pair))
         if alone:
             records = [record for record, _ in alone]
-            with self._label(f"norm/{algorithm}", *records):
+            with self._label(f"norm/{algorithm}", records):
                 rows = [product_squares(left[:, 0], right[:, 0]) for _, (left, right) in alone]
             work.found(records, torch.stack(rows))
         if not several:
             return
         records = [record for record, _ in several]
         pairs = [pair for _, pair in several]
-        with self._label(f"norm/{algorithm}", *records):
+        with self._label(f"norm/{algorithm}", records):
             tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
             results = gradients_and_squares(pairs, tile, store=algorithm == INSTANTIATE)
         work.found(records, torch.stack([own for _, own in results]))
@@ -254,25 +272,23 @@ class Fused:
         for (tokens, dtype), rows in launches.items():
             uses = [(row[0][1], [y for _, _, y in row]) for row in rows]
             records = [record for row in rows for record, _, _ in row]
-            with self._label("norm/width", *records):
+            with self._label("norm/width", records):
                 squares, scales = gram_squares(uses, tile_of(self._tile_size, dtype))
             error = tokens * SUM_ROUNDING[torch.float32]
             firsts = [row[0][0] for row in rows]
             work.found(firsts, squares, scales, GRAM_ROUNDING, error)
             work.norms.known.update(records)
 
-    def _form_vectors(
-        self, normalized: list[Left], vectors: dict[torch.dtype, list[tuple[Trainable, Tensor]]],
-        work: Any,
-    ) -> None:  # fmt: skip
-        """Forms G of normalisations' weights and biases."""
+    def _vectors_of(self, normalized: list[Left]) -> list[tuple[Trainable, Tensor]]:
+        """Returns G of normalisations' weights and biases."""
         records = [record for left in normalized for record in left.records]
+        vectors = []
         for kind, form in ((Normalized, norm_layer_gradients), (Channels, channel_sums)):
             mine = [left.value for left in normalized if type(left.value[0]) is kind]
             if not mine:
                 continue
             uses: list[Any] = [use for use, _ in mine]
-            with self._label("norm/normalization", *records):
+            with self._label("norm/normalization", records):
                 if all([available(*on) for on in {(use.x.device, use.x.dtype) for use in uses}]):
                     results = form(uses)
                 else:  # in the interpreter
@@ -280,7 +296,8 @@ class Fused:
             for (_, own), formed in zip(mine, results, strict=True):
                 for record, gradients in zip(own, formed, strict=True):
                     if record is not None and gradients is not None:
-                        vectors.setdefault(gradients.dtype, []).append((record, gradients))
+                        vectors.append((record, gradients))
+        return vectors
 
     # ---- coefficients ---------------------------------------------------------------------------
 
@@ -391,26 +408,26 @@ class Fused:
             elif (kept := getattr(one, "gradients", None)) is not None:
                 gradients[n] = kept
         if gradients:
-            with label("sum", *[records[n] for n in gradients]):
+            with label("sum", records, gradients):
                 own = [rows[n] for n in gradients]
                 found = weighted_sums(list(gradients.values()), scale.values, own)
             for n, total in zip(gradients, found, strict=True):
                 one = values[n]
                 totals[n] = total if isinstance(one, Tensor) else one.shaped(total)
         if linear:
-            with label("sum", *[records[n] for n in linear]):
+            with label("sum", records, linear):
                 pairs = [values[n] for n in linear]
                 tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
                 found = weighted_products(pairs, scale.sorted, [rows[n] for n in linear], tile)
             for n, total in zip(linear, found, strict=True):
                 totals[n] = total
         if alone:
-            with label("sum", *[records[n] for n in alone]):
+            with label("sum", records, alone):
                 for n in alone:
                     left, right = values[n]
                     totals[n] = sum_of_one_token(left, right, scale.values[rows[n]])
         for several, numbers in tables.items():
-            with label("sum", *[records[n] for n in numbers]):
+            with label("sum", records, numbers):
                 own = [rows[n] for n in numbers]
                 uses = [values[n].number for n in numbers]
                 found = several.weighted_sums(uses, scale.values, own)
@@ -420,7 +437,7 @@ class Fused:
             if totals[n] is None:
                 c = scale.values[rows[n]]
                 if self._labels_layers:
-                    with label("sum", record):
+                    with label("sum", (record,)):
                         totals[n] = one.weighted_sum(c)
                 else:
                     totals[n] = one.weighted_sum(c)

@@ -57,7 +57,7 @@ class Plain:
 
     # ---- norms ----------------------------------------------------------------------------------
 
-    def norms(self, lefts: list[Left], work: Any) -> None:
+    def norms(self, lefts: list[Left], work: Any, _everything: bool) -> None:
         vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
         alone: dict[torch.dtype, list[tuple[Trainable, Tensor]]] = {}  # squared norms [B]
         dense: list[tuple[Trainable, Tensor | None]] = []

@@ -57,8 +57,11 @@ class Arithmetic(Protocol):
         """Prepares for a backward; with `streams` groups are clipped one by one."""
         ...
 
-    def norms(self, lefts: list[Left], work: "Work") -> None:
-        """Takes the norms of what is left, and gives `work` what is to be summed of it."""
+    def norms(self, lefts: list[Left], work: "Work", everything: bool) -> None:
+        """Takes the norms of what is left, and gives `work` what is to be summed of it.
+
+        Norms of what is kept in any case may wait for a launch with others until `everything`.
+        """
         ...
 
     def clip(self, work: "Work", groups: list[int]) -> BatchNorms | None:
@@ -223,7 +226,7 @@ class Work:
             size += tensor.nbytes
         packs = kind is FACTORS and self.arithmetic.fused and not self.is_summing
         if packs and size > AT_ONCE:
-            self._take_norms([left])
+            self._take_norms([left], everything=self.streams)
             stays = not self.streams  # what is kept of them waits for their group
         else:
             self.waiting.append(left)
@@ -320,13 +323,13 @@ class Work:
         if self.is_summing:
             self._form(*self.arithmetic.summands(waiting, self.taken))
         else:
-            self._take_norms(waiting)
+            self._take_norms(waiting, everything)
 
-    def _take_norms(self, lefts: list[Left]) -> None:
+    def _take_norms(self, lefts: list[Left], everything: bool) -> None:
         self.versions.refuse_changed(
             [(left.records, left.tensors, left.versions) for left in lefts]
         )
-        self.arithmetic.norms(lefts, self)
+        self.arithmetic.norms(lefts, self, everything)
 
     def found(
         self, records: Sequence[Trainable], squares: Tensor, scales: Tensor | None = None,

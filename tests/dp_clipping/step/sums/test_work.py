@@ -44,7 +44,7 @@ class Noting:
     def begin(self, losses: Tensor, clip_norms: Tensor, streams: bool) -> None:
         pass
 
-    def norms(self, lefts: list, step: Work) -> None:
+    def norms(self, lefts: list, step: Work, everything: bool) -> None:
         records = [left.records[0] for left in lefts]
         if records:
             self.note("norms", records)
