@@ -2,10 +2,12 @@
 
 A pair of an input and an output channel has one gradient per tap (position in the kernel): a sum
 over the picture's positions. It is no matrix product, so matrix units do not help. A program
-computes one row of taps for some pairs of one picture. Channels are the last dimension, so that
-neighbouring threads read neighbouring pairs.
+computes a few neighbouring taps of a row for some pairs of one picture. It walks along several
+lines of the picture at once: where stride and dilation are equal, the pixels under its taps at one
+position are those at the last one, moved on by one, so each step loads one pixel of a line.
+Channels are the last dimension, so that neighbouring threads read neighbouring pairs.
 
-Traffic: y is read once for each row of taps, x once for each tap, from the caches.
+Traffic: x and y are read once for each row of taps (more than `TAPS` in a row: for each part).
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, triton
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.kernels.convolution.geometry import _row_pixels
-
 PAIRS = 64  # of channels, per program
-ELEMENTS = 4096  # of x that a program loads at a time
+LINES = 8  # that a program walks along at once
+SEGMENT = 64  # positions of a line: longer rows are several
+TAPS = 8  # of a row, at most, whose sums a program holds
 
 
 def narrow_gradients(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) -> Tensor:
@@ -57,20 +59,22 @@ def _sizes(given: torch.Size, left: torch.Size, geometry: Geometry) -> tuple[Any
     groups, last = geometry.groups, geometry.taps[2]
     inputs, outputs = given[-1] // groups, left[-1] // groups
     pairs = left[-1] * inputs
-    block_p, block_t = min(PAIRS, next_power_of_two(pairs)), next_power_of_two(last)
+    parts, segments = -(-last // TAPS), -(-left[3] // SEGMENT)
+    lines = left[1] * left[2] * segments
+    block_p = min(PAIRS, next_power_of_two(pairs))
     numbers = (
         pairs, *given[1:4], *left[1:4], *geometry.stride, *geometry.dilation, *geometry.taps[1:],
-        inputs, outputs, groups,
+        inputs, outputs, groups, segments, -(-left[3] // segments), parts,
     )  # fmt: skip
     constants = dict(
-        DEPTHWISE=inputs == outputs == 1, BLOCK_T=block_t, BLOCK_P=block_p,
-        BLOCK_L=max(1, ELEMENTS // (block_t * block_p)),
+        DEPTHWISE=inputs == outputs == 1, SLIDES=geometry.stride[2] == geometry.dilation[2],
+        TAPS=-(-last // parts), BLOCK_P=block_p, BLOCK_R=min(LINES, next_power_of_two(lines)),
     )  # fmt: skip
-    return (-(-pairs // block_p), prod(geometry.taps) // last), numbers, constants
+    return (-(-pairs // block_p), prod(geometry.taps[:2]) * parts), numbers, constants
 
 
 UNSPECIALIZED = [
-    *"DHWZYX", "n_groups", "taps_h", "taps_w",
+    *"DHWZYX", "n_groups", "taps_h", "taps_w", "n_segments", "n_columns", "n_parts",
     *(f"{name}_{axis}" for name in ("stride", "dil") for axis in "dhw"),
 ]  # fmt: skip
 
@@ -79,11 +83,13 @@ if triton is not None:
     @triton.jit(do_not_specialize=UNSPECIALIZED)
     def _narrow_kernel(
         p_x, p_y, p_g, n_pairs, D, H, W, Z, Y, X, stride_d, stride_h, stride_w, dil_d, dil_h, dil_w,
-        taps_h, taps_w, n_inputs, n_outputs, n_groups, DEPTHWISE: tl.constexpr,
-        BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
+        taps_h, taps_w, n_inputs, n_outputs, n_groups, n_segments, n_columns, n_parts,
+        DEPTHWISE: tl.constexpr, SLIDES: tl.constexpr, TAPS: tl.constexpr, BLOCK_P: tl.constexpr,
+        BLOCK_R: tl.constexpr,
     ):  # fmt: skip
-        """Computes [taps of a row, pairs] of one picture."""
-        i_n, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
+        """Computes [TAPS, pairs] of one picture, from tap number i_t of row i_row on."""
+        i_n, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2) // n_parts
+        i_t = tl.program_id(2) % n_parts * TAPS
         o_p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
         m_p = o_p < n_pairs
         if DEPTHWISE:
@@ -93,23 +99,39 @@ if triton is not None:
             n_x, n_y = n_inputs * n_groups, n_outputs * n_groups
             o_o = o_p // n_inputs
             o_c = o_o // n_outputs * n_inputs + o_p % n_inputs
-        o_t = tl.arange(0, BLOCK_T)
-        m_t = o_t < taps_w
+        p_x += i_n * D * H * W * n_x + o_c[None, :]
+        p_y += i_n * Z * Y * X * n_y + o_o[None, :]
         o_first = (i_row // taps_h * dil_d * H + i_row % taps_h * dil_h) * W
-        o_shift = o_first + tl.where(m_t, o_t, 0) * dil_w
-        n_l = Z * Y * X
-        p_x += i_n * D * H * W * n_x + o_shift[:, None, None] * n_x + o_c[None, None, :]
-        p_y += i_n * n_l * n_y + o_o[None, :]
-        b_g = tl.zeros((BLOCK_T, BLOCK_L, BLOCK_P), tl.float32)
-        for o_l in range(0, n_l, BLOCK_L):
-            o_rows = o_l + tl.arange(0, BLOCK_L)
-            o_pixels = _row_pixels(
-                tl.minimum(o_rows, n_l - 1), D, H, W, Z, Y, X, stride_d, stride_h, stride_w
-            )
-            m_y = (o_rows < n_l)[:, None] & m_p[None, :]
-            b_y = tl.load(p_y + o_rows[:, None] * n_y, mask=m_y, other=0).to(tl.float32)
-            b_x = tl.load(p_x + o_pixels[None, :, None] * n_x, mask=m_p[None, None, :], other=0)
-            b_g += b_x.to(tl.float32) * b_y[None, :, :]
-        o_g = (i_n * n_pairs + o_p[None, :]) * taps_w * (tl.num_programs(2))
-        p_g += o_g + i_row * taps_w + o_t[:, None]
-        tl.store(p_g, tl.sum(b_g, axis=1), mask=m_t[:, None] & m_p[None, :])
+        sums = ()
+        for _ in tl.static_range(TAPS):
+            sums = sums + (tl.zeros((BLOCK_R, BLOCK_P), tl.float32),)
+        for o_l in range(0, Z * Y * n_segments, BLOCK_R):
+            o_line = o_l + tl.arange(0, BLOCK_R)
+            i_zy, i_x = o_line // n_segments, o_line % n_segments * n_columns
+            m_line = (o_line < Z * Y * n_segments)[:, None] & m_p[None, :]
+            o_pixel = o_first + (i_zy // Y * stride_d * H + i_zy % Y * stride_h) * W
+            i_w = i_x * stride_w + i_t * dil_w  # of the first tap
+            p_pixel = p_x + (o_pixel + i_w)[:, None] * n_x
+            p_own = p_y + (i_zy * X + i_x)[:, None] * n_y
+            pixels = ()
+            if SLIDES:
+                for t in tl.static_range(TAPS - 1):
+                    m_x = m_line & (i_w + t * dil_w < W)[:, None]
+                    b_x = tl.load(p_pixel + t * dil_w * n_x, mask=m_x, other=0).to(tl.float32)
+                    pixels = pixels + (b_x,)
+            for i in tl.range(n_columns, loop_unroll_factor=TAPS):
+                m_y = m_line & (i_x + i < X)[:, None]
+                b_y = tl.load(p_own + i * n_y, mask=m_y, other=0).to(tl.float32)
+                for t in tl.static_range(TAPS - 1 if SLIDES else 0, TAPS):
+                    o_w = i * stride_w + t * dil_w
+                    m_x = m_line & (i_w + o_w < W)[:, None]
+                    b_x = tl.load(p_pixel + o_w * n_x, mask=m_x, other=0).to(tl.float32)
+                    pixels = pixels + (b_x,)
+                found = ()
+                for t in tl.static_range(TAPS):
+                    found = found + (sums[t] + pixels[t] * b_y,)
+                sums = found
+                pixels = pixels[1:] if SLIDES else ()
+        p_g += (i_n * n_pairs + o_p) * taps_w * (tl.num_programs(2) // n_parts) + i_row * taps_w
+        for t in tl.static_range(TAPS):
+            tl.store(p_g + i_t + t, tl.sum(sums[t], axis=0), mask=m_p & (i_t + t < taps_w))
