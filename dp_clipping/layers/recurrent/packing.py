@@ -28,11 +28,11 @@ class Packing:
     def of(cls, packed: PackedSequence) -> "Packing":
         sizes, device = packed.batch_sizes, packed.data.device
         count = int(sizes[0])
-        times = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        columns = torch.arange(len(times)) - (sizes.cumsum(0) - sizes)[times]
+        times = torch.repeat_interleave(torch.arange(sizes.shape[0]), sizes)
+        columns = torch.arange(times.shape[0]) - (sizes.cumsum(0) - sizes)[times]
         ends = (torch.arange(count)[:, None] < sizes).sum(1) - 1
         both = torch.stack([times, columns]).to(device, non_blocking=True)
-        times, columns = both
+        times, columns = both.unbind()
         ends = ends.to(device, non_blocking=True)
         order, places = packed.sorted_indices, packed.unsorted_indices
         if order is not None:
@@ -41,7 +41,7 @@ class Packing:
 
     def pad(self, packed: Tensor) -> Tensor:
         """Returns [T, N, ..] of [tokens, ..], zero where a sequence has ended."""
-        times, count = len(self.batch_sizes), len(self.ends)
+        times, count = self.batch_sizes.shape[0], self.ends.shape[0]
         padded = packed.new_zeros(times * count, *packed.shape[1:])
         return padded.index_copy(0, self.tokens, packed).view(times, count, *packed.shape[1:])
 
