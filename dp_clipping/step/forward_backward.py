@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -474,7 +475,7 @@ class ForwardBackward:
         context, samples = self.context, batch.size // each
         padding = None if padding is None else padding[::each]
         is_fused = context.policy.fused
-        if is_fused and not all(available(*kind) for kind in self._kinds):
+        if is_fused and not all(starmap(available, self._kinds)):
             say_plain(context.mode)
             is_fused = False
         if not is_fused:

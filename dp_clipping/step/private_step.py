@@ -207,7 +207,7 @@ class PrivateStep:
             work.begin(losses, clip_norms, hand_over)
             randomness = RandomStates(device=device, only_torch=True) if work.runs_twice else None
             total = losses.sum()
-            with capture.attached(self), guard, torch.no_grad():
+            with capture.attached(self), guard, torch.set_grad_enabled(False):
                 with timer.phase("norm_pass"):
                     triggers = [one.trigger for one in capture.trained]
                     self._run_backward(total, triggers, retain_graph=work.runs_twice)
