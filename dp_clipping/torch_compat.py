@@ -158,11 +158,6 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Returns the number of in-place changes of a tensor."""
 
 
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns `version_of` each tensor, without a loop in Python."""
-    return list(map(version_of, tensors))
-
-
 def allocated(device: torch.device) -> int:
     """Returns bytes in use. `torch.cuda.memory_allocated` takes longer: it sorts statistics."""
     if device.type != "cuda":

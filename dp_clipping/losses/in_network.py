@@ -73,8 +73,8 @@ class LossInNetwork:
 
         Outputs in which there is no loss of `size` samples are returned as they are.
         """
-        found = _loss_of(outputs)
-        if not self._count or not isinstance(found, Tensor) or found.shape != (size,):
+        found = _loss_of(outputs) if self._count else None
+        if not isinstance(found, Tensor) or found.shape != (size,):
             return outputs
         if isinstance(outputs, tuple) and not hasattr(outputs, "loss"):
             return (losses(found), *outputs[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,19 +142,19 @@ def add_noise_to_all(
     alike: dict[tuple, list[int]] = {}
     for i, (result, place) in enumerate(zip(results, places, strict=True)):
         alike.setdefault((result.dtype, result.device, place is None), []).append(i)
-    for numbers in alike.values():
+    for (*_, are_whole), numbers in alike.items():
         sums, noisy = [totals[i] for i in numbers], [results[i] for i in numbers]
         own: list[kernels.Stream] = [streams[i] for i in numbers]
         more = [(weight, [others[i] for i in numbers]) for weight, others in earlier]
         with torch.cuda.device_of(sums[0]):
-            parts = [place for i in numbers if (place := places[i]) is not None]
-            if parts:
+            if are_whole:
+                make = None if table is None else partial(table.take, numbers)
+                kernels.add_noise_to_all_kernel_launch(sums, noisy, own, std, divisor, make, more)
+            else:
+                parts: list[Any] = [places[i] for i in numbers]
                 kernels.add_noise_to_parts_kernel_launch(
                     sums, noisy, own, parts, std, divisor, more
                 )
-            else:
-                make = None if table is None else partial(table.take, numbers)
-                kernels.add_noise_to_all_kernel_launch(sums, noisy, own, std, divisor, make, more)
     return results
 
 

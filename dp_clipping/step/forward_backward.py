@@ -38,7 +38,7 @@ from dp_clipping.step.sums.fused import Fused
 from dp_clipping.step.sums.layer_plans import FusedPlans, PlainPlans
 from dp_clipping.step.sums.plain import Plain
 from dp_clipping.step.sums.work import Work
-from dp_clipping.torch_compat import is_compiled_in_place, versions_of
+from dp_clipping.torch_compat import is_compiled_in_place, version_of
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
@@ -241,7 +241,7 @@ class ForwardBackward:
         self.state.pending, private_step.seen = private_step, seen
         if self.state.usage.is_part(given.size):
             rows = given.rows()
-            private_step.slices = slices_of(rows, versions_of(x for x, _ in rows))
+            private_step.slices = slices_of(rows, [version_of(x) for x, _ in rows])
         if check is not None:
             private_step.watched = Watched(output, self._establishment.layouts_of(output), check)
             output = private_step.watched.outputs
