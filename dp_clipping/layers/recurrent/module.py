@@ -214,6 +214,6 @@ def _all_steps(
     """Returns the results of `kernel.run` on [T, N, ..], in the order of the batch."""
     if packing is None:
         return kernel.run(mode, gates, states, weights)
-    states = list(map(packing.by_length, states))
+    states = packing.by_length(states)
     y, *last = kernel.run(mode, packing.pack(gates), states, weights, packing.batch_sizes)
-    return packing.pad(y), *map(packing.by_batch, last)
+    return packing.pad(y), *packing.by_batch(last)

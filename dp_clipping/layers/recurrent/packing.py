@@ -1,6 +1,7 @@
 """Maps tokens of packed sequences to those of padded ones, [T, N, ..]."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,13 +50,17 @@ class Packing:
         """Returns the inverse of `pad`."""
         return padded.flatten(0, 1).index_select(0, self.tokens)
 
-    def by_length(self, x: Tensor) -> Tensor:
-        """Returns x [D, N, ..], in the order of the batch, by length."""
-        return x if self.order is None else x.index_select(1, self.order)
+    def by_length(self, states: list[Tensor]) -> list[Tensor]:
+        """Returns states [D, N, ..], in the order of the batch, by length."""
+        if self.order is None:
+            return states
+        return list(map(partial(torch.index_select, dim=1, index=self.order), states))
 
-    def by_batch(self, x: Tensor) -> Tensor:
+    def by_batch(self, states: list[Tensor]) -> list[Tensor]:
         """Returns the inverse of `by_length`."""
-        return x if self.places is None else x.index_select(1, self.places)
+        if self.places is None:
+            return states
+        return list(map(partial(torch.index_select, dim=1, index=self.places), states))
 
     def running(self) -> Tensor:
         """Returns which sequences run in each time step: [T, N, 1]."""
