@@ -78,7 +78,7 @@ class PrivateCriterion(nn.Module):
         losses = self._per_sample(*args, shape=shape, **kwargs)
         self._carried.check_call(mark, args, kwargs, "the criterion")
         expected = private_step.rows
-        if losses.dim() != 1 or len(losses) != expected:
+        if losses.dim() != 1 or losses.shape[0] != expected:
             raise ValueError(
                 f"the criterion gave losses of shape {tuple(losses.shape)} for {expected} samples: "
                 "it must return one per sample, not a loss already reduced over the batch; give "

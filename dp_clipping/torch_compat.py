@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from itertools import islice
 from operator import attrgetter
@@ -155,11 +156,6 @@ def without_memory(kind: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Returns the number of in-place changes of a tensor."""
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns `version_of` each tensor, without a loop in Python."""
-    return list(map(version_of, tensors))
 
 
 def allocated(device: torch.device) -> int:
@@ -359,9 +355,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [hook for hooks in kinds for hook in (hooks or {}).values()]
 
 
-def hooks_so_far() -> int:
-    """Returns how many hooks were registered in this process: each has a larger number."""
-    return torch.utils.hooks.RemovableHandle.next_id
+hooks_so_far: Callable[[], int] = partial(getattr, torch.utils.hooks.RemovableHandle, "next_id")
+"""Returns how many hooks were registered in this process: each has a larger number."""
 
 
 def take_hooks_since(module: nn.Module, number: int) -> list[tuple[dict, int, Any]]:
@@ -381,7 +376,7 @@ def with_gradient_hooks(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter
     """Returns those on which `Tensor.register_hook` was called; [] if torch does not tell."""
     if not hasattr(Tensor, "_backward_hooks"):
         return []
-    return [p for p in parameters if p._backward_hooks]
+    return list(filter(attrgetter("_backward_hooks"), parameters))
 
 
 def pruned_name(hook: Any) -> str:
@@ -546,12 +541,11 @@ def reusable_backwards() -> Iterator[None]:
         yield
 
 
-def is_profiling() -> bool:
-    """Returns whether `torch.profiler` records now; True if torch does not say.
+is_profiling: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled", True)
+"""Returns whether `torch.profiler` records now; True if torch does not say.
 
-    It spares the host `record_function`, which costs more than the launches it labels.
-    """
-    return getattr(profiler, "_is_profiler_enabled", True)
+It spares the host `record_function`, which costs more than the launches it labels.
+"""
 
 
 # ---- optimizers ----------------------------------------------------------------------------------

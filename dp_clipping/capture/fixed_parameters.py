@@ -1,7 +1,7 @@
 """The trainable parameters of a network, which stay what they were when it was made private."""
 
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from dp_clipping.torch_compat import (
 
 Own = dict[str, Parameter]
 NOTHING: Own = {}
+IS_TRAINED = attrgetter("requires_grad")
 
 
 class FixedParameters:
@@ -30,7 +31,7 @@ class FixedParameters:
         # Between forward and backward FSDP has other objects in the place of these.
         self._parameters = dict(self.network.named_parameters())
         self._trainable = {name for name, p in self._parameters.items() if p.requires_grad}
-        self._flags = [(p, p.requires_grad) for p in self._parameters.values()]
+        self._flags = list(map(IS_TRAINED, self._parameters.values()))
         self._dtypes = [(p, p.dtype) for p in capture.parameters]
         self._own = {m: _trainable(m) for m in every_module(self.network)}
         self._modules = list(self._own)
@@ -55,7 +56,7 @@ class FixedParameters:
                     f"{parameter.dtype} now: convert the network before make_private"
                 )
         own = self._own
-        flags_hold = all([p.requires_grad == flag for p, flag in self._flags])
+        flags_hold = list(map(IS_TRAINED, self._parameters.values())) == self._flags
         if flags_hold and self._holds():
             return
         now = {m: _trainable(m) for m in every_module(self.network)}

@@ -42,7 +42,7 @@ def clip_coefficients(
         gamma: γ of the automatic function; None: Abadi's.
         bad: [B] bool, samples to be left out, to which those found here are added.
     """
-    groups, batch_size = len(clip_norms), squares.shape[1]
+    groups, batch_size = clip_norms.shape[0], squares.shape[1]
     found = squares.new_empty(groups, batch_size)
     if batch_size:
         launch(

@@ -80,7 +80,7 @@ def _launch(
     y, _ = pairs[0]
     batch_size, tokens, _ = y.shape
     dtype = stored_dtype(y.dtype)
-    if not (batch_size and tokens and any(d and p for d, p in shapes)):
+    if not (batch_size and tokens and any(map(all, shapes))):
         squares = y.new_zeros(len(pairs), batch_size, dtype=torch.float32)
         results = [y.new_zeros(batch_size, *shape, dtype=dtype) for shape in shapes if store]
         return list(zip(results or [None] * len(pairs), squares.unbind(0), strict=True))

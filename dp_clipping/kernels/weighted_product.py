@@ -85,7 +85,7 @@ def _launch(
     pairs, shapes, described = operands.pairs, operands.shapes, operands.described
     y, _ = pairs[0]
     batch_size, tokens, _ = y.shape
-    if not (batch_size and tokens and any(d and p for d, p in shapes)):
+    if not (batch_size and tokens and any(map(all, shapes))):
         return [y.new_zeros(shape, dtype=torch.float32) for shape in shapes]
     tile = tile or best_for_pairs(
         "weighted_product", pairs, described, TILES,

@@ -50,8 +50,10 @@ class Layout:
 
     def batch_tokens(self, x: Tensor, batch_size: int) -> Tensor:
         """Returns x [.., features] as [B, T, features]."""
-        if self.kind != "dimension" or self.dim:
+        if self.kind != "dimension":
             x = self.batch_first(x, batch_size)
+        elif self.dim:
+            x = x.movedim(self.dim, 0)
         if x.ndim == 3:
             return x
         return x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2)

@@ -141,7 +141,7 @@ def forward_of(kind: str, first_call: Forward) -> Forward:
         device, dtype = x.device.type, x.dtype
         is_cast = torch.is_autocast_enabled(device) and dtype != torch.float64
         cast = torch.get_autocast_dtype(device) if is_cast else None
-        site = handle.sites.get((x.ndim, dtype, cast))
+        site: Site | None = handle.sites.get((x.ndim, dtype, cast))
         if (
             site is None
             or x.shape[0 if site.layout is None else site.layout.dim] != private_step.batch_size
@@ -188,7 +188,8 @@ class LayerState:
         own_forward: a forward that the module had in place of its class's; None: it had none.
         private_step: the private step that its calls belong to; None: it runs without privacy.
         sites: dimensions, dtype and autocast dtype of an input -> how the layer is used so; and
-            the arguments of `site` -> the site. They are dropped when samples are looked for again.
+            the arguments of `site` -> the site. A recurrent layer keeps lists of its own there.
+            They are dropped when samples are looked for again.
         slots: name -> the dense slot of this private step.
         layouts: number of dimensions of each input -> their layouts.
     """
@@ -209,7 +210,7 @@ class LayerState:
             vars(module).get("forward") if before is None else before.own_forward
         )
         self.private_step: Recorder | None = None
-        self.sites: dict[tuple, Site] = {}
+        self.sites: dict[tuple, Any] = {}
         self.slots: dict[str, Tensor] = {}
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
@@ -271,7 +272,7 @@ class LayerState:
         """Returns the site of a use of the parameters with these names; a new one with `more`."""
         cast = autocast_of(x)
         key = (function, names, layout.kind, layout.dim, cast)
-        site = None if more else self.sites.get(key)
+        site: Site | None = None if more else self.sites.get(key)
         if site is None:
             is_first = layout.kind == "dimension" and not layout.dim
             weight, bias = map(self._parameters.get, names)

@@ -73,8 +73,8 @@ class LossInNetwork:
 
         Outputs in which there is no loss of `size` samples are returned as they are.
         """
-        found = _loss_of(outputs)
-        if not self._count or not isinstance(found, Tensor) or found.shape != (size,):
+        found = _loss_of(outputs) if self._count else None
+        if not isinstance(found, Tensor) or found.shape != (size,):
             return outputs
         if isinstance(outputs, tuple) and not hasattr(outputs, "loss"):
             return (losses(found), *outputs[1:])
@@ -122,10 +122,10 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_labels(kwargs: Mapping[str, Any]) -> bool:
-    return any(
-        isinstance(value, Tensor) and ("label" in name or name.endswith("_positions"))
-        for name, value in kwargs.items()
-    )
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and ("label" in name or name.endswith("_positions")):
+            return True
+    return False
 
 
 def _loss_of(outputs: Any) -> Any:

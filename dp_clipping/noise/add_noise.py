@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,7 +131,7 @@ def add_noise_to_all(
     check_scales(std, divisor)
     for dtype in set(dtypes):
         _check_dtype(dtype)
-    totals = [total.contiguous() for total in totals]
+    totals = list(map(Tensor.contiguous, totals))
     results = [
         total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
         for total, dtype in zip(totals, dtypes, strict=True)
@@ -138,24 +139,22 @@ def add_noise_to_all(
     for total, place in zip(totals, places, strict=True):
         if place is not None:
             _check_place(total, place, 0)
-    kinds = [
-        (result.dtype, result.device, place is None)
-        for result, place in zip(results, places, strict=True)
-    ]
-    for kind in dict.fromkeys(kinds):
-        numbers = [i for i, other in enumerate(kinds) if other == kind]
+    alike: dict[tuple, list[int]] = {}
+    for i, (result, place) in enumerate(zip(results, places, strict=True)):
+        alike.setdefault((result.dtype, result.device, place is None), []).append(i)
+    for (*_, are_whole), numbers in alike.items():
         sums, noisy = [totals[i] for i in numbers], [results[i] for i in numbers]
         own: list[kernels.Stream] = [streams[i] for i in numbers]
         more = [(weight, [others[i] for i in numbers]) for weight, others in earlier]
         with torch.cuda.device_of(sums[0]):
-            parts = [place for i in numbers if (place := places[i]) is not None]
-            if parts:
+            if are_whole:
+                make = None if table is None else partial(table.take, numbers)
+                kernels.add_noise_to_all_kernel_launch(sums, noisy, own, std, divisor, make, more)
+            else:
+                parts: list[Any] = [places[i] for i in numbers]
                 kernels.add_noise_to_parts_kernel_launch(
                     sums, noisy, own, parts, std, divisor, more
                 )
-            else:
-                make = None if table is None else partial(table.take, numbers)
-                kernels.add_noise_to_all_kernel_launch(sums, noisy, own, std, divisor, make, more)
     return results
 
 

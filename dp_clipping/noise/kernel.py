@@ -150,7 +150,8 @@ def add_noise_to_all_kernel_launch(
     """
     sizes = tuple([total.numel() for total in totals])
     pieces = pieces_of(sizes, totals[0].device)
-    if not len(pieces):
+    count = pieces.shape[0]
+    if not count:
         return
     sums = [total.data_ptr() for total in totals]
     results = [out.data_ptr() for out in outs]
@@ -164,7 +165,7 @@ def add_noise_to_all_kernel_launch(
         rows = [row + more for row, more in zip(rows, _earlier_words(earlier), strict=True)]
     table = table_on(totals[0].device, rows) if make_table is None else make_table(rows)
     launch(
-        _add_noise_to_all_kernel, (len(pieces),), (table, pieces),
+        _add_noise_to_all_kernel, (count,), (table, pieces),
         (len(earlier), float(std), float(divisor), 1 / divisor), DTYPE=outs[0].dtype,
         ROW_WORDS=ROW_WORDS, EARLIER_WORDS=EARLIER_WORDS if earlier else 0, LOOPS=LOOPS,
         BLOCK=BLOCK, num_warps=4,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from dp_clipping.step.sums.fused import Fused
 from dp_clipping.step.sums.layer_plans import FusedPlans, PlainPlans
 from dp_clipping.step.sums.plain import Plain
 from dp_clipping.step.sums.work import Work
-from dp_clipping.torch_compat import is_compiled_in_place, versions_of
+from dp_clipping.torch_compat import is_compiled_in_place, version_of
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
@@ -240,7 +241,7 @@ class ForwardBackward:
         self.state.pending, private_step.seen = private_step, seen
         if self.state.usage.is_part(given.size):
             rows = given.rows()
-            private_step.slices = slices_of(rows, versions_of(x for x, _ in rows))
+            private_step.slices = slices_of(rows, [version_of(x) for x, _ in rows])
         if check is not None:
             private_step.watched = Watched(output, self._establishment.layouts_of(output), check)
             output = private_step.watched.outputs
@@ -474,7 +475,7 @@ class ForwardBackward:
         context, samples = self.context, batch.size // each
         padding = None if padding is None else padding[::each]
         is_fused = context.policy.fused
-        if is_fused and not all(available(*kind) for kind in self._kinds):
+        if is_fused and not all(starmap(available, self._kinds)):
             say_plain(context.mode)
             is_fused = False
         if not is_fused:

@@ -11,7 +11,7 @@ from dp_clipping.distributed.awaited import REMEDY
 from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.distributed.placement import Piece
 from dp_clipping.step.state import StepState
-from dp_clipping.torch_compat import versions_of
+from dp_clipping.torch_compat import version_of
 
 GRADIENT = attrgetter("grad")
 
@@ -134,7 +134,8 @@ class GradientWatch:
             for parameter, *_, piece in pieces or ():
                 owners.append(parameter)
                 tensors.append(piece)
-            self._owners, self._tensors, self._versions = owners, tensors, versions_of(tensors)
+            self._owners, self._tensors = owners, tensors
+            self._versions = list(map(version_of, tensors))
 
     def refuse_unclipped(self, is_noisy: bool = False) -> None:
         """Raises RuntimeError if `.grad` was changed since the last private backward.
@@ -182,7 +183,7 @@ class GradientWatch:
         if self.sums is not None:
             changed = self.sums.changed()
             return [p for p in changed if self.state.is_open or p.grad is not None]
-        now, gradients = versions_of(self._tensors), self._tensors[: self._count]
+        now, gradients = list(map(version_of, self._tensors)), self._tensors[: self._count]
         if now == self._versions and all(map(is_, map(GRADIENT, self._owners), gradients)):
             return []
         replaced = [p for p, g in zip(self._owners, gradients, strict=False) if p.grad is not g]

@@ -15,6 +15,7 @@ Layers call `PrivateStep`, which runs the phases. `work` decides when norms and 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from dp_clipping.torch_compat import (
 )
 from dp_clipping.trials.randomness import RandomStates
 
+TRIGGER = attrgetter("trigger")
 IN_FORWARD = (
     "the network's forward calls backward(), or it differentiates what this layer computes and did "
     "not in the first batch: in forward call torch.autograd.grad(energy.sum(), x, "
@@ -207,9 +209,9 @@ class PrivateStep:
             work.begin(losses, clip_norms, hand_over)
             randomness = RandomStates(device=device, only_torch=True) if work.runs_twice else None
             total = losses.sum()
-            with capture.attached(self), guard, torch.no_grad():
+            with capture.attached(self), guard, torch.set_grad_enabled(False):
                 with timer.phase("norm_pass"):
-                    triggers = [one.trigger for one in capture.trained]
+                    triggers = list(map(TRIGGER, capture.trained))
                     self._run_backward(total, triggers, retain_graph=work.runs_twice)
                 with timer.phase("clip_coefficients"):
                     found = work.clip()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.torch_compat import versions_of
+from dp_clipping.torch_compat import version_of
 
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WORD = torch.int64
@@ -28,7 +28,7 @@ class Values:
     def __init__(self, tensors: Sequence[Tensor], with_parameters: bool = True):
         self._tensors = tensors
         self._aliases = [x.detach() for x in tensors]
-        self._versions = versions_of(tensors)
+        self._versions = list(map(version_of, tensors))
         self._is_copied = [with_parameters or not isinstance(x, nn.Parameter) for x in tensors]
         self._kept = [
             alias.clone() if is_copied else checksum(alias)
@@ -43,7 +43,7 @@ class Values:
             bits(x) if own else checksum(x)
             for x, own in zip(self._aliases, self._is_copied, strict=True)
         ]
-        are_others, versions = others(kept, now), versions_of(self._tensors)
+        are_others, versions = others(kept, now), list(map(version_of, self._tensors))
         moved = [a != b for a, b in zip(versions, self._versions, strict=True)]
         return [
             n

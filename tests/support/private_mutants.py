@@ -44,6 +44,7 @@ CYCLIC = "tests/dp_clipping/accounting/test_cyclic.py"
 ALONE = "tests/dp_clipping/layers/registered/test_one_alone.py"
 OF_USERS = "tests/dp_clipping/layers/registered/test_module.py"
 OBJECTS = "tests/dp_clipping/layers/vmap/test_objects.py"
+RECURRENT = "tests/dp_clipping/layers/recurrent/test_module.py"
 VMAP = "tests/dp_clipping/layers/vmap/test_module.py"
 STATE = "tests/dp_clipping/step/test_state.py"
 WORK = "tests/dp_clipping/step/sums/test_work.py"
@@ -262,6 +263,8 @@ ROWS = [
     ("examples of a unit are clipped one by one", "layers/handle.py",
      "return 1 if self.private_step is None else self.private_step.examples_per_unit", "return 1",
      CONTRACT, "units"),
+    ("a later call of a recurrent layer may have any rows", "layers/recurrent/module.py",
+     "if count == handle.private_step.batch_size:", "if count:", RECURRENT, "later_steps"),
     ("units are sampled at the rate of examples", "arguments/sampled.py",
      "len(loader) if units is None else batches_of(loader, len(units), units.size)",
      "len(loader)", UNITS, "account"),

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable, MutableMapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from dp_clipping.layers.vmap.objects import Objects, exchanged
 from dp_clipping.torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 LOOKED_AT = 32
+LEAVES = attrgetter("leaves")
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -66,7 +68,7 @@ class Batch:
         self.args, self.kwargs, self._batch_first = args, kwargs, batch_first
         self.bags = tuple(bags)
         self.leaves, self._structure = tree_flatten((args, kwargs))
-        self._in_bags = set().union(*(one.leaves for one in self.bags))
+        self._in_bags = set().union(*map(LEAVES, self.bags))
         self.size = self._size_of_bags() if bags else self._size()
 
     def _size(self) -> int:
@@ -74,11 +76,16 @@ class Batch:
 
         Raises ValueError if there is no tensor.
         """
-        tensors = [t for t in self.leaves if isinstance(t, Tensor) and t.dim()]
-        if not tensors:
+        dim = 0 if self._batch_first else 1
+        of_vectors, of_others = [], []
+        for x in self.leaves:
+            if isinstance(x, Tensor) and x.dim() == 1:
+                of_vectors.append(x.shape[0])
+            elif isinstance(x, Tensor) and x.dim():
+                of_others.append(x.shape[dim])
+        sizes = of_others or of_vectors
+        if not sizes:
             raise ValueError("forward got no tensor, so there is no batch to clip samples of")
-        matrices = [t for t in tensors if t.dim() > 1] or tensors
-        sizes = [t.shape[self._dim(t)] for t in matrices]
         return max(sizes) if min(sizes) else 0
 
     def _size_of_bags(self) -> int:

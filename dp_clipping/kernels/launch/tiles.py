@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, wraps
+from math import gcd
 from typing import Any
 
 import torch
@@ -214,8 +215,8 @@ def is_aligned(addresses: list[int], strides: list[int], size: int) -> bool:
         strides: of all but the last dimension, in elements.
     """
     return (
-        all([address % ALIGNMENT == 0 for address in addresses])
-        and all([stride * size % ALIGNMENT == 0 for stride in strides])
+        gcd(*addresses) % ALIGNMENT == 0  # each of them is a multiple
+        and gcd(*strides) * size % ALIGNMENT == 0
         and min(strides) > 0
         and max(strides) * size < LARGEST_STRIDE
     )

@@ -39,29 +39,34 @@ def run(
         weights: W_hh, b_hh and W_hr of each direction, detached.
         batch_sizes: [T] on the host, of packed sequences; see `PackedSequence`.
     """
+    device = gates.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return run(mode, gates, states, weights, batch_sizes)
     bidirectional, has_biases = len(weights) == 2, weights[0][1] is not None
     hx: Any = tuple(map(Tensor.contiguous, states)) if mode == "LSTM" else states[0].contiguous()
     rest = (_flat(mode, gates, weights), has_biases, 1, 0.0, True, bidirectional)
-    with torch.autocast(gates.device.type, enabled=False):
-        if batch_sizes is None:
-            return RUN[mode](gates, hx, *rest, False)
-        return RUN[mode](gates, batch_sizes, hx, *rest)
+    if batch_sizes is None:
+        return RUN[mode](gates, hx, *rest, False)
+    return RUN[mode](gates, batch_sizes, hx, *rest)
 
 
-@torch.no_grad()
 def _flat(mode: str, gates: Tensor, weights: Sequence[Weights]) -> list[Tensor]:
     """Returns the weights of all directions, the identity first, as kernels take them."""
     found = []
     for n, (weight, bias, projection) in enumerate(weights):
-        rows = len(weight)
+        rows = weight.shape[0]
         identity = gates.new_zeros(rows, gates.shape[-1])
         identity.diagonal(n * rows).fill_(1)
         given = (weight, None if bias is None else torch.zeros_like(bias), bias, projection)
-        found += [identity, *[x.to(gates.dtype) for x in given if x is not None]]
+        found.append(identity)
+        for x in given:
+            if x is not None:
+                found.append(x.to(gates.dtype))
     weight, _, projection = weights[0]
     if gates.is_cuda and torch.backends.cudnn.is_acceptable(gates):
-        proj_size = 0 if projection is None else len(projection)
-        hidden_size = len(weight) // GATES[mode]
+        proj_size = 0 if projection is None else projection.shape[0]
+        hidden_size = weight.shape[0] // GATES[mode]
         found = [x.clone() for x in found]  # they get other memory, and parameters keep theirs
         to_one_buffer_(found, mode, gates.shape[-1], hidden_size, proj_size, len(weights) == 2)
     return found

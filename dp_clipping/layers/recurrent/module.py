@@ -6,8 +6,6 @@ computes the gradients of the weights that the kernel reads. Between layers the 
 sequences is zero, and sequences are in the order of the batch.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -15,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.layers import projection, tensor_parallel
+from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, check_size
+from dp_clipping.layers.handle import LayerState, autocast_of, check_size
+from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recurrent import kernel
 from dp_clipping.layers.recurrent.kinds import mode_of
 from dp_clipping.layers.recurrent.packing import Packing
-from dp_clipping.layers.recurrent.recurrence import Enter, Leave, Run, Sites
+from dp_clipping.layers.recurrent.recurrence import Enter, Layer, Leave, Part, Run
 from dp_clipping.torch_compat import apply_directly, never_compiled, transforms_run
 
 KINDS = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
@@ -46,23 +45,24 @@ def _all_layers(
 ) -> Any:
     """Returns the module's outputs. Opacus's layers call first states `state_init`."""
     hx = state_init if hx is None else hx
-    sequences = _sequences(self, handle, input, hx)
-    mode = mode_of(self)
-    is_lstm = mode == "LSTM"
-    first = [] if hx is None else list(hx) if is_lstm else [hx]
+    tokens = input.data if isinstance(input, PackedSequence) else input
+    if torch.is_autocast_enabled(tokens.device.type) and _stays_wide(self, tokens):
+        with torch.autocast("cpu", enabled=False):
+            return _all_layers(self, handle, input, hx)
+    layers = _layers_of(self, handle, input, tokens, hx)
+    is_lstm = layers[0].mode == "LSTM"
+    first = () if hx is None else tuple(hx) if is_lstm else (hx,)
     packing = None
     if isinstance(input, PackedSequence):
         packing = Packing.of(input)
-        x = packing.pad(input.data)
+        x = packing.pad(tokens)
     else:
-        x = input.transpose(0, 1) if self.batch_first else input
-    count = 2 if self.bidirectional else 1
+        x = tokens.transpose(0, 1) if self.batch_first else tokens
     last = []
-    for layer in range(self.num_layers):
-        if layer and self.dropout:
+    for number, layer in enumerate(layers):
+        if number and self.dropout:
             x = F.dropout(x, self.dropout, self.training)
-        states = [s[layer * count : (layer + 1) * count] for s in first]
-        x, *states = _run(self, mode, handle, x, states, layer, sequences, packing)
+        x, *states = _run(self, handle, x, first, layer, number, packing)
         last.append(states)
     h, *c = map(torch.cat, zip(*last, strict=True))
     if isinstance(input, PackedSequence):
@@ -70,6 +70,64 @@ def _all_layers(
     else:
         outputs = x.transpose(0, 1) if self.batch_first else x
     return outputs, ((h, *c) if is_lstm else h)
+
+
+def _stays_wide(self: nn.RNNBase, x: Tensor) -> bool:
+    """Returns whether PyTorch's own layer stays in float32 under autocast."""
+    return isinstance(self, nn.GRU) and x.device.type == "cpu" and x.dtype == torch.float32
+
+
+# ---- what is asked once -------------------------------------------------------------------------
+
+
+def _layers_of(
+    self: nn.RNNBase,
+    handle: LayerState,
+    input: Tensor | PackedSequence,
+    tokens: Tensor,
+    hx: Any,
+) -> list[Layer]:
+    """Returns the layers, kept from an earlier call with such an input and no first states.
+
+    They are those of `_layers_anew` where the input has a row for each sample, and is no DTensor.
+    """
+    is_packed = isinstance(input, PackedSequence)
+    key = (Layer, is_packed, tokens.ndim, tokens.dtype, autocast_of(tokens))
+    kept: Any = handle.sites.get(key)
+    if kept is not None and hx is None and type(tokens) is Tensor:
+        place = 0 if self.batch_first else 1
+        count = int(input.batch_sizes[0]) if is_packed else tokens.shape[place]
+        if count == handle.private_step.batch_size:
+            return kept
+    sequences = _sequences(self, handle, input, hx)
+    layers = _layers_anew(self, handle, tokens, sequences)
+    if hx is None and sequences.kind == "dimension":
+        handle.sites[key] = layers
+    return layers
+
+
+def _layers_anew(
+    self: nn.RNNBase, handle: LayerState, tokens: Tensor, sequences: Layout
+) -> list[Layer]:
+    """Returns the layers with the sites of their parameters.
+
+    Raises:
+        ValueError: parameters are DTensors.
+    """
+    mode, layers = mode_of(self), []
+    for number in range(self.num_layers):
+        parts = []
+        for direction in ("", "_reverse")[: 2 if self.bidirectional else 1]:
+            names = [f"{kind}_l{number}{direction}" for kind in KINDS]
+            tensor_parallel.refuse_distributed(handle, *[getattr(self, n, None) for n in names])
+            parts.append(Part(
+                names,
+                handle.site(Linear, tokens, sequences, (names[0], names[1])),
+                handle.site(Enter, tokens, sequences, (names[2], names[3])),
+                handle.site(Enter, tokens, sequences, (names[4], "")),
+            ))  # fmt: skip
+        layers.append(Layer(mode, parts))
+    return layers
 
 
 def _sequences(
@@ -80,7 +138,8 @@ def _sequences(
     Raises:
         ValueError: it is called in a way in which a sequence is not of one sample.
     """
-    tensors = handle.tensors((input, hx))
+    with torch.no_grad():  # autograd saves the same as in a call that finds the layers kept
+        tensors = handle.tensors((input, hx))
     tensor_parallel.refuse_distributed(handle, *tensors)
     layouts = handle.layouts_of(tensors)
     place = 0 if isinstance(input, PackedSequence) or self.batch_first else 1
@@ -97,53 +156,50 @@ def _sequences(
     return Layout(layouts[0].kind, 1)
 
 
+# ---- one layer ----------------------------------------------------------------------------------
+
+
 def _run(
     self: nn.RNNBase,
-    mode: str,
     handle: LayerState,
     x: Tensor,
-    states: list[Tensor],
-    layer: int,
-    sequences: Layout,
+    first: tuple[Tensor, ...],
+    layer: Layer,
+    number: int,
     packing: Packing | None,
 ) -> tuple[Tensor, ...]:
     """Returns the states of all time steps [T, N, D·H] in one layer, and the last ones [D, N, H].
 
     Args:
         x: [T, N, ..].
-        states: the first ones, [D, N, ..]; empty: zeros.
+        first: the first states of all layers, [layers·D, N, ..]; empty: zeros.
+        number: the layer's.
     """
     gates: list[Tensor] = []
     weights: list[Any] = []
-    sites: list[Sites] = []
     private_step: Any = handle.private_step
-    for direction in ("", "_reverse")[: 2 if self.bidirectional else 1]:
-        names = [f"{kind}_l{layer}{direction}" for kind in KINDS]
-        values: list[Any] = [getattr(self, name, None) for name in names]
-        tensor_parallel.refuse_distributed(handle, *values)
-        values = [None if value is None else value.detach() for value in values]
-        weight_ih, bias_ih, *hidden = values
-        with _autocast_of(self, x):
-            found = projection.project(
-                handle, x, sequences, weight_ih, bias_ih, names=(names[0], names[1])
-            )
-        gates.append(found)
-        weights.append(tuple(hidden))
-        sites.append((
-            handle.site(Enter, found, sequences, (names[2], names[3])),
-            handle.site(Enter, found, sequences, (names[4], "")),
-        ))  # fmt: skip
-    run = Run(mode, sites, private_step, packing)
+    own, parameters = self.__dict__, self._parameters
+    for part in layer.parts:
+        values: list[Any] = []
+        for name in part.names:
+            value: Any = own[name] if name in own else parameters.get(name)  # FSDP1 lays it over
+            values.append(None if value is None else value.detach())
+        gates.append(part.input.use(private_step, x, values[0], values[1]))
+        weights.append(tuple(values[2:]))
+    run = Run(layer, private_step, packing)
     run.announce(gates[0], weights)
-    together = gates[0] if len(gates) == 1 else torch.cat(gates, 2)
+    count = len(gates)
+    together = gates[0] if count == 1 else torch.cat(gates, 2)
     enter, leave = (Enter.apply, Leave.apply) if transforms_run() else (ENTER, LEAVE)
-    together = enter(together, run, *chain.from_iterable(weights), *run.triggers)
-    if not states:
-        count = 2 if mode == "LSTM" else 1
-        widths = (self.proj_size or self.hidden_size, self.hidden_size)[:count]
-        states = [together.new_zeros(len(gates), x.shape[1], width) for width in widths]
-    states = [s.to(together.dtype) for s in states]
-    last = _all_steps(mode, together, states, weights, packing)
+    together = enter(together, run, weights, *map(private_step.trigger, layer.records))
+    if first:
+        own_states = slice(number * count, (number + 1) * count)
+        states = [s[own_states].to(together.dtype) for s in first]
+    else:
+        count_of_states = 2 if layer.mode == "LSTM" else 1
+        widths = (self.proj_size or self.hidden_size, self.hidden_size)[:count_of_states]
+        states = [together.new_zeros(count, x.shape[1], width) for width in widths]
+    last = _all_steps(layer.mode, together, states, weights, packing)
     h, c = (*map(Tensor.detach, states), None)[:2]
     return leave(run, h, c, *last)
 
@@ -158,13 +214,6 @@ def _all_steps(
     """Returns the results of `kernel.run` on [T, N, ..], in the order of the batch."""
     if packing is None:
         return kernel.run(mode, gates, states, weights)
-    states = list(map(packing.by_length, states))
+    states = packing.by_length(states)
     y, *last = kernel.run(mode, packing.pack(gates), states, weights, packing.batch_sizes)
-    return packing.pad(y), *map(packing.by_batch, last)
-
-
-def _autocast_of(self: nn.RNNBase, x: Tensor) -> AbstractContextManager:
-    """Returns a context without autocast where PyTorch's own layer stays in float32."""
-    if isinstance(self, nn.GRU) and x.device.type == "cpu" and x.dtype == torch.float32:
-        return torch.autocast("cpu", enabled=False)
-    return nullcontext()
+    return packing.pad(y), *packing.by_batch(last)

@@ -1,6 +1,7 @@
 """Maps tokens of packed sequences to those of padded ones, [T, N, ..]."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,11 +29,11 @@ class Packing:
     def of(cls, packed: PackedSequence) -> "Packing":
         sizes, device = packed.batch_sizes, packed.data.device
         count = int(sizes[0])
-        times = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        columns = torch.arange(len(times)) - (sizes.cumsum(0) - sizes)[times]
+        times = torch.repeat_interleave(torch.arange(sizes.shape[0]), sizes)
+        columns = torch.arange(times.shape[0]) - (sizes.cumsum(0) - sizes)[times]
         ends = (torch.arange(count)[:, None] < sizes).sum(1) - 1
         both = torch.stack([times, columns]).to(device, non_blocking=True)
-        times, columns = both
+        times, columns = both.unbind()
         ends = ends.to(device, non_blocking=True)
         order, places = packed.sorted_indices, packed.unsorted_indices
         if order is not None:
@@ -41,7 +42,7 @@ class Packing:
 
     def pad(self, packed: Tensor) -> Tensor:
         """Returns [T, N, ..] of [tokens, ..], zero where a sequence has ended."""
-        times, count = len(self.batch_sizes), len(self.ends)
+        times, count = self.batch_sizes.shape[0], self.ends.shape[0]
         padded = packed.new_zeros(times * count, *packed.shape[1:])
         return padded.index_copy(0, self.tokens, packed).view(times, count, *packed.shape[1:])
 
@@ -49,13 +50,17 @@ class Packing:
         """Returns the inverse of `pad`."""
         return padded.flatten(0, 1).index_select(0, self.tokens)
 
-    def by_length(self, x: Tensor) -> Tensor:
-        """Returns x [D, N, ..], in the order of the batch, by length."""
-        return x if self.order is None else x.index_select(1, self.order)
+    def by_length(self, states: list[Tensor]) -> list[Tensor]:
+        """Returns states [D, N, ..], in the order of the batch, by length."""
+        if self.order is None:
+            return states
+        return list(map(partial(torch.index_select, dim=1, index=self.order), states))
 
-    def by_batch(self, x: Tensor) -> Tensor:
+    def by_batch(self, states: list[Tensor]) -> list[Tensor]:
         """Returns the inverse of `by_length`."""
-        return x if self.places is None else x.index_select(1, self.places)
+        if self.places is None:
+            return states
+        return list(map(partial(torch.index_select, dim=1, index=self.places), states))
 
     def running(self) -> Tensor:
         """Returns which sequences run in each time step: [T, N, 1]."""

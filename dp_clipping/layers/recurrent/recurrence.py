@@ -15,6 +15,7 @@ all time steps.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,8 +29,39 @@ from dp_clipping.layers.recorder import LINEAR, Recorder
 from dp_clipping.layers.recurrent.kernel import Weights
 from dp_clipping.layers.recurrent.packing import Packing
 
-Sites = tuple[Site, Site]
-"""Sites of one direction: that of W_hh and b_hh, and that of W_hr."""
+
+@dataclass(frozen=True)
+class Part:
+    """The parameters of one layer in one direction.
+
+    Attributes:
+        names: of W_ih, b_ih, W_hh, b_hh and W_hr, whether it has them or not.
+        input, hidden, projection: the sites of W_ih and b_ih, of W_hh and b_hh, and of W_hr.
+    """
+
+    names: list[str]
+    input: Site
+    hidden: Site
+    projection: Site
+
+
+class Layer:
+    """One layer of a module, which all runs of it share.
+
+    Args:
+        mode: the mode of `nn.RNNBase`.
+        parts: its directions; where the samples are in dimension 1 is their sites'.
+
+    Attributes:
+        records: parameters, one for each use that makes autograd visit `Enter`.
+        reads_gates: backward needs X and the weights.
+    """
+
+    def __init__(self, mode: str, parts: list[Part]):
+        self.mode, self.parts = mode, parts
+        sites = [site for part in parts for site in (part.hidden, part.projection)]
+        self.records = [site.records[0] for site in sites if site.records]
+        self.reads_gates = mode == "GRU" or any(part.projection.records for part in parts)
 
 
 @dataclass
@@ -53,75 +85,68 @@ class Run:
     """One run of the kernel, on N sequences.
 
     Args:
-        mode: the mode of `nn.RNNBase`.
-        sites: of each direction; where the samples are in dimension 1 is theirs.
+        layer: the layer that is run.
         private_step: takes what backward leaves.
         packing: the packing of the sequences; None: they are of one length.
     """
 
-    def __init__(
-        self, mode: str, sites: list[Sites], private_step: Recorder, packing: Packing | None
-    ):
-        self.mode, self.sites = mode, sites
-        self.private_step, self.packing = private_step, packing
+    def __init__(self, layer: Layer, private_step: Recorder, packing: Packing | None):
+        self.layer, self.private_step, self.packing = layer, private_step, packing
         self.states: States | None = None  # between the two backwards
-
-    @property
-    def reads_gates(self) -> bool:
-        """Returns whether backward needs X."""
-        return self.mode == "GRU" or any([projection.records for _, projection in self.sites])
-
-    @property
-    def triggers(self) -> list[Tensor]:
-        """Returns inputs that make autograd visit `Enter`."""
-        sites = [site for own in self.sites for site in own if site.records]
-        return [self.private_step.trigger(site.records[0]) for site in sites]
 
     def announce(self, gates: Tensor, weights: list[Weights]) -> None:
         """Tells the step which products the kernel will compute; `gates`: X of one direction."""
-        for sites, (weight, _, projection) in zip(self.sites, weights, strict=True):
-            for site, factor in zip(sites, (weight, projection), strict=True):
+        for part, (weight, _, projection) in zip(self.layer.parts, weights, strict=True):
+            for site, factor in ((part.hidden, weight), (part.projection, projection)):
                 if site.planned is not None and factor is not None:
                     shape = torch.Size((*gates.shape[:2], factor.shape[1]))
                     call = (site.planned, shape, gates.dtype, factor.shape[0])
                     self.private_step.plans.calls.append(call)
 
-    def deliver(self, g: Tensor, gates: Tensor | None, weights: list[Weights]) -> None:
-        """Leaves the factors that G [T, N, D·gates·H] and the states give."""
+    def deliver(self, g: Tensor, gates: Tensor | None, weights: list[Any]) -> None:
+        """Leaves the factors that G [T, N, D·gates·H] and the states give.
+
+        Args:
+            gates: X, if the layer reads it.
+            weights: then also W_hh, b_hh and W_hr of each direction, of the dtype of G.
+        """
         states, self.states = self.states, None
         assert states is not None, "Leave's backward comes before Enter's"
-        for n, (sites, own) in enumerate(zip(self.sites, weights, strict=True)):
-            one = Direction(self, bool(n), states, own)
-            rows = None if gates is None else gates.chunk(len(weights), 2)[n]
-            one.deliver(sites, g.chunk(len(weights), 2)[n], rows)
-
-    def leave(self, site: Site, y: Tensor, a: Tensor) -> None:
-        self.private_step.take(LINEAR, site.records, (y, a, site), (y, a))
+        parts = self.layer.parts
+        for n, part in enumerate(parts):
+            one = Direction(self, part, bool(n), states, weights[3 * n : 3 * n + 3])
+            rows = None if gates is None else gates.chunk(len(parts), 2)[n]
+            one.deliver(g.chunk(len(parts), 2)[n], rows)
 
 
 class Direction:
     """One direction of a run in its backward: G, X [T, N, gates·H] and h [T, N, H] are its own."""
 
-    def __init__(self, run: Run, reverse: bool, states: States, weights: Weights):
-        self.run, self.reverse, self.states = run, reverse, states
-        self.weight, self.bias, self.projection = weights
+    def __init__(self, run: Run, part: Part, reverse: bool, states: States, weights: list[Any]):
+        self.run, self.part, self.reverse, self.states = run, part, reverse, states
+        self.weights = weights
         self.h = states.h[int(reverse)]
         self.outputs = self._own(states.outputs)
 
     def _own(self, x: Tensor) -> Tensor:
-        return x.chunk(len(self.states.h), 2)[int(self.reverse)]
+        return x.chunk(self.states.h.shape[0], 2)[int(self.reverse)]
 
-    def deliver(self, sites: Sites, g: Tensor, gates: Any) -> None:
+    def deliver(self, g: Tensor, gates: Any) -> None:
+        hidden, projection, private_step = (
+            self.part.hidden,
+            self.part.projection,
+            self.run.private_step,
+        )
         before = self._before()
         k = g
-        if self.run.mode == "GRU":
+        if self.run.layer.mode == "GRU":
             k = self._of_hidden(g, gates, before)
-        hidden, projection = sites
         if hidden.records:
-            self.run.leave(hidden, k, before)
+            private_step.take(LINEAR, hidden.records, (k, before, hidden), (k, before))
         if projection.records:
-            inner = self._unprojected(gates, before)
-            self.run.leave(projection, self._of_outputs(k), inner)
+            of_outputs, inner = self._of_outputs(k), self._unprojected(gates, before)
+            own = (of_outputs, inner, projection)
+            private_step.take(LINEAR, projection.records, own, (of_outputs, inner))
 
     def _before(self) -> Tensor:
         """Returns the state before each time step."""
@@ -144,9 +169,10 @@ class Direction:
 
     def _activations(self, gates: Tensor, before: Tensor, own: slice) -> Tensor:
         """Returns X + W_hh h + b_hh of some gates, wide."""
-        bias = None if self.bias is None else self.bias[own]
+        weight, bias, _ = self.weights
+        bias = None if bias is None else bias[own]
         wide = accumulation_dtype(gates.dtype)
-        return F.linear(before, self.weight[own], bias).to(wide) + gates[..., own]
+        return F.linear(before, weight[own], bias).to(wide) + gates[..., own]
 
     def _unprojected(self, gates: Tensor, before: Tensor) -> Tensor:
         """Returns o tanh(c) of all time steps."""
@@ -166,7 +192,7 @@ class Direction:
 
     def _of_outputs(self, k: Tensor) -> Tensor:
         """Returns the gradient of each h: what comes from outside, and from the next time step."""
-        following = k @ self.weight
+        following = k @ self.weights[0]
         if self.reverse:
             g = F.pad(following[:-1], (0, 0, 0, 0, 1, 0))
         else:
@@ -189,25 +215,28 @@ class Enter(torch.autograd.Function):
 
     Args:
         gates: X [T, N, D·gates·H].
-        others: W_hh, b_hh and W_hr of each direction, detached, and inputs that make autograd come
-            here (`Run.triggers`).
+        weights: W_hh, b_hh and W_hr of each direction, detached.
+        triggers: inputs that make autograd come here.
     """
 
     @staticmethod
-    def forward(ctx, gates, run: Run, *others):
+    def forward(ctx, gates, run: Run, weights: list[Weights], *triggers):
         ctx.run = run
-        weights = others[: 3 * len(run.sites)]
-        ctx.save_for_backward(gates if run.reads_gates else None, *weights)
+        # What `save_for_backward` sets, which is a function in Python.
+        ctx.to_save = (gates, *chain(*weights)) if run.layer.reads_gates else (None,)
         return gates
 
     @staticmethod
     def backward(ctx, g):
         gates, *weights = ctx.saved_tensors
-        g = tensor_parallel.arrived(g)
-        with torch.autocast(g.device.type, enabled=False):
-            weights = [None if w is None else w.to(g.dtype) for w in weights]
-            of_all: Any = [tuple(weights[n : n + 3]) for n in range(0, len(weights), 3)]
-            ctx.run.deliver(g, gates, of_all)
+        if type(g) is not Tensor or torch.is_grad_enabled():
+            g = tensor_parallel.arrived(g)
+        if gates is None:
+            ctx.run.deliver(g, None, [])
+        else:
+            with torch.autocast(g.device.type, enabled=False):
+                weights = [None if w is None else w.to(g.dtype) for w in weights]
+                ctx.run.deliver(g, gates, weights)
         return g, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
@@ -221,8 +250,7 @@ class Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run: Run, h, c, outputs, *last):
         ctx.run = run
-        ctx.save_for_backward(outputs, h, c)
-        ctx.set_materialize_grads(False)
+        ctx.to_save, ctx.materialize_grads = (outputs, h, c), False  # as in `Enter`
         return outputs, *last
 
     @staticmethod

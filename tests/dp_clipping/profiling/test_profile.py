@@ -17,7 +17,7 @@ from ddp_by_hand.lm.parallel import TENSOR, parallelize
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import PrivacyEngine
 from dp_clipping.profiling import profile as profiling
-from dp_clipping.profiling.profile import KEPT, SWITCH, Profile
+from dp_clipping.profiling.profile import KEPT, NOTHING, SWITCH, Profile
 from tests.support import zoo
 from tests.support.sharded_steps import shard_fsdp2
 
@@ -349,3 +349,10 @@ def check_tensor_parallel(context: Context) -> None:
 
 def test_norms_before_and_after_the_all_reduce(cpu_ranks):
     cpu_ranks.run(2, check_tensor_parallel)
+
+
+def test_what_does_nothing_lets_errors_pass():
+    with NOTHING, NOTHING:
+        pass
+    with pytest.raises(ZeroDivisionError), NOTHING:
+        raise ZeroDivisionError

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from dp_clipping.sampling.parts import apart, slices_of
-from dp_clipping.torch_compat import versions_of
+from dp_clipping.torch_compat import version_of
 
 
 def part(*tensors, dim=0):
-    return slices_of(((x, dim if x.dim() > 1 else 0) for x in tensors), versions_of(tensors))
+    rows = ((x, dim if x.dim() > 1 else 0) for x in tensors)
+    return slices_of(rows, list(map(version_of, tensors)))
 
 
 X, OTHER = torch.randn(6, 4, 3), torch.randn(6, 4, 3)

@@ -7,7 +7,9 @@ from torch.nn.utils import rnn
 
 from tests.dp_clipping.conftest import (
     MODES,
+    assert_close,
     assert_exact,
+    clipped_sums,
     criterion_of,
     gradients_of,
     private,
@@ -103,6 +105,36 @@ def test_samples_along_time_are_refused():
     model = unchecked(zoo.Net(lambda net, x: net.a(x)[0], a=nn.LSTM(P, H)))
     with pytest.raises(ValueError, match=r"a \(LSTM\).*\[time, batch, features\]"):
         model(torch.randn(3, T, P))
+
+
+class Last(nn.Module):
+    """The last states of sequences, packed or not, each of them `repeats` times."""
+
+    def __init__(self, packs: bool) -> None:
+        super().__init__()
+        self.gru = nn.GRU(P, H, 2, batch_first=True, bidirectional=True)
+        self.packs, self.repeats = packs, 1
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        x, lengths = x.repeat(self.repeats, 1, 1), lengths.repeat(self.repeats)
+        if self.packs:
+            x = rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+        return self.gru(x)[1][0]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_later_steps_are_as_the_first(packs):
+    model, x = unchecked(Last(packs)), torch.randn(4, T, P)
+    batch = {"x": x, "lengths": LENGTHS}, torch.randn(4, H)
+    fewer = {name: values[:2] for name, values in batch[0].items()}, torch.randn(2, H)
+    first, of_fewer = clipped_sums(model, batch), clipped_sums(model, fewer)
+    assert_close(clipped_sums(model, batch), first, 0)
+    model.network.repeats = 2
+    with pytest.raises(ValueError, match="for a batch of 2 samples"):
+        model(**fewer[0])
+    model.network.repeats = 1
+    model.reset_batch_layouts()
+    assert_close(clipped_sums(model, fewer), of_fewer, 0)
 
 
 class Take(nn.Module):
