@@ -12,6 +12,7 @@ import tomllib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -180,22 +181,12 @@ def test_the_image_has_the_versions_of_the_project():
     assert tuple(map(int, low.split("."))) <= tuple(map(int, version.split(".")))
     assert tuple(map(int, version.split("."))) <= tuple(map(int, high.split(".")))
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", constraints_text(), re.M))
-    extras = [r for name in tested_extras() for r in PROJECT["optional-dependencies"][name]]
+    extras = chain.from_iterable(PROJECT["optional-dependencies"].values())
     for requirement in map(Requirement, [*PROJECT["dependencies"], *extras]):
         name = requirement.name
         if name == PROJECT["name"]:  # with other extras
             continue
         assert pinned[re.sub(r"\[.*", "", name)] in requirement.specifier, name
-
-
-def tested_extras() -> set[str]:
-    """Returns what tests and documents need, and the extras that they stand for."""
-    (own,) = [
-        r
-        for r in map(Requirement, PROJECT["optional-dependencies"]["test"])
-        if r.name == PROJECT["name"]
-    ]
-    return {"test", "docs", *own.extras}
 
 
 def constraints_text() -> str:

@@ -42,7 +42,7 @@ from ddp_by_hand.measure.report import write_report
 DEFAULT_FOLDER = Path("results_ddp")
 
 
-@ending_quietly(speaks=is_first_of_host, needs=("matplotlib", "jinja2"))
+@ending_quietly(speaks=is_first_of_host)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns 0, 1 (a gradient is wrong, a cell failed) or 2 (bad input)."""
     options = parse(sys.argv[1:] if arguments is None else arguments)

@@ -30,20 +30,20 @@ DTYPES = ("float32", "mixed", "bfloat16")
 PROGRAM = "ddp_by_hand.bench"
 EXAMPLES = """\
 examples:
-  python benchmark_ddp.py
+  ddp-benchmark
       every implementation, on all GPUs or on two CPU processes
-  torchrun --nproc_per_node=4 benchmark_ddp.py --preset 730m --dtype mixed --data synthetic
+  torchrun --nproc_per_node=4 -m ddp_by_hand.bench --preset 730m --dtype mixed --data synthetic
       four GPUs, 730 M parameters in float32 with bfloat16 arithmetic
-  python benchmark_ddp.py --implementations none ddp_bucketed torch_ddp my_ddp.py:MyDDP
+  ddp-benchmark --implementations none ddp_bucketed torch_ddp my_ddp.py:MyDDP
       your own variant in the same table
-  python benchmark_ddp.py --profile --profile-implementation all
+  ddp-benchmark --profile --profile-implementation all
       traces, summaries and the timeline picture in ./profiler_output
-  python benchmark_ddp.py --implementations none ddp_bucketed --clipping none bookkeeping
+  ddp-benchmark --implementations none ddp_bucketed --clipping none bookkeeping
       what private training costs: each of them without and with clipping and noise
-  python benchmark_ddp.py --implementations none --show-plan \\
+  ddp-benchmark --implementations none --show-plan \\
     --clipping none flash_bookkeeping flash_bookkeeping:width flash_bookkeeping:input_length
       what planning each layer's norm by cost gains over one algorithm for all
-  python benchmark_ddp.py --implementations none fsdp2 tp --clipping none flash_bookkeeping
+  ddp-benchmark --implementations none fsdp2 tp --clipping none flash_bookkeeping
       the same overhead where the model is sharded
 """
 _from_zero = requires(lambda x: 0 <= x < math.inf, "{}: give a finite number of 0 or more")
@@ -173,5 +173,6 @@ def parse(arguments: Sequence[str]) -> Options:
     """Parses the command line; an invalid option ends it with one line and status 2."""
     return parse_options(
         Options, arguments, prog=program_name(PROGRAM), epilog=EXAMPLES, speaks=is_first_of_host,
+        needs=("matplotlib", "jinja2"),
         description="Check, time and profile data-parallel implementations beside PyTorch's own.",
     )  # fmt: skip

@@ -300,6 +300,8 @@ def _names(options: Options) -> list[str]:
     for name in names:
         if name in SHARDED:
             continue
+        if name.endswith(".py"):
+            raise ValueError(f"{option}: {name}: name its class too, as {name}:ClassName")
         if ":" not in name and plain(name) not in IMPLEMENTATIONS:
             raise ValueError(
                 f"{option}: {name!r} is unknown, choose from "

@@ -144,6 +144,7 @@ class Benchmark:
             for cell in cells:
                 progress.update(cell.label)
                 if cell.subject in unavailable:
+                    progress.finished(f"{cell.label}: unavailable")
                     continue
                 row = self._measure(cell)
                 if row["status"] == UNAVAILABLE:

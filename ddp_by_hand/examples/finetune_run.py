@@ -318,6 +318,7 @@ def make_trainer(
         num_train_epochs=options.epochs, learning_rate=options.learning_rate, seed=options.seed,
         logging_steps=options.report_every, save_steps=options.save_every, save_total_limit=2,
         max_grad_norm=0, report_to=[], disable_tqdm=True, use_cpu=options.device == "cpu",
+        dataloader_pin_memory=options.device != "cpu" and torch.cuda.is_available(),
     )  # fmt: skip
     if options.device == "cuda" and arguments.device.type != "cuda":
         raise ValueError("--device cuda: PyTorch finds no GPU: give --device cpu")

@@ -78,10 +78,12 @@ class Run:
     points: list[dict[str, float]]
 
 
-@ending_quietly(needs=["matplotlib"])
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for bad input."""
-    options = parse_options(Options, arguments, prog="private_images", description=__doc__)
+    options = parse_options(
+        Options, arguments, prog="private_images", description=__doc__, needs=["matplotlib"]
+    )
     try:
         if options.batch_size > options.images:
             raise ValueError("--batch-size is larger than --images: give fewer or more")

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from ddp_by_hand.exercises import EXERCISES, command
 from ddp_by_hand.exercises.judge import Ranks, Result, judge, load_check
+from ddp_by_hand.measure.command_line import ending_quietly
 from ddp_by_hand.torch_versions import warn_if_untested
 
 
+@ending_quietly
 def main(arguments: Sequence[str]) -> int:
     try:
         exercise, solution = parse(arguments)

@@ -72,10 +72,12 @@ class Split:
     test: tuple[Tensor, Tensor]
 
 
-@ending_quietly(needs=["matplotlib"])
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for bad input."""
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
+    options = parse_options(
+        Options, arguments, prog=PROGRAM, description=__doc__, needs=["matplotlib"]
+    )
     warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
     torch.set_num_threads(1)  # tensors are too small for more
     split = split_of(options)

@@ -61,10 +61,12 @@ class Run(NamedTuple):
     mib: float
 
 
-@ending_quietly(needs=["matplotlib"])
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for bad input."""
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
+    options = parse_options(
+        Options, arguments, prog=PROGRAM, description=__doc__, needs=["matplotlib"]
+    )
     if uneven := [every for every in options.every if options.steps % every]:
         why = f"--steps {options.steps}: {uneven[0]} local steps do not divide it, give a multiple"
         return refuse(PROGRAM, ValueError(why), speaks=is_alone())

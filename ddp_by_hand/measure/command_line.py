@@ -8,11 +8,11 @@ import os
 import select
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from ddp_by_hand.measure.extras import MissingExtra, require
+from ddp_by_hand.measure.extras import MissingExtra
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # what shells report for Ctrl-C, 128 + SIGINT
@@ -44,25 +44,22 @@ def ending_quietly(
     main: Callable[..., int] | None = None,
     *,
     speaks: Callable[[], bool] = lambda: True,
-    needs: Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Decorates a program's `main`, so that it ends without a traceback.
 
     Ctrl-C prints `interrupted` and exits with status 130. Output without a reader (`| head`) ends
     it silently with status 141. Output that cannot be written (a full disk) ends it with one line
-    and status 1.
+    and status 1, a package that is not installed (`extras`) with one line and status 2.
 
     Args:
         speaks: see `Parser`.
-        needs: packages without which it ends at once, with one line and status 2: see `extras`.
     """
     if main is None:
-        return functools.partial(ending_quietly, speaks=speaks, needs=needs)
+        return functools.partial(ending_quietly, speaks=speaks)
 
     @functools.wraps(main)
     def run(*arguments: Any, **named: Any) -> int:
         try:
-            require(*needs)
             try:
                 return main(*arguments, **named)
             finally:

@@ -21,6 +21,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ddp_by_hand.measure.command_line import Parser
+from ddp_by_hand.measure.extras import require
 
 Options = TypeVar("Options")
 _OPTION = "option"  # key of a field's metadata
@@ -87,19 +88,32 @@ def parser_of(kind: type, **texts: Any) -> Parser:
 
 
 def parse_options(
-    kind: type[Options], arguments: Sequence[str] | None = None, **texts: Any
+    kind: type[Options],
+    arguments: Sequence[str] | None = None,
+    *,
+    needs: Sequence[str] = (),
+    **texts: Any,
 ) -> Options:
     """Parses `arguments` (default: the command line's) into a dataclass of options.
 
     A mistake ends it with one line and status 2, also a ValueError that the dataclass
     raises in `__post_init__`.
+
+    Args:
+        needs: packages without which the program cannot run. `--help` needs none of them.
+        texts: see `Parser`.
+
+    Raises:
+        MissingExtra: a package of `needs` is not installed.
     """
     parser = parser_of(kind, **texts)
     found = vars(parser.parse_args(arguments))
     try:
-        return kind(**{one.name: _checked(one, found[one.name]) for one in _options(kind)})
+        options = kind(**{one.name: _checked(one, found[one.name]) for one in _options(kind)})
     except ValueError as error:
         parser.error(str(error))
+    require(*needs)
+    return options
 
 
 def as_arguments(options: Any) -> list[str]:

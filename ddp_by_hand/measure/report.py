@@ -53,10 +53,12 @@ class Options:
     )
 
 
-@ending_quietly(needs=("matplotlib", "jinja2"))
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes a report. Returns 0, or 2 if the folder holds no results."""
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
+    options = parse_options(
+        Options, arguments, prog=PROGRAM, description=__doc__, needs=["matplotlib", "jinja2"]
+    )
     try:
         text = render(options.folder)
     except (ValueError, OSError) as error:

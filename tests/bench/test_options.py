@@ -34,6 +34,7 @@ FILES = {  # in the folder in which each case runs
 CASES = {
     "--profile-implementation ddp": r"--profile-implementation: give --profile too",
     "--implementations nope": "choose from none, ddp, .*path/to/file.py:ClassName",
+    "--implementations plugin.py": "plugin.py: name its class too, as plugin.py:ClassName",
     "--implementations gone.py:X": "--implementations.*no file gone.py",
     "--implementations plugin.py:Gone": "--implementations.*no nn.Module of that name",
     "--implementations plugin.py:Number": "--implementations.*no nn.Module of that name",

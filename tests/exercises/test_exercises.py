@@ -296,6 +296,18 @@ def test_command(right, tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
+def test_lines_that_nobody_reads_end_it_quietly(tmp_path):
+    path = write_mistake("plan_no_tail", tmp_path)
+    command = [sys.executable, "-m", "ddp_by_hand.exercises", "check", "plan", str(path)]
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.wait(120) == 141
+        assert process.stderr.read() == ""
+
+
 def test_texts_name_the_commands():
     readme = (ROOT / "ddp_by_hand/exercises/README.md").read_text()
     for name, folder in EXERCISES.items():

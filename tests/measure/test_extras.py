@@ -22,6 +22,12 @@ NEEDS = {
     "examples.private_text": DRAWS, "examples.finetune": TRAINS,
     "experiments.llama_fsdp.__main__": TRAINS, "experiments.profile_bottlenecks.__main__": TRAINS,
 }  # fmt: skip
+ARGUMENTS = {
+    "measure.report": ["folder"], "experiments.simulate.__main__": ["folder"],
+    "experiments.plan_privacy.__main__": [
+        "--epsilon", "2", "--examples", "1e8", "--compute", "1e21",
+    ],
+}  # fmt: skip
 WITHOUT = f"""
 import importlib, pkgutil, sys
 for name in {[*EXTRA_OF, "PIL", "huggingface_hub", "markupsafe", "safetensors"]}:
@@ -46,10 +52,14 @@ def test_what_is_there_is_no_error():
 
 @pytest.mark.parametrize("module", NEEDS)
 def test_a_program_says_how_to_install_what_it_needs(module, capsys, monkeypatch):
+    """Its `--help` needs nothing."""
     main = import_module(f"ddp_by_hand.{module}").main
     monkeypatch.setattr("ddp_by_hand.measure.extras.find_spec", lambda name: None)
-    assert main([]) == 2
+    assert main(ARGUMENTS.get(module, [])) == 2
     assert capsys.readouterr().err in (f"{NEEDS[module]}\n", f"{module[9:]}: {NEEDS[module]}\n")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: ")
 
 
 def test_the_error_is_one_of_imports(monkeypatch):

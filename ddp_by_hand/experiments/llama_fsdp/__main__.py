@@ -31,7 +31,7 @@ from ddp_by_hand.measure.command_line import check_file, ending_quietly, is_alon
 from ddp_by_hand.measure.report import say_report
 
 
-@ending_quietly(speaks=is_alone, needs=("transformers", "matplotlib", "jinja2"))
+@ending_quietly(speaks=is_alone)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the grid. Returns 0, 1 (a cell failed), 2 (bad input) or 130 (Ctrl-C)."""
     options = parse(arguments)

@@ -157,7 +157,7 @@ def parse_typed(
     description, examples = texts
     options = parse_options(
         kind, arguments, prog=program, description=description, epilog=examples,
-        speaks=is_first_of_host,
+        speaks=is_first_of_host, needs=("transformers", "matplotlib", "jinja2"),
     )  # fmt: skip
     words = [without_token(w) for w in (sys.argv[1:] if arguments is None else arguments)]
     return replace(options, typed=tuple(typed_command(program, words)))

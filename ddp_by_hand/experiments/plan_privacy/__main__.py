@@ -42,7 +42,7 @@ from ddp_by_hand.measure.command_line import (
 HOUR = 3600
 
 
-@ending_quietly(needs=["matplotlib"])
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments, __doc__)
     try:

@@ -154,4 +154,6 @@ def throughput_of(folder: Path) -> Throughput:
 
 
 def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
-    return parse_options(Options, arguments, prog=PROGRAM, description=description)
+    return parse_options(
+        Options, arguments, prog=PROGRAM, description=description, needs=["matplotlib"]
+    )

@@ -55,7 +55,7 @@ LAYERS_SHOWN = 5
 MIB_OF_GIB = 1024
 
 
-@ending_quietly(speaks=is_alone, needs=("transformers", "matplotlib", "jinja2"))
+@ending_quietly(speaks=is_alone)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the sweep. Returns 0, 1 (a length failed, not by lack of memory) or 2 (bad input)."""
     options = parse(arguments)

@@ -61,11 +61,12 @@ class Options:
 # fmt: on
 
 
-@ending_quietly(needs=["matplotlib"])
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(
-        Options, arguments, prog="ddp_by_hand.experiments.simulate", description=__doc__
-    )
+        Options, arguments, prog="ddp_by_hand.experiments.simulate", description=__doc__,
+        needs=["matplotlib"],
+    )  # fmt: skip
     bandwidth = options.host_bandwidth * 1e9
     links = Network(0, 0, options.gpus_per_host, options.host_latency / 1e6, bandwidth)
     try:

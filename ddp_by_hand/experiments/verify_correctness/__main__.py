@@ -28,13 +28,13 @@ EXAMPLES = """\
 exit status: 0 if all cases agree, 1 if one does not, 2 for a wrong option
 
 examples:
-  python -m ddp_by_hand.experiments.verify_correctness
+  dp-verify
       one process, on the GPU if there is one
-  python -m ddp_by_hand.experiments.verify_correctness --use-fsdp
+  dp-verify --use-fsdp
       FSDP2 on all GPUs with NCCL, or on two CPU processes with gloo
-  python -m ddp_by_hand.experiments.verify_correctness --use-fsdp --use-tp --verbose
+  dp-verify --use-fsdp --use-tp --verbose
       a mesh of data x 2 tensor-parallel ranks, and what each rank knows of the norms
-  python -m ddp_by_hand.experiments.verify_correctness --modes ghost bookkeeping --enable-profiling
+  dp-verify --modes ghost bookkeeping --enable-profiling
       two modes, and which phases their steps have
   torchrun --nproc_per_node=4 -m ddp_by_hand.experiments.verify_correctness --use-tp
       on the ranks of a launcher; without --use-fsdp and --use-tp they are replicas (ddp_bucketed)
