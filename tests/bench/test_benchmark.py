@@ -7,11 +7,16 @@ import pty
 import re
 import shlex
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from ddp import IMPLEMENTATIONS
+from ddp_by_hand.bench.options import parse
+from ddp_by_hand.bench.settings import settings_from
+from ddp_by_hand.bench.worker import Benchmark
 from ddp_by_hand.measure import SCHEMA_VERSION
 from ddp_by_hand.measure.report_tables import milliseconds
 from tests.support.benchmark_command import (
@@ -73,6 +78,19 @@ def test_it_says_where_it_runs_and_one_line_a_cell(finished):
     lines = finished.stderr.splitlines()  # without a terminal
     assert lines
     assert all(PROGRESS.match(line) for line in lines), lines
+
+
+def test_cells_of_what_is_unavailable_have_a_line_too(capsys, monkeypatch, tmp_path):
+    settings = settings_from(parse(["--implementations", "none", "ddp"]), "cpu", tmp_path)
+    worker = SimpleNamespace(is_first=True, world_size=2, device=torch.device("cpu"))
+    run = Benchmark(settings, worker)
+    missing = {"status": "unavailable", "reason": "needs two GPUs"}
+    monkeypatch.setattr(run, "_agree_on", lambda cells: cells)
+    monkeypatch.setattr(run, "_measure", lambda cell: missing)
+    run.run()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [f"{n} of 12" for n in range(1, 13)]
+    assert lines[-1].endswith("(round 4): unavailable")
 
 
 def test_every_implementation_has_a_row_in_order(finished):
