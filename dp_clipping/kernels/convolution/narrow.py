@@ -105,7 +105,7 @@ if triton is not None:
         o_first = (i_row // taps_h * dil_d * H + i_row % taps_h * dil_h) * W
         sums = ()
         for _ in tl.static_range(TAPS):
-            sums += (tl.zeros((BLOCK_R, BLOCK_P), tl.float32),)
+            sums += (tl.zeros((BLOCK_R, BLOCK_P), tl.float32),)  # type: ignore[assignment]
         for o_l in range(0, Z * Y * n_segments, BLOCK_R):
             o_line = o_l + tl.arange(0, BLOCK_R)
             i_zy, i_x = o_line // n_segments, o_line % n_segments * n_columns
@@ -119,7 +119,7 @@ if triton is not None:
                 for t in tl.static_range(TAPS - 1):
                     m_x = m_line & (i_w + t * dil_w < W)[:, None]
                     b_x = tl.load(p_pixel + t * dil_w * n_x, mask=m_x, other=0).to(tl.float32)
-                    pixels += (b_x,)
+                    pixels += (b_x,)  # type: ignore[assignment]
             for i in tl.range(n_columns, loop_unroll_factor=TAPS):
                 m_y = m_line & (i_x + i < X)[:, None]
                 b_y = tl.load(p_own + i * n_y, mask=m_y, other=0).to(tl.float32)
@@ -127,10 +127,10 @@ if triton is not None:
                     o_w = i * stride_w + t * dil_w
                     m_x = m_line & (i_w + o_w < W)[:, None]
                     b_x = tl.load(p_pixel + o_w * n_x, mask=m_x, other=0).to(tl.float32)
-                    pixels += (b_x,)
+                    pixels += (b_x,)  # type: ignore[assignment]
                 found = ()
                 for t in tl.static_range(TAPS):
-                    found += (sums[t] + pixels[t] * b_y,)
+                    found += (sums[t] + pixels[t] * b_y,)  # type: ignore[assignment]
                 sums = found
                 pixels = pixels[1:] if SLIDES else ()
         p_g += (i_n * n_pairs + o_p) * taps_w * (tl.num_programs(2) // n_parts) + i_row * taps_w
