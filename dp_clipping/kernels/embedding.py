@@ -233,7 +233,7 @@ if triton is not None:
         m_n = o_n < n
         b_id = tl.load(p_ids + o_n // T * s_m + o_n % T * s_t, mask=m_n, other=0)
         p_samples = samples.to(tl.pointer_type(tl.int64))
-        b_sample = tl.load(p_samples + o_n // T, mask=m_n & (samples != 0), other=0)
+        b_sample = tl.load(p_samples + o_n // T, mask=o_n < tl.where(samples != 0, n, 0), other=0)
         b_sample = tl.where(samples != 0, b_sample, o_n // T)
         i_use = i_use.to(tl.int64)
         tl.store(p_keys + i_first + o_n, (i_use * V + b_id) * B + b_sample, mask=m_n)

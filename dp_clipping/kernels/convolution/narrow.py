@@ -135,4 +135,5 @@ if triton is not None:
                 pixels = pixels[1:] if SLIDES else ()
         p_g += (i_n * n_pairs + o_p) * taps_w * (tl.num_programs(2) // n_parts) + i_row * taps_w
         for t in tl.static_range(TAPS):
-            tl.store(p_g + i_t + t, tl.sum(sums[t], axis=0), mask=m_p & (i_t + t < taps_w))
+            n_own = tl.where(i_t + t < taps_w, n_pairs, 0)
+            tl.store(p_g + i_t + t, tl.sum(sums[t], axis=0), mask=o_p < n_own)
