@@ -44,19 +44,28 @@ def _host_ms(training: Trainee, batch: Any) -> float:
 
 
 def _kernels(training: Trainee, batch: Any) -> dict[str, float]:
+    found = kernels_of(training, batch).values()
+    return {
+        "kernel_ms": sum(ms for ms, _ in found),
+        "launches": round(sum(launches for _, launches in found)),
+    }
+
+
+def kernels_of(training: Trainee, batch: Any, steps: int = 1) -> dict[str, tuple[float, float]]:
+    """Returns name -> milliseconds and launches of one step, means over `steps`.
+
+    Copies and fills are among them.
+    """
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorder:
-        training.backward(batch)
-        training.step()
+        for _ in range(steps):
+            training.backward(batch)
+            training.step()
         torch.cuda.synchronize()
-    events = [
-        event
+    return {
+        event.key: (event.self_device_time_total / 1e3 / steps, event.count / steps)
         for event in recorder.key_averages()
         if event.device_type.name == "CUDA" and not event.is_user_annotation
-    ]
-    return {
-        "kernel_ms": sum(event.self_device_time_total for event in events) / 1e3,
-        "launches": sum(event.count for event in events),
     }
 
 

@@ -54,7 +54,7 @@ def gradients_and_squares(
     if not work.is_empty:
         largest = (x.values, y.values) if x.largest is None else (x.largest, y.largest)
         launch(
-            _gradient_kernel, (batch_size * work.tiles,),
+            _conv_gradient_kernel, (batch_size * work.tiles,),
             (x.values, y.values, *largest, gradients, squares), (batch_size, *work.numbers),
             STORE=store, **work.constants, num_warps=4, num_stages=3,
         )  # fmt: skip
@@ -180,7 +180,7 @@ if triton is not None:
         return tl.dot(b_y.T, b_x, b_g, input_precision="ieee")
 
     @triton.jit(do_not_specialize=[n for n in UNSPECIALIZED if n != "share"])
-    def _gradient_kernel(
+    def _conv_gradient_kernel(
         p_x, p_y, p_largest_x, p_largest_y, p_g, p_squares, batch_size, pictures, D, H, W, Z, Y, X,
         stride_d, stride_h, stride_w, dil_d, dil_h, dil_w, taps_d, taps_h, taps_w,
         n_inputs, n_outputs, n_groups, VECTOR: tl.constexpr, SCALED: tl.constexpr,

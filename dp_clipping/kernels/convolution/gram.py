@@ -74,7 +74,7 @@ def gram_squares(
     found = given.new_empty(2, batch_size, dtype=torch.float32)
     places = numbers(geometry, given.shape[1:4], left.shape[1:4])
     launch(
-        _gram_kernel, (batch_size,), (given, left, found),
+        _conv_gram_kernel, (batch_size,), (given, left, found),
         (batch_size, pictures, *places, inputs, left.shape[-1], 1),
         VECTOR=VECTOR if inputs % VECTOR == 0 else 1,
         BLOCK=_side(pictures * prod(left.shape[1:-1])), DEPTH=DEPTH, CHUNK=CHUNK,
@@ -107,7 +107,7 @@ def _side(rows: int) -> int:
 if triton is not None:
 
     @triton.jit(do_not_specialize=[n for n in UNSPECIALIZED if n != "share"])
-    def _gram_kernel(
+    def _conv_gram_kernel(
         p_x, p_y, p_found, batch_size, pictures, D, H, W, Z, Y, X,
         stride_d, stride_h, stride_w, dil_d, dil_h, dil_w, taps_d, taps_h, taps_w,
         n_inputs, n_outputs, n_groups, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
