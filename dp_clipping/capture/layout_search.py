@@ -137,11 +137,15 @@ class Search:
     def _join(self) -> None:
         """Joins the parameters of layers that share one, or are used several times."""
         several = {r for r, count in self._uses.items() if count > 1 or self._joins_all}
+        looked_up: set[Trainable] = set()
         others: set[Trainable] = set()
         joints: list[set[Trainable]] = []
         for handle in self.capture.handles:
             own = set(handle.parameters().values())
-            if not handle.is_linear:
+            is_embedding = handle.kind in ("embedding", "embedding_bag")
+            if is_embedding:
+                looked_up |= own
+            elif not handle.is_linear:
                 others |= own
             if not own.isdisjoint(several):
                 linked = [joint for joint in joints if not joint.isdisjoint(own)]
@@ -152,8 +156,10 @@ class Search:
         for record in self.capture.trained:
             record.joint = None
         for records in joints:
-            linear = frozenset(r for r in records - others if len(r.shape) == 2)
-            joint = Joint(tuple(sorted(records, key=attrgetter("number"))), linear)
+            factored = frozenset(r for r in records - others if len(r.shape) == 2)
+            joint = Joint(
+                tuple(sorted(records, key=attrgetter("number"))), factored - looked_up, factored
+            )
             for record in joint.records:
                 record.joint = joint
 

@@ -60,16 +60,24 @@ class Grams:
 
 
 def gram(x: Tensor) -> Tensor:
-    """Returns x xᵀ [B, T, T] of 16-bit x: in float32 by short chains on a GPU, else float64."""
-    if not x.is_cuda:
-        x = x.double()
-        return torch.bmm(x, x.mT)
+    """Returns x xᵀ [B, T, T] of 16-bit x."""
+    return inner_products(x, x)
+
+
+def inner_products(left: Tensor, right: Tensor) -> Tensor:
+    """Returns left rightᵀ [B, T, S] of tokens [B, T, p] and [B, S, p].
+
+    It is in float32, by short chains, of two that are on a GPU and in one 16-bit dtype; of others
+    in float64.
+    """
+    if not (left.is_cuda and left.dtype == right.dtype and left.element_size() == 2):
+        return torch.bmm(left.double(), right.double().mT)
     total = None
-    for piece in x.split(GRAM_PIECE, dim=2):
+    for one, other in zip(left.split(GRAM_PIECE, 2), right.split(GRAM_PIECE, 2), strict=True):
         if total is None:
-            total = torch.bmm(piece, piece.mT, out_dtype=torch.float32)
+            total = torch.bmm(one, other.mT, out_dtype=torch.float32)
         else:
-            total = torch.baddbmm(total, piece, piece.mT, out_dtype=torch.float32)
+            total = torch.baddbmm(total, one, other.mT, out_dtype=torch.float32)
     return total
 
 

@@ -56,10 +56,12 @@ class Joint:
     Attributes:
         records: the parameters; layers that share one of them have all of theirs in it.
         linear: those weights all of whose uses are products: their tokens are those of one use.
+        factored: those of which all are products or look-ups, `linear` too.
     """
 
     records: tuple[Trainable, ...]
     linear: frozenset[Trainable]
+    factored: frozenset[Trainable]
 
 
 class Left(NamedTuple):

@@ -97,7 +97,7 @@ class EmbeddingFactors:
 
     def norm(self, _grams: object = None) -> Norm:
         """Returns ‖G_i‖² of the sums over equal tokens, which are what `weighted_sum` adds."""
-        sums, samples, _ = self._distinct()
+        sums, samples, _ = self.distinct()
         squares = squared_norms(sums)
         total = squares.new_zeros(self.batch_size, dtype=torch.float64)
         total.index_add_(0, samples, squares.double())
@@ -112,7 +112,7 @@ class EmbeddingFactors:
             samples = samples.expand(self.ids.shape).flatten()
         return samples, ids, y.to(accumulation_dtype(y.dtype))
 
-    def _distinct(self) -> tuple[Tensor, Tensor, Tensor]:
+    def distinct(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns sums [N, d] in `accumulation_dtype(dtype)` over equal tokens of a sample, and
         of which sample [N] and token [N] they are.
 
@@ -134,7 +134,7 @@ class EmbeddingFactors:
 
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
-        sums, samples, tokens = self._distinct()
+        sums, samples, tokens = self.distinct()
         c = weights.of_dtype(sums.dtype)[samples][:, None]
         total = sums.new_zeros(self.vocabulary, sums.shape[1])
         return total.index_add_(0, tokens, sums * c)

@@ -1,7 +1,8 @@
 """Joins what several uses of parameters leave, so that cross terms of these are in the norm.
 
-Uses of a linear layer's weight are more tokens of one use: factors are laid side by side. Any other
-use adds its G.
+Products with one weight are more tokens of one product, and look-ups in it more tokens of one
+look-up: factors are laid side by side. A weight with both, as that of an embedding and of the head
+of a language model, has both (`layers.embedding.tied`). Any other use adds its G.
 """
 
 from collections.abc import Iterator
@@ -11,13 +12,17 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import ACCUMULATED, accumulation_dtype, stored_dtype
+from dp_clipping.layers.embedding.factors import EmbeddingFactors
+from dp_clipping.layers.embedding.tied import TiedFactors
 from dp_clipping.layers.handle import Site
+from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.projection import Linear, gradients_of
-from dp_clipping.layers.recorder import DENSE, LINEAR, NORMALIZED, Joint, Trainable
+from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, NORMALIZED, Joint, Trainable
 from dp_clipping.torch_compat import version_of
 
 Left = tuple[str, tuple[Trainable, ...], Any, tuple[Tensor, ...]]
 """The arguments of `Work.take`."""
+Pair = tuple[Tensor, Tensor]
 
 
 class Uses:
@@ -32,7 +37,8 @@ class Uses:
         self.forget()
 
     def forget(self) -> None:
-        self._factors: dict[Trainable, list[tuple[Tensor, Tensor]]] = {}  # [B, T, d], [B, T, p]
+        self._products: dict[Trainable, list[Pair]] = {}  # [B, T, d], [B, T, p]
+        self._look_ups: dict[Trainable, list[Pair]] = {}  # ids [B, S], [B, S, p]
         self._noted: dict[Trainable, list[tuple[tuple[Tensor, ...], tuple[int, ...]]]] = {}
         self._gradients: dict[Trainable, tuple[Tensor, bool]] = {}  # G, and if it is nobody else's
 
@@ -43,14 +49,23 @@ class Uses:
         if kind is LINEAR:
             y, a = value[2].tokens(value[0], value[1], self._batch_size)
             weight = value[2].weight
-            if weight is not None and weight in weight.joint.linear:
+            if weight is not None and weight in weight.joint.factored:
                 pair = (a, y) if value[2].transposed else (y, a)
-                self._factors.setdefault(weight, []).append(pair)
-                noted = tensors, tuple(map(version_of, tensors))
-                self._noted.setdefault(weight, []).append(noted)
+                self._note(self._products, weight, pair, tensors)
                 records = tuple([record for record in records if record is not weight])
+        elif kind is FACTORS and records[0] in records[0].joint.factored and value.samples is None:
+            self._note(self._look_ups, records[0], (value.ids, value.y), tensors)
+            return
         for record, gradients in gradients_left(kind, records, value, self._batch_size):
             self._add(record, gradients, kind is not DENSE)
+
+    def _note(
+        self, factors: dict[Trainable, list[Pair]], record: Trainable, pair: Pair,
+        tensors: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        factors.setdefault(record, []).append(pair)
+        noted = tensors, tuple(map(version_of, tensors))
+        self._noted.setdefault(record, []).append(noted)
 
     def _add(self, record: Trainable, gradients: Tensor, is_own: bool) -> None:
         if record in self._gradients:
@@ -66,17 +81,39 @@ class Uses:
             RuntimeError: a tensor of a use has changed since it arrived.
         """
         for record in joint.records:
-            pairs, noted = self._factors.pop(record, []), self._noted.pop(record, [])
+            products, look_ups = self._products.pop(record, []), self._look_ups.pop(record, [])
+            noted = self._noted.pop(record, [])
             self._versions.refuse_changed([((record,), *one) for one in noted], values=False)
-            if pairs and record not in self._gradients:
-                left, right = (torch.cat(own, 1) for own in zip(*pairs, strict=True))
-                yield LINEAR, (record,), (left, right, Site(Linear, record)), (left, right)
-                continue
-            for left, right in pairs:  # compiled code has left G of other uses
+            vocabulary = record.shape[0]
+            if record not in self._gradients:
+                if look_ups:
+                    factors: Any = EmbeddingFactors(*side_by_side(look_ups), vocabulary)
+                    if products:
+                        left, right = side_by_side(products)
+                        factors = TiedFactors(LinearFactors(right, left, False), factors)
+                    yield FACTORS, (record,), factors, factors.held(factors)
+                    continue
+                if products and record in joint.linear:
+                    left, right = side_by_side(products)
+                    yield LINEAR, (record,), (left, right, Site(Linear, record)), (left, right)
+                    continue
+            for left, right in products:  # compiled code has left G of other uses
                 self._add(record, gradients_of(left, right), True)
+            for ids, y in look_ups:
+                factors = EmbeddingFactors(ids, y, vocabulary)
+                (found,) = gradients_left(FACTORS, (record,), factors, self._batch_size)
+                self._add(*found, True)
             if record in self._gradients:
                 total, _ = self._gradients.pop(record)
                 yield DENSE, (record,), (total, None), (total,)
+
+
+def side_by_side(factors: list[Pair]) -> Pair:
+    """Returns the factors of several uses as those of one with all their tokens."""
+    if len(factors) == 1:  # which is not copied
+        return factors[0]
+    left, right = (torch.cat(own, 1) for own in zip(*factors, strict=True))
+    return left, right
 
 
 def gradients_of_tokens(

@@ -19,7 +19,7 @@ def weight() -> Trainable:
     shape = torch.Size((D, P))
     parameter = nn.Parameter(torch.zeros(shape))
     found = Trainable(parameter, 0, "weight", shape, 0, 0, torch.float32, torch.zeros(()))
-    found.joint = Joint((found,), frozenset({found}))
+    found.joint = Joint((found,), frozenset({found}), frozenset({found}))
     return found
 
 

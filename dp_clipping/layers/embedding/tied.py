@@ -1,0 +1,178 @@
+"""Factors of a weight that embeds ids and takes part in products too, as a language model's head.
+
+W [V, d] looks up ids and multiplies inputs a [B, T, d] into outputs, of which y [B, T, V] are the
+gradients; e [B, S, d] are those of what ids [B, S] have looked up:
+
+    G_i = L_i + E_i,   L_i = Σ_t y_it a_itᵀ,   E_i = Σ_s 1[id_is] e_isᵀ
+    ‖G_i‖² = ‖L_i‖² + ‖E_i‖² + 2 x_i,   x_i = ⟨L_i, E_i⟩ = Σ_{t,s} y_it[id_is] (a_it · e_is)
+
+On kernels G [B, V, d] is never formed: x takes T·S numbers of y and as many products of a and e.
+The sum is that of the products and that of the look-ups, added up.
+
+**Rounding.** The terms of ‖G_i‖² may cancel, so their errors are allowed for, each by what it is
+relative to. With X = Σ_{t,s} |y_t[id_s]| ‖a_t‖‖e_s‖, S = Σ_t ‖a_t‖‖y_t‖ and γ, the rounding of a
+sum over T tokens relative to the sum of magnitudes:
+
+- ‖E‖² is that of E as it is stored and summed, up to ε‖E‖² of adding up squares, ε = 2⁻¹⁶.
+- ‖L‖² from Gram matrices is off by at most ε·S², and what is summed is L up to γ·S (`clipping.norms`
+  has both). Accumulated, it is that of a rounded L̂, up to ε‖L̂‖². Row v of L̂ − L is at most
+  γ Σ_t |y_t[v]|‖a_t‖, so ⟨L̂ − L, E⟩ is at most γX. The sum accumulates the same products, up to γ·S
+  where a launch adds them up in another order.
+- x is off by at most εX: |a_t · e_s| ≤ ‖a_t‖‖e_s‖ bounds what the chains of a matrix unit lose. For
+  what underflow may take of a · e, ‖a_t‖ and ‖e_s‖ are made larger, as in `clipping.norms`.
+- Coefficients times L and times E, and their addition, round by less than 2⁻²² (‖L‖ + ‖E‖).
+
+So with n² = max(computed ‖G_i‖², 0) the norm of what is summed is at most
+
+    √(n² + ε(‖L‖² or S²) + ε‖E‖² + 2(ε + γ)X) + γ·S + 2⁻²² (‖L‖ + ‖E‖)
+
+and `Norm.scale` is that bound less n, in which no term is relative to more than it must be: S² is
+up to T‖L‖², while X has of y only what was looked up.
+
+In plain PyTorch G of a few samples is formed at a time, normed, and summed, as `LinearFactors` of
+many tokens.
+"""
+
+from collections.abc import Iterator
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from dp_clipping.clipping.accumulation import (
+    SUM_ROUNDING,
+    Weights,
+    squared_norms,
+    weighted_sum,
+    wide_bmm,
+)
+from dp_clipping.clipping.norms import GRAM_PIECE, GRAM_ROUNDING, Norm
+from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums
+from dp_clipping.kernels.gradient import gradient_and_squares
+from dp_clipping.kernels.gram import LOST, gram_squares
+from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
+from dp_clipping.kernels.weighted_product import weighted_product
+from dp_clipping.layers.embedding.factors import EmbeddingFactors
+from dp_clipping.layers.linear_factors import LinearFactors, inner_products
+from dp_clipping.layers.linear_factors import PIECE_ELEMENTS as OF_SAMPLES
+from dp_clipping.planning.cost_model import LONGEST_GRAM
+
+PIECE_ELEMENTS = 1 << 21  # of [.., T, S] that are held at a time
+
+
+class TiedFactors:
+    """Factors of all uses of one weight: of its products and of its look-ups."""
+
+    held = attrgetter("products.a", "products.y", "look_ups.ids", "look_ups.y")
+
+    def __init__(self, products: LinearFactors, look_ups: EmbeddingFactors):
+        self.products, self.look_ups = products, look_ups
+
+    def norm(self, _grams: object = None) -> Norm:
+        """Returns ‖G_i‖² of exactly what `weighted_sum` adds."""
+        return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
+
+    def weighted_sum(self, weights: Weights) -> Tensor:
+        """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
+        return sum(weighted_sum(weights.only(part), own) for part, own in self._pieces())
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields samples and their G [n, V, d] in `accumulation_dtype(dtype)`: always the same."""
+        sums, samples, tokens = self.look_ups.distinct()
+        count, values = self.look_ups.batch_size, self.look_ups.vocabulary * sums.shape[1]
+        each = max(1, OF_SAMPLES // max(1, values))
+        for first in range(0, max(1, count), each):
+            part = slice(first, first + each)
+            gradients = self.products.select(part).dense()
+            mine = (samples >= first) & (samples < first + each)
+            rows = samples[mine] - first, tokens[mine]
+            own = sums[mine].to(gradients.dtype)
+            yield part, gradients.index_put_(rows, own, accumulate=True)
+
+    def only(self, good: Tensor) -> "TiedFactors":
+        """Returns zeros for the samples that are not `good` [B]."""
+        return TiedFactors(self.products.only(good), self.look_ups.only(good))
+
+    def on_kernels(self) -> "TiedTokens":
+        factors = self.look_ups
+        return TiedTokens(
+            *self.products.operands, Tokens(factors.ids, factors.y, factors.vocabulary)
+        )
+
+
+class TiedTokens:
+    """The same for kernels.
+
+    Args:
+        y, a: of the products, [B, T, V] and [B, T, d].
+        tokens: ids [B, S] and e [B, S, d] of the look-ups.
+    """
+
+    may_be_recomputed = True
+    held = attrgetter("y", "a", "tokens.ids", "tokens.y")
+
+    def __init__(self, y: Tensor, a: Tensor, tokens: Tokens):
+        self.y, self.a, self.tokens = y, a, tokens
+        self._sums: TokenSums | None = None
+
+    @property
+    def sums(self) -> TokenSums:
+        """Returns the sums of each sample's equal tokens."""
+        if self._sums is None:
+            ((_, self._sums),) = token_sums([self.tokens], len(self.y))
+        return self._sums
+
+    def take_norm(self, _keep: bool) -> Norm:
+        """Returns ‖G_i‖² with a bound of its rounding: see above."""
+        y, a = self.y, self.a
+        tokens, outputs, inputs = y.shape[1], y.shape[2], a.shape[2]
+        is_16_bit = y.element_size() == 2
+        rounding = tokens * SUM_ROUNDING[torch.float32]
+        is_short = tokens <= LONGEST_GRAM and tokens * (outputs + inputs) < outputs * inputs
+        if is_16_bit and is_short:
+            (products,), (scale,) = (found.double() for found in gram_squares([(a, [y])]))
+            relative_to = scale.square()
+        else:
+            rounding = rounding / 8 if is_16_bit else rounding  # 16 products at a time, cut off
+            products = gradient_and_squares(y, a, store=False)[1].double()
+            scale = (_token_norms(y) * _token_norms(a)).sum(1).double()
+            relative_to = products
+        look_ups = self.sums.squares[0].double()
+        across, magnitude = cross_terms(y, a, *self.tokens[:2])
+        squared = products + look_ups + 2 * across
+        allowed = GRAM_ROUNDING * (relative_to + look_ups)
+        allowed += 2 * (GRAM_ROUNDING + rounding) * magnitude
+        norm = squared.clamp_min(0).sqrt()
+        error = (norm.square() + allowed).sqrt() - norm + rounding * scale
+        error += 2**-22 * (products.clamp_min(0).sqrt() + look_ups.sqrt())
+        return Norm(squared.float(), error.float(), 0.0, 1.0)
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        """Returns Σ_i c_i G_i [V, d] float32, over the samples with c_i > 0; c [B] float32."""
+        total = weighted_product(self.y, self.a, SortedCoefficients.of(coefficients))
+        return total.add_(self.sums.weighted_sums([0], coefficients[None], [0])[0])
+
+
+def cross_terms(y: Tensor, a: Tensor, ids: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns Σ_{t,s} y_it[id_is] (a_it · e_is), and X_i of magnitudes: [B] float64 each."""
+    batch_size, tokens, _ = y.shape
+    length = ids.shape[1]
+    found = y.new_zeros(2, batch_size, dtype=torch.float64)
+    samples = max(1, PIECE_ELEMENTS // max(1, tokens * length))
+    columns = max(1, PIECE_ELEMENTS // max(1, tokens)) if samples == 1 else max(1, length)
+    for i in range(0, batch_size, samples):
+        part = slice(i, i + samples)
+        own_y, own_a = y[part], a[part]
+        for s in range(0, length, columns):
+            places, own_e = ids[part, s : s + columns], e[part, s : s + columns]
+            rows = own_y.gather(2, places[:, None].expand(-1, tokens, -1))
+            products = inner_products(own_a, own_e)
+            found[0, part] += (rows * products).sum((1, 2), dtype=torch.float64)
+            of_a = wide_bmm(_token_norms(own_a)[:, None], rows.abs().float())
+            found[1, part] += (of_a[:, 0] * _token_norms(own_e)).sum(1, dtype=torch.float64)
+    return found[0], found[1]
+
+
+def _token_norms(x: Tensor) -> Tensor:
+    """Returns ‖x_it‖ [B, T] float32, plus what a product of two tokens may lose by underflow."""
+    return torch.linalg.vector_norm(x, dim=2, dtype=torch.float32) + x.shape[2] ** 0.5 * LOST
