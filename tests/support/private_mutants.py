@@ -12,6 +12,7 @@ OPS = "tests/dp_clipping/ops/test_ops.py"
 CONTRACT = "tests/dp_clipping/contract/test_contract.py"
 SAMPLES = "tests/dp_clipping/contract/test_samples.py"
 FACTORS = "tests/dp_clipping/layers/test_linear_factors.py"
+TIED = "tests/dp_clipping/layers/embedding/test_tied.py"
 UNITS = "tests/dp_clipping/test_units_of_privacy.py"
 BUFFER = "tests/dp_clipping/step/test_gradient_buffer.py"
 GAUSSIAN = "tests/dp_clipping/noise/test_gaussian.py"
@@ -233,6 +234,21 @@ ROWS = [
      "rows = torch.empty_like(order).scatter_(0, order, new.cumsum(0) - 1)",
      "rows = torch.arange(len(order), device=order.device)", OPS,
      "test_reference and embedding"),
+    ("a tied weight's uses are normed apart", "layers/embedding/tied.py",
+     "products + look_ups + 2 * across", "products + look_ups", TIED, "norms_and_sums"),
+    ("a tied weight's uses count as if they never cancelled", "layers/embedding/tied.py",
+     "products + look_ups + 2 * across", "products + look_ups + 2 * across.abs()", TIED,
+     "norms_and_sums"),
+    ("the rounding of a tied weight's norm is not allowed for", "layers/embedding/tied.py",
+     "return Norm(squared.float(), error.float(), 0.0, 1.0)", "return Norm(squared.float())",
+     TIED, "that_cancel"),
+    ("magnitudes of look-ups cancel", "layers/embedding/tied.py", "rows.abs().float()",
+     "rows.float()", TIED, "cross_terms"),
+    ("a tied weight's look-ups are not summed", "layers/embedding/tied.py",
+     "total.add_(self.sums.weighted_sums([0], coefficients[None], [0])[0])", "total", TIED,
+     "norms_and_sums"),
+    ("a tied weight leaves gradients", "step/sums/uses.py",
+     "elif kind is FACTORS and records[0] in", "elif False and records[0] in", TIED, "no_tensor"),
     ("padding trains its row", "layers/embedding/factors.py",
      "gy.masked_fill((ids == padding_idx).unsqueeze(-1), 0)", "gy", OPS,
      "test_reference and embedding_padding"),

@@ -53,11 +53,10 @@ from dp_clipping.kernels.gram import LOST, gram_squares
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.layers.embedding.factors import EmbeddingFactors
-from dp_clipping.layers.linear_factors import LinearFactors, inner_products
-from dp_clipping.layers.linear_factors import PIECE_ELEMENTS as OF_SAMPLES
+from dp_clipping.layers.linear_factors import PIECE_ELEMENTS, LinearFactors, inner_products
 from dp_clipping.planning.cost_model import LONGEST_GRAM
 
-PIECE_ELEMENTS = 1 << 21  # of [.., T, S] that are held at a time
+PAIRS = 1 << 21  # of tokens t and s, whose products are held at a time
 
 
 class TiedFactors:
@@ -80,7 +79,7 @@ class TiedFactors:
         """Yields samples and their G [n, V, d] in `accumulation_dtype(dtype)`: always the same."""
         sums, samples, tokens = self.look_ups.distinct()
         count, values = self.look_ups.batch_size, self.look_ups.vocabulary * sums.shape[1]
-        each = max(1, OF_SAMPLES // max(1, values))
+        each = max(1, PIECE_ELEMENTS // max(1, values))
         for first in range(0, max(1, count), each):
             part = slice(first, first + each)
             gradients = self.products.select(part).dense()
@@ -158,8 +157,8 @@ def cross_terms(y: Tensor, a: Tensor, ids: Tensor, e: Tensor) -> tuple[Tensor, T
     batch_size, tokens, _ = y.shape
     length = ids.shape[1]
     found = y.new_zeros(2, batch_size, dtype=torch.float64)
-    samples = max(1, PIECE_ELEMENTS // max(1, tokens * length))
-    columns = max(1, PIECE_ELEMENTS // max(1, tokens)) if samples == 1 else max(1, length)
+    samples = max(1, PAIRS // max(1, tokens * length))
+    columns = max(1, PAIRS // max(1, tokens)) if samples == 1 else max(1, length)
     for i in range(0, batch_size, samples):
         part = slice(i, i + samples)
         own_y, own_a = y[part], a[part]

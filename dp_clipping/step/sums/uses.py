@@ -84,10 +84,9 @@ class Uses:
             products, look_ups = self._products.pop(record, []), self._look_ups.pop(record, [])
             noted = self._noted.pop(record, [])
             self._versions.refuse_changed([((record,), *one) for one in noted], values=False)
-            vocabulary = record.shape[0]
             if record not in self._gradients:
                 if look_ups:
-                    factors: Any = EmbeddingFactors(*side_by_side(look_ups), vocabulary)
+                    factors: Any = EmbeddingFactors(*side_by_side(look_ups), record.shape[0])
                     if products:
                         left, right = side_by_side(products)
                         factors = TiedFactors(LinearFactors(right, left, False), factors)
@@ -97,10 +96,11 @@ class Uses:
                     left, right = side_by_side(products)
                     yield LINEAR, (record,), (left, right, Site(Linear, record)), (left, right)
                     continue
-            for left, right in products:  # compiled code has left G of other uses
+            # Others have left G, as compiled code does, or the products are in no plan.
+            for left, right in products:
                 self._add(record, gradients_of(left, right), True)
             for ids, y in look_ups:
-                factors = EmbeddingFactors(ids, y, vocabulary)
+                factors = EmbeddingFactors(ids, y, record.shape[0])
                 (found,) = gradients_left(FACTORS, (record,), factors, self._batch_size)
                 self._add(*found, True)
             if record in self._gradients:

@@ -302,6 +302,21 @@ class Padding(nn.Embedding):
         return nn.functional.embedding(ids, self.weight)
 
 
+class Translator(nn.Module):
+    """Has one weight for the embeddings of an encoder and of a decoder and for the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Embedding(IDS, 4, padding_idx=2)
+        self.decoder = nn.Embedding(IDS, 4)
+        self.head = nn.Linear(4, IDS)
+        self.decoder.weight = self.head.weight = self.encoder.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        known = self.encoder(ids.repeat(1, 2)).mean(1, keepdim=True)
+        return self.head(known + self.decoder(ids))
+
+
 class WeightedBags(nn.Module):
     """Bags of ids with weights that are trained too."""
 
@@ -413,6 +428,7 @@ EMBEDDINGS = [
     R("embedding_scaled", lambda: ScaledWords(IDS, 4, padding_idx=2), (7,), ids=LONG),
     R("embedding_of_positions", lambda: Positions(IDS, 4), (7,), ids=LONG),
     R("embedding_trains_padding", lambda: Padding(IDS, 4, padding_idx=2), (7,), ids=LONG),
+    R("embedding_tied", Translator, (7,), ids=LONG, tokens=1),
     R("bag_sum", lambda: nn.EmbeddingBag(IDS, 4, mode="sum"), (7,), ids=LONG),
     R("bag_mean", lambda: nn.EmbeddingBag(IDS, 4, mode="mean"), (7,), ids=torch.int32),
     R("bag_mean_padding", lambda: nn.EmbeddingBag(IDS, 4, padding_idx=2), (7,), ids=LONG),
