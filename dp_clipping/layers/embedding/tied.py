@@ -9,25 +9,27 @@ gradients; e [B, S, d] are those of what ids [B, S] have looked up:
 On kernels G [B, V, d] is never formed: x takes T·S numbers of y and as many products of a and e.
 The sum is that of the products and that of the look-ups, added up.
 
-**Rounding.** The terms of ‖G_i‖² may cancel, so their errors are allowed for, each by what it is
-relative to. With X = Σ_{t,s} |y_t[id_s]| ‖a_t‖‖e_s‖, S = Σ_t ‖a_t‖‖y_t‖ and γ, the rounding of a
-sum over T tokens relative to the sum of magnitudes:
+**Rounding.** The terms of ‖G_i‖² may cancel, so their errors are allowed for, each beside what it
+is relative to: let X = Σ_{t,s} |y_t[id_s]| ‖a_t‖‖e_s‖ and S = Σ_t ‖a_t‖‖y_t‖. Sums over T tokens
+and over S look-ups lose at most γ and δ of the sums of magnitudes; ε = 2⁻¹⁶.
 
-- ‖E‖² is that of E as it is stored and summed, up to ε‖E‖² of adding up squares, ε = 2⁻¹⁶.
-- ‖L‖² from Gram matrices is off by at most ε·S², and what is summed is L up to γ·S (`clipping.norms`
-  has both). Accumulated, it is that of a rounded L̂, up to ε‖L̂‖². Row v of L̂ − L is at most
-  γ Σ_t |y_t[v]|‖a_t‖, so ⟨L̂ − L, E⟩ is at most γX. The sum accumulates the same products, up to γ·S
-  where a launch adds them up in another order.
+- ‖E‖² is that of Ê, the rounded sums over equal tokens that are stored and summed, up to
+  (ε + δ)‖E‖² of adding up squares. Row v of Ê − E is at most δ Σ ‖e_s‖ over its look-ups, so
+  ⟨L, Ê − E⟩ is at most δX.
+- ‖L‖² from Gram matrices is off by at most ε·S², and L is summed up to γ·S: see `clipping.norms`.
+  Accumulated, it is that of a rounded L̂, up to ε‖L̂‖². Row v of L̂ − L is at most
+  γ Σ_t |y_t[v]|‖a_t‖, so ⟨L̂ − L, E⟩ is at most γX. The sum accumulates the same products, in
+  another launch: again up to γ·S.
 - x is off by at most εX: |a_t · e_s| ≤ ‖a_t‖‖e_s‖ bounds what the chains of a matrix unit lose. For
   what underflow may take of a · e, ‖a_t‖ and ‖e_s‖ are made larger, as in `clipping.norms`.
 - Coefficients times L and times E, and their addition, round by less than 2⁻²² (‖L‖ + ‖E‖).
 
 So with n² = max(computed ‖G_i‖², 0) the norm of what is summed is at most
 
-    √(n² + ε(‖L‖² or S²) + ε‖E‖² + 2(ε + γ)X) + γ·S + 2⁻²² (‖L‖ + ‖E‖)
+    √(n² + ε(‖L‖² or S²) + (ε + δ)‖E‖² + 2(ε + γ + δ)X) + γ·S + 2⁻²² (‖L‖ + ‖E‖)
 
-and `Norm.scale` is that bound less n, in which no term is relative to more than it must be: S² is
-up to T‖L‖², while X has of y only what was looked up.
+and `Norm.scale` is that bound less n, so that no term is relative to more than it must be: S² is up
+to T‖L‖², while X has of y only what was looked up.
 
 In plain PyTorch G of a few samples is formed at a time, normed, and summed, as `LinearFactors` of
 many tokens.
@@ -46,7 +48,7 @@ from dp_clipping.clipping.accumulation import (
     weighted_sum,
     wide_bmm,
 )
-from dp_clipping.clipping.norms import GRAM_PIECE, GRAM_ROUNDING, Norm
+from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
 from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import LOST, gram_squares
@@ -56,6 +58,7 @@ from dp_clipping.layers.embedding.factors import EmbeddingFactors
 from dp_clipping.layers.linear_factors import PIECE_ELEMENTS, LinearFactors, inner_products
 from dp_clipping.planning.cost_model import LONGEST_GRAM
 
+ADDED = 2.0**-22  # what c times L, c times E and their sum lose
 PAIRS = 1 << 21  # of tokens t and s, whose products are held at a time
 
 
@@ -73,7 +76,12 @@ class TiedFactors:
 
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
-        return sum(weighted_sum(weights.only(part), own) for part, own in self._pieces())
+        pieces = self._pieces()
+        part, gradients = next(pieces)
+        total = weighted_sum(weights.only(part), gradients)
+        for part, gradients in pieces:
+            total += weighted_sum(weights.only(part), gradients)
+        return total
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields samples and their G [n, V, d] in `accumulation_dtype(dtype)`: always the same."""
@@ -108,48 +116,50 @@ class TiedTokens:
     """
 
     may_be_recomputed = True
-    held = attrgetter("y", "a", "tokens.ids", "tokens.y")
+    held = attrgetter("y", "a")  # nobody else has the sums of look-ups
 
     def __init__(self, y: Tensor, a: Tensor, tokens: Tokens):
-        self.y, self.a, self.tokens = y, a, tokens
+        self.y, self.a, self._tokens = y, a, tokens
         self._sums: TokenSums | None = None
 
-    @property
-    def sums(self) -> TokenSums:
-        """Returns the sums of each sample's equal tokens."""
+    def _sum_look_ups(self) -> TokenSums:
+        """Returns the sums of each sample's equal tokens, which are kept in their place."""
         if self._sums is None:
-            ((_, self._sums),) = token_sums([self.tokens], len(self.y))
+            ((_, self._sums),) = token_sums([self._tokens], len(self.y))
+            del self._tokens
         return self._sums
 
     def take_norm(self, _keep: bool) -> Norm:
         """Returns ‖G_i‖² with a bound of its rounding: see above."""
         y, a = self.y, self.a
         tokens, outputs, inputs = y.shape[1], y.shape[2], a.shape[2]
-        is_16_bit = y.element_size() == 2
-        rounding = tokens * SUM_ROUNDING[torch.float32]
-        is_short = tokens <= LONGEST_GRAM and tokens * (outputs + inputs) < outputs * inputs
-        if is_16_bit and is_short:
+        is_16_bit, is_short = y.element_size() == 2, tokens * (outputs + inputs) < outputs * inputs
+        of_tokens = tokens * SUM_ROUNDING[torch.float32]
+        if is_16_bit and is_short and tokens <= LONGEST_GRAM:
             (products,), (scale,) = (found.double() for found in gram_squares([(a, [y])]))
             relative_to = scale.square()
         else:
-            rounding = rounding / 8 if is_16_bit else rounding  # 16 products at a time, cut off
+            if is_16_bit:  # 16 products at a time, cut off and not rounded
+                of_tokens /= 8
             products = gradient_and_squares(y, a, store=False)[1].double()
             scale = (_token_norms(y) * _token_norms(a)).sum(1).double()
             relative_to = products
-        look_ups = self.sums.squares[0].double()
-        across, magnitude = cross_terms(y, a, *self.tokens[:2])
+        across, magnitude = cross_terms(y, a, self._tokens.ids, self._tokens.y)
+        of_look_ups = self._tokens.ids.shape[1] * SUM_ROUNDING[torch.float32]
+        look_ups = self._sum_look_ups().squares[0].double()
         squared = products + look_ups + 2 * across
-        allowed = GRAM_ROUNDING * (relative_to + look_ups)
-        allowed += 2 * (GRAM_ROUNDING + rounding) * magnitude
+        allowed = GRAM_ROUNDING * (relative_to + look_ups + 2 * magnitude)
+        allowed += of_look_ups * look_ups + 2 * (of_tokens + of_look_ups) * magnitude
         norm = squared.clamp_min(0).sqrt()
-        error = (norm.square() + allowed).sqrt() - norm + rounding * scale
-        error += 2**-22 * (products.clamp_min(0).sqrt() + look_ups.sqrt())
+        error = (norm.square() + allowed).sqrt() - norm + of_tokens * scale
+        error += ADDED * (products.clamp_min(0).sqrt() + look_ups.sqrt())
         return Norm(squared.float(), error.float(), 0.0, 1.0)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         """Returns Σ_i c_i G_i [V, d] float32, over the samples with c_i > 0; c [B] float32."""
         total = weighted_product(self.y, self.a, SortedCoefficients.of(coefficients))
-        return total.add_(self.sums.weighted_sums([0], coefficients[None], [0])[0])
+        (of_look_ups,) = self._sum_look_ups().weighted_sums([0], coefficients[None], [0])
+        return total.add_(of_look_ups)
 
 
 def cross_terms(y: Tensor, a: Tensor, ids: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:

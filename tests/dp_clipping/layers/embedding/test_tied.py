@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.clipping.norms import Norm, Norms
