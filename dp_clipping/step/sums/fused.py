@@ -38,6 +38,8 @@ from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import squared_norms, squares_of_vectors
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
+from dp_clipping.layers.embedding.factors import TiedFactors
+from dp_clipping.layers.embedding.tied import TiedTokens
 from dp_clipping.layers.recorder import (
     DENSE,
     FACTORS,
@@ -59,6 +61,13 @@ Pair = tuple[Tensor, Tensor]
 def no_label(*_: Any) -> AbstractContextManager[None]:
     """Returns `NOTHING`, where work by layers is neither recorded nor timed."""
     return NOTHING
+
+
+def on_kernels(factors: Any) -> Any:
+    """Returns what kernels take of the factors of one parameter."""
+    if type(factors) is TiedFactors:
+        return TiedTokens.of(factors)
+    return factors.on_kernels()
 
 
 @dataclass(frozen=True)
@@ -199,7 +208,7 @@ class Fused:
         of_tables: list[Trainable] = []
         while lefts:
             left = lefts.pop()
-            (record,), use = left.records, left.value.on_kernels()
+            (record,), use = left.records, on_kernels(left.value)
             del left
             if isinstance(use, Tokens):
                 tables.append(use)
@@ -378,7 +387,7 @@ class Fused:
             elif left.kind is DENSE:
                 add(left.records[0], left.value[0], left)
             elif left.kind is FACTORS:
-                add(left.records[0], left.value.on_kernels(), left)
+                add(left.records[0], on_kernels(left.value), left)
         return records, found
 
     def sums(self, records: Sequence[Trainable], values: list[Any]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 Products with one weight are more tokens of one product, and look-ups in it more tokens of one
 look-up: factors are laid side by side. A weight with both, as that of an embedding and of the head
-of a language model, has both (`layers.embedding.tied`). Any other use adds its G.
+of a language model, has both (`TiedFactors`). Any other use adds its G.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import ACCUMULATED, accumulation_dtype, stored_dtype
-from dp_clipping.layers.embedding.factors import EmbeddingFactors
-from dp_clipping.layers.embedding.tied import TiedFactors
+from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
 from dp_clipping.layers.handle import Site
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.projection import Linear, gradients_of

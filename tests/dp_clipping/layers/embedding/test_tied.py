@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.clipping.norms import Norm, Norms
+from dp_clipping.layers import embedding
 from dp_clipping.layers.embedding import tied
-from dp_clipping.layers.embedding.factors import EmbeddingFactors
-from dp_clipping.layers.embedding.tied import TiedFactors, cross_terms
+from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
+from dp_clipping.layers.embedding.tied import TiedTokens, cross_terms
 from dp_clipping.layers.linear_factors import LinearFactors
 from tests.dp_clipping.conftest import MODES, clipped_sums, private_loss, trained, unchecked
 from tests.support import zoo
@@ -25,6 +26,10 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def factors_of(y: Tensor, a: Tensor, ids: Tensor, e: Tensor) -> TiedFactors:
     products = LinearFactors(a, y, transposed=False)
     return TiedFactors(products, EmbeddingFactors(ids, e, y.shape[2]))
+
+
+def tokens_of(*operands: Tensor) -> TiedTokens:
+    return TiedTokens.of(factors_of(*operands))
 
 
 def drawn(
@@ -70,7 +75,7 @@ def bound_of(norm: Norm) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("elements", [1, 1 << 20], ids=["one sample at a time", "all"])
 def test_in_plain_pytorch(dtype, elements, monkeypatch):
-    monkeypatch.setattr(tied, "PIECE_ELEMENTS", elements)
+    monkeypatch.setattr(embedding.factors, "PIECE_ELEMENTS", elements)
     operands = drawn(Place("cpu", dtype, None, [], []), (3, 4, 11, 5), 7)
     factors, gradients = factors_of(*operands), dense(*operands)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
@@ -103,17 +108,17 @@ def test_norms_and_sums(place: Place) -> None:
     shapes = [shape for shape in place.shapes if shape[0]]
     for n, shape in enumerate([*shapes, (2, 3, 40, 32), (2, 5, 7, 3)]):
         y, a, ids, e = operands = drawn(place, shape, (1, shape[1] + 3, 6)[n % 3], n)
-        on_kernels, gradients = factors_of(*operands).on_kernels(), dense(*operands)
-        norm, expected = on_kernels.take_norm(True), gradients.square().sum((1, 2)).sqrt()
+        tokens, gradients = tokens_of(*operands), dense(*operands)
+        norm, expected = tokens.take_norm(True), gradients.square().sum((1, 2)).sqrt()
         found, error = norm.squared.double().clamp_min(0).sqrt(), norm.scale.double()
         assert (norm.gram_error, norm.sum_error) == (0, 1)
         assert ((found - expected).abs() <= error + 1e-6 * expected).all()
         assert (error <= 0.01 * expected).all()
         c = place.coefficients(len(y))
-        total, weights = on_kernels.weighted_sum(c).double(), c.double()[:, None, None]
+        total, weights = tokens.weighted_sum(c).double(), c.double()[:, None, None]
         magnitudes = (weights * dense(y.abs(), a.abs(), ids, e.abs())).sum(0)
         assert ((total - (weights * gradients).sum(0)).abs() <= 2e-5 * magnitudes).all()
-        again = factors_of(*operands).on_kernels()  # as in a second backward
+        again = tokens_of(*operands)  # as in a second backward
         assert torch.equal(again.weighted_sum(c).double(), total)
 
 
@@ -121,14 +126,14 @@ def test_norms_and_sums(place: Place) -> None:
 def test_a_sample_that_is_left_out_is_not_read(place: Place) -> None:
     clean = drawn(place, (4, 5, 24, 16), 6)
     c = torch.tensor([0.5, 0.0, 0.0, 1.0], device=place.device)
-    expected = factors_of(*clean).on_kernels().weighted_sum(c)
+    expected = tokens_of(*clean).weighted_sum(c)
     y, a, ids, e = clean
     for x, sample, value in ((y, 1, torch.nan), (a, 1, torch.inf), (e, 2, -torch.inf)):
         x[sample] = value
-    on_kernels = factors_of(y, a, ids, e).on_kernels()
-    norm = on_kernels.take_norm(True)
+    tokens = tokens_of(y, a, ids, e)
+    norm = tokens.take_norm(True)
     assert bound_of(norm).isfinite().tolist() == [True, False, False, True]
-    assert torch.equal(on_kernels.weighted_sum(c), expected)
+    assert torch.equal(tokens.weighted_sum(c), expected)
 
 
 @on_kernels()
@@ -139,7 +144,7 @@ def test_products_and_look_ups_that_cancel(place: Place) -> None:
     shapes += [(2, 300, 500, 256), (2, 1500, 64, 640)] if place.tile is None else []
     for shape in shapes:
         for seed, epsilon in enumerate((0, 2.0**-20, 2.0**-12, 2.0**-6)):
-            factors = factors_of(*cancelling(place, shape, epsilon, seed)).on_kernels()
+            factors = tokens_of(*cancelling(place, shape, epsilon, seed))
             norm = factors.take_norm(True)
             bounds = bound_of(norm)
             for i, only in enumerate(torch.eye(shape[0], device=place.device)):
@@ -218,7 +223,7 @@ class Largest(TorchDispatchMode):
 def check_no_tensor_of_all_gradients(mode: str, clipping: str, device: str) -> None:
     ids, targets = (x.to(device) for x in batch())
     model = unchecked(zoo.seeded(Translator).to(device), mode, clipping=clipping)
-    with patch.object(tied, "PIECE_ELEMENTS", 1):
+    with patch.object(embedding.factors, "PIECE_ELEMENTS", 1):
         clipped_sums(model, (ids, targets))
         with Largest() as made:
             clipped_sums(model, (ids, targets))
