@@ -319,6 +319,7 @@ def profiled(folder):
     return folder / "profile"
 
 
+@pytest.mark.slow
 def test_modes_do_not_overwrite_each_other(profiled):
     expected = {"all_timeline.png"}
     for stem in ("ddp_bucketed", "ddp_bucketed_bookkeeping"):
@@ -328,6 +329,7 @@ def test_modes_do_not_overwrite_each_other(profiled):
     assert {path.name for path in profiled.iterdir()} == expected
 
 
+@pytest.mark.slow
 def test_phases_of_a_private_step_are_timed(profiled):
     text = (profiled / "ddp_bucketed_bookkeeping_phases.txt").read_text()
     for phase in ("first backward", "norms of layers", "hand-over", "gradient sync", "noise"):
@@ -337,6 +339,7 @@ def test_phases_of_a_private_step_are_timed(profiled):
     assert "Synchronisation is never switched off" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_private_trace_has_its_phases_in_order(profiled, rank):
     found = ranges(profiled, "ddp_bucketed_bookkeeping", rank)
@@ -354,6 +357,7 @@ def test_a_private_trace_has_its_phases_in_order(profiled, rank):
     assert not set(PARTS) & set(ranges(profiled, "ddp_bucketed", rank))
 
 
+@pytest.mark.slow
 def test_the_summary_has_settings_and_phases_of_a_private_step(profiled):
     text = (profiled / "ddp_bucketed_bookkeeping_summary.txt").read_text()
     for word in ("noise multiplier", "max grad norm", "no ε is stated", "\nnoise  "):

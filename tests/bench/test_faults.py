@@ -89,6 +89,7 @@ class Minimal(Right):
 """
 
 
+@pytest.mark.slow
 def test_a_failure_is_not_blamed_on_the_one_before(tmp_path):
     """Rank 1 fails in the second's constructor, the first rank has yet to record the first's."""
     (tmp_path / "other.py").write_text(BLAMELESS)

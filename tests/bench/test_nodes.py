@@ -13,6 +13,7 @@ TORCHRUN = ("-m", "torch.distributed.run")
 NAMES = ["--implementations", "none", "ddp_bucketed"]
 
 
+@pytest.mark.slow
 def test_torchrun_on_one_node(tmp_path):
     """Ranks of another launcher: rank 0 prints the table, and nobody else says a word of it."""
     run = benchmark(*NAMES, "--dtype", "mixed", "--output-dir", tmp_path,

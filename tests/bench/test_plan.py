@@ -44,6 +44,7 @@ def run(folder):
     return interpreted(*MODES, "--show-plan", "--memory-budget-mb", 0.02, *short)
 
 
+@pytest.mark.slow
 def test_each_choice_has_a_row_and_a_plan(run):
     assert [
         line.split()[1] for line in run.stdout.splitlines() if line.startswith("ddp_b")
@@ -61,6 +62,7 @@ def test_each_choice_has_a_row_and_a_plan(run):
         assert "recomputed" not in lines[LAYERS[0]]
 
 
+@pytest.mark.slow
 def test_the_results_carry_choice_and_plan(run, folder):
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     assert [row["clipping"] for row in rows if row["kind"] == "gate"] == MODES

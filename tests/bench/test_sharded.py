@@ -165,6 +165,7 @@ def run(folder):
     return forked_benchmark(*line, *short, "--output-dir", folder / "run")
 
 
+@pytest.mark.slow
 def test_sharded_models_are_proved_and_timed(run, folder):
     assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in (folder / "run/results.jsonl").read_text().splitlines()]

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
 from tests.dp_clipping.conftest import MODES, assert_close
+from tests.support.turns import in_turn
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 WIDTH, CLIP = 5, 0.5
@@ -292,8 +293,9 @@ def build(kind):
     return kind().train()
 
 
-@every_mode
-@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize(
+    ("kind", "mode"), in_turn([pytest.param(n, id=n.__name__) for n in NETWORKS], MODES)
+)
 def test_a_network_that_differentiates_in_its_forward(kind, mode):
     network = build(kind)
     expected = one_by_one(network)

@@ -13,6 +13,7 @@ from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, Pair, loss_of, tokens
 from tests.ddp.test_step import Failing
+from tests.support.turns import in_turn
 
 
 class FailingNetwork(Network):
@@ -63,8 +64,10 @@ def backward_fails(context: Context, places: list[int], options: dict) -> None:
         pair.step()
 
 
-@pytest.mark.parametrize("places", [[3, 0], [0, 2], [1, 1], [2, 1], [4, 1]])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize(
+    ("places", "options"),
+    in_turn([[3, 0], [0, 2], [1, 1], [2, 1], [4, 1]], [{}, {"find_unused_parameters": True}]),
+)
 def test_a_backward_fails_in_another_place_on_each_rank(cpu_ranks, places, options):
     cpu_ranks.run(2, backward_fails, places, options)
 

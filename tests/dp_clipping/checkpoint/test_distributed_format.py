@@ -198,7 +198,7 @@ def with_new_keys(context: Context, path: Path, seed=None, **options) -> tuple:
     return values(run), list(run.engine.accountant.history), keys.fingerprint
 
 
-@pytest.mark.parametrize("after", ["2", "2 x tensor"])
+@pytest.mark.parametrize("after", ["2", pytest.param("2 x tensor", marks=pytest.mark.slow)])
 def test_another_number_of_ranks_draws_a_new_key(cpu_ranks, saved_at, after):
     """Also where only the number of data ranks differs: a rank's dropout has other masks."""
     path, expected = saved_at("4", None)
@@ -562,7 +562,11 @@ def found_again(context: Context, path: Path, steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("at", "call", "steps"),
-    [("write_tensors", 1, 1), ("write_keys", 1, 1), ("write_sealed", 1, 1), ("write_keys", 2, 2)],
+    [
+        *(pytest.param(at, 1, 1, marks=pytest.mark.slow) for at in ("write_tensors", "write_keys")),
+        ("write_sealed", 1, 1),
+        ("write_keys", 2, 2),
+    ],
 )
 def test_stopped_in_between(cpu_ranks, path, at, call, steps):
     """The old checkpoint is there with its key, or the new one; what is left over goes away."""

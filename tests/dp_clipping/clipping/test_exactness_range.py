@@ -18,6 +18,7 @@ from dp_clipping.distributed.split_norms import SplitNorms
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from tests.dp_clipping.conftest import MODES, clipped_sums, private, unchecked
 from tests.support import zoo
+from tests.support.turns import in_turn
 
 ABOVE = 1 + 1e-6
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -79,12 +80,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "shape", "limit"), CASES, ids=str)
-@every_dtype
-@every_mode
-def test_linear_layers(mode, dtype, kind, shape, limit):
+@pytest.mark.parametrize(
+    ("case", "style"), in_turn(CASES, {f"{d}-{m}": (d, m) for d in DTYPES for m in MODES}, fast=4)
+)
+def test_linear_layers(case, style):
     """Of one token, and by dense G, accumulation and (16 bit, 200 outputs) Gram matrices."""
-    tokens, d = shape
+    (kind, (tokens, d), limit), (dtype, mode) = case, style
     a, y = factors(tokens, d, dtype)
     true = torch.bmm(y.double().mT, a.double()).flatten(1).norm(dim=1)
     more = (d,) if kind is nn.Linear else (d, 1)

@@ -18,6 +18,7 @@ from tests.support.language_models import (
     reference_gradients,
     samples_of,
 )
+from tests.support.turns import in_turn
 
 PIECES = [2, 3]  # samples of two microbatches
 
@@ -35,8 +36,9 @@ def made_private(network, C=0.5, **options):
 
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling")
-@pytest.mark.parametrize("kind", LANGUAGE_MODELS)
-@pytest.mark.parametrize("wrap_model", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "wrap_model"), in_turn(LANGUAGE_MODELS, {"hooked": False, "wrapped": True})
+)
 def test_gradients_are_those_of_single_samples(kind, wrap_model):
     network = language_model(kind)
     plain, batch = copy.deepcopy(network), batch_of(kind, 5)

@@ -188,16 +188,13 @@ def check(
 
 SYNCHRONISING = [name for name in (*REPLICAS, *DIVIDED) if name != "alone on each"]
 SHARDS = ("fsdp1 block", "fsdp2 block", "fsdp2 on four", "tensor", "fsdp2 x tensor")
-# Each layout once, and each option on replicas, shards or both, as it may differ there.
+# Each layout once, and each option; `MORE` has those that may differ on replicas and on shards.
 WHOLE = [
-    *((name, "poisson") for name in ("ddp", "torch_ddp_tuned", "fsdp", "tensor", "fsdp2 x tensor")),
-    ("copy engine", "empty draws"), ("fsdp", "empty draws"),
-    ("zero2", "correlated"), ("fsdp1 block", "correlated"),
-    ("ddp_bucketed", "secure"), ("fsdp1 block", "secure"),
+    *((name, "poisson") for name in ("ddp", "torch_ddp_tuned", "fsdp")),
+    ("copy engine", "empty draws"), ("zero2", "correlated"), ("fsdp1 block", "secure"),
     ("fsdp2 block", "registered"), ("ddp_bucketed", "truncated"), ("fsdp2 block", "cyclic"),
     ("fsdp2 x tensor", "balls in bins"), ("fsdp2 block", "per sample"),
-    ("fsdp2 block", "adaptive units"), ("ddp_bucketed on four", "units"),
-    ("ddp_individual_v2", "samples in place of none"),
+    ("ddp_bucketed on four", "units"), ("ddp_individual_v2", "samples in place of none"),
 ]  # fmt: skip
 SPLIT = [  # into microbatches, of which some ranks have none
     ("ddp_bucketed on four", "poisson", 2), ("zero1", "balls in bins", 1),
@@ -205,9 +202,7 @@ SPLIT = [  # into microbatches, of which some ranks have none
     ("fsdp1 block", "adaptive units", 3), ("ddp_individual", "without noise", 1),
     ("torch_ddp", "without noise", 1),
 ]  # fmt: skip
-PADDED = [
-    ("ddp_bucketed on four", "poisson", 2), ("fsdp2 block", "units", 6), ("tensor", "units", 3)
-]  # fmt: skip
+PADDED = [("ddp_bucketed on four", "poisson", 2), ("tensor", "units", 3)]
 ROWS = [
     *((layout, name, None, False) for layout, name in WHOLE),
     *((layout, name, size, False) for layout, name, size in SPLIT),
@@ -217,6 +212,10 @@ MORE = [  # beside `REST`
     ("ddp_bucketed on four", "poisson", None, False), ("fsdp2 on four", "poisson", None, False),
     ("ddp_bucketed", "poisson", 1, False), ("copy engine", "without noise", 1, False),
     ("fsdp2 block", "poisson", 3, True), ("ddp_bucketed", "units", 3, True),
+    ("fsdp2 block", "units", 6, True), ("tensor", "poisson", None, False),
+    ("fsdp2 x tensor", "poisson", None, False), ("fsdp", "empty draws", None, False),
+    ("fsdp1 block", "correlated", None, False), ("ddp_bucketed", "secure", None, False),
+    ("fsdp2 block", "adaptive units", None, False),
 ]  # fmt: skip
 IN_16_BIT = ("ddp_bucketed", "zero2")
 MORE_IN_16_BIT = ("copy engine", "torch_ddp")
@@ -298,11 +297,12 @@ def test_all_runs(cpu_ranks, layout, name, microbatch):
 
 GO_ON = [  # the layouts before and after, and options
     ("ddp_individual_v2", "ddp_individual_v2", "in bfloat16"), ("zero1", "fsdp", "poisson"),
-    ("zero2", "ddp_bucketed", "poisson"), ("ddp_bucketed", "zero2", "cyclic"),
+    ("ddp_bucketed", "zero2", "cyclic"),
     ("fsdp2 on four", "fsdp2 block", "adaptive"), ("fsdp2 x tensor", "fsdp2 block", "correlated"),
 ]  # fmt: skip
 MORE_GO_ON = [
     ("copy engine", "copy engine", "in bfloat16"), ("fsdp", "zero2", "poisson"),
+    ("zero2", "ddp_bucketed", "poisson"),
     ("ddp_bucketed", "zero2", "truncated"), ("ddp_bucketed", "zero2", "balls in bins"),
     ("fsdp2 block", "fsdp2 x tensor", "correlated"), ("tensor", None, "correlated"),
 ]  # fmt: skip

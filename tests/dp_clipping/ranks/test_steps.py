@@ -37,29 +37,27 @@ CORE = (*REPLICAS, *DIVIDED, *SHARDED, *ON_FOUR)
 
 
 def some() -> Iterator[Way]:
-    """Yields each layout in one mode, and shards in two: per layer, tied and reduced in turn.
+    """Yields each layout in one mode: per layer, tied and reduced in turn.
 
-    Replicas know nothing of modes. `test_every_style` has the others.
+    `test_every_style` has the others.
     """
     turns = cycle(product(("uneven", "transformer_tied"), CLIPPINGS, NORM_REDUCTIONS))
     modes = cycle(MODES)
     for layout in CORE:
-        for _ in range(2 if layout in (*DIVIDED, *SHARDED) else 1):
-            name, clipping, reduction = next(turns)
-            if name == "transformer_tied" and layout in (*SHARDED, *ON_FOUR):
-                name = "uneven"  # not every sharding takes tied weights
-            yield Way(layout, name, next(modes), clipping, reduction)
+        name, clipping, reduction = next(turns)
+        if name == "transformer_tied" and layout in (*SHARDED, *ON_FOUR):
+            name = "uneven"  # not every sharding takes tied weights
+        yield Way(layout, name, next(modes), clipping, reduction)
 
 
 LOOKS = [
-    Way(layout, looks=True) for layout in ("fsdp1 block", "fsdp2 block", "tensor", "fsdp2 on one")
-] + [
+    Way("fsdp2 block", looks=True), Way("tensor", looks=True),
     Way("fsdp2 root", "lstm_packed", looks=True),
     Way("fsdp2 leaf", "gru_time_major", looks=True),  # units whose own lists have DTensors
 ]  # fmt: skip
 MORE_LOOKS = [
-    *(Way(layout, looks=True) for layout in ("fsdp1 on one", "data x tensor", "fsdp2 x tensor",
-                                             "hybrid")),
+    *(Way(layout, looks=True) for layout in ("fsdp1 block", "fsdp1 on one", "fsdp2 on one",
+                                             "data x tensor", "fsdp2 x tensor", "hybrid")),
     Way("fsdp2 root", "llama_labels", looks=True),
 ]  # fmt: skip
 UNITS = [

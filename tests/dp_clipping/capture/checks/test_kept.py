@@ -13,6 +13,7 @@ from dp_clipping import PrivacyEngine, register_layer
 from dp_clipping.step.sums import work
 from tests.dp_clipping.conftest import MODES, assert_close
 from tests.support import registered_layers
+from tests.support.turns import in_turn
 
 BATCH, WIDTH, CLIP = 3, 8, 0.01
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -201,8 +202,7 @@ def right_or_refused(kind, mode, write, **options):
     return False
 
 
-@every_mode
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode"), in_turn(KINDS, MODES))
 def test_a_sibling_that_writes_to_the_gradient(kind, mode):
     refused = right_or_refused(kind, mode, "mul_")
     if kind in ("linear", "embedding", "vmap", "table", "registered"):

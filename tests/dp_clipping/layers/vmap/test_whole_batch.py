@@ -266,8 +266,7 @@ def test_what_else_is_computed_runs_under_vmap(name):
     assert handle.operations is None
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.parametrize(("name", "mode"), in_turn(CHECKPOINTED, MODES, fast=2))
 def test_what_is_computed_again_in_backward(name, mode):
     build, shape = CHECKPOINTED[name]
     check(*twins(build), shape, mode, steps=2)
