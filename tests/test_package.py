@@ -70,19 +70,22 @@ BatchMemoryManager(data_loader=loader, max_physical_batch_size="2", optimizer=op
 }
 
 
-def modules_after(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+def modules_after(*statements: str) -> list[set[str]]:
+    """Returns what one process has imported after each statement."""
+    code = "\nimport sys\nprint(*sys.modules)\n".join((*statements, ""))
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    return set(done.stdout.split())
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
 def test_imports_add_next_to_nothing_to_torch():
     """`dp_clipping` imports its rooms when they are used, `ddp` Triton."""
-    torch_alone = modules_after("import torch")
-    assert modules_after("import dp_clipping") - torch_alone == {"dp_clipping"}
-    added = modules_after("import ddp") - torch_alone
+    torch_alone, private, both = modules_after(
+        "import torch", "import dp_clipping", "import ddp"
+    )  # fmt: skip
+    assert private - torch_alone == {"dp_clipping"}
+    added = both - private
     assert not added & SLOW_TO_IMPORT
     assert {name for name in added if name.startswith("torch.")} == set()
 
@@ -106,7 +109,8 @@ def files_of(root: Path, package: str) -> set[Path]:
 def test_what_starts_a_private_training_is_soon_there():
     """Modules are counted, since seconds depend on the machine."""
     ordinary = f"{ORDINARY}\noptimizer = torch.optim.SGD(network.parameters(), lr=0.1)"
-    added = modules_after(MAKE) - modules_after(ordinary)
+    before, after = modules_after(ordinary, MAKE)
+    added = after - before
     assert len(added) <= 500, sorted(added)
     ours = {name for name in added if name.startswith("dp_clipping")}
     assert 200 <= len(ours) <= 300

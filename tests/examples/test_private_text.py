@@ -158,6 +158,7 @@ class TestStops:
         assert log_of(whole) == log_of(killed)
         assert [line["step"] for line in log_of(killed)[1:]] == list(range(1, len(log_of(whole))))
 
+    @pytest.mark.slow  # as a kill; test_finetune.py has a fast one
     def test_ctrl_c_says_how_to_go_on(self, letters, tmp_path):
         process = start(*arguments(letters, tmp_path / "run", "--epsilon", "1"))
         self.wait_for_step(tmp_path / "run", 2)

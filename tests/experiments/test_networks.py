@@ -22,7 +22,9 @@ from dp_clipping.cuda_graph import EAGER
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (n % 2)) for n, name in enumerate(ROWS)]
+)
 def test_a_network_runs_in_small(name):
     """A private step runs, or is refused by name."""
     variants = ("ordinary", "flash_bookkeeping")

@@ -10,13 +10,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support import turns, zoo
 from tests.support.kernel_cases import on_gpu
-from tests.support.private_steps import FUSED, REFERENCE, Way, compare, on_kernels
+from tests.support.private_steps import (
+    BATCHES,
+    FEWER,
+    FUSED,
+    REFERENCE,
+    Way,
+    compare,
+    on_kernels,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
@@ -103,14 +112,14 @@ def rows(*chosen: tuple) -> pytest.MarkDecorator:
     )  # fmt: skip
 
 
-def check(case: zoo.Case, way: Way, **options: bool) -> SimpleNamespace | None:
+def check(case: zoo.Case, way: Way, **options: Any) -> SimpleNamespace | None:
     """Compares; which networks are handled is part of the contract, and only grows."""
     run = compare(case, way, **options)
     assert run is not None or case.name in REFUSED
     return run
 
 
-@rows(*in_turn(("flat",), REFERENCE), *in_turn(OTHERS, REFERENCE, 2, start=2))
+@rows(*in_turn(("flat",), REFERENCE), *in_turn(OTHERS, REFERENCE, start=6))
 def test_networks(case, way):
     check(case, way, is_checked=way == Way(mode=way.mode))
 
@@ -121,14 +130,14 @@ def test_all_networks(case, way):
     check(case, way, is_checked=way == Way(mode=way.mode))
 
 
-def compare_on_kernels(name: str, way: Way) -> None:
-    run = check(zoo.BY_NAME[name], on_kernels(way))
+def compare_on_kernels(name: str, way: Way, batches: tuple[range, ...] = BATCHES) -> None:
+    run = check(zoo.BY_NAME[name], on_kernels(way), batches=batches)
     assert run is None or run.model.plan_table(), "which raises if no step ran on kernels"
 
 
 @rows(*in_turn(("flat", *INTERPRETED), FUSED))
 def test_networks_in_the_interpreter(interpreter, case, way):
-    interpreter.run(compare_on_kernels, case.name, way)
+    interpreter.run(compare_on_kernels, case.name, way, FEWER)
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def check_a_bad_sample(name: str, way: Way, value: float) -> None:
         check_step((norms[[0, 1, 3]], sums), others, limits, way)
 
 
-@pytest.mark.parametrize(("name", "way"), in_turn([*POISONED, *BY_LOSS], STYLES, fast=2))
+@pytest.mark.parametrize(("name", "way"), in_turn([*POISONED, *BY_LOSS], STYLES))
 def test_a_sample_that_is_not_finite(name, way):
     for value in (torch.nan, torch.inf, -torch.inf):
         check_a_bad_sample(name, way, value)

@@ -40,7 +40,9 @@ def train(kind, collator, tmp_path, **trainer):
         raise
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "t5", *(pytest.param(k, marks=pytest.mark.slow) for k in ("llama", "bert"))]
+)
 def test_a_mask_and_padding_on_the_right(kind, tmp_path):
     train(kind, collated, tmp_path)
 

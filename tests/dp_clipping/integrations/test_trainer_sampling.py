@@ -13,7 +13,7 @@ from tests.support.language_models import language_model
 
 SAMPLINGS = [
     {"sampling": "balls_in_bins"},
-    {"sampling": "cyclic"},
+    pytest.param({"sampling": "cyclic"}, marks=pytest.mark.slow),
     pytest.param({"sampling": "truncated_poisson", "max_batch_size": 3}, marks=pytest.mark.slow),
 ]
 every_sampling = pytest.mark.parametrize("options", SAMPLINGS, ids=lambda x: x["sampling"])

@@ -17,6 +17,7 @@ from tests.support import zoo
 from tests.support.kernel_cases import on_gpu
 from tests.support.private_steps import (
     BATCHES,
+    FEWER,
     FUSED,
     REFERENCE,
     SAMPLES,
@@ -46,6 +47,24 @@ CASES = [
     for record in RECORDS
 ]  # fmt: skip
 every_record = pytest.mark.parametrize("record", CASES)
+ALIKE = {  # with code, and launches, that another record has too
+    "linear_more_axes", "linear_flattened", "linear_subclass", "linear_subclass_twice",
+    "linear_by_function", "conv1d_of_transformers_no_tokens", "rms_norm_t5", "rms_norm_olmo",
+    "rms_norm_gemma", "layer_norm_no_bias", "layer_norm_flattened", "instance_norm1d",
+    "group_norm_of_frames", "embedding_more_axes", "embedding_scaled", "embedding_of_positions",
+    "embedding_trains_padding", "bag_several", "conv1d_replicate", "conv1d_standardised",
+    "conv2d_circular", "conv2d_valid", "conv2d_own_arithmetic", "conv2d_of_frames",
+    "conv3d_stride", "conv_transpose2d", "conv_transpose2d_size", "lstm_projected_no_bias",
+    "lstm_flattened", "gru_no_bias", "gru_all", "rnn_all", "rnn_relu_packed", "opacus_lstm",
+    "opacus_lstm_packed", "opacus_gru", "gru_cell", "rnn_cell", "rnn_cell_relu",
+    "attention_causal", "attention_batch_second", "attention_memory",
+    "attention_memory_batch_second", "attention_no_bias", "attention_three",
+    "attention_widths_no_bias", "attention_more_keys_batch_second", "attention_one_weight",
+    "transformer_batch_second", "weight_norm_of_embedding", "registered_batch_second",
+}  # fmt: skip
+assert NUMBER.keys() >= ALIKE
+UNLIKE = [case for case in CASES if case.id not in ALIKE]
+REST = [case for case in CASES if case.id in ALIKE]
 
 
 def mode_of(record: Record, start: int = 0) -> str:
@@ -67,7 +86,9 @@ def test_reference_with_few_samples_at_a_time(name, monkeypatch):
     compare(RECORDS[NUMBER[name]].case(), Way(mode="bookkeeping"))
 
 
-@pytest.mark.parametrize(("record", "mode"), in_turn(CASES, REFERENCE, 1))
+@pytest.mark.parametrize(
+    ("record", "mode"), [*in_turn(UNLIKE, REFERENCE, 1), *in_turn(REST, REFERENCE, fast=0)]
+)
 def test_two_uses(record, mode):
     compare(record.case(is_reused=True), Way(mode=mode))
 
@@ -79,7 +100,9 @@ def half_frozen(build: Callable[[], nn.Module], first: int) -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize(("record", "first"), in_turn(CASES, (0, 1)))
+@pytest.mark.parametrize(
+    ("record", "first"), [*in_turn(UNLIKE, (0, 1)), *in_turn(REST, (0, 1), fast=0)]
+)
 def test_half_of_the_parameters_are_frozen(record, first):
     case = record.case()
     case = replace(case, build=lambda build=case.build: half_frozen(build, first))
@@ -93,23 +116,6 @@ def on_kernels(record: Record, mode: str) -> Way:
 
 
 IN_INTERPRETER = (torch.float32, torch.float16)
-OF_SAME_KERNELS = {  # in launches that another record has too
-    "linear_more_axes", "linear_flattened", "linear_subclass", "linear_subclass_twice",
-    "linear_by_function", "conv1d_of_transformers_no_tokens", "rms_norm_t5", "rms_norm_olmo",
-    "rms_norm_gemma", "layer_norm_no_bias", "layer_norm_flattened", "instance_norm1d",
-    "group_norm_of_frames", "embedding_more_axes", "embedding_scaled", "embedding_of_positions",
-    "embedding_trains_padding", "bag_several", "conv1d_replicate", "conv1d_standardised",
-    "conv2d_circular", "conv2d_valid", "conv2d_own_arithmetic", "conv2d_of_frames",
-    "conv3d_stride", "conv_transpose2d", "conv_transpose2d_size", "lstm_projected_no_bias",
-    "lstm_flattened", "gru_no_bias", "gru_all", "rnn_all", "rnn_relu_packed", "opacus_lstm",
-    "opacus_lstm_packed", "opacus_gru", "gru_cell", "rnn_cell", "rnn_cell_relu",
-    "attention_causal", "attention_batch_second", "attention_memory",
-    "attention_memory_batch_second", "attention_no_bias", "attention_three",
-    "attention_widths_no_bias", "attention_more_keys_batch_second", "attention_one_weight",
-    "transformer_batch_second", "weight_norm_of_embedding", "registered_batch_second",
-}  # fmt: skip
-assert NUMBER.keys() >= OF_SAME_KERNELS
-FEWER = BATCHES[0], BATCHES[2], BATCHES[4]  # four samples, none, and three
 
 
 def check_on_kernels(
@@ -127,7 +133,7 @@ def check_on_kernels(
             check_record(record, replace(on_kernels(record, mode), dtype=dtype))
 
 
-@pytest.mark.parametrize("record", [case for case in CASES if case.id not in OF_SAME_KERNELS])
+@pytest.mark.parametrize("record", UNLIKE)
 def test_kernels_in_the_interpreter(interpreter, record):
     dtype = IN_INTERPRETER[NUMBER[record.name] % 2]
     interpreter.run(check_on_kernels, record.name, "flash_bookkeeping", False, (dtype,), FEWER)
@@ -237,7 +243,8 @@ IN_16_BIT = {  # autocast's dtype, and that of the layer's input; its parameters
 @pytest.mark.parametrize(
     ("record", "arithmetic"),
     [
-        *in_turn(CASES, {"float32": (None, torch.float32)}), *in_turn(CASES, IN_16_BIT),
+        *in_turn(CASES, {"float32": (None, torch.float32)}),
+        *in_turn(UNLIKE, IN_16_BIT), *in_turn(REST, IN_16_BIT, fast=0),
     ],
 )  # fmt: skip
 def test_outputs_are_pytorchs_and_norms_those_of_float64(record, arithmetic):

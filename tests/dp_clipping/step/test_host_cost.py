@@ -16,19 +16,6 @@ LIMITS = {
     "transformer": (545, 35),
     "convolutional": (485, 53),
 }  # of one layer; of a further one
-COUNT = f"""
-import json
-from tests.support.host_cost import NETWORKS, WARM_UP, calls_of, step_of, without_kernels
-counts = {{}}
-with without_kernels():
-    for name in NETWORKS:
-        for layers in (1, 1 + {LAYERS}):
-            step = step_of(name, layers, private=True)
-            for _ in range(WARM_UP):
-                step()
-            counts.setdefault(name, []).append(calls_of(step)[1])
-print(json.dumps(counts))
-"""
 # Small ones of ddp_by_hand.experiments.networks whose private step calls so few functions on the
 # host. In the one that is left out, three layers are little beside what a step costs once.
 SMALL = (
@@ -37,15 +24,21 @@ SMALL = (
     "table", "video_resnet18",
 )  # fmt: skip
 TIMES, MORE = 1.9, 400  # of an ordinary step's calls, and these
-COUNT_SMALL = f"""
+COUNT = f"""
 import json, warnings
 import torch
 from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.networks.training import training_of
-from tests.support.host_cost import WARM_UP, calls_of, without_kernels
+from tests.support.host_cost import NETWORKS, WARM_UP, calls_of, step_of, without_kernels
 warnings.simplefilter("ignore")
 counts = {{}}
 with without_kernels():
+    for name in NETWORKS:
+        for layers in (1, 1 + {LAYERS}):
+            step = step_of(name, layers, private=True)
+            for _ in range(WARM_UP):
+                step()
+            counts.setdefault(name, []).append(calls_of(step)[1])
     for name in {SMALL}:
         for variant in ("ordinary", "flash_bookkeeping"):
             training, batch = training_of(variant, ROWS[name], True, torch.device("cpu"))
@@ -61,22 +54,13 @@ print(json.dumps(counts))
 """
 
 
-def run(code: str) -> dict[str, list[int]]:
+@pytest.fixture(scope="module")
+def counts() -> dict[str, list[int]]:
     """Counts calls in a process of its own: a step looks at what the network's globals lead to."""
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", COUNT], env=own, capture_output=True, text=True)
     assert not done.returncode, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def counts():
-    return run(COUNT)
-
-
-@pytest.fixture(scope="module")
-def small_counts():
-    return run(COUNT_SMALL)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -88,6 +72,6 @@ def test_calls_of_a_step(counts, name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_calls_beside_an_ordinary_step(small_counts, name):
-    ordinary, private = small_counts[name]
+def test_calls_beside_an_ordinary_step(counts, name):
+    ordinary, private = counts[name]
     assert private <= TIMES * ordinary + MORE

@@ -9,6 +9,7 @@ from torch import nn
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private, unchecked
 from tests.support import zoo
+from tests.support.turns import in_turn
 
 
 class Scaled(nn.Module):
@@ -179,10 +180,16 @@ ONE_BY_ONE = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"clipping": "per_layer"}, {"examples_per_unit": 2}])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ONE_BY_ONE)
-def test_one_sample_after_another(name, mode, options):
+STYLES = [
+    (mode, options)
+    for options in ({}, {"clipping": "per_layer"}, {"examples_per_unit": 2})
+    for mode in MODES
+]
+
+
+@pytest.mark.parametrize(("name", "style"), in_turn(ONE_BY_ONE, STYLES, fast=4))
+def test_one_sample_after_another(name, style):
+    mode, options = style
     make, shape = ONE_BY_ONE[name]
     network, k = make().double(), options.get("examples_per_unit", 1)
     model = private(copy.deepcopy(network), mode, 1e-3, **options)
