@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+import tests.support.accountants  # noqa: F401 - makes them fast, on ranks too
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.clipping.coefficients import GAMMA

@@ -39,7 +39,7 @@ def test_all_cases(name):
 
 @pytest.mark.parametrize("name", opacus_suite.tests())
 def test_some_cases(name):
-    run = Run(FEW, every=80)
+    run = Run(FEW, every=40)
     run.run(name, opacus_suite.tests()[name])
     assert_right(run)
     assert run.comparisons
