@@ -1,5 +1,6 @@
 """What the plan chooses: within a budget, cheapest changes first; on a GPU, beside a stopwatch."""
 
+import os
 import random
 from itertools import pairwise
 
@@ -26,6 +27,7 @@ GRID = [  # B, T, d, p
 ]  # fmt: skip
 SLOWER = 0.05  # than the best algorithm, relative
 MARGIN_MS = 0.01
+MEASUREMENTS = 3
 
 
 def use(name="layer", batch_size=8, tokens=512, inputs=512, outputs=512, size=2) -> LinearShape:
@@ -225,14 +227,18 @@ def test_the_table_of_two_passes_with_measured_times():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="needs a GPU for itself")
 def test_the_choice_is_the_best_single_algorithm():
+    """Of several measurements each algorithm's best counts: what disturbs one makes it longer."""
     from ddp_by_hand.experiments.kernels.one_layer import OneLayer, Shape, judge_plan, medians
     from dp_clipping.planning.calibration import rates_of
 
     device = torch.device("cuda")
     wrong = []
     for shape in (Shape(*values) for values in GRID):
-        ms = medians(OneLayer(shape, device).time_algorithms(rounds=7))
+        layer = OneLayer(shape, device)
+        measured = [medians(layer.time_algorithms(rounds=7)) for _ in range(MEASUREMENTS)]
+        ms = {name: min(one[name] for one in measured) for name in measured[0]}
         judged = judge_plan(shape, rates_of(device), ms)
         if ms[judged["chosen"]] > (1 + SLOWER) * ms[judged["best"]] + MARGIN_MS:
             wrong.append(f"{shape}: chose {judged['chosen']}, measured ms {ms}")
