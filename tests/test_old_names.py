@@ -42,7 +42,9 @@ def test_what_is_not_there_is_said_by_its_old_name():
             import_module(name)
 
 
-@pytest.mark.parametrize("command", ["experiments.networks", "measure.compare"])
+@pytest.mark.parametrize(
+    "command", [pytest.param("experiments.networks", marks=pytest.mark.slow), "measure.compare"]
+)
 def test_a_program_starts_by_its_old_name(command):
     run = subprocess.run(
         [sys.executable, "-m", command, "--help"], cwd=ROOT, capture_output=True, text=True

@@ -67,10 +67,8 @@ def trained(task: str, engine: str, *arguments: str) -> dict:
         return options.run(options)
 
 
-@pytest.mark.parametrize(
-    "task",
-    [*(pytest.param(t, marks=pytest.mark.slow) for t in ("images", "text")), "text --train lora"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["images", "text", "text --train lora"])
 def test_both_engines_learn_alike_and_spend_the_same(task, capsys):
     if task != "images":
         pytest.importorskip("transformers")

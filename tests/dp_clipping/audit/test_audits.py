@@ -69,7 +69,9 @@ class TestTheRightProduct:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"max_grad_norm": [0.3, 0.4], "clipping": "per_layer"},
+            pytest.param(
+                {"max_grad_norm": [0.3, 0.4], "clipping": "per_layer"}, marks=pytest.mark.slow
+            ),  # as of `record_sums`
             {"examples_per_unit": 2, "unit_ids": [n % 12 for n in range(24)]},
             {"adaptive_threshold": AdaptiveThreshold(1.0, expected_batch_size=8)},
             pytest.param(
@@ -201,6 +203,7 @@ class TestTheUsersObjects:
         assert len(arguments["optimizer"].param_groups) == 1
         engine.make_private(**arguments)  # is not private yet
 
+    @pytest.mark.slow
     def test_the_same_generator_gives_the_same_report(self):
         few = {"canaries": 16, "steps": 1}
         one, same, other = (str(audited(seed, **few)) for seed in (0, 0, 1))

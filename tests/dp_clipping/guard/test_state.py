@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dp_clipping.criterion import PrivateCriterion
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
+from tests.support.turns import in_turn
 
 STEPS = 5
 
@@ -506,8 +507,7 @@ class Inference(Network):
         return super().forward(x + self.constant.clone())
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
-@pytest.mark.parametrize("case", ACCEPTED)
+@pytest.mark.parametrize(("case", "mode"), in_turn(ACCEPTED, ["bookkeeping", "ghost"]))
 def test_state_that_carries_none_is_not(case, mode):
     steps(ACCEPTED[case](), mode=mode)
 

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_close, clipped_sums, private, private_loss
 from tests.support import zoo
+from tests.support.turns import in_turn
 from tests.support.zoo import Net
 
 MODES = ("per_sample", "ghost", "bookkeeping")
@@ -168,8 +169,9 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs.double(), targets, reduction="none")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("build", APART, ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    ("build", "mode"), in_turn([pytest.param(b, id=b.__name__) for b in APART], MODES)
+)
 def test_gradients_are_those_of_one_sample_at_a_time(build, mode):
     network, batch = zoo.seeded(build).double(), batch_of()
     gradients = oracle.per_sample_gradients(network, batch, loss)

@@ -22,6 +22,7 @@ from tests.dp_clipping.conftest import (
     private_loss,
 )
 from tests.support import zoo
+from tests.support.turns import in_turn
 
 SIZES = (4, 1, 6, 3)  # of batches one after another
 
@@ -532,8 +533,10 @@ class Cached(nn.Module):
         return self.model(input_ids=ids, **options).logits
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-@pytest.mark.parametrize("kind", ["T5", "LongT5", "Bart", "GPT2"])
+@pytest.mark.parametrize(
+    ("kind", "is_given"),
+    in_turn(["T5", "LongT5", "Bart", "GPT2"], {"made": False, "given": True}),
+)
 def test_caches_as_they_are_by_default(kind, is_given):
     network = Cached(kind, is_given).double()
     with torch.no_grad():
