@@ -31,7 +31,10 @@ from tests.support.benchmark_command import (
 )
 from tests.support.page import Page
 
-BUILT_IN = [name for name in IMPLEMENTATIONS if name not in ("zero2", "torch_zero1", "torch_fsdp")]
+ALIKE = {  # other ones in what is measured; slow tests have all
+    "ddp_individual_v2", "zero2", "torch_ddp_tuned", "torch_zero1", "torch_fsdp",
+}  # fmt: skip
+BUILT_IN = [name for name in IMPLEMENTATIONS if name not in ALIKE]
 NAMES = [*BUILT_IN, "Minimal"]
 MEASURED = [name for name in NAMES if name != "ddp_copy_engine"]
 
@@ -282,6 +285,7 @@ def test_sixteen_bit(tmp_path, dtype):
     assert set(sent.values()) - {0} == {whole}
 
 
+@pytest.mark.slow
 def test_a_variant_with_an_option_is_a_row_of_its_own(tmp_path):
     names = ["ddp_bucketed", "ddp_bucketed+find_unused_parameters"]
     run = forked_benchmark("--implementations", "none", *names, "--output-dir", tmp_path)

@@ -93,6 +93,7 @@ def test_modes_on_both_networks(capsys, networks, modes):
     assert f"{cases} of {cases} cases agree" in text.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_16_bit(capsys, monkeypatch):
     arguments = ["--dtype", "bfloat16", "--modes", "ghost", "bookkeeping"]
     status, text = run(capsys, *arguments)

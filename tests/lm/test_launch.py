@@ -229,6 +229,7 @@ def test_the_process_ends_even_if_recording_fails(monkeypatch):
     assert "rank 0 failed first: KeyError: 'x'" in run.stderr
 
 
+@pytest.mark.slow
 def test_the_watch_does_not_end_the_process_before_the_cause_is_printed():
     """Its thread reads the cause in the store while the main thread is about to print it."""
     code = (
@@ -307,7 +308,8 @@ if os.environ["RANK"] == "1":
 """
 
 
-@pytest.mark.parametrize("prints", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("prints", [False, True])
 def test_a_cause_is_printed_once_whoever_ends_first(capfd, prints):
     code = UNPRINTED.replace("PRINTS", str(prints))
     outcome = run_ranks([sys.executable, "-c", code], 2)

@@ -10,6 +10,7 @@ from ddp.sharded.internals.agreement import ToldError, agree, status_of
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, loss_of
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets, whole_values
+from tests.support.turns import in_turn
 
 NAMES = ["zero1", "zero2", "fsdp"]
 LONG = "failed on purpose {" + 99 * "é " + 99 * "é"
@@ -84,8 +85,12 @@ def step_fails(context: Context, name: str, fail: Callable) -> None:
         pair.zero_grad(set_to_none=True)
 
 
-@pytest.mark.parametrize("fail", [in_a_hook, in_the_closure, refused, where_it_begins])
-@pytest.mark.parametrize("name", NAMES)
+FAILURES = {
+    fail.__name__: fail for fail in (in_a_hook, where_it_begins, in_the_closure, refused)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fail"), in_turn(NAMES, FAILURES, fast=2))
 def test_a_step_that_fails_on_one_rank_changes_nothing(cpu_ranks, name, fail):
     cpu_ranks.run(2, step_fails, name, fail)
 

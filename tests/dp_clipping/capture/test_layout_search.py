@@ -16,6 +16,7 @@ from tests.dp_clipping.conftest import (
     private_loss,
 )
 from tests.support import zoo
+from tests.support.turns import in_turn
 
 
 def layouts_after(network: nn.Module, x: torch.Tensor) -> dict[str, Layout]:
@@ -91,8 +92,9 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", [1, 2])
-@pytest.mark.parametrize("implementation", ["default", "eager", "batched_mm"])
+@pytest.mark.parametrize(
+    ("implementation", "experts"), in_turn(["default", "eager", "batched_mm"], [1, 2])
+)
 def test_a_mixture_of_experts(implementation, experts):
     mixtral = pytest.importorskip("transformers.models.mixtral")
     config = mixtral.MixtralConfig(

@@ -155,9 +155,17 @@ def test_a_gemma_whose_norm_is_another_is_not_known():
     assert kind_of(other(N)) == "vectorized"
 
 
-@pytest.mark.parametrize("weight", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", BODIES)
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "weight"),
+    in_turn(
+        [pytest.param(k, dtype, id=f"{k}-{dtype}") for dtype in DTYPES for k in BODIES],
+        DTYPES,
+        fast=2,
+    ),
+)
 def test_outputs_are_rounded_as_their_own_forward_rounds_them(kind, dtype, weight):
     layer = built(*BODIES[kind]).to(weight)
     x = zoo.numbers(4, 5, N, out=())[0].to(dtype)

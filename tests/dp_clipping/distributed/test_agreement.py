@@ -149,7 +149,12 @@ def on_a_mesh(context: Context, shard: Callable) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "shard"),
-    [(2, fsdp1), (2, fsdp2), (2, tensor), (4, hybrid), (4, data_and_tensor)],
+    [
+        (2, fsdp1),
+        (2, fsdp2),
+        (4, data_and_tensor),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, tensor), (4, hybrid))),
+    ],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_sharded_networks(cpu_ranks, ranks, shard):

@@ -20,6 +20,7 @@ from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.validation import check_module
 from tests.ddp.conftest import CPU_COPY_ENGINE
 from tests.support.replicas import SYNCHRONISING, applied, build, parameters, train
+from tests.support.turns import in_turn
 
 
 def with_a_module(context: Context, wrap: Callable[[nn.Module], nn.Module]) -> list[str]:
@@ -211,8 +212,9 @@ def test_a_second_backward_is_refused_by_ranks_without_samples_too(cpu_ranks):
 # ---- one process ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("microbatch", [None, 1])
+@pytest.mark.parametrize(
+    ("microbatch", "dtype"), in_turn([None, 1], [torch.float32, torch.bfloat16])
+)
 def test_the_models_zero_grad_is_the_optimizers(dtype, microbatch):
     """Also between microbatches, where it keeps what is accumulated."""
     runs = [build(dtype=dtype, name="transformer") for _ in range(2)]

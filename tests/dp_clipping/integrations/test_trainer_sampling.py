@@ -100,7 +100,13 @@ class TestTarget:
     @pytest.mark.parametrize(
         "options",
         # Of secure runs TestSecureMode resumes one.
-        [{}, SAMPLINGS[0], pytest.param({"secure_mode": True}, marks=pytest.mark.slow)],
+        [
+            {},
+            *(
+                pytest.param(options, marks=pytest.mark.slow)
+                for options in (SAMPLINGS[0], {"secure_mode": True})
+            ),
+        ],
         ids=str,
     )
     def test_an_interrupted_training_goes_on_in_the_same_process(self, options, tmp_path):

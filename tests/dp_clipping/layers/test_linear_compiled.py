@@ -331,7 +331,12 @@ BODIES = [
 ]
 
 
-LONG = (other_sizes_are_compiled_once_more, transposed_weights_and_autocast)
+LONG = (
+    other_sizes_are_compiled_once_more,
+    a_budget_takes_a_second_backward,
+    a_forward_that_saves_little_is_planned_again,
+    transposed_weights_and_autocast,
+)
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,10 @@ PARTS = [  # of a network: frozen, computed again in backward, used by nobody
     Way("tensor", "recomputed", "bookkeeping", "per_layer"),
     Way("fsdp", mode="flash_bookkeeping"),  # as bookkeeping, where there are no kernels
     Way("fsdp2 x tensor", "norms alone"),
-    *(Way(layout, "unused") for layout in ("ddp_bucketed", "torch_ddp", "copy engine")),
+    Way("ddp_bucketed", "unused"),
 ]  # fmt: skip
 MORE_PARTS = [
+    *(Way(layout, "unused") for layout in ("torch_ddp", "copy engine")),
     *(Way("tensor", "compiled", clipping=clipping) for clipping in CLIPPINGS),
     Way("tensor", "recomputed", "ghost"), Way("fsdp2 x tensor", "recomputed", "ghost"),
     Way("fsdp2 block", "frozen", "ghost"), Way("fsdp1 block", "recomputed", "per_sample"),
@@ -95,20 +96,22 @@ AROUND_BLOCKS = [  # parameters of the root, or of another module around the blo
     for name, layout in zip(AROUND, cycle(("fsdp", "fsdp2 block", "fsdp1 block")), strict=False)
 ]
 HANDED = [  # a parameter of the root, given to a block: expanded, or where all is gathered at once
-    *(Way(layout, "handed_expanded") for layout in ("fsdp", "fsdp2 block", "fsdp1 block")),
-    *(Way(layout, "handed") for layout in ("zero2", "fsdp2 root", "fsdp1 root")),
+    *(Way(layout, "handed_expanded") for layout in ("fsdp", "fsdp2 block")),
+    *(Way(layout, "handed") for layout in ("zero2", "fsdp1 root")),
 ]
+MORE_HANDED = [Way("fsdp1 block", "handed_expanded"), Way("fsdp2 root", "handed")]
 IN_16_BIT = [
     Way("fsdp1 in bfloat16", mode="per_sample", tolerance=8e-2),
     Way("fsdp2 in bfloat16", mode="ghost", tolerance=8e-2),
     Way("fsdp in bfloat16", "product", "bookkeeping", tolerance=8e-2),
-    *(Way(layout, dtype=torch.bfloat16) for layout in ("ddp_bucketed", "copy engine", "zero2")),
+    *(Way(layout, dtype=torch.bfloat16) for layout in ("ddp_bucketed", "zero2")),
 ]
 MORE_IN_16_BIT = [
     *(Way(layout, mode=mode, tolerance=8e-2)
       for layout, mode in product(("fsdp1 in bfloat16", "fsdp2 in bfloat16"), MODES)),
     *(Way("fsdp in bfloat16", "product", mode, tolerance=8e-2) for mode in MODES),
-    *(Way(layout, dtype=torch.bfloat16) for layout in ("ddp_individual_v2", "torch_ddp")),
+    *(Way(layout, dtype=torch.bfloat16)
+      for layout in ("ddp_individual_v2", "copy engine", "torch_ddp")),
 ]  # fmt: skip
 
 
@@ -127,7 +130,7 @@ def test_steps(cpu_ranks, way):
 
 
 @pytest.mark.slow
-@rows([*MORE_LOOKS, *MORE_PARTS, *MORE_IN_16_BIT])
+@rows([*MORE_LOOKS, *MORE_PARTS, *MORE_HANDED, *MORE_IN_16_BIT])
 def test_more_steps(cpu_ranks, way):
     cpu_ranks.run(LAYOUTS[way.layout].ranks, step_beside_one_process, way)
 

@@ -13,6 +13,7 @@ from dp_clipping import PrivacyEngine
 from dp_clipping.capture.samples.packed import Sequences, opened, packed, packed_in, repacking
 from dp_clipping.torch_compat import hooks_of
 from tests.dp_clipping.conftest import private
+from tests.support.turns import in_turn
 
 LENGTHS = [2, 4, 2, 1]
 
@@ -131,8 +132,7 @@ def make(returns_packed: bool, mixes: bool = False, batch_first: bool = True) ->
     return engine, *made
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("returns_packed", [True, False])
+@pytest.mark.parametrize(("returns_packed", "batch_first"), in_turn([True, False], [True, False]))
 def test_training_on_packed_batches(returns_packed, batch_first):
     """Poisson batches of them, empty ones too, and what `engine.check` says of one."""
     engine, model, optimizer, criterion, loader = make(returns_packed, batch_first=batch_first)
