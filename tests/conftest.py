@@ -34,7 +34,6 @@ LONGEST = (
     "tests/dp_clipping/contract/test_contract.py",
     "tests/dp_clipping/ops/test_ops.py",
     "tests/bench/test_benchmark.py",
-    "tests/examples/test_private_text.py",
     "tests/dp_clipping/checkpoint/test_distributed_format.py",
     "tests/dp_clipping/ranks/test_runs.py",
     "tests/dp_clipping/ranks/test_steps.py",
