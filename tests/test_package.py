@@ -218,6 +218,7 @@ def run(command: list, cwd: Path, status: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_only_the_packages_are_installed(tmp_path):
     """With their marks for type checkers, every folder of theirs, and what programs read."""
     source, target = tmp_path / "source", tmp_path / "target"

@@ -98,6 +98,7 @@ def alone(context: Context) -> None:
         assert "`with model.whole_parameters():`" in note
 
 
+@pytest.mark.slow
 def test_the_timeout_says_what_happened(own_ranks):
     own_ranks.run(own_ranks.size, alone)
 

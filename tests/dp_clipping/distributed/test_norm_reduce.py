@@ -366,6 +366,7 @@ def late(context: Context) -> None:
         assert isinstance(lost.value.__cause__, Exception)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(own_ranks):
     own_ranks.run(4, late)
 

@@ -119,6 +119,7 @@ def on_ranks(context) -> list:
     return [p.numpy() for p in after]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed")
 def test_ranks_take_the_steps_of_one_process(cpu_ranks, accelerator):
     options = {"noise_generator": torch.Generator().manual_seed(5)}

@@ -257,6 +257,7 @@ def refused_on_ranks(context, folder: str):
     assert steps_of(private) == 2 * EPOCH
 
 
+@pytest.mark.slow
 def test_four_ranks(cpu_ranks, tmp_path):
     """They have the same weights, bit for bit, and after a resume but for the order of sums."""
     first, second, *_ = cpu_ranks.run(4, trained_on_ranks, str(tmp_path))
