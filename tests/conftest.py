@@ -45,7 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    gc.disable()  # nearly all that is made stays: each collection would look at it again
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
     _keep_what_is_there()
 
 

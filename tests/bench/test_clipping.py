@@ -272,6 +272,7 @@ def rows(run, folder):
     return [json.loads(line) for line in (folder / "run/results.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_variant_that_averages_private_gradients_is_wrong(run):
     assert run.returncode == 1, run.stderr
     table = lines_of(run.stdout)
@@ -281,6 +282,7 @@ def test_a_variant_that_averages_private_gradients_is_wrong(run):
     assert "5.0e-01 WRONG" in table["Averaging", "bookkeeping"]  # half of the sum of two ranks
 
 
+@pytest.mark.slow
 def test_private_cells_carry_their_settings_and_ordinary_ones_none(rows):
     assert len(rows) == 12
     for row in rows:
@@ -295,6 +297,7 @@ def test_private_cells_carry_their_settings_and_ordinary_ones_none(rows):
     ]
 
 
+@pytest.mark.slow
 def test_private_steps_are_timed_with_sums_in_float32(rows):
     timed = {(r["implementation"], r.get("clipping")): r for r in rows if r["kind"] == TIMING}
     assert timed["ddp_bucketed", "bookkeeping"]["bytes"] == timed["ddp_bucketed", None]["bytes"]
@@ -303,6 +306,7 @@ def test_private_steps_are_timed_with_sums_in_float32(rows):
         assert 0 < row["loss"] < 7
 
 
+@pytest.mark.slow
 def test_the_library_is_not_warned_of_fixed_batches_but_the_reader_is(run):
     assert "poisson_sampling" not in run.stderr
     assert "neither wrapped nor sharded" not in run.stderr  # the gate's reference is not
