@@ -31,6 +31,7 @@ import numpy as np
 
 from dp_clipping.accounting.history import History
 from dp_clipping.accounting.mechanism import batches_per_epoch
+from dp_clipping.accounting.pld import ROUNDING
 
 RESOLUTION = 0.04
 """Ratio of neighbours in a grid, as a part of the relative standard deviation."""
@@ -208,7 +209,8 @@ def epsilon(histories: Sequence[History], delta: float) -> float:
     """Returns ε at δ of balls-in-bins steps, for adding or removing one unit."""
     epochs = Counter(epoch for history in histories if history for epoch in epochs_of(history))
     smallest = min((sigma for sigma, _, _ in epochs), default=math.inf)
-    if smallest < SMALLEST:  # as if each unit's batch were known
+    left = delta - epochs.total() * ROUNDING  # as in `pld`
+    if smallest < SMALLEST or left <= 0:  # as if each unit's batch were known
         mu = math.sqrt(sum(count * sigma**-2.0 for (sigma, _, _), count in epochs.items()))
         from dp_accounting import get_epsilon_gaussian  # takes a second
 
@@ -221,4 +223,4 @@ def epsilon(histories: Sequence[History], delta: float) -> float:
     for (sigma, batches, steps), count in epochs.items():
         one = losses(sigma, batches, steps, spacing).self_compose(count)
         whole = one if whole is None else whole.compose(one)
-    return 0.0 if whole is None else float(whole.get_epsilon_for_delta(delta))
+    return 0.0 if whole is None else float(whole.get_epsilon_for_delta(left))

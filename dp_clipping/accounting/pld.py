@@ -46,7 +46,7 @@ ORDERS = [*range(2, 64), *(2**k for k in range(6, 13))]
 """Orders of Rényi differential privacy."""
 
 ROUNDING = 2.0**-50
-"""The error of δ per step, at most, of an FFT in double precision."""
+"""The error of δ per composed distribution, at most, of an FFT in double precision."""
 
 
 class PLDAccountant:

@@ -11,7 +11,8 @@ units counts (Chua et al. 2024, "Scalable DP-SGD: Shuffling vs. Poisson Subsampl
 import math
 from collections.abc import Sequence
 
-from dp_clipping.accounting.history import History
+from dp_clipping.accounting.history import History, count
+from dp_clipping.accounting.pld import ROUNDING
 
 WIDEST, NARROWEST, PART = 1e-3, 1e-6, 0.15
 """The interval of privacy losses, as a part of a step's standard deviation, and its bounds. Losses
@@ -36,13 +37,17 @@ def _epsilon(entries: History, delta: float, units: int, max_batch_size: int) ->
     """Returns ε for two data sets of which the larger one has so many units."""
     import dp_accounting as dp  # takes a second
 
-    spread = min(
-        (rate * math.expm1(min(100.0, sigma**-2.0)) ** 0.5 for sigma, rate, _ in entries),
-        default=1.0,
-    )
+    if not entries:
+        return 0.0
+    spread = min(rate * math.expm1(min(100.0, sigma**-2.0)) ** 0.5 for sigma, rate, _ in entries)
     interval = max(NARROWEST, min(WIDEST, PART * spread))
     accountant = dp.pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, interval)
     for sigma, rate, steps in entries:
         event = dp.TruncatedSubsampledGaussianDpEvent(units, rate, max_batch_size, sigma)
         accountant.compose(dp.SelfComposedDpEvent(event, steps))
-    return float(accountant.get_epsilon(delta))
+    left = delta - count(entries) * ROUNDING
+    if left > 0:
+        return float(accountant.get_epsilon(left))
+    # Less than an FFT may get wrong: each step moves a sum by 2C at most, whoever was sampled.
+    mu = 2 * math.sqrt(sum(steps * sigma**-2.0 for sigma, _, steps in entries))
+    return float(dp.get_epsilon_gaussian(1 / mu, delta))

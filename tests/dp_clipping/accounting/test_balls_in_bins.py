@@ -153,6 +153,17 @@ def test_little_noise_has_no_amplification():
     assert epsilon([[(0.25, 1 / 10, 15)]], 1e-6) < cyclic.epsilon([[(0.25, 1 / 10, 15)]], 1e-6)
 
 
+def test_what_an_fft_gets_wrong_is_charged():
+    """δ is lowered by it; where nothing is left, the batch of each unit counts as known."""
+    for epochs, delta in ((1000, 1e-11), (1000, 1e-12), (1000, 1e-13)):
+        found = epsilon([[(60.0, 1.0, epochs)]], delta)
+        exact = get_epsilon_gaussian(60 / epochs**0.5, delta)
+        assert exact <= found <= 1.1 * exact
+    amplified, known = ([[(2.0, 1 / batches, 1000 * batches)]] for batches in (2, 1))
+    assert epsilon(amplified, 1e-11) < epsilon(known, 1e-11)
+    assert epsilon(amplified, 1e-13) == epsilon(known, 1e-13)
+
+
 def test_nothing_was_released():
     assert epsilon([], 1e-5) == epsilon([[]], 1e-5) == 0
     assert epsilon([[(1e6, 0.5, 1)]], 1e-5) == pytest.approx(0, abs=1e-6)
