@@ -79,7 +79,7 @@ def on_page_content(html: str, page: "Page", files: "Files", **_: Any) -> str:
         url = target and get_relative_url(target.url, page.url)
         return f'<a class="term" href="{url}">{code[0]}</a>' if url else code[0]
 
-    html = re.sub(rf"<code>({PATH.pattern})</code>(?!</a>)", source_link, html)
+    html = re.sub(rf"<code>({PATH.pattern})(?:::\w+)?</code>(?!</a>)", source_link, html)
     html = link_pictures(html)
     if uri == "glossary.md" or uri.startswith("api/"):
         return html

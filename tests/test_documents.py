@@ -32,6 +32,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = [p.parent for p in sorted((ROOT / "dp_clipping").rglob("__init__.py"))]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/proofs").glob("*.md")),
     ROOT / "ddp_by_hand/examples/README.md", ROOT / "ddp_by_hand/exercises/README.md",
 ]  # fmt: skip
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -399,3 +400,40 @@ STOP = re.compile(r"`((?:dp_clipping|ddp)/[\w/]+\.py)`:\s+`(\w+)`")
 def test_a_stop_of_the_tour_is_there(stop):
     file, name = stop
     assert re.search(rf"^ *(?:def|class) {name}\b", (ROOT / file).read_text(), re.MULTILINE)
+
+
+PROOFS = sorted((ROOT / "docs/proofs").glob("*.md"))
+NAMED = re.compile(r"`((?:tests|dp_clipping|ddp)/[\w/]+\.py)(?:::(\w+))?`")
+each_proof = pytest.mark.parametrize("path", PROOFS, ids=lambda p: p.name)
+
+
+def preconditions_of(path: Path) -> list[str]:
+    """Returns the rows of the tables of a proof that say what enforces a precondition."""
+    table = re.search(
+        r"^\| precondition \|.*\n\|[ -|]+\n((?:\|.*\n?)+)", path.read_text(), re.MULTILINE
+    )
+    return table[1].splitlines()
+
+
+@each_proof
+def test_what_a_proof_names_is_there(path):
+    named = NAMED.findall(path.read_text())
+    assert named
+    for file, name in named:
+        text = (ROOT / file).read_text()
+        assert not name or re.search(rf"^ *(?:def|class) {name}\b", text, re.MULTILINE), (
+            file,
+            name,
+        )
+
+
+@each_proof
+def test_each_precondition_is_enforced_or_said_not_to_be(path):
+    """By a test, on another page, or by nobody."""
+    for row in preconditions_of(path):
+        assert re.search(r"`tests/|\*\*not enforced\*\*|\]\(\w+\.md\)", row, re.IGNORECASE), row
+
+
+@each_proof
+def test_a_proof_is_short(path):
+    assert len(path.read_text().split()) <= 950, "about two pages"
