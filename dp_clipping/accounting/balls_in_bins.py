@@ -7,17 +7,13 @@ than these two distributions on the noise of its steps differ, in units of C:
 
     P = 1/b Σ_j N(e_j, σ²I),   Q = N(0, σ²I),   dP/dQ = 1/b Σ_j Λ_j,   Λ_j = exp(x_j/σ² − 1/(2σ²)).
 
-For given batches of the other units, step j has the outputs of N(g, σ²) or N(0, σ²) with |g| ≤ C,
-which a random map that may depend on the steps before makes of N(1, σ²) and N(0, σ²). So all steps
-of an epoch are a random function of P or Q. Epochs compose.
-
-An account needs the distribution of the privacy loss log dP/dQ alone, under P and under Q. Under Q,
-the Λ_j are independent with mean 1. δ(ε) of (P, Q) is E (S − e^ε)⁺, that of (Q, P) is
+Under Q, the Λ_j are independent with mean 1. δ(ε) of (P, Q) is E (S − e^ε)⁺, that of (Q, P) is
 E (1 − e^ε S)⁺, where S = dP/dQ: both are convex in S. So δ only grows if the mass of a Λ_j, or of a
 sum of them, is split between two numbers with the same mean. Here it is split between neighbours of
 a geometric grid, on which sums are then formed exactly: an upper bound, with an error of second
 order in the grid (Doroshenko et al. 2022, "Connect the Dots", do this to the loss itself). Both
 tails are moved outwards, to 0 and to infinity. dp-accounting composes epochs and returns ε.
+`docs/proofs/balls_in_bins.md` has the proof.
 """
 
 import math

@@ -5,7 +5,8 @@ ones a uniformly random subset of that size is kept. Without truncation, a unit 
 a sum by C at most; with it, another unit may take its place, and the sum changes by 2C. The cost of
 that is in the privacy loss distribution, weighted by its probability, which is why the number of
 units counts (Chua et al. 2024, "Scalable DP-SGD: Shuffling vs. Poisson Subsampling";
-"Tighter Privacy Analysis for Truncated Poisson Sampling", arXiv 2508.15089).
+"Tighter Privacy Analysis for Truncated Poisson Sampling", arXiv 2508.15089; proof in
+`docs/proofs/truncated_poisson.md`).
 """
 
 import math

@@ -15,14 +15,9 @@ arXiv:2601.22334, do for b = 2.
 
 **What it costs.** Let G [n, d] be the clipped sums of n steps, in units of C, and W [n, n] the
 lower triangular Toeplitz matrix of w. The steps release G + σWz = W(W⁻¹G + σz): as much as one
-Gaussian mechanism on W⁻¹G does, also where each sum depends on earlier releases (S. Denisov,
-B. McMahan, K. Rush, A. Smith, G. Thakurta, Improved differential privacy for SGD via optimal
-private linear operators on adaptive streams, 2022, arXiv:2202.08312). `sensitivity` is the largest
-norm by which one unit moves W⁻¹G. A unit's rows of G have norms of at most 1 and any directions;
-no entry of W⁻¹ is negative, so rows that are all alike move it most (C. Choquette-Choo,
-B. McMahan, K. Rush, A. Thakurta, Multi-epoch matrix factorization mechanisms for private machine
-learning, 2023, arXiv:2211.06530). With batches in a cycle a unit is in the steps i, i + B, i + 2B,
-..., and a later i only shifts and cuts off what i = 0 adds up.
+Gaussian mechanism on W⁻¹G does. `sensitivity` is the largest norm by which one unit moves that.
+With batches in a cycle it is the norm of W⁻¹u, where u is 1 in the steps 0, B, 2B, ... and 0 in
+others. `docs/proofs/correlated_noise.md` has the proof.
 """
 
 from __future__ import annotations

@@ -239,6 +239,28 @@ class TestSensitivity:
             if left_out != 1:
                 assert moved > 0.95 * C, f"sample {left_out} is clipped more than it must be"
 
+    def test_known_random_numbers_void_it(self):
+        """As `docs/sharp_edges.md` says: a first sample less, and each other has another mask."""
+        inputs, targets = samples(40)
+
+        def clipped_sum(first: int) -> Tensor:
+            torch.manual_seed(0)
+            network = nn.Sequential(
+                nn.Linear(INPUTS, HIDDEN), nn.Dropout(), nn.Linear(HIDDEN, OUTPUTS)
+            )
+            data = TensorDataset(inputs[first:], targets[first:])
+            run = Run(engine := PrivacyEngine(), *engine.make_private(
+                module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.0),
+                data_loader=DataLoader(data, 40), criterion=zoo.Criterion(zoo.squared_error),
+                noise_multiplier=0.0, max_grad_norm=C, expected_batch_size=1, sample_rate=1.0,
+            ))  # fmt: skip
+            (batch,) = run.loader
+            torch.manual_seed(7)
+            return flat(run.step(batch))
+
+        assert torch.equal(clipped_sum(0), clipped_sum(0))
+        assert 3 * C < float((clipped_sum(0) - clipped_sum(1)).norm()) < 40 * C
+
 
 class TestDraws:
     def test_the_divisor_is_the_expected_batch_whatever_is_drawn(self):

@@ -1,49 +1,25 @@
 """Bounds what secure noise costs: accounts for what is computed, and not for real numbers.
 
 Write g for the grid, d for the number of parameters' elements, σC for the standard deviation of the
-noise and u = 2⁻²⁴ for the unit of float32. A step releases round(sum / g) + k, and three things
-differ from the Gaussian mechanism of the textbooks.
+noise and γ = mu / (1 − mu) with u = 2⁻²⁴, the unit of float32. A step releases round(sum / g) + k,
+and three things differ from the Gaussian mechanism of the textbooks.
 
-**The sum.** One unit moves the exact sum by at most C(1 + 10⁻⁶), which is measured of every mode.
-The sum of n contributions is off by at most γ n C(1 + 10⁻⁶) in norm, where a contribution takes
-part in m additions and γ = mu / (1 − mu) (N. Higham, Accuracy and stability of numerical
-algorithms, 2002, section 4.2), and neighbouring sums by twice as much: the attacks of S.
-Casacuberta, M. Shoemate, S. Vadhan and C. Wagaman, Widespread underestimation of sensitivity in
-differentially private libraries and how to fix it (2022, arXiv:2207.10635). In whichever order, on
-however many ranks, m is below n: adding zeros is exact. Where `BatchMemoryManager` splits batches
-into parts of p, m is at most p + n/p and the number of ranks. n, the number of units in a Poisson
-batch, exceeds `most_units` with probability 2⁻¹²⁰ (Bernstein's inequality). A contribution counts
-as one number that is added: rounding within the gradient of one unit, over its tokens, is part of
-the contribution, whose norm is measured after it, and is not bounded here.
+**The sum.** n contributions, each in m additions, are off by γnC at most, and neighbouring sums by
+twice as much. A contribution counts as one number that is added.
 
-**The grid.** Rounding two sums to multiples of g moves them apart by √d·g at most, and g is chosen
-so that this is at most 2⁻¹⁰ σC. In units of σC a neighbour moves the grid's sum by
+**The grid.** Rounding moves two sums apart by √d·g ≤ 2⁻¹⁰ σC. The accountants get σ' with
 
-    1 / σ' = (1 + 10⁻⁶)(1 + 2γn) / σ + 2⁻¹⁰,
+    1 / σ' = (1 + 10⁻⁶)(1 + 2γn) / σ + 2⁻¹⁰.
 
-and σ' is the noise multiplier that the accountants get. They see the Gaussian mechanism itself: a
-multiple of g plus a rounded Gaussian is the multiple plus a Gaussian, rounded.
+**The sampler.** The noise of all steps, N pairs of values, and exact noise are
+(ε_s, δ_s)-indistinguishable. Values are off by κ(|x| + |y|)s + c, s = σC / g, but for events of
+probability 2^(1−j):
 
-**The sampler.** Two values are made together of uniform numbers u and t. But for an event, u < 2⁻ʲ
-or next to it, of probability below 2^(1−j), they differ from s·x and s·y of exact normal numbers by
-
-    κ(|x| + |y|)s + c,        κ = 2⁻⁶³ + π·2⁻⁶⁴,        c = 2⁻⁵² + 2⁻⁷⁸ s,
-
-both differences added. That is arithmetic (`rounded_gaussian`), and moving t by up to 2⁻⁶⁵ turns to
-the fraction of 64 bits that stands for it; u, of 128 bits, is moved by less where u ≥ 2⁻⁶⁴, but for
-u so near 1 that both round to 0 in any case. A pair of integers (k, l) has the probability of the
-square around it, whose sides are moved by so much. So the logarithm of its ratio to the exact
-probability is at most 2.04(κ(|k| + |l| + 1) + c), and the square of that has a mean of at most
-v = 4.2(1.81 κs + 2κ + c)². By Taylor's theorem the Rényi divergence of order α is below 1.1 αv/2
-for a pair, if α times the largest logarithm is below 0.09 where u ≥ 2⁻⁶⁴. If it is below 1 where
-u ≥ 2⁻ʲ, what lies between adds less than 3·2⁻⁶⁴/α. With ρ = N(1.1 v/2 + 3·2⁻⁶⁴/α²) for N pairs, the
-noise of all steps and exact noise are (ε_s, δ_s)-indistinguishable (I. Mironov, Rényi differential
-privacy, 2017, proposition 3),
-
-    ε_s = αρ + 120 ln 2 / (α − 1),    δ_s = 2⁻¹²⁰ + N·2^(1−j).
+    ε_s = αρ + 120 ln 2 / (α − 1),    δ_s = (1 + steps)·2⁻¹²⁰ + N·2^(1−j)
+    ρ = N(1.1 v/2 + 3·2⁻⁶⁴/α²),    v = 4.2(1.81 κs + 2κ + c)²,    κ = (2 + π)·2⁻⁶⁴.
 
 If the mechanism with exact noise is (ε, δ)-private, then that with this noise is so with
-ε + 2ε_s and e^ε_s·δ + δ_s(1 + e^(ε + ε_s)).
+ε + 2ε_s and e^ε_s·δ + δ_s(1 + e^(ε + ε_s)). `docs/proofs/secure_noise.md` has the proof.
 """
 
 import math
