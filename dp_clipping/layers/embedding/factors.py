@@ -153,6 +153,11 @@ class EmbeddingFactors:
         total = y.new_zeros(self.batch_size, self.vocabulary, y.shape[-1])
         return total.index_put_((samples, ids), y, accumulate=True)
 
+    def add_to(self, gradients: Tensor) -> None:
+        """Adds G to gradients [B, V, d], in place."""
+        sums, samples, tokens = self.distinct()
+        gradients.index_put_((samples, tokens), sums.to(gradients.dtype), accumulate=True)
+
     def on_kernels(self) -> Tokens | TableGradients:
         """Returns the tokens for the kernels, or G of a small table, formed on kernels."""
         if self.samples is not None:

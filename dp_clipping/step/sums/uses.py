@@ -84,27 +84,37 @@ class Uses:
             noted = self._noted.pop(record, [])
             self._versions.refuse_changed([((record,), *one) for one in noted], values=False)
             if record not in self._gradients:
-                if look_ups:
+                if look_ups and not (products and _exceed(products, record.shape)):
                     factors: Any = EmbeddingFactors(*side_by_side(look_ups), record.shape[0])
                     if products:
                         left, right = side_by_side(products)
                         factors = TiedFactors(LinearFactors(right, left, False), factors)
                     yield FACTORS, (record,), factors, factors.held(factors)
                     continue
-                if products and record in joint.linear:
+                if products and not look_ups and record in joint.linear:
                     left, right = side_by_side(products)
                     yield LINEAR, (record,), (left, right, Site(Linear, record)), (left, right)
                     continue
-            # Others have left G, as compiled code does, or the products are in no plan.
+            # Others have left G, as compiled code does, G is smaller than the factors, or the
+            # products are in no plan.
             for left, right in products:
                 self._add(record, gradients_of(left, right), True)
-            for ids, y in look_ups:
-                factors = EmbeddingFactors(ids, y, record.shape[0])
-                (found,) = gradients_left(FACTORS, (record,), factors, self._batch_size)
-                self._add(*found, True)
+            if look_ups:
+                factors = EmbeddingFactors(*side_by_side(look_ups), record.shape[0])
+                total, is_own = self._gradients.get(record, (None, False))
+                if total is not None and is_own:
+                    factors.add_to(total)
+                else:
+                    self._add(record, factors.dense().to(stored_dtype(factors.y.dtype)), True)
             if record in self._gradients:
                 total, _ = self._gradients.pop(record)
                 yield DENSE, (record,), (total, None), (total,)
+
+
+def _exceed(products: list[Pair], shape: torch.Size) -> bool:
+    """Returns whether the factors of products are larger than G [B, *shape]."""
+    tokens = sum([left.shape[1] for left, _ in products])
+    return tokens * sum(shape) > shape.numel()
 
 
 def side_by_side(factors: list[Pair]) -> Pair:

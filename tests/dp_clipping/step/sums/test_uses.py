@@ -11,7 +11,7 @@ from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Joint, Trainable
 from dp_clipping.step.sums.uses import Uses
 
-B, T, D, P = 3, 2, 4, 5
+B, T, D, P = 3, 2, 8, 9
 
 
 @pytest.fixture
@@ -66,6 +66,17 @@ def test_look_ups_are_more_tokens_beside_products(weight, products, look_ups):
     assert tensors == factors.held(factors)
     torch.testing.assert_close(factors.norm().squared, norms_of(expected))
     assert not list(uses.joined(weight.joint))
+
+
+@pytest.mark.parametrize("look_ups", [1, 2])
+def test_of_many_products_gradients_are_smaller(weight, look_ups):
+    """So they are formed, and look-ups are added to them."""
+    uses = Uses(B, Kept())
+    expected = sum(add(uses, weight, *operands()) for _ in range(D))
+    expected = expected + sum(look_up(uses, weight) for _ in range(look_ups))
+    ((kind, _, (gradients, _), _),) = uses.joined(weight.joint)
+    assert kind is DENSE
+    torch.testing.assert_close(gradients, expected)
 
 
 def test_one_use_is_not_copied(weight):
