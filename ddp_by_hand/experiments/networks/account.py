@@ -43,7 +43,8 @@ from ddp_by_hand.measure.options import option, parse_options, positive
 PROGRAM = "ddp_by_hand.experiments.networks.account"
 PRIVATE = "flash_bookkeeping"
 WARM_UP = 4  # steps before those that are profiled
-LEAST_MS = 0.1  # of a part's extra in a document, and of a kernel's that is named
+LEAST_MS = 0.1  # of a kernel's extra that is named, and of a gap that is in a document,
+LEAST_GAP = 0.1  # where it is also this part of all that is extra
 MOST_NAMED = 8  # kernels of a network
 LEAST_FLOOR_MS = 0.01  # that extras are divided by
 OPTIMIZER, MORE, LESS, ALL = "optimizer", "other kernels: more", "other kernels: less", "all"
@@ -70,6 +71,13 @@ COLUMNS = [
     Column("part"),
     *(Column(key, f"{key} ms", ".2f") for key in ("ordinary", "private", "extra", "floor", "gap")),
     Column("ratio", "extra / floor", ".1f"),
+]
+IN_DOCUMENT = [
+    Column("network"),
+    *(Column(key, f"{key}, ms", ".1f") for key in ("ordinary", "private")),
+    Column("of", "private / ordinary"),
+    *(Column(key, f"{key}, ms", ".1f") for key in ("extra", "floor")),
+    Column("gaps", "parts far from their floors: extra, ms"),
 ]
 
 Kernels = Mapping[str, Sequence[float]]  # name -> milliseconds and launches of a step
@@ -212,18 +220,20 @@ def report(cell: Mapping[str, Any]) -> str:
 
 
 def document(results: Mapping[str, Any]) -> str:
-    """Returns the ceilings and one table of all networks, as Markdown, without small parts."""
+    """Returns the ceilings and a table with a line for each network, as Markdown."""
     rows = []
     for cell in results["cells"]:
         if cell["status"] != OK:
             continue
         both = cell["kernels"][BASELINE], cell["kernels"][PRIVATE]
-        parts = parts_of(*both, cell["floors"])
-        shown = [p for p in parts if p["part"] == ALL or abs(p["extra"]) >= LEAST_MS]
-        rows += [{"network": f"`{cell['row']}`", **part} for part in shown]
+        *parts, whole = parts_of(*both, cell["floors"])
+        least = max(LEAST_MS, LEAST_GAP * whole["extra"])
+        largest = [p for p in parts if p["floor"] is not None and p["gap"] >= least]
+        gaps = [f"{p['part']} {p['extra']:+.2f} (floor {p['floor']:.2f})" for p in largest]
+        ratio = f"{whole['private'] / whole['ordinary']:.2f}"
+        rows.append({**whole, "network": f"`{cell['row']}`", "of": ratio, "gaps": "; ".join(gaps)})
     ceilings = of.Ceilings(**results["ceilings"])
-    table = format_table([Column("network"), *COLUMNS], rows, markdown=True)
-    return f"Ceilings: {ceilings}.\n\n{table}"
+    return f"Ceilings: {ceilings}.\n\n{format_table(IN_DOCUMENT, rows, markdown=True)}"
 
 
 @ending_quietly
