@@ -213,6 +213,10 @@ class TiedFactors:
             own = sums[mine].to(gradients.dtype)
             yield part, gradients.index_put_(rows, own, accumulate=True)
 
+    def dense(self) -> Tensor:
+        """Returns G itself: the reference implementation."""
+        return torch.cat([gradients for _, gradients in self._pieces()])
+
     def only(self, good: Tensor) -> "TiedFactors":
         """Returns zeros for the samples that are not `good` [B]."""
         return TiedFactors(self.products.only(good), self.look_ups.only(good))
