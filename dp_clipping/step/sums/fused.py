@@ -63,13 +63,6 @@ def no_label(*_: Any) -> AbstractContextManager[None]:
     return NOTHING
 
 
-def on_kernels(factors: Any) -> Any:
-    """Returns what kernels take of the factors of one parameter."""
-    if type(factors) is TiedFactors:
-        return TiedTokens.of(factors)
-    return factors.on_kernels()
-
-
 @dataclass(frozen=True)
 class Table:
     """What the sum of one embedding is formed of: one of the uses of a launch."""
@@ -208,8 +201,10 @@ class Fused:
         of_tables: list[Trainable] = []
         while lefts:
             left = lefts.pop()
-            (record,), use = left.records, on_kernels(left.value)
-            del left
+            (record,), value = left.records, left.value
+            is_tied = type(value) is TiedFactors
+            use: Any = TiedTokens.of(value) if is_tied else value.on_kernels()
+            del left, value
             if isinstance(use, Tokens):
                 tables.append(use)
                 of_tables.append(record)
@@ -387,7 +382,10 @@ class Fused:
             elif left.kind is DENSE:
                 add(left.records[0], left.value[0], left)
             elif left.kind is FACTORS:
-                add(left.records[0], on_kernels(left.value), left)
+                value = left.value
+                is_tied = type(value) is TiedFactors
+                use = TiedTokens.of(value) if is_tied else value.on_kernels()
+                add(left.records[0], use, left)
         return records, found
 
     def sums(self, records: Sequence[Trainable], values: list[Any]) -> list[Tensor]:
