@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from dp_clipping.arguments.thresholds import Thresholds
 from dp_clipping.capture.calls import Calls, plain_names, with_signature_of
 from dp_clipping.capture.capture import Capture
-from dp_clipping.capture.fixed_parameters import IS_TRAINED
 from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.distributed.dtensor import fsdp_classes
 from dp_clipping.distributed.global_norms import GlobalNorms
@@ -397,7 +396,8 @@ class PrivateModel(nn.Module):
         """Returns whether a forward is one of a private step: there is something to train."""
         if not (self.training and torch.is_grad_enabled()):
             return False
-        return any(map(IS_TRAINED, self.capture.parameters))
+        # The compiler, which is refused in a step, follows no `map`.
+        return any([p.requires_grad for p in self.capture.parameters])
 
     def refuse_in_release(self, what: str) -> None:
         """Raises RuntimeError in a run whose every output is to be covered by ε."""
