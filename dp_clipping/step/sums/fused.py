@@ -65,7 +65,7 @@ def no_label(*_: Any) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Table:
-    """What the sum of one embedding is formed of: one of the uses of a launch."""
+    """Points to one embedding among those that share a launch, for its sum."""
 
     sums: TokenSums
     number: int

@@ -229,7 +229,7 @@ def test_the_table_of_two_passes_with_measured_times():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="needs a GPU for itself")
 def test_the_choice_is_the_best_single_algorithm():
-    """Of several measurements each algorithm's best counts: what disturbs one makes it longer."""
+    """Compares the best of several measurements: what disturbs one makes it longer."""
     from ddp_by_hand.experiments.kernels.one_layer import OneLayer, Shape, judge_plan, medians
     from dp_clipping.planning.calibration import rates_of
 

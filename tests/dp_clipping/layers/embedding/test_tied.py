@@ -138,7 +138,7 @@ def test_a_sample_that_is_left_out_is_not_read(place: Place) -> None:
 
 @on_kernels()
 def test_products_and_look_ups_that_cancel(place: Place) -> None:
-    """What a sample adds is at most its bound, however little the terms of the norm leave."""
+    """Holds each sample to its bound, however little the terms of the norm leave."""
     below = 0
     shapes = [(3, 6, 7, 5), (3, 3, 40, 32), (2, 70, 9, 33)]
     shapes += [(2, 300, 500, 256), (2, 1500, 64, 640)] if place.tile is None else []
@@ -156,7 +156,7 @@ def test_products_and_look_ups_that_cancel(place: Place) -> None:
 
 @on_kernels()
 def test_cross_terms_in_pieces(place: Place) -> None:
-    """Of some samples at a time, and of some look-ups of one sample."""
+    """Takes some samples at a time, and some look-ups of one sample."""
     y, a, ids, e = drawn(place, (3, 5, 24, 16), 7)
     rows = torch.stack([one[:, own] for one, own in zip(y, ids, strict=True)]).double()
     products, sizes = a.double() @ e.double().mT, a.double().norm(dim=2)[:, :, None]

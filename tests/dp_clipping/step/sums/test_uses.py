@@ -88,7 +88,7 @@ def test_one_use_is_not_copied(weight):
 
 
 def test_bags_beside_products_leave_gradients(weight):
-    """Where samples have different numbers of tokens."""
+    """Adds bags whose samples have different numbers of tokens."""
     uses = Uses(B, Kept())
     expected = add(uses, weight, *operands()) + look_up(uses, weight)
     samples = torch.tensor([0, 0, 2])
@@ -100,7 +100,7 @@ def test_bags_beside_products_leave_gradients(weight):
 
 
 def test_products_that_no_plan_is_about_leave_gradients(weight):
-    """Where a step does not reach the embedding that shares their weight."""
+    """Leaves out the embedding that shares their weight, as a step may."""
     weight.joint = Joint((weight,), frozenset(), frozenset({weight}))
     uses = Uses(B, Kept())
     expected = add(uses, weight, *operands())
