@@ -240,7 +240,7 @@ class TestSensitivity:
                 assert moved > 0.95 * C, f"sample {left_out} is clipped more than it must be"
 
     def test_known_random_numbers_void_it(self):
-        """Removes the first sample, so that each other has another mask: see `docs/sharp_edges.md`."""
+        """Removes a sample, so that others have other masks: see `docs/sharp_edges.md`."""
         inputs, targets = samples(40)
 
         def clipped_sum(first: int) -> Tensor:
