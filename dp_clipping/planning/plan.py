@@ -15,7 +15,8 @@ samples, under the name of `input_length`, whose factors are kept.
 
 `cost_model.predict` says how long each takes. The plan starts from each layer's fastest algorithm.
 While what is kept exceeds the budget, it changes the layer that loses the least time per byte
-saved.
+saved. What a forward has saved before a layer is still there when backward has come to it, and
+takes part of the budget.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Plan:
         uses: the uses of the linear layers, in the order of the forward.
         rates: the rates of the device.
         budget: bytes that may be kept from backward to the sums; None: no limit.
+        rooms: bytes that may be kept when backward has come to each use; None: as many as `budget`.
         norm_algorithm: `auto`, or the one that every layer takes.
         may_recompute: what does not fit the budget even so takes part in a second backward.
     """
@@ -71,6 +73,7 @@ class Plan:
         budget: int | None = None,
         norm_algorithm: str = "auto",
         may_recompute: bool = False,
+        rooms: Sequence[int] | None = None,
     ):
         self.uses, self.budget = list(uses), budget
         options = [
@@ -79,6 +82,8 @@ class Plan:
         ]
         self.choices = [min(own, key=lambda choice: choice.seconds) for own in options]
         if budget is not None:
+            for first, room in reversed(list(enumerate(rooms or ()))):  # in backward's order
+                self._shrink(options, room, first)
             self._shrink(options, budget)
             if may_recompute:
                 self._recompute(options, budget)
@@ -99,13 +104,16 @@ class Plan:
     def is_one_pass(self) -> bool:
         return not any(choice.recomputed for choice in self.choices)
 
-    def _shrink(self, options: list[list[LayerPlan]], budget: int) -> None:
-        """Takes smaller algorithms, the cheapest changes first, until the budget holds."""
-        excess = self.bytes - budget
+    def _shrink(self, options: list[list[LayerPlan]], budget: int, first: int = 0) -> None:
+        """Takes smaller algorithms, the cheapest changes first, until the budget holds.
+
+        It is that of the uses from `first` on, with which backward begins.
+        """
+        excess = sum(choice.bytes for choice in self.choices[first:]) - budget
         while excess > 0:
             changes = [
                 ((other.seconds - own.seconds) / (own.bytes - other.bytes), n, other)
-                for n, own in enumerate(self.choices)
+                for n, own in enumerate(self.choices[first:], first)
                 for other in options[n]
                 if other.bytes < own.bytes
             ]
@@ -186,12 +194,14 @@ class Plans:
     Attributes:
         known: shapes of all linear layers -> their plan.
         of_calls: uses in a forward -> what follows from their plan (`step.sums.layer_plans`).
+        measured: samples in batches whose forward was measured.
         saved: shapes that compiled layers were expected to have -> bytes that their forward saves.
         last: the plan of the last step on fused kernels.
     """
 
     known: dict[tuple, Plan] = field(default_factory=Recent)
     of_calls: dict[tuple, Any] = field(default_factory=Recent)
+    measured: dict[int, bool] = field(default_factory=Recent)
     saved: dict[tuple, int] = field(default_factory=Recent)
     last: Plan | None = None
 
@@ -199,4 +209,5 @@ class Plans:
         """Drops what is known about networks with other shapes."""
         self.known.clear()
         self.of_calls.clear()
+        self.measured.clear()
         self.saved.clear()

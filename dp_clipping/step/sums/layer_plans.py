@@ -26,6 +26,18 @@ Call = tuple[Trainable, torch.Size, torch.dtype, int]
 """A use of a linear layer: its weight, its input's shape [.., p] and dtype, and its outputs."""
 
 
+class MeasuredCalls(list[Call]):
+    """Uses in a forward, with the bytes that were in use before each."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self.bytes = device, list[int]()
+
+    def append(self, call: Call) -> None:
+        self.bytes.append(allocated(self._device))
+        super().append(call)
+
+
 class PlainPlans:
     """Plans of a step without kernels: a linear layer keeps the smaller of G and its factors.
 
@@ -102,6 +114,9 @@ class FusedPlans:
         self._uses = {} if forecast is None else forecast.of_batch(batch_size)
         self._shapes = tuple(self._uses.values())  # expected ones
         self.calls: list[Call] = []
+        measured = context.plans.measured
+        if forecast is None and measured.get(batch_size) is None:
+            self.calls, measured[batch_size] = MeasuredCalls(self._device), True
         self.plan: Plan | None = None
         self.choices: dict[Trainable, LayerPlan] = {}
         self.kept_as_they_are: Collection[Trainable] = ()
@@ -168,7 +183,7 @@ class FusedPlans:
             for call in calls:
                 if call[0] not in foreseen:
                     self._note(call)
-            plan = self._plan_of(list(self._uses.values()))
+            plan = self._plan_of(list(self._uses.values()), self._rooms(calls))
             choices = dict(zip(self._uses, plan.choices, strict=True))
             kept = {
                 record for record, choice in choices.items()
@@ -191,13 +206,14 @@ class FusedPlans:
             (choice,) = self._plan_of([self._uses[record]]).choices
         return choice
 
-    def _plan_of(self, uses: list[LinearShape]) -> Plan:
+    def _plan_of(self, uses: list[LinearShape], rooms: list[int] | None = None) -> Plan:
         key = tuple(uses)
         known = self._plans.known.get(key)
         if known is None:
             known = self._plans.known[key] = Plan(
                 uses, rates_of(self._device), self._budget(), self._policy.norm_algorithm,
                 may_recompute=self._policy.may_run_twice,
+                rooms=rooms,
             )  # fmt: skip
         return known
 
@@ -207,22 +223,39 @@ class FusedPlans:
         return allocated(self._device) - self._at_first
 
     def _budget(self) -> int | None:
-        """Returns the bytes to keep: `memory_budget`, or what a non-private step would hold.
-
-        The latter is the larger of two: what the forward has saved, which backward frees, and the
-        gradients that backward would leave.
-        """
-        policy, forecast = self._policy, self._forecast
+        """Returns the bytes to keep: `memory_budget`, or what a non-private step would hold."""
+        policy = self._policy
         if policy.per_layer and not policy.two_passes:
             return None  # no more is kept than waits for a launch
         if policy.memory_budget is not None:
             return policy.memory_budget
-        if policy.two_passes:
-            return 0
+        return 0 if policy.two_passes else int(MEMORY_FRACTION * self._held())
+
+    def _held(self) -> int:
+        """Returns the bytes that a non-private step would hold, of those that ours does not.
+
+        The larger of two: what the forward has saved, which backward frees, and the gradients that
+        backward would leave.
+        """
+        forecast = self._forecast
         if forecast is None:
             held = self._saved
         else:
             held = forecast.held * forecast.planned(self._batch_size)
             held = min(held, self._plans.saved.get(self._shapes, held))
         gradients = sum(local(one.parameter).nbytes for one in self._context.capture.trained)
-        return int(MEMORY_FRACTION * max(held, gradients))
+        return max(held, gradients)
+
+    def _rooms(self, calls: list[Call]) -> list[int] | None:
+        """Returns bytes to keep when backward has come to a weight; None: the forward was not seen.
+
+        What the forward had saved before the weight's first use is still there then, but for the
+        input, which is among what is kept.
+        """
+        if not isinstance(calls, MeasuredCalls) or self._policy.memory_budget is not None:
+            return None
+        held, rooms = self._held(), dict[Trainable, int]()
+        for (record, shape, dtype, _), used in zip(calls, calls.bytes, strict=True):
+            before = used - self._at_first - shape.numel() * dtype.itemsize
+            rooms.setdefault(record, held - max(0, before))
+        return list(rooms.values())

@@ -184,6 +184,19 @@ def test_nothing_changes_before_it_must():
     assert sum(a != b for a, b in zip(one_less, free.choices, strict=True)) == 1
 
 
+def test_what_the_forward_saved_before_a_layer_takes_part_of_the_budget():
+    """Layers near the output are kept while all in front of them is still there."""
+    uses = network(count=4, inputs=2048, outputs=8192, tokens=1000)
+    free = Plan(uses, RATES)
+    each = free.bytes // 4
+    rooms = [free.bytes, free.bytes, 2 * each, each - 1]  # of the last: not one at its fastest
+    plan = Plan(uses, RATES, free.bytes, rooms=rooms)
+    assert [a == b for a, b in zip(plan.choices, free.choices, strict=True)] == [True] * 3 + [False]
+    for first, room in enumerate(rooms):
+        assert sum(choice.bytes for choice in plan.choices[first:]) <= room
+    assert Plan(uses, RATES, free.bytes, rooms=[free.bytes] * 4).choices == free.choices
+
+
 def test_layers_nearest_the_output_are_recomputed():
     uses = network(count=6)
     each = min(option.bytes for option in options(uses[0]))

@@ -20,7 +20,7 @@ from dp_clipping.layers import group_norm
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
 from dp_clipping.profiling.timer import Timer
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.step.sums import fused, work
+from dp_clipping.step.sums import fused, layer_plans, work
 from dp_clipping.step.sums.work import Work
 from tests.dp_clipping.conftest import clipped_sums, private, trained
 from tests.support import zoo
@@ -476,3 +476,27 @@ def check_large_pictures() -> None:
 
 def test_large_pictures_are_summed_as_they_arrive(interpreter):
     interpreter.run(check_large_pictures)
+
+
+def check_rooms() -> None:
+    """What a forward had saved in front of a layer, but for its input, leaves no room for it."""
+    model = private(zoo.seeded(lambda: blocks(2)), "flash_bookkeeping")
+    model.skip_checks()
+    batch = torch.randn(3, 6, 8), torch.randn(3, 6, 8)
+    rooms, plan = [], layer_plans.Plan
+    seen = lambda *args, **options: (rooms.append(options["rooms"]), plan(*args, **options))[1]  # noqa: E731
+    bytes_in_use = iter([7, *range(10**6, 20 * 10**6, 10**6)])
+    with (
+        patch.object(layer_plans, "allocated", lambda _: next(bytes_in_use)),
+        patch.object(layer_plans, "Plan", seen),
+    ):
+        clipped_sums(model, batch)
+    ((*found,),) = rooms
+    uses = model.step_context.plans.last.uses
+    held = 10**6 * (len(uses) + 1) - 7  # when the forward has ended
+    inputs = [one.batch_size * one.tokens * one.inputs * one.element_size for one in uses]
+    assert found == [held - (10**6 * n - 7 - own) for n, own in enumerate(inputs, 1)]
+
+
+def test_what_was_saved_before_a_layer_takes_part_of_its_room(interpreter):
+    interpreter.run(check_rooms)
