@@ -24,6 +24,8 @@ from dp_clipping.validation import replicas
 ONE_PROCESS = {
     "cuda_graph": "leave it out: `.grad` is read after each step",
     "data_parallel_group": "leave it out: an audit runs in one process",
+    "examples_per_step": "leave it out, and give examples_per_unit: runs without a unit number the "
+    "others anew, which then give other examples",
 }
 
 
