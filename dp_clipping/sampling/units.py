@@ -123,6 +123,7 @@ def units_of(
     size = drawn or most
     assert size is not None
     if unit_ids is None:
+        assert most is not None
         starts = torch.arange(0, examples + most, most).clamp(max=examples)
         return Units(torch.arange(examples), starts, size, most)
     rows: dict[Hashable, list[int]] = {}
