@@ -189,8 +189,8 @@ class PrivacyEngine(Checkpoints, Audits):
                 or less can change it, and the guarantee then covers only data of one size.
             steps: batches of an epoch, which the returned loader yields. Default: 1 / q, rounded.
             noise_mechanism: `"gaussian"`, a name given to `dp_clipping.register_noise_mechanism`,
-                whose account then says ε, or `CorrelatedNoise(bands=8)` with `sampling="cyclic"`,
-                for which σ and C must stay the same.
+                whose account then says ε, or `CorrelatedNoise(bands=8, epochs=2)` with
+                `sampling="cyclic"`, for which σ and C must stay the same.
             examples_per_unit: k: so many consecutive examples are one unit of privacy (a user, a
                 document), which is sampled and clipped as a whole: the gradient of a unit, summed
                 over its examples, has at most norm C. A unit with fewer is filled up with examples

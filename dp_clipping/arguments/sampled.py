@@ -106,6 +106,9 @@ class Sampled:
              "like any other"),
         )  # fmt: skip
 
+        if is_correlated and noise.epochs is not None and self.data_loader is not None:
+            object.__setattr__(self, "noise_mechanism", noise.in_epochs_of(self.rates[1]))
+
     @property
     def rows_per_unit(self) -> int:
         """Returns how many rows a batch has for each unit: m, or k without."""
