@@ -30,6 +30,7 @@ others. `docs/proofs/correlated_noise.md` has the proof.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -141,7 +142,15 @@ def _planned(bands: int, steps: int, batches: int) -> tuple[float, ...]:
     root = _root(bands)
     before = root[:-1]
     found = [(*before, rest - sum(before)) for rest in _rests(steps) if rest <= sum(before)]
-    return min([root, *found], key=lambda weights: _kept(weights, steps, batches))
+
+    def kept(weights: tuple[float, ...]) -> float:
+        return _kept(weights, steps, batches)
+
+    # What is kept falls with r, and rises again once the sensitivity outweighs it.
+    best = bisect_left(
+        range(len(found) - 1), True, key=lambda i: kept(found[i]) <= kept(found[i + 1])
+    )
+    return min([root, *found[best : best + 1]], key=kept)
 
 
 def _rests(steps: int) -> Iterator[float]:
