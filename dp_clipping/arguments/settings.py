@@ -69,7 +69,7 @@ class Settings(Sampled):
         for name in ("noise_multiplier", "max_grad_norm", "gamma", "expected_batch_size"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, plain(value))
-        for name in ("examples_per_unit", "max_batch_size"):
+        for name in ("examples_per_unit", "examples_per_step", "max_batch_size"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, int(value))
 
@@ -150,6 +150,7 @@ class Settings(Sampled):
             "examples_per_unit": self.examples_per_unit,
             "num_units": None if self.units is None else len(self.units),
             "unit_ids are given": self.unit_ids is not None,
+            "examples_per_step": self.examples_per_step,
         }
 
     def compared(self) -> dict[str, Any]:

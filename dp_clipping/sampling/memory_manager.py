@@ -71,7 +71,7 @@ class BatchMemoryManager:
             fits = f"{least} or {least + each}" if least else each
             raise ValueError(
                 f"max_physical_batch_size is {max_physical_batch_size}, and a physical batch holds "
-                f"whole units of examples_per_unit={each} examples: give {fits}"
+                f"{each} rows of each unit: give {fits}"
             )
         if isinstance(data_loader, MicrobatchLoader):
             raise ValueError("data_loader is split already: give the one before")

@@ -296,9 +296,9 @@ class ForwardBackward:
             return 1
         if rows % each:
             raise ValueError(
-                f"a batch of {rows} examples, and with examples_per_unit={each} each {each} that "
-                "lie side by side are one unit: give whole units, and drop_last=True to a loader "
-                "whose last batch is shorter"
+                f"a batch of {rows} examples, and each {each} that lie side by side are one unit "
+                "of examples_per_unit or examples_per_step: give whole units, and drop_last=True "
+                "to a loader whose last batch is shorter"
             )
         self.state.usage.refuse_parts(rows)
         return each

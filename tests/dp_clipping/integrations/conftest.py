@@ -87,7 +87,8 @@ class Compared(transformers.TrainerCallback):
     def on_optimizer_step(self, args: Any, *_: Any, model: Any, **__: Any) -> None:
         taken, self.dataset.taken = self.dataset.taken, []
         self.sizes.append(len(taken))
-        each = self.trainer.privacy.examples_per_unit
+        privacy = self.trainer.privacy
+        each = privacy.examples_per_step or privacy.examples_per_unit
         batch_size = self.trainer.get_total_train_batch_size(args) / each
         total = {
             name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()

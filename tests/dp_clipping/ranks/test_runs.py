@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "samples in place of none": {"count": 6, "batch_size": 1, "rand_on_empty": True},
     "adaptive": {"adaptive_threshold": threshold},
     "units": UNITS,
+    "drawn examples": {"batch_size": 2, "unit_ids": IDS, "examples_per_step": 1},
     "adaptive units": {**UNITS, "adaptive_threshold": lambda: threshold(2)},
     "truncated": {"sampling": "truncated_poisson", "max_batch_size": 5},
     "balls in bins": {"sampling": "balls_in_bins"},
@@ -195,6 +196,7 @@ WHOLE = [
     ("fsdp2 block", "registered"), ("ddp_bucketed", "truncated"), ("fsdp2 block", "cyclic"),
     ("fsdp2 x tensor", "balls in bins"), ("fsdp2 block", "per sample"),
     ("ddp_bucketed on four", "units"), ("ddp_individual_v2", "samples in place of none"),
+    ("ddp_bucketed", "drawn examples"),
 ]  # fmt: skip
 SPLIT = [  # into microbatches, of which some ranks have none
     ("ddp_bucketed on four", "poisson", 2), ("zero1", "balls in bins", 1),
@@ -303,6 +305,7 @@ GO_ON = [  # the layouts before and after, and options
 MORE_GO_ON = [
     ("copy engine", "copy engine", "in bfloat16"), ("fsdp", "zero2", "poisson"),
     ("zero2", "ddp_bucketed", "poisson"),
+    ("ddp_bucketed", "zero2", "drawn examples"),
     ("ddp_bucketed", "zero2", "truncated"), ("ddp_bucketed", "zero2", "balls in bins"),
     ("fsdp2 block", "fsdp2 x tensor", "correlated"), ("tensor", None, "correlated"),
 ]  # fmt: skip
