@@ -1,0 +1,11 @@
+"""Repeats published private trainings: data, features, networks, rows, both engines, table.
+
+| module | |
+| --- | --- |
+| `rows` | the trainings, with what was published and where |
+| `data` | data sets from files that a machine has |
+| `scattering` | the scattering transform |
+| `networks` | the networks by name |
+| `train` | one run, by this package or by Opacus |
+| `results` | scores, table |
+"""

@@ -1,0 +1,267 @@
+"""One private training of images, by this package or by Opacus, with equal σ."""
+
+import copy
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ddp_by_hand.experiments.records.data import Images
+from ddp_by_hand.experiments.records.networks import NETWORKS
+from ddp_by_hand.experiments.records.rows import Row
+from ddp_by_hand.experiments.records.scattering import scattered
+from ddp_by_hand.lm.timing import PeakMemory
+from dp_clipping import BatchMemoryManager, PrivacyEngine
+
+OURS, OPACUS = "ours", "opacus"
+FIXED_SEED = "noise and sampling come from a fixed seed"  # these data are public
+SHIFT = 3  # pixels at most that a view is moved by
+
+
+class Split(NamedTuple):
+    """Features and labels on the device, to train on and to score."""
+
+    train: Tensor
+    labels: Tensor
+    test: Tensor
+    answers: Tensor
+
+
+def features_of(images: Images, kind: str, device: torch.device) -> Split:
+    """Returns features `scatter`, or `pixels` from −1 to 1, of all images on the device."""
+
+    def made(pixels: Tensor) -> Tensor:
+        if kind == "scatter":
+            return scattered(pixels, device)
+        return pixels.to(device).float().div_(127.5).sub_(1)
+
+    return Split(
+        made(images.train), images.labels.to(device), made(images.test), images.answers.to(device)
+    )
+
+
+def held_out(split: Split, count: int) -> Split:
+    """Returns a split without test images: the last training images are scored instead."""
+    kept, scored = split.train[:-count], split.train[-count:]
+    return Split(kept, split.labels[:-count], scored, split.labels[-count:])
+
+
+def normalised(split: Split, groups: int) -> Split:
+    """Returns it with mean 0 and variance 1 over each group of an image's channels.
+
+    An image's features depend on that image alone, so this costs no privacy.
+    """
+    train, test = (F.group_norm(x, groups) for x in (split.train, split.test))
+    return split._replace(train=train, test=test)
+
+
+# ---- one run -------------------------------------------------------------------------------------
+
+
+def run(row: Row, engine: str, seed: int, split: Split) -> dict[str, Any]:
+    """Trains, and returns what a row of results records.
+
+    `accuracy` is that of a running mean of the parameters, in percent, `epsilon` by privacy loss
+    distributions, `step_ms` the mean of all steps, as a list. The seed fixes initial parameters,
+    batches and noise.
+    """
+    device = split.train.device
+    sigma = noise_multiplier(row, len(split.train))
+    torch.manual_seed(seed)
+    channels, side = split.train.shape[1:3]
+    network = NETWORKS[row.network].made(channels, side).to(device)
+    mean = copy.deepcopy(network).requires_grad_(False)
+    peak, began = PeakMemory(device), time.perf_counter()
+    steps, spent = STEPS[engine](row, network, split, sigma, seed)
+    for step in range(1, row.steps + 1):
+        next(steps)
+        torch._foreach_lerp_(
+            list(mean.parameters()), [p.detach() for p in network.parameters()],
+            1 - min(row.decay, step / (step + 9)),
+        )  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return {
+        "accuracy": accuracy_of(mean, split.test, split.answers),
+        "epsilon": spent(),
+        "noise_multiplier": sigma,
+        "seconds": seconds,
+        "step_ms": [seconds / row.steps * 1e3],
+        "peak_memory_bytes": peak.bytes(),
+    }
+
+
+@torch.no_grad()
+def accuracy_of(network: nn.Module, features: Tensor, labels: Tensor) -> float:
+    """Returns the percentage of labels that the network finds."""
+    found = torch.cat([network(part).argmax(1) for part in features.split(1000)])
+    return 100 * float((found == labels).float().mean())
+
+
+def gathered(row: Row, split: Split) -> DataLoader:
+    """Returns a loader of the training images, whose batches are taken on the device at once.
+
+    With several views, `row.views` examples side by side are views of one image.
+    """
+
+    def batch(examples: list[tuple[int]]) -> tuple[Tensor, Tensor]:
+        places = torch.tensor([i for (i,) in examples], device=split.labels.device)
+        images, labels = split.train[places // row.views], split.labels[places // row.views]
+        return (views(images) if row.views > 1 else images), labels
+
+    count = len(split.train)
+    examples = [(i,) for i in range(count * row.views)]
+    return DataLoader(examples, -(-count // row.batches) * row.views, collate_fn=batch)
+
+
+def views(images: Tensor) -> Tensor:
+    """Returns each image [B, C, side, side] moved by up to `SHIFT` pixels, and flipped or not."""
+    count, channels, side, _ = images.shape
+    down, right, flip = torch.stack(
+        [torch.randint(2 * SHIFT + 1, (count,)) for _ in range(2)] + [torch.randint(2, (count,))]
+    ).to(images.device)
+    place = torch.arange(side, device=images.device)
+    rows = (down[:, None] + place)[:, None, :, None]
+    columns = right[:, None] + torch.where(flip[:, None] == 1, side - 1 - place, place)
+    padded = F.pad(images, [SHIFT] * 4, mode="reflect")
+    which = torch.arange(count, device=images.device)[:, None, None, None]
+    channel = torch.arange(channels, device=images.device)[:, None, None]
+    return padded[which, channel, rows, columns[:, None, None, :]]
+
+
+# ---- the two engines -----------------------------------------------------------------------------
+
+
+@cache
+def noise_multiplier(row: Row, samples: int) -> float:
+    """Returns σ with which the row's steps end at (ε, δ), by this package's account."""
+    layer = nn.Linear(1, 1)
+    _, optimizer, *_ = PrivacyEngine().make_private_with_epsilon(
+        module=layer, optimizer=torch.optim.SGD(layer.parameters(), lr=1.0), max_grad_norm=1.0,
+        data_loader=DataLoader(range(samples), -(-samples // row.batches)),
+        target_epsilon=row.epsilon, target_delta=row.delta, epsilon_tolerance=1e-3 * row.epsilon,
+        **sampled(row),
+    )  # fmt: skip
+    return optimizer.noise_multiplier
+
+
+def sampled(row: Row) -> dict[str, Any]:
+    """Returns the arguments that say how batches are drawn, all of them public constants."""
+    if row.sampling == "poisson":
+        return {"sample_rate": 1 / row.batches, "steps": row.steps}
+    return {"sampling": row.sampling, "steps": row.batches, "epochs": row.epochs}
+
+
+def ours(row: Row, network: nn.Module, split: Split, sigma: float, seed: int) -> tuple:
+    """Returns steps to take one by one, and what gives the ε that they have spent."""
+    engine, arguments = PrivacyEngine(), sampled(row)
+    arguments.pop("epochs", None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=FIXED_SEED)
+        warnings.filterwarnings("ignore", message=".*runs as bookkeeping")
+        model, optimizer, criterion, loader = engine.make_private(
+            module=network, optimizer=optimizer_of(row, network), criterion=nn.CrossEntropyLoss(),
+            data_loader=gathered(row, split), noise_multiplier=sigma, max_grad_norm=row.clip,
+            expected_batch_size=round(len(split.train) / row.batches),
+            examples_per_unit=row.views, noise_generator=torch.Generator().manual_seed(seed),
+            **arguments,
+        )  # fmt: skip
+
+    def steps() -> Iterator[None]:
+        for pieces in microbatches(row, loader, optimizer):
+            for x, y in pieces:
+                before = optimizer.steps
+                criterion(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if optimizer.steps > before:
+                    yield
+
+    def spent() -> float:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=FIXED_SEED)
+            return engine.get_epsilon(row.delta)
+
+    return steps(), spent
+
+
+def microbatches(row: Row, loader: DataLoader, optimizer: Any) -> Iterator[Any]:
+    """Returns the loader again and again, in microbatches where the row asks for them."""
+    if row.physical is None:
+        yield from repeat(loader)
+    while True:
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=row.physical * row.views,
+            optimizer=optimizer,
+        ) as pieces:  # fmt: skip
+            yield pieces
+
+
+def opacus(row: Row, network: nn.Module, split: Split, sigma: float, seed: int) -> tuple:
+    """Returns the same of Opacus, whose ε is computed by this package: its σ and q are equal.
+
+    Raises ValueError for a row that Opacus has no counterpart of.
+    """
+    from opacus import PrivacyEngine as Engine
+    from opacus.utils.batch_memory_manager import BatchMemoryManager as Manager
+
+    if row.views > 1 or row.sampling != "poisson":
+        raise ValueError(
+            f"{row.name}: Opacus has no units of several examples and no {row.sampling} batches "
+            "beside Poisson ones: leave --engine out"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer, loader = Engine().make_private(
+            module=network, optimizer=optimizer_of(row, network),
+            data_loader=gathered(row, split), noise_multiplier=sigma, max_grad_norm=row.clip,
+        )  # fmt: skip
+    criterion = nn.CrossEntropyLoss()
+    taken = 0
+
+    def steps() -> Iterator[None]:
+        nonlocal taken
+        while True:
+            with Manager(
+                data_loader=loader, max_physical_batch_size=row.physical or len(split.train),
+                optimizer=optimizer,
+            ) as pieces:  # fmt: skip
+                for x, y in pieces:
+                    with warnings.catch_warnings():
+                        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+                        criterion(model(x), y).backward()
+                    optimizer.step()
+                    is_whole = not optimizer._is_last_step_skipped
+                    optimizer.zero_grad()
+                    if is_whole:
+                        taken += 1
+                        yield
+
+    def spent() -> float:
+        from dp_clipping.accounting import pld
+
+        return pld.epsilon([(sigma, 1 / row.batches, taken)], row.delta)
+
+    return steps(), spent
+
+
+STEPS = {OURS: ours, OPACUS: opacus}
+
+
+def optimizer_of(row: Row, network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(network.parameters(), lr=row.rate, momentum=row.momentum)
+
+
+def settings_of(row: Row) -> dict[str, Any]:
+    """Returns what a run follows from, beside engine and seed."""
+    known = asdict(row)
+    return {name: known[name] for name in known if name not in ("grid", "published", "source")}
