@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(PROGRAM, error)
     splits = Splits(options.data, device, HELD_OUT if options.tune else 0)
     kind = "tuning" if options.tune else "record"
-    for row in [one for row in rows for one in (grid_of(row) if options.tune else [row])]:
+    trained = [tried for row in rows for tried in grid_of(row)] if options.tune else rows
+    for row in trained:
         for seed in [1000] if options.tune else range(options.seeds):
             measure(kind, row, options.engine, seed, splits, results)
     own = [found for found in results.rows() if found["kind"] == kind]
