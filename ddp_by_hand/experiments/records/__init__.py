@@ -6,6 +6,7 @@
 | `data` | data sets from files that a machine has |
 | `scattering` | the scattering transform |
 | `networks` | the networks by name |
+| `views`, `synthetic` | moved and mirrored images, pretraining on dead leaves |
 | `train` | one run, by this package or by Opacus |
 | `results` | scores, table |
 """

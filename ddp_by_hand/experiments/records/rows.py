@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 TRAMER = "Tramèr and Boneh 2021, arXiv:2011.11660"
 PAPERNOT = "Papernot et al. 2021, arXiv:2007.14191"
+TANG = "in the manner of Tang et al. 2023, arXiv:2306.06076"
 DE = "in the manner of De et al. 2022, arXiv:2204.13650"
 
 
@@ -27,6 +28,7 @@ class Row:
         groups: of channels, over which an image's features are normalised.
         decay: of the running mean of parameters that is tested, a step.
         views: random shifts and flips of an image that are one unit of privacy.
+        pretraining: steps on synthetic images before.
         sampling: as of `make_private`.
         physical: the most images of a microbatch.
         grid: field -> values that `--tune` tries.
@@ -47,6 +49,7 @@ class Row:
     groups: int = 27
     decay: float = 0.95
     views: int = 1
+    pretraining: int = 0
     sampling: str = "poisson"
     physical: int | None = None
     grid: dict[str, tuple] = field(default_factory=dict, compare=False)
@@ -89,6 +92,11 @@ GROUP_NORM = Row(
     "group_norm_cnn", "group_norm_cnn", 2.7, DE, rate=4.0, batches=15, epochs=40,
     grid={"rate": (2.0, 4.0, 8.0), "epochs": (40, 80)},
 )  # fmt: skip
+RAND = replace(GROUP_NORM, method="pretrained_cnn", source=TANG, pretraining=1000)
+WIDE = Row(
+    "wide_resnet", "wide_resnet", 2.7, DE, rate=4.0, batches=30, epochs=20, views=4, physical=1024,
+    grid={"rate": (2.0, 4.0)},
+)  # fmt: skip
 
 ROWS: Sequence[Row] = [
     *at(LINEAR, e1=None, e2_7=89.5, e8=None),
@@ -96,6 +104,8 @@ ROWS: Sequence[Row] = [
     *at(CNN, e1=None, e2_7=89.7, e8=None),
     *at(TEMPERED, e1=None, e2_7=86.1, e8=None),
     *at(GROUP_NORM, e1=None, e2_7=None, e8=None),
+    *at(RAND, e1=None, e2_7=None, e8=None),
+    *at(WIDE, e2_7=None),
 ]
 
 

@@ -18,12 +18,13 @@ from ddp_by_hand.experiments.records.data import Images
 from ddp_by_hand.experiments.records.networks import NETWORKS
 from ddp_by_hand.experiments.records.rows import Row
 from ddp_by_hand.experiments.records.scattering import scattered
+from ddp_by_hand.experiments.records.synthetic import pretrain
+from ddp_by_hand.experiments.records.views import views
 from ddp_by_hand.lm.timing import PeakMemory
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
 OURS, OPACUS = "ours", "opacus"
 FIXED_SEED = "noise and sampling come from a fixed seed"  # these data are public
-SHIFT = 3  # pixels at most that a view is moved by
 
 
 class Split(NamedTuple):
@@ -71,15 +72,17 @@ def run(row: Row, engine: str, seed: int, split: Split) -> dict[str, Any]:
 
     `accuracy` is that of a running mean of the parameters, in percent, `epsilon` by privacy loss
     distributions, `step_ms` the mean of all steps, as a list. The seed fixes initial parameters,
-    batches and noise.
+    batches and noise. `seconds` includes a pretraining, `step_ms` does not.
     """
     device = split.train.device
     sigma = noise_multiplier(row, len(split.train))
     torch.manual_seed(seed)
     channels, side = split.train.shape[1:3]
     network = NETWORKS[row.network].made(channels, side).to(device)
-    mean = copy.deepcopy(network).requires_grad_(False)
     peak, began = PeakMemory(device), time.perf_counter()
+    pretrain(network, side, row.pretraining)
+    mean = copy.deepcopy(network).requires_grad_(False)
+    started = time.perf_counter()
     steps, spent = STEPS[engine](row, network, split, sigma, seed)
     for step in range(1, row.steps + 1):
         next(steps)
@@ -89,13 +92,13 @@ def run(row: Row, engine: str, seed: int, split: Split) -> dict[str, Any]:
         )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
+    ended = time.perf_counter()
     return {
         "accuracy": accuracy_of(mean, split.test, split.answers),
         "epsilon": spent(),
         "noise_multiplier": sigma,
-        "seconds": seconds,
-        "step_ms": [seconds / row.steps * 1e3],
+        "seconds": ended - began,
+        "step_ms": [(ended - started) / row.steps * 1e3],
         "peak_memory_bytes": peak.bytes(),
     }
 
@@ -121,21 +124,6 @@ def gathered(row: Row, split: Split) -> DataLoader:
     count = len(split.train)
     examples = [(i,) for i in range(count * row.views)]
     return DataLoader(examples, -(-count // row.batches) * row.views, collate_fn=batch)
-
-
-def views(images: Tensor) -> Tensor:
-    """Returns each image [B, C, side, side] moved by up to `SHIFT` pixels, and flipped or not."""
-    count, channels, side, _ = images.shape
-    down, right, flip = torch.stack(
-        [torch.randint(2 * SHIFT + 1, (count,)) for _ in range(2)] + [torch.randint(2, (count,))]
-    ).to(images.device)
-    place = torch.arange(side, device=images.device)
-    rows = (down[:, None] + place)[:, None, :, None]
-    columns = right[:, None] + torch.where(flip[:, None] == 1, side - 1 - place, place)
-    padded = F.pad(images, [SHIFT] * 4, mode="reflect")
-    which = torch.arange(count, device=images.device)[:, None, None, None]
-    channel = torch.arange(channels, device=images.device)[:, None, None]
-    return padded[which, channel, rows, columns[:, None, None, :]]
 
 
 # ---- the two engines -----------------------------------------------------------------------------

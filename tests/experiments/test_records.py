@@ -1,0 +1,304 @@
+"""The repeated published trainings, on tiny data of the real formats."""
+
+import gzip
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_by_hand.experiments.records import __main__ as records
+from ddp_by_hand.experiments.records import data, results
+from ddp_by_hand.experiments.records.data import open_images, open_pairs
+from ddp_by_hand.experiments.records.networks import NETWORKS, TemperedSigmoid
+from ddp_by_hand.experiments.records.rows import ROWS, Row, rows_of
+from ddp_by_hand.experiments.records.scattering import Scattering, scattered
+from ddp_by_hand.experiments.records.synthetic import dead_leaves, pretrain
+from ddp_by_hand.experiments.records.train import opacus
+from ddp_by_hand.experiments.records.views import SHIFT, views
+from ddp_by_hand.measure import Results
+
+SMALL = Row(
+    "small", "tempered_cnn", 8.0, "a paper", published=50.0, delta=1e-4, batches=4, epochs=2,
+    rate=2.0, momentum=0.0, grid={"rate": (1.0, 2.0)},
+)  # fmt: skip
+
+
+def idx_of(array: np.ndarray) -> bytes:
+    return b"\0\0\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + (
+        array.astype(np.uint8).tobytes()
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fashion(tmp_path):
+    """Returns a folder with 64 + 32 images whose brightness tells the label, in idx files."""
+    draw = np.random.default_rng(0)
+    folder = tmp_path / "fashion-mnist"
+    folder.mkdir()
+    for split, count in (("train", 64), ("t10k", 32)):
+        labels = draw.integers(0, 10, count)
+        images = draw.integers(0, 20, (count, 28, 28)) + 20 * labels[:, None, None]
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(idx_of(labels))
+        packed = gzip.compress(idx_of(images))
+        (folder / f"{split}-images-idx3-ubyte.gz").write_bytes(packed)
+    return tmp_path
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def test_idx_files_are_read_packed_or_not(fashion):
+    images = open_images("fashion-mnist", fashion)
+    assert images.train.shape == (64, 1, 28, 28)
+    assert (images.test.dtype, images.labels.dtype) == (torch.uint8, torch.int64)
+    told = images.test.flatten(1).float().mean(1).div(20).floor()
+    torch.testing.assert_close(told.long(), images.answers)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\x0d\x01\0\0\0\1\0", idx_of(np.zeros(4))[:-1]])
+def test_other_files_are_refused(tmp_path, content):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="idx|header"):
+        data.read_idx(path)
+
+
+def test_data_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "UNPACKED", "nowhere")
+    with pytest.raises(FileNotFoundError, match="make records-data, or give --data FOLDER"):
+        open_images("fashion-mnist", tmp_path)
+    with pytest.raises(FileNotFoundError, match="no trainset.csv .* give --data FOLDER"):
+        open_pairs("e2e", tmp_path)
+
+
+def test_cifar_is_the_same_from_both_formats(tmp_path):
+    draw = np.random.default_rng(0)
+    for name in [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]:
+        pixels = draw.integers(0, 256, (3, 3072), dtype=np.uint8)
+        labels = draw.integers(0, 10, 3)
+        for kind in ("python", "binary"):
+            (tmp_path / kind).mkdir(exist_ok=True)
+        rows = np.concatenate((labels[:, None].astype(np.uint8), pixels), 1)
+        (tmp_path / "binary" / f"{name}.bin").write_bytes(rows.tobytes())
+        batch = {b"data": pixels, b"labels": labels.tolist(), b"batch_label": b"a batch"}
+        (tmp_path / "python" / name).write_bytes(pickle.dumps(batch, protocol=2))
+    python, binary = (open_images("cifar10", tmp_path / kind) for kind in ("python", "binary"))
+    assert python.train.shape == (15, 3, 32, 32)
+    for one, other in zip(python, binary, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Calls:
+    def __reduce__(self):
+        return print, ("called",)
+
+
+@pytest.mark.parametrize("content", [{b"data": Calls()}, {b"labels": [1]}, 3])
+def test_a_pickle_calls_nothing_but_arrays(tmp_path, capsys, content):
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(pickle.dumps(content, protocol=2))
+    with pytest.raises(ValueError, match="no batch of CIFAR-10"):
+        data.read_cifar_pickle(path)
+    assert capsys.readouterr().out == ""
+
+
+def test_digits_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "find_spec", lambda name: None)
+    lines = np.concatenate((np.tile(np.arange(64) % 17, (10, 1)), np.arange(10)[:, None]), 1)
+    np.savetxt(tmp_path / "digits.csv.gz", lines, fmt="%d", delimiter=",")
+    images = open_images("digits", tmp_path)
+    assert images.train.shape == (8, 1, 8, 8)
+    assert images.train[0, 0, 2, 0] == 16 * 255 // 16
+    assert images.answers.tolist() == [8, 9]
+
+
+def test_pairs_of_texts_are_read(tmp_path):
+    header = 'sentence\tlabel\na "fine film\t1\n'
+    for name in ("train.tsv", "dev.tsv"):
+        (tmp_path / name).write_text(header)
+    assert open_pairs("sst2", tmp_path) == ([('a "fine film', "1")],) * 2
+    for name in ("trainset.csv", "testset_w_refs.csv"):
+        (tmp_path / name).write_text('mr,ref\n"name[A], food[B]","A, a ""B"" place"\n')
+    assert open_pairs("e2e", tmp_path)[1] == [("name[A], food[B]", 'A, a "B" place')]
+    (tmp_path / "dev.tsv").write_text("text\tlabel\n")
+    with pytest.raises(ValueError, match="lacks sentence or label"):
+        open_pairs("sst2", tmp_path)
+
+
+# ---- features ------------------------------------------------------------------------------------
+
+
+def kernel_of(side: int, width: float, slant: float, theta: float, frequency: float) -> np.ndarray:
+    """Returns Σ over shifts of exp(−(u² + slant² v²) / 2 width² + i · frequency · u), loop by loop.
+
+    u runs along θ.
+    """
+    found = np.zeros((side, side), complex)
+    for row in range(-2 * side, 3 * side):
+        for column in range(-2 * side, 3 * side):
+            u = row * np.cos(theta) + column * np.sin(theta)
+            v = column * np.cos(theta) - row * np.sin(theta)
+            height = np.exp(-(u**2 + (slant * v) ** 2) / (2 * width**2))
+            found[row % side, column % side] += height * np.exp(1j * frequency * u)
+    return found * slant / (2 * np.pi * width**2)
+
+
+def convolved(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+    return np.fft.ifft2(np.fft.fft2(image) * np.fft.fft2(kernel))
+
+
+def scattering_of(image: np.ndarray, angles: int) -> np.ndarray:
+    """Returns the definition for J = 2, on pixels alone: [1 + 2 angles + angles², side/4, side/4].
+
+    Where every second pixel is left, a filter is what is left of it, times 4.
+    """
+    padded = np.pad(image, 4, mode="reflect")
+    side, wavelets = len(padded), []
+    for j in range(2):
+        for turn in range(angles):
+            theta = (angles - angles // 2 - 1 - turn) * np.pi / angles
+            shape = (side, 0.8 * 2**j, 4 / angles, theta)
+            wave, plain = kernel_of(*shape, 0.75 * np.pi / 2**j), kernel_of(*shape, 0.0)
+            wavelets.append((j, wave - wave.sum() / plain.sum() * plain))
+    average = kernel_of(side, 1.6, 1.0, 0.0, 0.0)
+
+    def ends(signal: np.ndarray, step: int) -> np.ndarray:
+        kernel = average[::step, ::step] * step**2
+        rest = 4 // step
+        return convolved(signal, kernel).real[::rest, ::rest][1:-1, 1:-1]
+
+    first, second = [], []
+    for j, wavelet in wavelets:
+        inner = abs(convolved(padded, wavelet))[:: 2**j, :: 2**j]
+        first.append(ends(inner, 2**j))
+        if j == 0:
+            for other in wavelets[angles:]:
+                second.append(ends(abs(convolved(inner, other[1]))[::2, ::2], 2))
+    return np.stack([ends(padded, 1), *first, *second])
+
+
+def test_scattering_is_its_definition():
+    image = np.random.default_rng(0).random((8, 8))
+    found = Scattering(8, angles=2)(torch.from_numpy(image).float()[None, None])
+    np.testing.assert_allclose(found[0], scattering_of(image, 2), atol=2e-6)
+
+
+def test_scattering_of_fashion_mnist_has_81_channels():
+    pixels = torch.full((2, 1, 28, 28), 255, dtype=torch.uint8)
+    found = scattered(pixels, "cpu")
+    assert found.shape == (2, 81, 7, 7)
+    torch.testing.assert_close(found[:, 0], torch.ones(2, 7, 7), atol=1e-4, rtol=0)
+    assert found[:, 1:].abs().max() < 1e-4  # wavelets have mean 0
+    with pytest.raises(ValueError, match="multiple of 4"):
+        Scattering(27)
+
+
+def test_views_are_moved_or_mirrored():
+    images = torch.randn(40, 1, 5, 5)
+    padded = torch.nn.functional.pad(images, [SHIFT] * 4, mode="reflect")
+    seen = set()
+    for view, image in zip(views(images), padded, strict=True):
+        windows = image.unfold(1, 5, 1).unfold(2, 5, 1)[0].flatten(0, 1)  # [49, 5, 5]
+        both = torch.cat((windows, windows.flip(-1)))
+        places = (both == view).all(-1).all(-1).nonzero().flatten().tolist()
+        assert places
+        seen.add(places[0])
+    assert len(seen) > 20
+
+
+def test_pretraining_changes_all_but_the_last_layer():
+    network = NETWORKS["group_norm_cnn"].made(1, 28)
+    before = [p.clone() for p in network.parameters()]
+    images = dead_leaves(3, 28, torch.device("cpu"))
+    assert images.shape == (3, 1, 28, 28)
+    assert images.abs().max() <= 1
+    pretrain(network, 28, steps=1)
+    changed = [not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True)]
+    assert changed == [True] * (len(before) - 2) + [False] * 2
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def test_every_row_has_a_network_and_a_name_of_its_own():
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert {row.network for row in ROWS} == set(NETWORKS)
+    for row in ROWS:
+        channels, side = (81, 7) if NETWORKS[row.network].features == "scatter" else (1, 28)
+        assert NETWORKS[row.network].made(channels, side)(
+            torch.zeros(2, channels, side, side)
+        ).shape == (2, 10)
+        assert row.delta < 1 / 60_000
+    assert [row.name for row in rows_of(["scatter_cnn", "tempered_cnn@2.7"])] == [
+        "scatter_cnn@1", "scatter_cnn@2.7", "scatter_cnn@8", "tempered_cnn@2.7",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no row is called scatter: give .*scatter_cnn"):
+        rows_of(["scatter"])
+    x = torch.randn(9)
+    torch.testing.assert_close(TemperedSigmoid()(x), x.tanh())
+
+
+@pytest.fixture
+def program(fashion, monkeypatch):
+    """Returns the program with one small row, on the small data."""
+    monkeypatch.setattr(records, "rows_of", lambda names: [SMALL])
+    monkeypatch.setattr(results, "ROWS", [SMALL])
+    monkeypatch.setattr(records, "HELD_OUT", 8)
+    monkeypatch.chdir(fashion)
+    common = ["--data", str(fashion), "--device", "cpu", "--output-dir", "found"]
+    return lambda *arguments: records.main([*common, *arguments])
+
+
+def test_a_row_is_trained_once_by_each_engine(program, capsys):
+    assert program("--seeds", "2") == 0
+    assert program("--seeds", "1", "--engine", "opacus") == 0
+    said = capsys.readouterr().out
+    assert "small@8 ours seed 1: " in said
+    found = Results("found").rows()
+    assert [(one["variant"], one["round"]) for one in found] == [
+        ("ours", 0), ("ours", 1), ("opacus", 0),
+    ]  # fmt: skip
+    for one in found:
+        assert one["status"] == "ok", one
+        assert 7.9 < one["epsilon"] <= 8
+        assert one["epsilon"] == pytest.approx(found[0]["epsilon"], rel=1e-6)
+    ours = next(line for line in said.splitlines() if line.startswith("ours "))
+    low, high = sorted(one["accuracy"] for one in found[:2])
+    assert f"{(low + high) / 2:.2f} ± " in ours
+    assert " 50 " in ours
+    assert program("--seeds", "2") == 0
+    assert "seed" not in capsys.readouterr().out.partition("%: accuracy")[0]
+
+
+def test_tuning_leaves_the_test_images_alone(program, fashion, capsys):
+    for path in (fashion / "fashion-mnist").glob("t10k-labels*"):
+        path.write_bytes(idx_of(np.full(32, 255)))  # no class: whoever is scored by it has 0 %
+    assert program("--tune") == 0
+    said = capsys.readouterr().out
+    assert "small@8 ours rate 1.0: " in said
+    found = Results("found").rows()
+    assert [one["settings"]["rate"] for one in found] == [1.0, 2.0]
+    assert {one["kind"] for one in found} == {"tuning"}
+    assert all(one["accuracy"] * 8 / 100 % 1 == 0 for one in found)  # of 8 held-out images
+
+
+def test_a_row_without_its_data_says_so(program, fashion, monkeypatch, capsys):
+    monkeypatch.setattr(data, "UNPACKED", "nowhere")
+    for path in (fashion / "fashion-mnist").iterdir():
+        path.unlink()
+    assert program("--seeds", "1") == 0
+    assert "unavailable: fashion-mnist: no train-images" in capsys.readouterr().out
+
+
+def test_opacus_has_no_units_of_views():
+    row = Row("views", "tempered_cnn", 8.0, "a paper", views=2)
+    with pytest.raises(ValueError, match="leave --engine out"):
+        opacus(row, None, None, 1.0, 0)
+
+
+def test_options_say_their_defaults(capsys):
+    with pytest.raises(SystemExit):
+        records.main(["--seeds", "0"])
+    assert "--seeds 0" in capsys.readouterr().err
