@@ -3,21 +3,28 @@
 import gzip
 import pickle
 import struct
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from ddp_by_hand.examples.private_text import Text
 from ddp_by_hand.experiments.records import __main__ as records
-from ddp_by_hand.experiments.records import data, results
+from ddp_by_hand.experiments.records import data, picture, results, texts, train
 from ddp_by_hand.experiments.records.data import open_images, open_pairs
 from ddp_by_hand.experiments.records.networks import NETWORKS, TemperedSigmoid
-from ddp_by_hand.experiments.records.rows import ROWS, Row, rows_of
+from ddp_by_hand.experiments.records.rows import ROWS, STDLIB, Row, rows_of
 from ddp_by_hand.experiments.records.scattering import Scattering, scattered
 from ddp_by_hand.experiments.records.synthetic import dead_leaves, pretrain
+from ddp_by_hand.experiments.records.texts import Planned
 from ddp_by_hand.experiments.records.train import opacus
 from ddp_by_hand.experiments.records.views import SHIFT, views
 from ddp_by_hand.measure import Results
+from ddp_by_hand.measure.picture import read_picture
+
+ROOT = Path(__file__).parents[2]
 
 SMALL = Row(
     "small", "tempered_cnn", 8.0, "a paper", published=50.0, delta=1e-4, batches=4, epochs=2,
@@ -61,7 +68,7 @@ def test_idx_files_are_read_packed_or_not(fashion):
 def test_other_files_are_refused(tmp_path, content):
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="idx|header"):
+    with pytest.raises(ValueError, match=r"idx|header"):
         data.read_idx(path)
 
 
@@ -69,7 +76,7 @@ def test_data_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "UNPACKED", "nowhere")
     with pytest.raises(FileNotFoundError, match="make records-data, or give --data FOLDER"):
         open_images("fashion-mnist", tmp_path)
-    with pytest.raises(FileNotFoundError, match="no trainset.csv .* give --data FOLDER"):
+    with pytest.raises(FileNotFoundError, match=r"no trainset.csv .* give --data FOLDER"):
         open_pairs("e2e", tmp_path)
 
 
@@ -214,7 +221,7 @@ def test_pretraining_changes_all_but_the_last_layer():
     images = dead_leaves(3, 28, torch.device("cpu"))
     assert images.shape == (3, 1, 28, 28)
     assert images.abs().max() <= 1
-    pretrain(network, 28, steps=1)
+    pretrain(network, steps=1)
     changed = [not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True)]
     assert changed == [True] * (len(before) - 2) + [False] * 2
 
@@ -224,20 +231,80 @@ def test_pretraining_changes_all_but_the_last_layer():
 
 def test_every_row_has_a_network_and_a_name_of_its_own():
     assert len({row.name for row in ROWS}) == len(ROWS)
-    assert {row.network for row in ROWS} == set(NETWORKS)
-    for row in ROWS:
-        channels, side = (81, 7) if NETWORKS[row.network].features == "scatter" else (1, 28)
-        assert NETWORKS[row.network].made(channels, side)(
-            torch.zeros(2, channels, side, side)
-        ).shape == (2, 10)
+    trained = [row for row in ROWS if isinstance(row, Row)]
+    assert {row.network for row in trained} == set(NETWORKS)
+    for row in trained:
+        kind = NETWORKS[row.network]
+        if kind.features == "text":
+            outputs = kind.made(64)(torch.zeros(2, 64, dtype=torch.long))
+            assert outputs.shape == (2, 256, 64)
+            continue
+        shape = (81, 7) if kind.features == "scatter" else (1, 28)
+        images = torch.zeros(2, shape[0], shape[1], shape[1])
+        assert kind.made(*shape)(images).shape == (2, 10)
         assert row.delta < 1 / 60_000
     assert [row.name for row in rows_of(["scatter_cnn", "tempered_cnn@2.7"])] == [
         "scatter_cnn@1", "scatter_cnn@2.7", "scatter_cnn@8", "tempered_cnn@2.7",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="no row is called scatter: give .*scatter_cnn"):
+    with pytest.raises(ValueError, match=r"no row is called scatter: give .*scatter_cnn"):
         rows_of(["scatter"])
     x = torch.randn(9)
     torch.testing.assert_close(TemperedSigmoid()(x), x.tanh())
+
+
+def text_of(sequences: int) -> Text:
+    tokens = torch.randint(97, 100, (sequences + 8, 65), dtype=torch.uint8)
+    return Text(tokens[:sequences], tokens[sequences:], "a digest")
+
+
+def test_a_language_model_is_fine_tuned_from_public_text(monkeypatch):
+    text = text_of(32)
+    monkeypatch.setattr(train, "private_text", lambda: text)
+    monkeypatch.setattr(texts, "public_text", lambda: text.training)
+    monkeypatch.setattr(texts, "BATCH", 16)
+    row = Row(
+        "lora", "transformer_lora", 8.0, "none", data=STDLIB, delta=1e-3, batches=4, epochs=1,
+        optimizer="adam", rate=1e-2, clip=1.0, pretraining=20,
+    )  # fmt: skip
+    split = train.sequences(torch.device("cpu"))
+    assert split.train.shape == split.labels.shape == (32, 64)
+    scores = [
+        train.run(one, engine, 0, split)["score"]
+        for one, engine in ((row, "ours"), (row, "opacus"), (replace(row, pretraining=0), "ours"))
+    ]
+    assert max(scores[:2]) < 4 < scores[2] < 6  # before any step ln 256 = 5.5
+
+
+def test_lora_trains_its_own_terms_alone():
+    network = texts.Language(8)
+    tokens = torch.randint(256, (2, 8))
+    before = network(tokens)
+    torch.testing.assert_close(texts.with_lora(network)(tokens), before)  # added terms begin at 0
+    trained = {name for name, p in network.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(".down.weight" in name or ".up.weight" in name for name in trained)
+    assert not any(name.endswith("base.weight") for name in trained)
+
+
+def test_a_planned_row_is_trained_as_planned(monkeypatch):
+    text = text_of(100_000)
+    monkeypatch.setattr(texts, "private_text", lambda: text)
+    monkeypatch.setattr(texts, "LAW", ROOT / texts.LAW)
+    monkeypatch.setattr(texts, "train", lambda run, text, marks, delta: {
+        "losses": {run.steps: 2.5}, "epsilon": 2.0, "parameters": 1, "seconds": 1.0, "run": run,
+    })  # fmt: skip
+    found = Planned(2.0).run("ours", 0, torch.device("cpu"))
+    assert found["score"] == 2.5
+    assert 1.5 < found["predicted"] < 4
+    assert found["delta"] < 1 / 100_000
+    with pytest.raises(ValueError, match="leave --engine out"):
+        Planned(2.0).run("opacus", 0, torch.device("cpu"))
+
+
+def test_public_text_is_of_license_files():
+    text = texts.public_text()
+    assert text.shape[1] == 65
+    assert b"LICENSE" in bytes(text.flatten().tolist()).upper()
 
 
 @pytest.fixture
@@ -245,6 +312,7 @@ def program(fashion, monkeypatch):
     """Returns the program with one small row, on the small data."""
     monkeypatch.setattr(records, "rows_of", lambda names: [SMALL])
     monkeypatch.setattr(results, "ROWS", [SMALL])
+    monkeypatch.setattr(picture, "ROWS", [SMALL])
     monkeypatch.setattr(records, "HELD_OUT", 8)
     monkeypatch.chdir(fashion)
     common = ["--data", str(fashion), "--device", "cpu", "--output-dir", "found"]
@@ -265,11 +333,14 @@ def test_a_row_is_trained_once_by_each_engine(program, capsys):
         assert 7.9 < one["epsilon"] <= 8
         assert one["epsilon"] == pytest.approx(found[0]["epsilon"], rel=1e-6)
     ours = next(line for line in said.splitlines() if line.startswith("ours "))
-    low, high = sorted(one["accuracy"] for one in found[:2])
+    low, high = sorted(one["score"] for one in found[:2])
     assert f"{(low + high) / 2:.2f} ± " in ours
     assert " 50 " in ours
-    assert program("--seeds", "2") == 0
-    assert "seed" not in capsys.readouterr().out.partition("%: accuracy")[0]
+    assert program("--seeds", "2", "--picture", "found.png") == 0
+    assert (
+        f"Best: {(low + high) / 2:.1f} % at ε = 8 (small)" in read_picture("found.png").description
+    )
+    assert "seed" not in capsys.readouterr().out.partition("score: accuracy")[0]
 
 
 def test_tuning_leaves_the_test_images_alone(program, fashion, capsys):
@@ -281,7 +352,10 @@ def test_tuning_leaves_the_test_images_alone(program, fashion, capsys):
     found = Results("found").rows()
     assert [one["settings"]["rate"] for one in found] == [1.0, 2.0]
     assert {one["kind"] for one in found} == {"tuning"}
-    assert all(one["accuracy"] * 8 / 100 % 1 == 0 for one in found)  # of 8 held-out images
+    assert all(one["score"] * 8 / 100 % 1 == 0 for one in found)  # of 8 held-out images
+    assert program("--tuned", "--seeds", "1") == 0
+    *tried, last = Results("found").rows()
+    assert last["settings"]["rate"] == max(tried, key=lambda one: one["score"])["settings"]["rate"]
 
 
 def test_a_row_without_its_data_says_so(program, fashion, monkeypatch, capsys):

@@ -8,5 +8,6 @@
 | `networks` | the networks by name |
 | `views`, `synthetic` | moved and mirrored images, pretraining on dead leaves |
 | `train` | one run, by this package or by Opacus |
-| `results` | scores, table |
+| `texts` | language models, LoRA, public and private text |
+| `results`, `picture` | tables, and accuracy over ε |
 """

@@ -7,10 +7,12 @@
 
 Each run is a line of `results.jsonl` in the output folder, and is not repeated: an interrupted call
 goes on. `--tune` tries the settings of a row's grid on training images that it leaves out of
-training. docs/records.md has the table, and says how settings were chosen.
+training, and `--tuned` trains with the best of those that the folder has. docs/records.md has the
+table, and says how settings were chosen.
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,8 +23,10 @@ import torch
 
 from ddp_by_hand.experiments.records.data import FOLDER, Images, open_images
 from ddp_by_hand.experiments.records.networks import NETWORKS
-from ddp_by_hand.experiments.records.results import table, tuning_table
+from ddp_by_hand.experiments.records.picture import draw
+from ddp_by_hand.experiments.records.results import best_first, table, tuning_table
 from ddp_by_hand.experiments.records.rows import Row, rows_of
+from ddp_by_hand.experiments.records.texts import Planned
 from ddp_by_hand.experiments.records.train import (
     OPACUS,
     OURS,
@@ -31,13 +35,14 @@ from ddp_by_hand.experiments.records.train import (
     held_out,
     normalised,
     run,
-    settings_of,
+    sequences,
 )
 from ddp_by_hand.experiments.rounds import failure_of
 from ddp_by_hand.lm.runtime import find_hardware
 from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import OK, UNAVAILABLE, Results, cell_key, environment
-from ddp_by_hand.measure.command_line import check_folder, ending_quietly, refuse
+from ddp_by_hand.measure.command_line import check_file, check_folder, ending_quietly, refuse
+from ddp_by_hand.measure.extras import require
 from ddp_by_hand.measure.options import option, parse_options, positive
 
 PROGRAM = "ddp_by_hand.experiments.records"
@@ -53,38 +58,59 @@ class Options:
     seeds: int = option(5, "runs of each row", check=positive)
     data: Path = option(FOLDER, "folder with the data sets", metavar="FOLDER")
     tune: bool = option(False, "try the rows' grids on held-out training images (default: off)")
+    tuned: bool = option(False, "take the best settings of --tune (default: the rows' own)")
     device: str = option("auto", "that trains", choices=("auto", "cpu", "cuda"))
     output_dir: Path = option(Path("results_records"), "of results.jsonl", metavar="FOLDER")
+    picture: Path | None = option(None, "accuracy over ε (default: none)", metavar="FILE")
 # fmt: on
 
 
 @ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 if a run failed, or 2 for bad input."""
+    warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning, "dp_accounting")
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     try:
         rows = rows_of(options.rows)
         check_folder("--output-dir", options.output_dir, create=True)
+        if options.picture:
+            check_file("--picture", options.picture)
+            require("matplotlib")
         device = torch.device(find_hardware(options.device, 1).device_type)
         results = Results(options.output_dir)
     except ValueError as error:
         return refuse(PROGRAM, error)
     splits = Splits(options.data, device, HELD_OUT if options.tune else 0)
     kind = "tuning" if options.tune else "record"
-    trained = [tried for row in rows for tried in grid_of(row)] if options.tune else rows
-    for row in trained:
+    if options.tune:
+        rows = [tried for row in rows for tried in grid_of(row)]
+    elif options.tuned:
+        rows = [tuned(row, results.rows()) for row in rows]
+    for row in rows:
         for seed in [1000] if options.tune else range(options.seeds):
             measure(kind, row, options.engine, seed, splits, results)
     own = [found for found in results.rows() if found["kind"] == kind]
     print((tuning_table if options.tune else table)(own))
+    if options.picture:
+        draw(options.picture, own)
     return int(any(found["status"] not in (OK, UNAVAILABLE) for found in own))
 
 
-def grid_of(row: Row) -> list[Row]:
+def grid_of(row: Any) -> list[Any]:
     """Returns the row with each combination of its grid's values."""
     return [
         replace(row, **dict(zip(row.grid, v, strict=True))) for v in product(*row.grid.values())
     ]
+
+
+def tuned(row: Any, results: Sequence[dict[str, Any]]) -> Any:
+    """Returns the row with the settings of its grid that had the best score; as it is, if none."""
+    tried = [one for one in results if (one["kind"], one["row"]) == ("tuning", row.name)]
+    tried = [one["settings"] | {"score": one["score"]} for one in tried if one["status"] == OK]
+    if not tried:
+        return row
+    best = min(tried, key=best_first)
+    return replace(row, **{name: best[name] for name in row.grid})
 
 
 class Splits:
@@ -101,12 +127,18 @@ class Splits:
 
     def of(self, row: Row) -> Split:
         features, groups = NETWORKS[row.network].features, row.groups
+        if features == "text":
+            return self._once("raw", "text", self._text)
         images = self._once("images", row.data, lambda: open_images(row.data, self.folder))
         key = (row.data, features)
         raw = self._once("raw", key, lambda: self._features(images, features))
         if features == "pixels":
             return raw
         return self._once("normalised", (*key, groups), lambda: normalised(raw, groups))
+
+    def _text(self) -> Split:
+        found = sequences(self.device)
+        return held_out(found, self.scored) if self.scored else found
 
     def _features(self, images: Images, kind: str) -> Split:
         self._kept.pop("normalised", None)
@@ -122,7 +154,7 @@ class Splits:
 
 def measure(kind: str, row: Row, engine: str, seed: int, splits: Splits, results: Results) -> None:
     """Trains, unless its results are there, and records them."""
-    settings = settings_of(row)
+    settings = row.settings()
     names = {"kind": kind, "row": row.name, "variant": engine, "round": seed}
     key = cell_key(names | {"settings": settings, "device": splits.device.type})
     if results.finished(key):
@@ -130,8 +162,11 @@ def measure(kind: str, row: Row, engine: str, seed: int, splits: Splits, results
     found: dict[str, Any] = {"key": key, **names, "settings": settings}
     found["config"] = {"device": splits.device.type, "torch": torch.__version__}
     try:
-        found |= {"status": OK, **run(row, engine, seed, splits.of(row))}
-        said = f"{found['accuracy']:.2f} % in {found['seconds']:.1f} s"
+        if isinstance(row, Planned):
+            found |= {"status": OK, **row.run(engine, seed, splits.device)}
+        else:
+            found |= {"status": OK, **run(row, engine, seed, splits.of(row))}
+        said = f"{found['score']:.4g} {row.unit} in {found['seconds']:.1f} s"
     except FileNotFoundError as error:
         found |= {"status": UNAVAILABLE, "reason": str(error)}
         said = f"{UNAVAILABLE}: {error}"

@@ -1,12 +1,14 @@
 """The networks of the rows, by name: what each reads, and how it is made."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ddp_by_hand.experiments.networks.models import PreActivationBlock, group_norm
+from ddp_by_hand.experiments.records.synthetic import pretrain
+from ddp_by_hand.experiments.records.texts import Language, pretrain_text, with_lora
 
 CLASSES = 10
 
@@ -76,10 +78,19 @@ def wide_resnet(channels: int, side: int, width: int = 32) -> nn.Module:
 
 
 class Network(NamedTuple):
-    """A network of (channels, side), and its features: `pixels` or `scatter`."""
+    """A network, how it is pretrained, and what is done to it then.
 
-    made: Callable[[int, int], nn.Module]
+    Attributes:
+        made: returns it; takes channels and side of images, or the length of sequences.
+        features: what it reads: `pixels`, `scatter` or `text`.
+        pretrain: trains it for so many steps on what is not private.
+        adapt: what is done to it before private training.
+    """
+
+    made: Callable[..., nn.Module]
     features: str
+    pretrain: Callable[[Any, int], None] = pretrain
+    adapt: Callable[[nn.Module], nn.Module] = nn.Module.train
 
 
 NETWORKS = {
@@ -88,4 +99,6 @@ NETWORKS = {
     "tempered_cnn": Network(tempered_cnn, "pixels"),
     "group_norm_cnn": Network(group_norm_cnn, "pixels"),
     "wide_resnet": Network(wide_resnet, "pixels"),
+    "transformer": Network(Language, "text", pretrain_text),
+    "transformer_lora": Network(Language, "text", pretrain_text, with_lora),
 }

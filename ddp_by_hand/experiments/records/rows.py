@@ -5,8 +5,12 @@ training. That choice is not accounted for: on these data sets it is taken to be
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
+from ddp_by_hand.experiments.records.texts import Planned
+
+STDLIB = "stdlib"
 TRAMER = "Tramèr and Boneh 2021, arXiv:2011.11660"
 PAPERNOT = "Papernot et al. 2021, arXiv:2007.14191"
 TANG = "in the manner of Tang et al. 2023, arXiv:2306.06076"
@@ -15,15 +19,16 @@ DE = "in the manner of De et al. 2022, arXiv:2204.13650"
 
 @dataclass(frozen=True)
 class Row:
-    """A training of images to (ε, δ) by DP-SGD on Poisson batches.
+    """A training to (ε, δ) by DP-SGD on Poisson batches, of images or of the library's text.
 
     Attributes:
         method: with ε, and the data set if it is not Fashion-MNIST, the row's name.
         network: a name of `networks.NETWORKS`.
-        published: accuracy in percent at this ε on this data set; None: none was published.
+        published: score at this ε on this data set; None: none was published.
         source: the paper.
         batches: of an epoch; each image is in each of them with probability 1 / batches.
-        rate: learning rate of SGD with momentum, constant.
+        optimizer: SGD with momentum, or Adam.
+        rate: its learning rate, constant.
         clip: C.
         groups: of channels, over which an image's features are normalised.
         decay: of the running mean of parameters that is tested, a step.
@@ -43,6 +48,7 @@ class Row:
     delta: float = 1e-5
     batches: int = 7
     epochs: int = 40
+    optimizer: str = "sgd"
     rate: float = 4.0
     clip: float = 0.1
     momentum: float = 0.9
@@ -56,8 +62,17 @@ class Row:
 
     @property
     def name(self) -> str:
-        data = "" if self.data == "fashion-mnist" else f"-{self.data}"
+        data = "" if self.data in ("fashion-mnist", STDLIB) else f"-{self.data}"
         return f"{self.method}{data}@{self.epsilon:g}"
+
+    @property
+    def unit(self) -> str:
+        return "nats per byte" if self.data == STDLIB else "%"
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what a run follows from, beside engine and seed."""
+        known = asdict(self)
+        return {name: known[name] for name in known if name not in ("grid", "published", "source")}
 
     @property
     def steps(self) -> int:
@@ -97,8 +112,14 @@ WIDE = Row(
     "wide_resnet", "wide_resnet", 2.7, DE, rate=4.0, batches=30, epochs=20, views=4, physical=1024,
     grid={"rate": (2.0, 4.0)},
 )  # fmt: skip
+FULL = Row(
+    "lm_full", "transformer", 8.0, "none", data=STDLIB, delta=2e-6, batches=128, epochs=2,
+    optimizer="adam", rate=3e-3, clip=1.0, pretraining=1000, grid={"rate": (1e-3, 3e-3, 1e-2)},
+)  # fmt: skip
+LORA = replace(FULL, method="lm_lora", network="transformer_lora")
+SCRATCH = replace(FULL, method="lm_scratch", pretraining=0)
 
-ROWS: Sequence[Row] = [
+ROWS: Sequence[Row | Planned] = [
     *at(LINEAR, e1=None, e2_7=89.5, e8=None),
     *at(LARGE, e1=None, e2_7=89.5, e8=None),
     *at(CNN, e1=None, e2_7=89.7, e8=None),
@@ -106,10 +127,15 @@ ROWS: Sequence[Row] = [
     *at(GROUP_NORM, e1=None, e2_7=None, e8=None),
     *at(RAND, e1=None, e2_7=None, e8=None),
     *at(WIDE, e2_7=None),
+    Planned(2.0),
+    Planned(8.0),
+    *at(FULL, e2=None, e8=None),
+    *at(LORA, e2=None, e8=None),
+    *at(SCRATCH, e2=None, e8=None),
 ]
 
 
-def rows_of(names: Sequence[str] | None) -> list[Row]:
+def rows_of(names: Sequence[str] | None) -> list[Row | Planned]:
     """Returns the rows of these names: `scatter_linear@2.7`, or `scatter_linear` for every ε.
 
     Raises ValueError for a name that no row has.

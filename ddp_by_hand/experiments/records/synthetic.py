@@ -39,8 +39,10 @@ def dead_leaves(count: int, side: int, device: torch.device) -> Tensor:
     return images[:, None]
 
 
-def pretrain(network: nn.Sequential, side: int, steps: int) -> None:
+def pretrain(network: nn.Sequential, steps: int, side: int = 28) -> None:
     """Trains all layers but the last on dead leaves: two views alike, other images apart."""
+    if not steps:
+        return
     body, device = network[:-1], next(network.parameters()).device
     optimizer = torch.optim.Adam(body.parameters(), lr=RATE)
     for _ in range(steps):

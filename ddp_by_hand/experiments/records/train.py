@@ -3,22 +3,22 @@
 import copy
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import repeat
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ddp_by_hand.experiments.records.data import Images
 from ddp_by_hand.experiments.records.networks import NETWORKS
 from ddp_by_hand.experiments.records.rows import Row
 from ddp_by_hand.experiments.records.scattering import scattered
-from ddp_by_hand.experiments.records.synthetic import pretrain
+from ddp_by_hand.experiments.records.texts import private_text
 from ddp_by_hand.experiments.records.views import views
 from ddp_by_hand.lm.timing import PeakMemory
 from dp_clipping import BatchMemoryManager, PrivacyEngine
@@ -28,12 +28,22 @@ FIXED_SEED = "noise and sampling come from a fixed seed"  # these data are publi
 
 
 class Split(NamedTuple):
-    """Features and labels on the device, to train on and to score."""
+    """Features and labels on the device, to train on and to score.
+
+    Of text they are bytes [N, T] and the bytes that follow.
+    """
 
     train: Tensor
     labels: Tensor
     test: Tensor
     answers: Tensor
+
+
+def sequences(device: torch.device) -> Split:
+    """Returns the private text on the device."""
+    text = private_text()
+    train, test = text.training.to(device).long(), text.held_out.to(device).long()
+    return Split(train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
 
 
 def features_of(images: Images, kind: str, device: torch.device) -> Split:
@@ -70,17 +80,18 @@ def normalised(split: Split, groups: int) -> Split:
 def run(row: Row, engine: str, seed: int, split: Split) -> dict[str, Any]:
     """Trains, and returns what a row of results records.
 
-    `accuracy` is that of a running mean of the parameters, in percent, `epsilon` by privacy loss
-    distributions, `step_ms` the mean of all steps, as a list. The seed fixes initial parameters,
-    batches and noise. `seconds` includes a pretraining, `step_ms` does not.
+    `score` is that of a running mean of the parameters, in the row's unit; `epsilon` is by privacy
+    loss distributions; `step_ms` is the mean of all steps, as a list. The seed fixes initial
+    parameters, batches and noise. `seconds` includes a pretraining, `step_ms` does not.
     """
     device = split.train.device
     sigma = noise_multiplier(row, len(split.train))
     torch.manual_seed(seed)
-    channels, side = split.train.shape[1:3]
-    network = NETWORKS[row.network].made(channels, side).to(device)
+    kind = NETWORKS[row.network]
+    network = kind.made(*split.train.shape[1:3]).to(device)
     peak, began = PeakMemory(device), time.perf_counter()
-    pretrain(network, side, row.pretraining)
+    kind.pretrain(network, row.pretraining)
+    network = kind.adapt(network)
     mean = copy.deepcopy(network).requires_grad_(False)
     started = time.perf_counter()
     steps, spent = STEPS[engine](row, network, split, sigma, seed)
@@ -94,7 +105,7 @@ def run(row: Row, engine: str, seed: int, split: Split) -> dict[str, Any]:
         torch.cuda.synchronize()
     ended = time.perf_counter()
     return {
-        "accuracy": accuracy_of(mean, split.test, split.answers),
+        "score": score_of(mean, split.test, split.answers),
         "epsilon": spent(),
         "noise_multiplier": sigma,
         "seconds": ended - began,
@@ -104,10 +115,12 @@ def run(row: Row, engine: str, seed: int, split: Split) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def accuracy_of(network: nn.Module, features: Tensor, labels: Tensor) -> float:
-    """Returns the percentage of labels that the network finds."""
-    found = torch.cat([network(part).argmax(1) for part in features.split(1000)])
-    return 100 * float((found == labels).float().mean())
+def score_of(network: nn.Module, features: Tensor, labels: Tensor) -> float:
+    """Returns the percentage of labels that the network finds; of text, nats per byte."""
+    outputs = torch.cat([network(part) for part in features.split(1000)])
+    if labels.dim() > 1:
+        return float(F.cross_entropy(outputs, labels))
+    return 100 * float((outputs.argmax(1) == labels).float().mean())
 
 
 def gathered(row: Row, split: Split) -> DataLoader:
@@ -116,14 +129,31 @@ def gathered(row: Row, split: Split) -> DataLoader:
     With several views, `row.views` examples side by side are views of one image.
     """
 
-    def batch(examples: list[tuple[int]]) -> tuple[Tensor, Tensor]:
-        places = torch.tensor([i for (i,) in examples], device=split.labels.device)
-        images, labels = split.train[places // row.views], split.labels[places // row.views]
+    def batch(examples: Sequence[tuple[int]]) -> tuple[Tensor, Tensor]:
+        found = torch.from_numpy(np.asarray(examples).reshape(-1)).to(split.labels.device)
+        places = found // row.views
+        images, labels = split.train[places], split.labels[places]
         return (views(images) if row.views > 1 else images), labels
 
     count = len(split.train)
-    examples = [(i,) for i in range(count * row.views)]
+    examples = Numbers(count * row.views)
     return DataLoader(examples, -(-count // row.batches) * row.views, collate_fn=batch)
+
+
+class Numbers(Dataset):
+    """The numbers of examples, of which a loader takes a batch at once: an array, not a list."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> tuple[int]:
+        return (number,)  # Opacus wants a tuple
+
+    def __getitems__(self, numbers: list[int]) -> np.ndarray:
+        return np.array(numbers, dtype=np.int64)
 
 
 # ---- the two engines -----------------------------------------------------------------------------
@@ -246,10 +276,7 @@ STEPS = {OURS: ours, OPACUS: opacus}
 
 
 def optimizer_of(row: Row, network: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(network.parameters(), lr=row.rate, momentum=row.momentum)
-
-
-def settings_of(row: Row) -> dict[str, Any]:
-    """Returns what a run follows from, beside engine and seed."""
-    known = asdict(row)
-    return {name: known[name] for name in known if name not in ("grid", "published", "source")}
+    trained = [p for p in network.parameters() if p.requires_grad]
+    if row.optimizer == "adam":
+        return torch.optim.Adam(trained, lr=row.rate)
+    return torch.optim.SGD(trained, lr=row.rate, momentum=row.momentum)
