@@ -12,7 +12,7 @@ import torch
 
 from ddp_by_hand.examples.private_text import Text
 from ddp_by_hand.experiments.records import __main__ as records
-from ddp_by_hand.experiments.records import data, picture, results, texts, train
+from ddp_by_hand.experiments.records import data, picture, results, synthetic, texts, train
 from ddp_by_hand.experiments.records.data import open_images, open_pairs
 from ddp_by_hand.experiments.records.networks import NETWORKS, TemperedSigmoid
 from ddp_by_hand.experiments.records.rows import ROWS, STDLIB, Row, rows_of
@@ -364,6 +364,32 @@ def test_a_row_without_its_data_says_so(program, fashion, monkeypatch, capsys):
         path.unlink()
     assert program("--seeds", "1") == 0
     assert "unavailable: fashion-mnist: no train-images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [
+    {"views": 2, "physical": 4}, {"sampling": "balls_in_bins"},
+    {"network": "group_norm_cnn", "pretraining": 1, "physical": 16},
+], ids=str)  # fmt: skip
+def test_every_kind_of_row_spends_its_budget(change, monkeypatch):
+    monkeypatch.setattr(synthetic, "BATCH", 16)
+    row = replace(SMALL, **change, data="two classes", rate=4.0)
+    labels = torch.arange(64) % 2
+    images = torch.randn(64, 1, 28, 28) / 10 + 2.0 * labels[:, None, None, None] - 1
+    split = train.Split(images, labels, images, labels)
+    found = train.run(row, "ours", 0, split)
+    assert 7.9 < found["epsilon"] <= 8
+    assert 0 <= found["score"] <= 100
+    assert len(found["step_ms"]) == 1
+
+
+def test_views_of_an_image_lie_side_by_side(monkeypatch):
+    monkeypatch.setattr(train, "views", lambda images: images)
+    images = torch.arange(6.0).reshape(6, 1, 1, 1)
+    split = train.Split(images, torch.arange(6), images, torch.arange(6))
+    loader = train.gathered(replace(SMALL, views=2, batches=3), split)
+    assert (len(loader.dataset), loader.batch_size) == (12, 4)
+    x, y = loader.collate_fn(loader.dataset.__getitems__([0, 1, 8, 9]))
+    assert x.flatten().tolist() == y.tolist() == [0, 0, 4, 4]
 
 
 def test_opacus_has_no_units_of_views():
