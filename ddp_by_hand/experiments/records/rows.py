@@ -79,16 +79,13 @@ class Row:
         return self.batches * self.epochs
 
 
-def at(row: Row, **published: float | None) -> list[Row]:
-    """Returns the row at several ε: `e1=None, e2_7=89.5`."""
-    return [
-        replace(row, epsilon=float(name[1:].replace("_", ".")), published=figure)
-        for name, figure in published.items()
-    ]
+def at(row: Row, *points: tuple[float, float | None, float]) -> list[Row]:
+    """Returns the row at several (ε, published figure, rate)."""
+    return [replace(row, epsilon=e, published=figure, rate=rate) for e, figure, rate in points]
 
 
 LINEAR = Row(
-    "scatter_linear", "scatter_linear", 2.7, TRAMER, epochs=80,
+    "scatter_linear", "scatter_linear", 2.7, TRAMER, rate=8.0, epochs=80,
     grid={"rate": (2.0, 4.0, 8.0, 16.0), "epochs": (80,)},
 )  # fmt: skip
 LARGE = Row(  # not in the paper: half of all images in a batch
@@ -97,7 +94,7 @@ LARGE = Row(  # not in the paper: half of all images in a batch
 )  # fmt: skip
 BINS = replace(LINEAR, method="scatter_linear_bins", sampling="balls_in_bins")  # nor this
 CNN = Row(
-    "scatter_cnn", "scatter_cnn", 2.7, TRAMER, epochs=80,
+    "scatter_cnn", "scatter_cnn", 2.7, TRAMER, rate=8.0, epochs=80,
     grid={"rate": (4.0, 8.0, 16.0), "epochs": (80,)},
 )  # fmt: skip
 TEMPERED = Row(
@@ -121,23 +118,21 @@ LORA = replace(FULL, method="lm_lora", network="transformer_lora")
 SCRATCH = replace(FULL, method="lm_scratch", pretraining=0)
 
 ROWS: Sequence[Row | Planned] = [
-    *at(LINEAR, e1=None, e2_7=89.5, e8=None),
-    *at(LARGE, e2_7=89.5),
-    *at(BINS, e1=None, e2_7=89.5, e8=None),
-    *at(CNN, e1=None, e2_7=89.7, e8=None),
-    *at(TEMPERED, e1=None, e2_7=86.1, e8=None),
-    *at(GROUP_NORM, e1=None, e2_7=None, e8=None),
-    *at(RAND, e1=None, e2_7=None, e8=None),
-    *at(WIDE, e2_7=None),
+    *at(LINEAR, (1.0, None, 4.0), (2.7, 89.5, 8.0), (8.0, None, 16.0)),
+    *at(LARGE, (2.7, 89.5, 16.0)),
+    *at(BINS, (1.0, None, 4.0), (2.7, 89.5, 8.0), (8.0, None, 16.0)),
+    *at(CNN, (1.0, None, 4.0), (2.7, 89.7, 8.0), (8.0, None, 8.0)),
+    *at(TEMPERED, (1.0, None, 2.0), (2.7, 86.1, 4.0), (8.0, None, 4.0)),
+    *at(GROUP_NORM, (1.0, None, 4.0), (2.7, None, 8.0), (8.0, None, 8.0)),
+    *at(RAND, (1.0, None, 4.0), (2.7, None, 8.0), (8.0, None, 8.0)),
+    *at(WIDE, (2.7, None, 4.0)),
     replace(LINEAR, data="mnist", epsilon=2.93, published=98.7),
     replace(LINEAR, data="cifar10", epsilon=3.0, published=67.0),
     replace(CNN, data="mnist", epsilon=2.93, published=98.7),
     replace(CNN, data="cifar10", epsilon=3.0, published=69.3),
     Planned(2.0),
     Planned(8.0),
-    *at(FULL, e2=None, e8=None),
-    *at(LORA, e2=None, e8=None),
-    *at(SCRATCH, e2=None, e8=None),
+    *(replace(row, epsilon=e) for row in (FULL, LORA, SCRATCH) for e in (2.0, 8.0)),
 ]
 
 
