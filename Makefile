@@ -1,4 +1,4 @@
-# make benchmark | test | test-all | lint | docs | clean
+# make benchmark | test | test-all | lint | docs | records-data | clean
 #
 # Each sets up .venv from a fresh clone with pip alone. PYTHON=python3.12 picks the
 # interpreter; VENV=0 uses the packages that this interpreter already has.
@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests/conftest.py says how many processes run tests; one has all tests of a file, in order.
 IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: benchmark test test-all lint docs clean
+.PHONY: benchmark test test-all lint docs records-data clean
 .DELETE_ON_ERROR:
 
 benchmark: $(READY)
@@ -47,6 +47,13 @@ lint: docs
 # The site, in site/, without a network. A link that leads nowhere is an error.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
+
+# Fashion-MNIST, 31 MB, from Debian's package: unpacked, not installed, so without root.
+records-data: data/usr/share/datasets/fashion-mnist
+data/usr/share/datasets/fashion-mnist:
+	mkdir -p data
+	cd data && apt-get download dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb .
+	rm data/dataset-fashion-mnist_*.deb
 
 # ensurepip is missing from some distributions' Python: virtualenv, itself from pip, stands in.
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -7,12 +7,13 @@ import pytest
 from ddp_by_hand.experiments.llama_fsdp import options as llama_fsdp
 from ddp_by_hand.experiments.plan_privacy import options as plan_privacy
 from ddp_by_hand.experiments.profile_bottlenecks import options as profile_bottlenecks
+from ddp_by_hand.experiments.records import __main__ as records
 from ddp_by_hand.experiments.verify_correctness import options as verify_correctness
 from ddp_by_hand.measure.options import parser_of
 
 
 @pytest.mark.parametrize(
-    "module", [llama_fsdp, plan_privacy, profile_bottlenecks, verify_correctness]
+    "module", [llama_fsdp, plan_privacy, profile_bottlenecks, records, verify_correctness]
 )
 def test_every_option_says_its_default(module):
     options = [

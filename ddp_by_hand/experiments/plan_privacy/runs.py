@@ -52,7 +52,7 @@ def parameters_of(width: int) -> int:
 
 
 def train(run: SmallRun, text: Text, marks: Sequence[int], delta: float | None) -> dict:
-    """Trains by `PrivacyEngine` with Poisson sampling.
+    """Trains by `PrivacyEngine` with Poisson sampling, on the device of the text.
 
     Returns `losses`, step -> nats per byte on held-out sequences at each of `marks`; `seconds` of
     training without these looks; `epsilon` at `delta`, where one is given; `parameters`, `tokens`
@@ -63,7 +63,7 @@ def train(run: SmallRun, text: Text, marks: Sequence[int], delta: float | None) 
     if run.batch > samples:
         raise ValueError(f"batch is {run.batch}, and there are {samples} sequences: give fewer")
     torch.manual_seed(run.seed)
-    network = Transformer(shape_of(run.width))
+    network = Transformer(shape_of(run.width)).to(text.training.device)
     engine = PrivacyEngine(accountant="prv")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*runs as bookkeeping")
