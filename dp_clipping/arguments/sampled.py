@@ -36,6 +36,7 @@ class Sampled:
     max_batch_size: int | None = None
     examples_per_unit: int = 1
     unit_ids: Sequence[Hashable] | None = None
+    views: int = 1
     noise_mechanism: str | CorrelatedNoise = DEFAULT.name
 
     @staticmethod
@@ -88,22 +89,28 @@ class Sampled:
             (self.unit_ids is not None and not is_poisson,
              "unit_ids is for Poisson sampling, which puts a unit's examples side by side: leave "
              "out poisson_sampling=False"),
-            (self.rand_on_empty and each > 1,
+            (self.views > 1 and not is_poisson,
+             f"views={self.views} is for Poisson sampling, which asks the data set for each sample "
+             "so often: leave out poisson_sampling=False"),
+            (self.rand_on_empty and each * self.views > 1,
              "rand_on_empty=True makes up one example for an empty batch, and "
-             f"examples_per_unit={each} takes units of {each}: leave rand_on_empty out, a batch "
-             "without samples is a step like any other"),
+             f"examples_per_unit={each} with views={self.views} takes {each * self.views}: leave "
+             "rand_on_empty out, a batch without samples is a step like any other"),
         )  # fmt: skip
 
     @cached_property
     def units(self) -> Units | None:
         """Returns the units that Poisson sampling draws; None: it draws examples, or there is none.
 
+        With `views` an example is a unit of one.
+
         Raises:
             ValueError: for `unit_ids` that are not one for each example.
         """
-        if self.examples_per_unit == 1 or not self.poisson_sampling:
+        each, views = int(self.examples_per_unit), int(self.views)
+        if each * views == 1 or not self.poisson_sampling:
             return None
-        return units_of(len(self.data_loader.dataset), int(self.examples_per_unit), self.unit_ids)
+        return units_of(len(self.data_loader.dataset), each, self.unit_ids, views)
 
     @property
     def units_of_data(self) -> int:
@@ -126,7 +133,8 @@ class Sampled:
         for a loader without batches, which is refused later. With a sampling in which each sample
         takes part exactly once, q is 1 over the batches.
         """
-        steps, units, loader = self.steps, self.units, self.data_loader
+        steps, loader = self.steps, self.data_loader
+        units = None if self.examples_per_unit == 1 else self.units
         if self.sampling in FIXED and steps is not None:
             return 1 / int(steps), int(steps)
         if self.sample_rate is None:

@@ -87,7 +87,7 @@ class PoissonLoader(Uncopied, DataLoader):
             options["generator"] = torch.Generator()
         batch_dim = 0 if batch_first else 1
         checked = CheckedCollate(
-            collate_fn, batch_dim=batch_dim, in_order=sampler.examples_per_unit > 1
+            collate_fn, batch_dim=batch_dim, in_order=sampler.rows_per_unit > 1
         )
         collate = CollateWithEmpty(checked, dataset[0], batch_dim=batch_dim, dummy=rand_on_empty)
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
@@ -332,8 +332,10 @@ def _why_not_alone(num_workers: int, rand_on_empty: bool, sampler: PoissonSample
         instead = 'sampling="poisson"'
         what = "its account needs each batch in one step, in order"
     elif sampler.units is not None:
-        instead = "examples_per_unit=1"
+        instead = "examples_per_unit=1 and views=1"
         what = "it would split units of examples_per_unit, and train on what fills them up"
+        if sampler.units.size == 1:
+            instead, what = "views=1", "it would split the views of a sample"
     else:
         return None
     return (

@@ -1,6 +1,7 @@
 """Units of privacy: which examples of a data set belong to one user, or one document.
 
-A batch has k rows for each unit, side by side. Where a unit has fewer examples its last one is
+A batch has k rows for each unit, side by side; with v views of an example, v rows for each of its
+k. Where a unit has fewer examples its last one is
 repeated, and that fill is masked: its loss is 0 before backward, so it adds nothing to the unit's
 gradient. A copy of the unit's own example says nothing about anybody else, and a network computes
 with it as it does with the example.
@@ -25,10 +26,12 @@ class Units:
         members: indices of each unit's examples, [units, k]; the last one of a unit with fewer
             again and again.
         are_named: they are those of `unit_ids`, not k consecutive examples.
+        views: v, the rows of each example, which the data set is asked for so often.
     """
 
     members: Tensor
     are_named: bool = False
+    views: int = 1
 
     def __len__(self) -> int:
         return len(self.members)
@@ -38,29 +41,38 @@ class Units:
         """Returns k."""
         return self.members.shape[1]
 
+    @property
+    def rows(self) -> int:
+        """Returns k · v, the rows of a unit in a batch."""
+        return self.size * self.views
+
     def digest(self) -> bytes:
         """Returns a digest of which examples are together; it is not for files."""
         return hashlib.blake2b(self.members.numpy().tobytes(), digest_size=16).digest()
 
     def examples(self, units: Tensor) -> list[int]:
-        """Returns the rows of a batch of some units: k indices for each."""
-        return self.members[units].flatten().tolist()
+        """Returns the rows of a batch of some units: k indices for each, v times each."""
+        return self.members[units].flatten().repeat_interleave(self.views).tolist()
 
 
-def units_of(examples: int, size: int, unit_ids: Iterable[Hashable] | None = None) -> Units:
+def units_of(
+    examples: int, size: int, unit_ids: Iterable[Hashable] | None = None, views: int = 1
+) -> Units:
     """Returns the units of a data set of `examples` examples.
 
     Args:
         size: k, the most examples of a unit.
         unit_ids: of each example; units are numbered in the order in which they appear. None: k
             consecutive examples are a unit, and the last one may have fewer.
+        views: v, of each example.
 
     Raises:
         ValueError: `unit_ids` has another length, or a unit has more than k examples.
     """
     if unit_ids is None:
         count = -(-examples // size)
-        return Units(torch.arange(count * size).clamp(max=max(0, examples - 1)).view(count, size))
+        members = torch.arange(count * size).clamp(max=max(0, examples - 1)).view(count, size)
+        return Units(members, views=views)
     rows: dict[Hashable, list[int]] = {}
     for index, unit in enumerate(_plain(unit_ids)):
         rows.setdefault(unit, []).append(index)
@@ -78,7 +90,7 @@ def units_of(examples: int, size: int, unit_ids: Iterable[Hashable] | None = Non
             "torch.utils.data.Subset(dataset, indices)"
         )
     members = [[*own, *own[-1:] * (size - len(own))] for own in rows.values()]
-    return Units(torch.tensor(members).view(-1, size), are_named=True)
+    return Units(torch.tensor(members).view(-1, size), are_named=True, views=views)
 
 
 def _plain(unit_ids: Any) -> Sequence[Hashable]:
@@ -129,14 +141,17 @@ def _is_missing(unit: Any) -> bool:
         return False
 
 
-def fill_of(rows: Sequence[int], size: int) -> Tensor | None:
+def fill_of(rows: Sequence[int], size: int, views: int = 1) -> Tensor | None:
     """Returns which rows of a batch only fill up a unit, bool; None: each unit has k examples.
 
-    In a unit an index that is there already is fill.
+    In a unit an index that is there already is fill, beyond the `views` of one example.
+
+    Args:
+        size: the rows of a unit.
     """
-    if size == 1 or not rows:
+    if size == views or not rows:
         return None
     units = torch.tensor(rows).view(-1, size)
     found = torch.zeros_like(units, dtype=torch.bool)
-    found[:, 1:] = units[:, 1:] == units[:, :-1]
+    found[:, views:] = units[:, views:] == units[:, :-views]
     return found.flatten() if found.any() else None
