@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
@@ -42,13 +43,13 @@ class Options:
     network: str = option("unet", "what predicts the noise", choices=("unet", "dit"))
     epsilon: float = option(8.0, "the budget", check=positive)
     delta: float = option(1e-5, "the other half of it", check=positive)
-    epochs: int = option(16, "epochs", check=positive)
-    batch_size: int = option(256, "pictures of a step, on average", check=positive)
-    views: int = option(4, "times and noises of a picture in a step", check=positive)
+    epochs: int = option(8, "epochs", check=positive)
+    batch_size: int = option(512, "pictures of a step, on average", check=positive)
+    views: int = option(2, "times and noises of a picture in a step", check=positive)
     max_physical_batch_size: int = option(
         512, "views that are in memory at a time, a multiple of --views", check=positive
     )
-    images: int = option(4096, "to train on", check=positive)
+    images: int = option(16384, "to train on", check=positive)
     size: int = option(12, "pixels of a picture's side, a multiple of 4", check=positive)
     width: int = option(16, "channels, a multiple of 8", check=positive)
     learning_rate: float = option(2e-3, "of Adam", check=positive)
@@ -159,7 +160,8 @@ def show(pictures: Tensor, options: Options, said: str) -> None:
         [f"{options.images:,} training pictures, {options.epochs} epochs, {options.views} views"],
         width=7.5,
     )
-    rows = pictures.squeeze(1).cpu().unflatten(0, (4, -1))  # [4, n, H, W]
+    framed = F.pad(pictures.squeeze(1).cpu(), (1, 1, 1, 1), value=math.nan)
+    rows = framed.unflatten(0, (4, -1))  # [4, n, H, W]
     grid = rows.transpose(1, 2).flatten(0, 1).flatten(1)
     axes = figure.add_axes((0.012, 0.02, 0.976, 0.8))
     axes.imshow(grid.numpy(), cmap="gray", vmin=-1.6, vmax=1.6)
