@@ -3,6 +3,7 @@
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
@@ -198,7 +199,12 @@ class MicrobatchLoader(Uncopied, DataLoader):
         try:
             with sending(self):
                 batches = super().__iter__()
-            for batch, alone in batches:
+            while True:
+                with poisson.reading(place.number, len(place.left)) if poisson else nullcontext():
+                    found = next(batches, None)
+                if found is None:
+                    break
+                batch, alone = found
                 first = not place.left
                 if first and poisson and poisson.is_over():
                     break

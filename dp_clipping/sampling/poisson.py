@@ -226,6 +226,11 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
             return [self.units.examples(share) for share in shares]
         return [share.tolist() for share in shares]
 
+    def seed(self, number: int, part: int = 0) -> int:
+        """Returns the seed of what reading a part of batch `number` draws on this rank."""
+        place = part * self.world_size + self.rank
+        return int(words(self._key, b"reading", number, place + 1)[place] >> 1)
+
     @property
     def rows_per_unit(self) -> int:
         return 1 if self.units is None else self.units.rows
