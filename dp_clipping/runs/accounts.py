@@ -388,7 +388,8 @@ def _plain(value: Any) -> Any:
 def _additions(run: PrivateRun) -> int:
     """Returns in how many additions a unit's contribution to this step takes part, at most."""
     assert run.certificate is not None
-    state, each = run.model.step_state, run.model.examples_per_unit
+    state, settings = run.model.step_state, run.settings
+    each = settings["examples_per_unit"] * settings["views"]
     largest = state.ticket.largest
     if largest is not None and any(len(one.norms) * each > largest for one in state.norms):
         largest = None  # parts were put together again

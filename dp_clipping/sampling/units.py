@@ -71,8 +71,8 @@ def units_of(
     """
     if unit_ids is None:
         count = -(-examples // size)
-        members = torch.arange(count * size).clamp(max=max(0, examples - 1)).view(count, size)
-        return Units(members, views=views)
+        indices = torch.arange(count * size).clamp(max=max(0, examples - 1))
+        return Units(indices.view(count, size), views=views)
     rows: dict[Hashable, list[int]] = {}
     for index, unit in enumerate(_plain(unit_ids)):
         rows.setdefault(unit, []).append(index)
