@@ -161,7 +161,7 @@ def build_model(
         usage=None if poisson is None else poisson.usage,
         wrap_model=settings.wrap_model,
         loss_reduction=settings.loss_reduction,
-        examples_per_unit=settings.examples_per_unit * settings.views,
+        examples_per_unit=settings.rows_per_unit * settings.views,
         views=settings.views,
     )
     if poisson is None:

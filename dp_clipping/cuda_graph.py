@@ -69,7 +69,9 @@ def refuse(settings: Any, ranks: Any) -> None:
         ),
         "layers given to register_layer, whose function is checked from the host: leave it out, "
         "and torch.vmap runs them": any(map(is_registered, module.modules())),
-        "units of several examples: leave out examples_per_unit": settings.examples_per_unit > 1,
+        "several examples of a unit: leave out examples_per_unit, or give examples_per_step=1": (
+            settings.rows_per_unit > 1
+        ),
         "memory_budget, with which backward may run twice: leave it out": (
             settings.memory_budget is not None
         ),

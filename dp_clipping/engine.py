@@ -135,6 +135,7 @@ class PrivacyEngine(Checkpoints, Audits):
         noise_mechanism: str | CorrelatedNoise = "gaussian",
         examples_per_unit: int = 1,
         unit_ids: Sequence[Hashable] | None = None,
+        examples_per_step: int | None = None,
         sampling: str = "poisson",
         max_batch_size: int | None = None,
         views: int = 1,
@@ -189,8 +190,8 @@ class PrivacyEngine(Checkpoints, Audits):
                 or less can change it, and the guarantee then covers only data of one size.
             steps: batches of an epoch, which the returned loader yields. Default: 1 / q, rounded.
             noise_mechanism: `"gaussian"`, a name given to `dp_clipping.register_noise_mechanism`,
-                whose account then says ε, or `CorrelatedNoise(bands=8)` with `sampling="cyclic"`,
-                for which σ and C must stay the same.
+                whose account then says ε, or `CorrelatedNoise(bands=8, epochs=2)` with
+                `sampling="cyclic"`, for which σ and C must stay the same.
             examples_per_unit: k: so many consecutive examples are one unit of privacy (a user, a
                 document), which is sampled and clipped as a whole: the gradient of a unit, summed
                 over its examples, has at most norm C. A unit with fewer is filled up with examples
@@ -198,6 +199,10 @@ class PrivacyEngine(Checkpoints, Audits):
                 `expected_batch_size` and `sample_rate` are those of units.
             unit_ids: the unit of each example of the data set, at most k examples of each.
                 Default: k consecutive examples of the data set are a unit.
+            examples_per_step: m: a step takes so many of a unit's examples, drawn anew in each step
+                without replacement, and clips the sum of their gradients. A batch of the loader has
+                batch_size / m units. With `unit_ids`, k may be left out: units then have any number
+                of examples.
             sampling: how the units of a batch are chosen, each with an account of its own:
                 `"poisson"`; `"truncated_poisson"` (at most `max_batch_size`); `"balls_in_bins"`
                 (every unit in one batch of each epoch, which it chooses at random); `"cyclic"`

@@ -53,7 +53,8 @@ class Options:
     epsilons: tuple[float, ...] = option((2.0, 8.0), "budgets", metavar="ε", check=positive)
     delta: float = option(1e-5, "the other half of each budget", check=positive)
     seeds: int = option(5, "runs of each", check=positive)
-    bands: tuple[int, ...] = option((8, 32), "of correlated noise, each a row", check=positive)
+    bands: tuple[int, ...] = option((2, 8, 32), "of correlated noise, each with the coefficients "
+        "of √(1 - x) and with those for the epochs of the run", check=positive)
     pictures: int = option(32768, "to train on", check=positive)
     batches: int = option(256, "of an epoch", check=positive)
     epochs: int = option(1, "of each run", check=positive)
@@ -83,8 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     split = split_of(options)
     methods: dict[str, dict[str, Any]] = {"independent, poisson": {}}
     for bands in options.bands:
-        noise = CorrelatedNoise(bands)
-        methods[f"{bands} bands, cyclic"] = {"noise_mechanism": noise, "sampling": "cyclic"}
+        for name, epochs in (("√(1 - x)", None), ("planned", options.epochs)):
+            noise = CorrelatedNoise(bands, epochs)
+            method = {"noise_mechanism": noise, "sampling": "cyclic"}
+            methods[f"{bands} bands {name}, cyclic"] = method
     rows = []
     for epsilon in options.epsilons:
         for name, method in methods.items():

@@ -119,13 +119,15 @@ def _other_sampler(runs: Sequence[Any], others: int) -> str:
 
 def _unit(settings: Mapping[str, Any]) -> str:
     """Returns the unit that a run samples, clips and counts."""
-    each = settings["examples_per_unit"]
+    each, drawn = settings["examples_per_unit"], settings.get("examples_per_step")
+    step = "" if drawn is None else f", of which a step takes {drawn}"
+    if settings["unit_ids are given"]:
+        most = f", at most {each}" if each > 1 else ""
+        return f"all examples with the same entry in unit_ids{most}{step}"
     if each == 1:
         return "one example"
-    if settings["unit_ids are given"]:
-        return f"all examples with the same entry in unit_ids, at most {each}"
     of = "the data set" if settings["poisson_sampling"] else "a batch"
-    return f"{each} consecutive examples of {of}"
+    return f"{each} consecutive examples of {of}{step}"
 
 
 def _one_or_all(values: list[Any]) -> Any:

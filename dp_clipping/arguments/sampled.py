@@ -36,6 +36,7 @@ class Sampled:
     max_batch_size: int | None = None
     examples_per_unit: int = 1
     unit_ids: Sequence[Hashable] | None = None
+    examples_per_step: int | None = None
     views: int = 1
     noise_mechanism: str | CorrelatedNoise = DEFAULT.name
 
@@ -61,6 +62,7 @@ class Sampled:
         noise, sampling, each = self.noise_mechanism, self.sampling, self.examples_per_unit
         is_correlated = isinstance(noise, CorrelatedNoise)
         is_poisson, is_rated = self.poisson_sampling, self.sample_rate is not None
+        drawn = self.examples_per_step
         other = f"sampling={sampling!r} does not go with "
         refuse_first(
             (is_correlated and sampling != "cyclic",
@@ -83,20 +85,44 @@ class Sampled:
             (not is_poisson and (is_rated or self.steps is not None),
              "sample_rate and steps are those of Poisson sampling: leave them out, or "
              "poisson_sampling=False"),
-            (self.unit_ids is not None and each == 1,
+            (self.unit_ids is not None and each == 1 and drawn is None,
              "unit_ids says which examples are one unit, and examples_per_unit=1 is one example: "
-             "give examples_per_unit, the most examples that a unit has, or leave unit_ids out"),
+             "give examples_per_unit, the most examples that a unit has, or examples_per_step, how "
+             "many of them a step draws, or leave unit_ids out"),
+            (drawn is not None and self.unit_ids is None and each == 1,
+             f"examples_per_step={drawn} is drawn among a unit's examples, and here a unit is one "
+             "example: give unit_ids, the unit of each example, or examples_per_unit"),
+            (drawn is not None and each > 1 and drawn > each,
+             f"examples_per_step={drawn} is more than examples_per_unit={each}, the most examples "
+             f"that a unit has: give examples_per_step={each} or less, or leave it out"),
+            (drawn is not None and not is_poisson,
+             "examples_per_step is drawn where units are, and poisson_sampling=False leaves the "
+             "loader's own batches: leave one of them out"),
             (self.unit_ids is not None and not is_poisson,
              "unit_ids is for Poisson sampling, which puts a unit's examples side by side: leave "
              "out poisson_sampling=False"),
             (self.views > 1 and not is_poisson,
              f"views={self.views} is for Poisson sampling, which asks the data set for each sample "
              "so often: leave out poisson_sampling=False"),
-            (self.rand_on_empty and each * self.views > 1,
-             "rand_on_empty=True makes up one example for an empty batch, and "
-             f"examples_per_unit={each} with views={self.views} takes {each * self.views}: leave "
-             "rand_on_empty out, a batch without samples is a step like any other"),
+            (self.rand_on_empty and self.rows_per_unit * self.views > 1,
+             "rand_on_empty=True makes up one row for an empty batch, and a unit has "
+             f"{self.rows_per_unit * self.views}: leave rand_on_empty out, a batch without samples "
+             "is a step like any other"),
         )  # fmt: skip
+
+        if is_correlated and noise.epochs is not None and self.data_loader is not None:
+            object.__setattr__(self, "noise_mechanism", noise.in_epochs_of(self.rates[1]))
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Returns how many rows a batch has for each unit, each once for a view: m, or k."""
+        drawn = self.examples_per_step
+        return int(self.examples_per_unit if drawn is None else drawn)
+
+    @property
+    def has_units(self) -> bool:
+        """Returns whether a unit may have several examples."""
+        return self.examples_per_unit > 1 or self.examples_per_step is not None
 
     @cached_property
     def units(self) -> Units | None:
@@ -107,10 +133,13 @@ class Sampled:
         Raises:
             ValueError: for `unit_ids` that are not one for each example.
         """
-        each, views = int(self.examples_per_unit), int(self.views)
-        if each * views == 1 or not self.poisson_sampling:
+        if not (self.has_units or self.views > 1) or not self.poisson_sampling:
             return None
-        return units_of(len(self.data_loader.dataset), each, self.unit_ids, views)
+        most, drawn = int(self.examples_per_unit), self.examples_per_step
+        return units_of(
+            len(self.data_loader.dataset), most if most > 1 or drawn is None else None,
+            self.unit_ids, None if drawn is None else int(drawn), int(self.views),
+        )  # fmt: skip
 
     @property
     def units_of_data(self) -> int:
@@ -134,7 +163,7 @@ class Sampled:
         takes part exactly once, q is 1 over the batches.
         """
         steps, loader = self.steps, self.data_loader
-        units = None if self.examples_per_unit == 1 else self.units
+        units = self.units if self.has_units else None
         if self.sampling in FIXED and steps is not None:
             return 1 / int(steps), int(steps)
         if self.sample_rate is None:
@@ -154,7 +183,7 @@ class Sampled:
 
     def expected_units(self, world_size: int) -> float:
         """Returns the units of a batch of the loader, times the ranks if each has its own data."""
-        return expected_batch_size_of(self.data_loader, world_size, self.examples_per_unit)
+        return expected_batch_size_of(self.data_loader, world_size, self.rows_per_unit)
 
 
 def _refuse_without_length(loader: DataLoader) -> None:

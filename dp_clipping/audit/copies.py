@@ -21,9 +21,11 @@ from dp_clipping.kinds import check_type
 from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.validation import replicas
 
-ONE_PROCESS = {
+REFUSED = {
     "cuda_graph": "leave it out: `.grad` is read after each step",
     "data_parallel_group": "leave it out: an audit runs in one process",
+    "examples_per_step": "leave it out, and give examples_per_unit: runs without a unit number the "
+    "others anew, which then give other examples",
 }
 
 
@@ -44,7 +46,7 @@ class Audited:
     def __post_init__(self) -> None:
         check_type("module", self.module, nn.Module, "a torch.nn.Module, the network")
         Sampled.of({}, data_loader=self.loader)
-        for name, instead in ONE_PROCESS.items():
+        for name, instead in REFUSED.items():
             if self.arguments.get(name):
                 raise ValueError(f"{name} is not for an audit: {instead}")
         if not self.arguments.get("poisson_sampling", True):

@@ -32,7 +32,7 @@ UNIT = {
 }  # fmt: skip
 NOISE = (
     "noise_multiplier", "max_grad_norm", "clipping", "clipping_function", "gamma",
-    "loss_reduction", "expected_batch_size", "views",
+    "loss_reduction", "expected_batch_size", "examples_per_step", "views",
     "world_size", "data_ranks", "device",  # dropout's masks are others there
 )  # fmt: skip
 

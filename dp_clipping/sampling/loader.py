@@ -357,7 +357,7 @@ def _why_not_alone(num_workers: int, rand_on_empty: bool, sampler: PoissonSample
     elif sampler.scheme.in_order:
         instead = 'sampling="poisson"'
         what = "its account needs each batch in one step, in order"
-    elif sampler.units is not None:
+    elif sampler.rows_per_unit > 1:
         instead = "examples_per_unit=1 and views=1"
         what = "it would split units of examples_per_unit, and train on what fills them up"
         if sampler.units.size == 1:
@@ -407,8 +407,8 @@ def _units_in(batch_size: int, examples_per_unit: int) -> int:
         least = units * examples_per_unit
         fits = f"{least} or {least + examples_per_unit}" if least else examples_per_unit
         raise ValueError(
-            f"data_loader has batch_size {batch_size}, and a batch holds whole units of "
-            f"examples_per_unit={examples_per_unit} examples: give it batch_size {fits}"
+            f"data_loader has batch_size {batch_size}, and a batch holds {examples_per_unit} rows "
+            f"of each unit: give it batch_size {fits}"
         )
     return units
 

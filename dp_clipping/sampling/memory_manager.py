@@ -71,12 +71,12 @@ class BatchMemoryManager:
         if max_physical_batch_size % each:
             least = max_physical_batch_size // each * each
             fits = f"{least} or {least + each}" if least else each
-            units = f"units of examples_per_unit={each} examples"
+            units = f"{each} rows of each unit"
             if model.views > 1:
-                units = f"samples or units of {each} rows, with views={model.views} rows of each"
+                units += f", {model.views} views of each example"
             raise ValueError(
                 f"max_physical_batch_size is {max_physical_batch_size}, and a physical batch holds "
-                f"whole {units}: give {fits}"
+                f"{units}: give {fits}"
             )
         if isinstance(data_loader, MicrobatchLoader):
             raise ValueError("data_loader is split already: give the one before")

@@ -132,8 +132,8 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
     same rank. `num_samples` counts the whole data set. `scheme` chooses the batches; default:
     `Poisson`.
 
-    With `units` a sample is a unit of k examples: units are drawn, `num_samples` counts them, and a
-    batch has an index for each row of a unit.
+    With `units` a sample is a unit of several examples: units are drawn, `num_samples` counts them,
+    and a batch has `units.rows` indices for each.
 
     Its attributes are many because a DataLoader knows a sampler by them, and a checkpoint restores
     it through them.
@@ -223,7 +223,7 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
         number = step - self.start if self.scheme.in_order else step
         shares = self.scheme.split(self.scheme.batch(self._key, number), self.world_size)
         if self.units is not None:
-            return [self.units.examples(share) for share in shares]
+            return [self.units.examples(share, self._key, number) for share in shares]
         return [share.tolist() for share in shares]
 
     def seed(self, number: int, part: int = 0) -> int:

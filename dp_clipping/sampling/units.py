@@ -1,10 +1,10 @@
 """Units of privacy: which examples of a data set belong to one user, or one document.
 
-A batch has k rows for each unit, side by side; with v views of an example, v rows for each of its
-k. Where a unit has fewer examples its last one is
-repeated, and that fill is masked: its loss is 0 before backward, so it adds nothing to the unit's
-gradient. A copy of the unit's own example says nothing about anybody else, and a network computes
-with it as it does with the example.
+A batch has the same number of rows for each unit, side by side: all examples of a unit, k at most,
+or m that each step draws among them, each v times with v views. Where a unit has fewer examples its
+last one is repeated, and that fill is masked: its loss is 0 before backward, so it adds nothing to
+the unit's gradient. A copy of the unit's own example says nothing about anybody else, and a network
+computes with it as it does with the example.
 """
 
 import hashlib
@@ -12,10 +12,14 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dp_clipping.kinds import WrongType, shown
+from dp_clipping.sampling import chacha
+
+WORDS = chacha.WORDS // 2  # of 64 bits, in a block
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,56 +27,114 @@ class Units:
     """The units of a data set.
 
     Attributes:
-        members: indices of each unit's examples, [units, k]; the last one of a unit with fewer
-            again and again.
+        members: indices of the examples of unit 0, of unit 1, ...
+        starts: where each unit begins in `members`, and the number of examples, [units + 1].
+        size: examples of each unit in a batch, k or m.
+        most: k; None: units have any number of examples.
         are_named: they are those of `unit_ids`, not k consecutive examples.
         views: v, the rows of each example, which the data set is asked for so often.
     """
 
     members: Tensor
+    starts: Tensor
+    size: int
+    most: int | None
     are_named: bool = False
     views: int = 1
 
     def __len__(self) -> int:
-        return len(self.members)
-
-    @property
-    def size(self) -> int:
-        """Returns k."""
-        return self.members.shape[1]
+        return len(self.starts) - 1
 
     @property
     def rows(self) -> int:
-        """Returns k · v, the rows of a unit in a batch."""
+        """Returns the rows of a unit in a batch, k · v or m · v."""
         return self.size * self.views
 
     def digest(self) -> bytes:
         """Returns a digest of which examples are together; it is not for files."""
-        return hashlib.blake2b(self.members.numpy().tobytes(), digest_size=16).digest()
+        if self.most is None:
+            held = torch.cat((self.members, self.starts))
+        else:
+            held = self._first(torch.arange(len(self)), self.most)
+        return hashlib.blake2b(held.numpy().tobytes(), digest_size=16).digest()
 
-    def examples(self, units: Tensor) -> list[int]:
-        """Returns the rows of a batch of some units: k indices for each, v times each."""
-        return self.members[units].flatten().repeat_interleave(self.views).tolist()
+    def examples(self, units: Tensor, key: bytes, number: int) -> list[int]:
+        """Returns the rows of a batch of some units: `size` indices for each, v times each.
+
+        A unit with more examples gives so many of them, drawn without replacement. Which ones is a
+        function of (key, number, unit, how many it has) alone.
+
+        Args:
+            key: the sampling key of a run, 32 bytes.
+            number: of the batch.
+        """
+        rows = self._first(units, self.size)
+        counts = self.starts[units + 1] - self.starts[units]
+        (larger,) = (counts > self.size).nonzero(as_tuple=True)
+        if len(larger):
+            chosen = _chosen(key, number, units[larger], counts[larger].tolist(), self.size)
+            rows[larger] = self.members[self.starts[units[larger], None] + torch.tensor(chosen)]
+        return rows.flatten().repeat_interleave(self.views).tolist()
+
+    def _first(self, units: Tensor, count: int) -> Tensor:
+        """Returns the first examples of units, [units, count]; the last one again for fill."""
+        places = self.starts[units, None] + torch.arange(count)
+        return self.members[torch.minimum(places, self.starts[units + 1, None] - 1)]
+
+
+def _chosen(
+    key: bytes, number: int, units: Tensor, counts: Sequence[int], size: int
+) -> list[list[int]]:
+    """Returns for each unit `size` of its places 0, 1, ..., ascending, all sets alike.
+
+    They are the first entries of a random permutation (Fisher and Yates). Each unit has ChaCha20
+    blocks of its own, so that neither the number of units nor their sizes have any influence.
+    """
+    derived = hashlib.blake2b(
+        number.to_bytes(8, "little"), key=key, person=b"unit examples", digest_size=32
+    )
+    blocks = -(-size // WORDS)
+    counters = units.numpy().astype(np.uint64)[:, None] * np.uint64(blocks)
+    counters = (counters + np.arange(blocks, dtype=np.uint64)).ravel()
+    stream = np.ascontiguousarray(chacha.blocks(derived.digest(), counters).T)
+    words = stream.astype("<u4", copy=False).view("<u8").reshape(len(units), -1)[:, :size]
+    found = []
+    for count, own in zip(counts, words.tolist(), strict=True):
+        moved: dict[int, int] = {}  # entries of 0, 1, ..., count - 1 that were exchanged
+        chosen = []
+        for i, word in enumerate(own):
+            place = i + (word * (count - i) >> 64)
+            chosen.append(moved.get(place, place))
+            moved[place] = moved.get(i, i)
+        found.append(sorted(chosen))
+    return found
 
 
 def units_of(
-    examples: int, size: int, unit_ids: Iterable[Hashable] | None = None, views: int = 1
+    examples: int,
+    most: int | None,
+    unit_ids: Iterable[Hashable] | None = None,
+    drawn: int | None = None,
+    views: int = 1,
 ) -> Units:
     """Returns the units of a data set of `examples` examples.
 
     Args:
-        size: k, the most examples of a unit.
+        most: k, the most examples of a unit. None: any number, for `unit_ids` with `drawn`.
         unit_ids: of each example; units are numbered in the order in which they appear. None: k
             consecutive examples are a unit, and the last one may have fewer.
+        drawn: m, how many examples of a unit a batch has. None: all of them.
         views: v, of each example.
 
     Raises:
         ValueError: `unit_ids` has another length, or a unit has more than k examples.
     """
+    size = drawn or most
+    assert size is not None
     if unit_ids is None:
-        count = -(-examples // size)
-        indices = torch.arange(count * size).clamp(max=max(0, examples - 1))
-        return Units(indices.view(count, size), views=views)
+        assert most is not None
+        starts = torch.arange(0, examples + most, most).clamp(max=examples)
+        return Units(torch.arange(examples), starts, size, most, views=views)
     rows: dict[Hashable, list[int]] = {}
     for index, unit in enumerate(_plain(unit_ids)):
         rows.setdefault(unit, []).append(index)
@@ -82,15 +144,17 @@ def units_of(
             f"unit_ids has {given} entries, and the data set {examples} examples: give the unit of "
             "each example, in the data set's order"
         )
-    most = max(map(len, rows.values()), default=0)
-    if most > size:
+    counts = list(map(len, rows.values()))
+    largest = max(counts, default=0)
+    if most is not None and largest > most:
         raise ValueError(
-            f"unit_ids: a unit has {most} examples, and examples_per_unit={size} is the most that "
-            f"one may have: give examples_per_unit={most}, or data with fewer of each, as "
-            "torch.utils.data.Subset(dataset, indices)"
+            f"unit_ids: a unit has {largest} examples, and examples_per_unit={most} is the most "
+            f"that one may have: give examples_per_unit={largest}, or leave it out and give "
+            "examples_per_step=1, with which each step draws one of a unit's examples"
         )
-    members = [[*own, *own[-1:] * (size - len(own))] for own in rows.values()]
-    return Units(torch.tensor(members).view(-1, size), are_named=True, views=views)
+    members = torch.tensor([index for own in rows.values() for index in own], dtype=torch.int64)
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    return Units(members, starts, size, most, are_named=True, views=views)
 
 
 def _plain(unit_ids: Any) -> Sequence[Hashable]:

@@ -295,12 +295,10 @@ class ForwardBackward:
         if each == 1 or not rows:
             return 1
         if rows % each:
-            views = self.context.views
-            of = f"examples_per_unit={each // views}" + f" and views={views}" * (views > 1)
             raise ValueError(
-                f"a batch of {rows} examples, and with {of} each {each} that lie side by side are "
-                "one unit: give whole units, and drop_last=True to a loader whose last batch is "
-                "shorter"
+                f"a batch of {rows} examples, and each {each} that lie side by side are one unit "
+                "of examples_per_unit, examples_per_step or views: give whole units, and "
+                "drop_last=True to a loader whose last batch is shorter"
             )
         self.state.usage.refuse_parts(rows)
         return each

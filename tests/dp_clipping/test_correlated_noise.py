@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import CorrelatedNoise, PrivacyEngine
+from dp_clipping.accounting import cyclic
 from dp_clipping.accounting.mechanism import ZERO_OUT
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
 from tests.dp_clipping import test_samplings as samplings
@@ -35,7 +36,9 @@ def build(**changes):
 # ---- noise ---------------------------------------------------------------------------------------
 
 
-def released(steps: int, run, key: bytes, name: str = "weight") -> torch.Tensor:
+def released(
+    steps: int, run, key: bytes, name: str = "weight", rest: float | None = None
+) -> torch.Tensor:
     """Rows of W z of one parameter [steps, numel], in units of σC."""
     numel = run.model.network.weight.numel()
     z = [
@@ -44,7 +47,7 @@ def released(steps: int, run, key: bytes, name: str = "weight") -> torch.Tensor:
         )
         for t in range(steps)
     ]
-    return dense(3, steps) @ torch.stack(z).double()
+    return dense(3, steps, rest) @ torch.stack(z).double()
 
 
 def zeros(**changes):
@@ -60,8 +63,12 @@ def zeros(**changes):
     return engine, *made
 
 
-def test_steps_have_the_rows_of_the_dense_matrix():
-    engine, model, optimizer, criterion, loader = zeros()
+@pytest.mark.parametrize("epochs", [None, 5])
+def test_steps_have_the_rows_of_the_dense_matrix(epochs):
+    noise = CorrelatedNoise(3, epochs)
+    rest = None if epochs is None else sum(noise.in_epochs_of(4).weights(3))
+    assert rest != 0.375, "that of √(1 - x)"
+    engine, model, optimizer, criterion, loader = zeros(noise_mechanism=noise)
     (run,) = engine._runs
     weight = run.model.network.weight
     found = []
@@ -72,18 +79,20 @@ def test_steps_have_the_rows_of_the_dense_matrix():
             optimizer.step()
             optimizer.zero_grad()
             found.append((before - weight.detach()).flatten())
-    expected = released(len(found), run, run.keys.noise)
+    expected = released(len(found), run, run.keys.noise, rest=rest)
     for row, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(row.double(), exact, rtol=1e-6, atol=4e-6)
 
 
+@pytest.mark.parametrize("epochs", [None, 3])
 @pytest.mark.parametrize("new_keys", [False, True])
-def test_a_resumed_run_takes_back_noise_of_before(new_keys, tmp_path):
-    run = build()
+def test_a_resumed_run_takes_back_noise_of_before(new_keys, epochs, tmp_path):
+    noise = CorrelatedNoise(3, epochs)
+    run = build(noise_mechanism=noise)
     train(run, 4)
     save(run, tmp_path / "file")
     train(run, 3)
-    again = build(seed=1)
+    again = build(seed=1, noise_mechanism=noise)
     load(again, tmp_path / "file", new_keys=new_keys)
     train(again, 3)
     assert (state(again) == state(run)) != new_keys
@@ -130,6 +139,19 @@ def test_units_are_protected_as_a_whole(ids):
     assert samplings.epsilon(run) == run.engine._mechanism.epsilon([[(0.8, 1 / batches, 3)]], DELTA)
 
 
+def test_noise_of_planned_epochs_for_a_target():
+    noise = CorrelatedNoise(3, epochs=2)
+    network = nn.Linear(3, 2)
+    _, optimizer, *_ = PrivacyEngine().make_private_with_epsilon(
+        module=network, optimizer=saved_runs.sgd(network.parameters()), max_grad_norm=1.0,
+        data_loader=DataLoader(samplings.data(), batch_size=samplings.BATCH), target_epsilon=4.0,
+        epochs=2, target_delta=DELTA, noise_mechanism=noise, sampling="cyclic",
+    )  # fmt: skip
+    sigma = optimizer.noise_multiplier
+    spent = cyclic.epsilon([[(sigma, 1 / EPOCH, 2 * EPOCH)]], DELTA, noise.sensitivity)
+    assert 3.98 < spent <= 4.0
+
+
 @pytest.mark.parametrize("target", [1.0, 6.0])
 def test_noise_for_a_target(target):
     samplings.test_noise_for_a_target("correlated", target)
@@ -159,9 +181,9 @@ def test_the_statement_says_what_it_is():
     assert (statement.relation, statement.sampler) == (ZERO_OUT, "cyclic")
     assert "correlated noise of 3 bands" in statement.accountant
     assert statement.epsilon == run.engine.get_epsilon(DELTA)
-    cyclic = samplings.build("cyclic")
-    train(cyclic, EPOCH + 1)
-    assert statement.epsilon > cyclic.engine.get_epsilon(DELTA)  # of noise that adds up to less
+    independent = samplings.build("cyclic")
+    train(independent, EPOCH + 1)
+    assert statement.epsilon > independent.engine.get_epsilon(DELTA)  # noise adds up to less
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -196,12 +218,21 @@ def test_another_scale_of_independent_noise_is_allowed():
 def test_an_engine_counts_one_mechanism(tmp_path):
     run = build()
     train(run, 1)
-    for other in (CorrelatedNoise(4), "gaussian"):
+    for other in (CorrelatedNoise(4), CorrelatedNoise(3, epochs=1), "gaussian"):
         with pytest.raises(ValueError, match="use a PrivacyEngine for each"):
             build(engine=run.engine, noise_mechanism=other)
     save(run, tmp_path / "file")
     with pytest.raises(ValueError, match=r"noise_mechanism is correlated noise of 3 bands .* 4 ba"):
         load(build(noise_mechanism=CorrelatedNoise(4)), tmp_path / "file", new_keys=True)
+    planned = build(noise_mechanism=CorrelatedNoise(3, epochs=1))
+    with pytest.raises(ValueError, match=r"of 3 bands in the checkpoint .* 3 bands for 1 epochs"):
+        load(planned, tmp_path / "file", new_keys=True)
+
+
+def test_epochs_of_another_loader_are_refused():
+    noise = CorrelatedNoise(3, epochs=1, batches=EPOCH + 1)
+    with pytest.raises(ValueError, match=f"and an epoch has {EPOCH}: leave batches out"):
+        build(noise_mechanism=noise)
 
 
 def test_epsilon_is_infinite_without_noise():

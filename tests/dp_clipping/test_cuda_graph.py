@@ -452,7 +452,7 @@ def settings(**changes) -> SimpleNamespace:
     module = nn.Linear(3, 2)
     adam = torch.optim.AdamW(module.parameters(), capturable=True)
     base = dict(module=module, optimizer=adam, grad_sample_mode="flash_bookkeeping",
-                memory_budget=None, adaptive_threshold=None, examples_per_unit=1)  # fmt: skip
+                memory_budget=None, adaptive_threshold=None, rows_per_unit=1)  # fmt: skip
     return SimpleNamespace(**base | changes)
 
 
@@ -481,7 +481,7 @@ def compiled() -> nn.Module:
         ({"module": compiled()}, "compiled modules"),
         ({"memory_budget": 5}, "memory_budget"),
         ({"adaptive_threshold": object()}, "adaptive_threshold"),
-        ({"examples_per_unit": 2}, "leave out examples_per_unit"),
+        ({"rows_per_unit": 2}, "leave out examples_per_unit, or give examples_per_step=1"),
         ({"optimizer": torch.optim.AdamW(nn.Linear(2, 2).parameters())}, "capturable=True"),
         ({"optimizer": torch.optim.Adagrad(nn.Linear(2, 2).parameters())}, "capturable=True"),
     ],

@@ -1,5 +1,6 @@
 """`examples_per_unit`: a unit of k examples is sampled, clipped and counted as one."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -169,6 +170,118 @@ class TestSteps:
                 torch.testing.assert_close(p.grad, q.grad)
 
 
+def clipped_sum(rows, size):
+    """Returns the sum over units of min(1, C / norm) times the sum of their rows' gradients."""
+    total = [torch.zeros_like(p) for p in network().parameters()]
+    for own in members_of(rows, size):
+        plain = network()
+        x, y = (t[own] for t in data().tensors)
+        F.cross_entropy(plain(x), y, reduction="sum").backward()
+        norm = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
+        for value, p in zip(total, plain.parameters(), strict=True):
+            value += min(1.0, C / norm) * p.grad
+    return total
+
+
+SAMPLED = {
+    "poisson": {"sample_rate": 0.5, "steps": 4},
+    "truncated_poisson": {"sample_rate": 0.7, "steps": 4, "max_batch_size": 4},
+    "balls_in_bins": {"steps": 2},
+    "cyclic": {"steps": 2},
+}
+
+
+class TestDrawnExamples:
+    """`examples_per_step`: m of a unit's examples are in a batch, and clipped as one."""
+
+    @pytest.mark.parametrize(("m", "most"), [(1, 1), (2, 1), (3, 6)])
+    @pytest.mark.parametrize("sampling", SAMPLED)
+    def test_steps_are_those_of_the_reference(self, sampling, m, most):
+        run = build(
+            examples_per_step=m, examples_per_unit=most, unit_ids=IDS, batch_size=2 * m,
+            sampling=sampling, wrap_model=sampling != "poisson", **SAMPLED[sampling],
+        )  # fmt: skip
+        assert run.optimizer.expected_batch_size == 2.0
+        seen = set()
+        for _ in range(2):
+            for x, _, _ in steps(run):
+                for own in members_of(x, m):
+                    (unit,) = {IDS[i] for i in own}
+                    assert len(own) == min(m, IDS.count(unit))
+                    seen.update(own)
+                parameters = run.model.parameters()
+                for p, expected in zip(parameters, clipped_sum(x, m), strict=True):
+                    torch.testing.assert_close(p.grad, expected)
+        assert len(seen) > len(set(IDS)), "other examples in other steps"
+
+    def test_consecutive_units(self):
+        run = build(examples_per_step=2, batch_size=4, sample_rate=1.0, steps=3)
+        for x, _, _ in steps(run):
+            units = members_of(x, 2)
+            assert [own[0] // MOST for own in units] == [*range(6)]
+            assert [len(own) for own in units] == [2] * 6
+            found = [p.grad for p in run.model.parameters()]
+            torch.testing.assert_close(found, clipped_sum(x, 2))
+
+    @pytest.mark.parametrize("pad", [False, True])
+    def test_physical_batches(self, pad):
+        given = {"examples_per_step": 2, "unit_ids": IDS, "examples_per_unit": 1, "batch_size": 4,
+                 "sample_rate": 0.8, "steps": 4}  # fmt: skip
+        run, alone = (build(noise_generator=fixed(), **given) for _ in range(2))
+        whole = [gradients_of(alone.model) for _ in steps(alone)]
+        found = []
+        with BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer,
+            pad_batches=pad,
+        ) as pieces:  # fmt: skip
+            for x, _, _ in steps(run, pieces):
+                assert len(x) == 4 if pad else len(x) <= 4
+                if not run.model.step_state.accumulating:
+                    found.append(gradients_of(run.model))
+        assert len(found) == len(whole)
+        for got, expected in zip(found, whole, strict=True):
+            assert_close(got, expected, 1e-9)
+
+    @pytest.mark.parametrize(
+        ("options", "unit"),
+        [
+            ({"unit_ids": IDS}, "all examples with the same entry in unit_ids, of which a step ta"),
+            ({"unit_ids": IDS, "examples_per_unit": 6},
+             "all examples with the same entry in unit_ids, at most 6, of which a step takes 1"),
+            ({"examples_per_unit": 4}, "4 consecutive examples of the data set, of which a step t"),
+        ],
+    )  # fmt: skip
+    def test_the_statement_says_so(self, options, unit):
+        run = build(examples_per_step=1, **{"examples_per_unit": 1} | options)
+        statement = run.engine.privacy_statement(1e-3)
+        assert statement.unit.startswith(unit)
+        assert statement.sample_rate == 1.0, "8 units of a batch, and 7 or 6 in all"
+
+    def test_a_resume_draws_the_same_examples(self, path):
+        given = {"examples_per_step": 1, "examples_per_unit": 1, "unit_ids": IDS, "batch_size": 2,
+                 "noise_multiplier": 1.0}  # fmt: skip
+        run = build(sampling="cyclic", **given)
+        for _ in steps(run):
+            pass
+        arguments = {"path": path, "module": run.model, "optimizer": run.optimizer}
+        run.engine.save_checkpoint(data_loader=run.loader, **arguments)
+        again, other = build(sampling="cyclic", **given), build(
+            sampling="cyclic", **given | {"examples_per_step": 2, "batch_size": 4}
+        )  # fmt: skip
+        for one in (again, other):
+            arguments = {"path": path, "module": one.model, "optimizer": one.optimizer}
+            changed = "examples_per_step was 1 and is 2, so noise and samples come from a new key"
+            with nullcontext() if one is again else pytest.warns(UserWarning, match=changed):
+                one.engine.load_checkpoint(data_loader=one.loader, **arguments)
+        first, second = ([x.tolist() for x, _, _ in steps(one)] for one in (run, again))
+        assert first == second
+
+    def test_an_audit_refuses_them(self):
+        given = arguments(examples_per_unit=1, examples_per_step=1, unit_ids=IDS)
+        with pytest.raises(ValueError, match="examples_per_step is not for an audit: leave it out"):
+            PrivacyEngine().record_sums(**given)
+
+
 class TestAccount:
     def test_statement_and_account_are_of_units(self):
         run = build(noise_multiplier=1.0)
@@ -223,7 +336,7 @@ class TestRefused:
         with pytest.warns(UserWarning, match="poisson_sampling=False"):
             run = build(poisson_sampling=False)
         x, y = data().tensors
-        with pytest.raises(ValueError, match=r"a batch of 6 examples, .*examples_per_unit=4"):
+        with pytest.raises(ValueError, match="a batch of 6 examples, and each 4 that lie side"):
             run.model(x[:6])
         run.criterion(run.model(x[:8]), y[:8]).backward()
         assert run.model.per_sample_gradient_norms.shape == (2,)

@@ -187,6 +187,13 @@ class TestSteps:
         assert len(found[0]) == len(set(USERS)) == len(x) / (3 * V)
         assert_as_defined(run, found, x, y, limit=2 * C)
 
+    def test_examples_that_a_step_draws_have_views(self):
+        run = build(examples_per_step=1, unit_ids=USERS, sample_rate=1.0, steps=1)
+        ((x, y),) = run.loader
+        assert [USERS[n] for n in numbers(x)[::V]] == list("abcde")
+        assert numbers(x) == [n for n in numbers(x)[::V] for _ in range(V)]
+        assert_as_defined(run, step(run, x, y), x, y)
+
     def test_check_compares_the_means_of_views(self):
         run = build()
         x, y = zip(*(run.data[i] for i in range(4) for _ in range(V)), strict=True)
@@ -277,11 +284,11 @@ class TestRefused:
     def test_a_batch_or_physical_batch_with_parts_of_samples(self):
         run = build(sample_rate=1.0, steps=1)
         ((x, _),) = run.loader
-        with pytest.raises(ValueError, match=r"a batch of 4 examples, .*=1 and views=3"):
+        with pytest.raises(ValueError, match=r"a batch of 4 examples, and each 3 .* or views"):
             run.model(x[:4])
         with pytest.raises(ValueError, match=r"forward of 6 examples, .* has yielded 27"):
             run.model(x[:6])
-        with pytest.raises(ValueError, match=r"with views=3 rows of each: give 3 or 6$"):
+        with pytest.raises(ValueError, match=r"3 views of each example: give 3 or 6$"):
             BatchMemoryManager(
                 data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
             )

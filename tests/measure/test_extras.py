@@ -18,6 +18,7 @@ TRAINS = "transformers is not installed: pip install 'ddp-by-hand[transformers]'
 NEEDS = {
     "bench.main": DRAWS, "measure.report": DRAWS, "experiments.simulate.__main__": DRAWS,
     "experiments.local_steps": DRAWS, "experiments.correlated_noise": DRAWS,
+    "experiments.examples_per_step": DRAWS,
     "experiments.plan_privacy.__main__": DRAWS, "examples.private_images": DRAWS,
     "examples.private_diffusion": DRAWS, "examples.private_text": DRAWS,
     "examples.finetune": TRAINS,

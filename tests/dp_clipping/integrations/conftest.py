@@ -87,7 +87,8 @@ class Compared(transformers.TrainerCallback):
     def on_optimizer_step(self, args: Any, *_: Any, model: Any, **__: Any) -> None:
         taken, self.dataset.taken = self.dataset.taken, []
         self.sizes.append(len(taken))
-        each, views = self.trainer.privacy.examples_per_unit, self.trainer.privacy.views
+        privacy = self.trainer.privacy
+        each, views = privacy.examples_per_step or privacy.examples_per_unit, privacy.views
         batch_size = self.trainer.get_total_train_batch_size(args) / each
         each *= views
         total = {

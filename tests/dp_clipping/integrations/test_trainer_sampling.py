@@ -60,9 +60,11 @@ def test_what_does_not_go_together():
         privacy(sampling="cyclic", options={"noise_mechanism": "laplace"})
 
 
-def test_correlated_noise_ends_at_its_target(tmp_path):
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_correlated_noise_ends_at_its_target(tmp_path, epochs):
     """Noise of as many steps would be too little, were it independent."""
-    options = {"sampling": "cyclic", "options": {"noise_mechanism": CorrelatedNoise(bands=3)}}
+    noise = CorrelatedNoise(bands=3, epochs=epochs)
+    options = {"sampling": "cyclic", "options": {"noise_mechanism": noise}}
     given = {"max_steps": 8, "privacy": {"target_epsilon": 3.0, **options}}
     trainer = trainer_of("gpt2", tmp_path, **given)
     trainer.train()

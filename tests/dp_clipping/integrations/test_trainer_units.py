@@ -56,6 +56,22 @@ def test_gradients_are_those_of_samples_with_several_views(tmp_path):
     assert max(compared.sizes) > 6, "or no batch was split"
 
 
+def test_a_step_draws_one_sample_of_a_user(tmp_path):
+    trainer = trainer_of(
+        "gpt2", tmp_path, per_device_train_batch_size=3, max_steps=4,
+        privacy={
+            "noise_multiplier": 0.0, "examples_per_step": 1, "unit_ids": USERS,
+            "sample_rate": 0.3, "steps": 4,
+        },
+    )  # fmt: skip
+    compared = Recording(trainer, 1.0)
+    trainer.train()
+    assert len(compared.seen) > 4
+    assert all(len(members) == 1 for members in compared.seen)
+    statement = trainer.privacy_statement()
+    assert statement.unit == "all examples with the same entry in unit_ids, of which a step takes 1"
+
+
 def test_the_noise_is_for_the_rate_of_units(tmp_path):
     """16 users in batches of 2, and not 24 samples in batches of 6."""
     trainer = trainer_of(

@@ -153,6 +153,15 @@ UNITS: list[Row] = [
     ({"unit_ids": OF_THREE, "examples_per_unit": 3, "poisson_sampling": False},
      "unit_ids is for Poisson sampling"),
     ({"examples_per_unit": 3, "rand_on_empty": True}, "leave rand_on_empty out"),
+    ({"examples_per_step": 0, "unit_ids": OF_THREE}, "examples_per_step is 0: give a whole number"),
+    ({"examples_per_step": 1.0, "unit_ids": OF_THREE}, "examples_per_step is 1.0"),
+    ({"examples_per_step": 1}, "here a unit is one example: give unit_ids"),
+    ({"examples_per_step": 4, "examples_per_unit": 3}, "examples_per_step=4 is more than examples"),
+    ({"examples_per_step": 4, "unit_ids": OF_THREE}, "batch_size 6, .* 4 rows of each unit: give"),
+    ({"examples_per_step": 1, "examples_per_unit": 2, "unit_ids": OF_THREE}, "or leave it out and"),
+    ({"examples_per_step": 1, "examples_per_unit": 3, "poisson_sampling": False},
+     "examples_per_step is drawn where units are"),
+    ({"examples_per_step": 2, "unit_ids": OF_THREE, "rand_on_empty": True}, "a unit has 2: leave"),
 ]  # fmt: skip
 RATES: list[Row] = [
     ({"sample_rate": 0}, "sample_rate is 0: give a probability above 0, at most 1"),

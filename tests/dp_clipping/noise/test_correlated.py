@@ -4,6 +4,7 @@ import math
 
 import numpy
 import pytest
+import scipy.optimize
 import torch
 
 from dp_clipping import CorrelatedNoise
@@ -15,14 +16,28 @@ KEY = bytes(range(32))
 SHAPES = {"weight": (33, 35), "bias": (7,)}
 
 
-def dense(bands: int, steps: int) -> torch.Tensor:
-    """W [n, n]: coefficient j of √(1 - x) is (-1)^j · binomial(1/2, j)."""
+def dense(bands: int, steps: int, rest: float | None = None) -> torch.Tensor:
+    """W [n, n]: coefficient j of √(1 - x) is (-1)^j · binomial(1/2, j).
+
+    With `rest` the last one is what all add up to `rest` with.
+    """
+    values = [
+        (-1) ** j * math.prod((0.5 - i) / (i + 1) for i in range(j)) for j in range(bands)
+    ]  # fmt: skip
+    if rest is not None:
+        values[-1] = rest - sum(values[:-1])
     matrix = torch.zeros(steps, steps, dtype=torch.float64)
-    for j in range(min(bands, steps)):
-        binomial = math.prod((0.5 - i) / (i + 1) for i in range(j))
-        value = torch.tensor((-1) ** j * binomial, dtype=torch.float64)
-        matrix += torch.diag(value.expand(steps - j), -j)
+    for j, value in enumerate(values[:steps]):
+        matrix += torch.diag(torch.full((steps - j,), value, dtype=torch.float64), -j)
     return matrix
+
+
+def kept(matrix: torch.Tensor, batches: int) -> float:
+    """Returns the root mean square of what prefix sums keep of the noise, at equal ε."""
+    used = torch.zeros(len(matrix), dtype=torch.float64)
+    used[::batches] = 1
+    moved = torch.linalg.solve_triangular(matrix, used[:, None], upper=False).norm()
+    return float(moved * matrix.cumsum(0).norm() / len(matrix) ** 0.5)
 
 
 def noises(bands: int, steps: int, name: str) -> torch.Tensor:
@@ -124,6 +139,64 @@ def test_no_unit_moves_more(bands, steps, batches):
         directions = mine[:, None] * directions / directions.norm(dim=1, keepdim=True)
         assert (inverse @ directions).norm() <= most
     assert max(norms) == pytest.approx(most, rel=1e-12)
+
+
+PLANNED = [(2, 3, 20, 0.8), (4, 1, 64, 0.95), (3, 1, 200, 0.7), (5, 6, 9, 1.0)]
+
+
+@pytest.mark.parametrize(("bands", "epochs", "batches", "gain"), PLANNED)
+def test_planned_coefficients_keep_little(bands, epochs, batches, gain):
+    """Less than the square root, and hardly more than the best of all coefficients."""
+    steps, noise = epochs * batches, CorrelatedNoise(bands, epochs, batches)
+    rest = sum(noise.weights(bands))
+    found = kept(dense(bands, steps, rest), batches)
+    for factor in (0.75, 1.25):
+        assert found < kept(dense(bands, steps, factor * rest), batches)
+    assert found <= gain * kept(dense(bands, steps), batches)
+
+    def of(logits):
+        shares = numpy.exp(logits) / numpy.exp(logits).sum()
+        matrix = torch.eye(steps, dtype=torch.float64)
+        for j, share in enumerate(shares[1:], 1):
+            matrix -= torch.diag(torch.full((steps - j,), share, dtype=torch.float64), -j)
+        return kept(matrix, batches)
+
+    start = numpy.log([rest, *(-w for w in noise.weights(bands)[1:])])
+    assert of(start) == pytest.approx(found, rel=1e-9)
+    best = scipy.optimize.minimize(of, start, options={"maxiter": 20}).fun
+    assert best <= found < 1.04 * best
+
+
+@pytest.mark.parametrize(("bands", "epochs", "batches"), [(2, 3, 20), (8, 3, 20), (100, 2, 9)])
+@pytest.mark.parametrize("steps", [7, 60, 99])
+def test_planned_sensitivity_is_that_of_the_dense_inverse(bands, epochs, batches, steps):
+    """Also of shorter and longer runs than planned."""
+    noise = CorrelatedNoise(bands, epochs)
+    rest = sum(CorrelatedNoise(bands, epochs, batches).weights(bands))
+    inverse = torch.linalg.inv(dense(bands, steps, rest))
+    assert (inverse >= -1e-15).all()
+    used = torch.zeros(batches, steps, dtype=torch.float64)
+    for first in range(batches):
+        used[first, first::batches] = 1
+    most = (used @ inverse.T).norm(dim=1).max().item()
+    assert noise.sensitivity(steps, batches) == pytest.approx(most, rel=1e-12)
+    assert noise.in_epochs_of(batches).sensitivity(steps, batches) == pytest.approx(most, rel=1e-12)
+
+
+def test_planned_weights_are_a_prefix_and_need_the_batches():
+    noise = CorrelatedNoise(4, epochs=2, batches=80)
+    assert noise.weights(3) == CorrelatedNoise(4).weights(3)
+    assert noise.weights(9)[:3] == noise.weights(3)
+    assert all(weight < 0 for weight in noise.weights(4)[1:])
+    assert CorrelatedNoise(1, epochs=2, batches=80).weights(4) == (1.0,)
+    assert CorrelatedNoise(4, epochs=2).in_epochs_of(80) == noise == noise.in_epochs_of(80)
+    assert str(noise).startswith("correlated noise of 4 bands for 2 epochs of 80 batches (sum 0.")
+    with pytest.raises(ValueError, match=r"as CorrelatedNoise\(bands=4, epochs=2, batch"):
+        CorrelatedNoise(4, epochs=2).weights(3)
+    with pytest.raises(ValueError, match="of 80 batches, and an epoch has 9: leave batch"):
+        noise.in_epochs_of(9)
+    with pytest.raises(ValueError, match="epochs is 0: give 1 or more"):
+        CorrelatedNoise(4, epochs=0)
 
 
 def test_it_is_a_value():

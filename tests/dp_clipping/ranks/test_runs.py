@@ -64,6 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adaptive": {"adaptive_threshold": threshold},
     "units": UNITS,
     "views": {"views": 3},
+    "drawn examples": {"batch_size": 2, "unit_ids": IDS, "examples_per_step": 1},
     "adaptive units": {**UNITS, "adaptive_threshold": lambda: threshold(2)},
     "truncated": {"sampling": "truncated_poisson", "max_batch_size": 5},
     "balls in bins": {"sampling": "balls_in_bins"},
@@ -196,6 +197,7 @@ WHOLE = [
     ("fsdp2 block", "registered"), ("ddp_bucketed", "truncated"), ("fsdp2 block", "cyclic"),
     ("fsdp2 x tensor", "balls in bins"), ("fsdp2 block", "per sample"),
     ("ddp_bucketed on four", "units"), ("ddp_individual_v2", "samples in place of none"),
+    ("ddp_bucketed", "drawn examples"),
 ]  # fmt: skip
 SPLIT = [  # into microbatches, of which some ranks have none
     ("ddp_bucketed on four", "poisson", 2), ("zero1", "balls in bins", 1),
@@ -308,6 +310,7 @@ GO_ON = [  # the layouts before and after, and options
 MORE_GO_ON = [
     ("copy engine", "copy engine", "in bfloat16"), ("fsdp", "zero2", "poisson"),
     ("zero2", "ddp_bucketed", "poisson"),
+    ("ddp_bucketed", "zero2", "drawn examples"),
     ("ddp_bucketed", "zero2", "truncated"), ("ddp_bucketed", "zero2", "balls in bins"),
     ("fsdp2 block", "fsdp2 x tensor", "correlated"), ("tensor", None, "correlated"),
 ]  # fmt: skip

@@ -1,5 +1,9 @@
 """Which examples are one unit, and which rows of a batch only fill one up."""
 
+import math
+from collections import Counter
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -12,14 +16,20 @@ from tests.support.draws import KEY, drawn, numbers
 NAMES = ["ann", "bob", "ann", "cy", "bob", "ann", "dee"]
 
 
+def rows_of(units, key=KEY, number=0):
+    """Returns the rows of a batch of all units, those of each in a list."""
+    rows = units.examples(torch.arange(len(units)), key, number)
+    return [rows[i : i + units.size] for i in range(0, len(rows), units.size)]
+
+
 class TestUnits:
     def test_consecutive_examples_are_one(self):
         units = units_of(8, 4)
-        assert units.members.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert rows_of(units) == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert (len(units), units.size, units.are_named) == (2, 4, False)
 
     def test_the_last_one_may_have_fewer(self):
-        assert units_of(6, 4).members.tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
+        assert rows_of(units_of(6, 4)) == [[0, 1, 2, 3], [4, 5, 5, 5]]
 
     @pytest.mark.parametrize(
         "ids",
@@ -28,7 +38,7 @@ class TestUnits:
     )
     def test_ids_say_whose_an_example_is(self, ids):
         units = units_of(7, 3, ids)
-        assert units.members.tolist() == [[0, 2, 5], [1, 4, 4], [3, 3, 3], [6, 6, 6]]
+        assert rows_of(units) == [[0, 2, 5], [1, 4, 4], [3, 3, 3], [6, 6, 6]]
         assert units.are_named
 
     def test_a_unit_with_too_many_is_refused(self):
@@ -78,6 +88,80 @@ class TestUnits:
             units_of(7, 7, ids)
 
 
+def choice(units, unit, number, key=KEY):
+    """Returns the places of a unit's examples that a batch has: 0 is its first example."""
+    own = units.members[units.starts[unit] : units.starts[unit + 1]].tolist()
+    return [own.index(row) for row in units.examples(torch.tensor([unit]), key, number)]
+
+
+class TestDrawn:
+    """With `examples_per_step` a batch has m of a unit's examples."""
+
+    SIZES = (1, 5, 2, 4)
+    IDS = tuple(np.repeat(range(4), SIZES))
+
+    @pytest.mark.parametrize("m", [1, 2, 3])
+    def test_each_set_of_examples_is_as_likely(self, m):
+        units, batches = units_of(12, None, self.IDS, m), 700
+        counts = [Counter() for _ in self.SIZES]
+        for number in range(batches):
+            for unit, rows in enumerate(rows_of(units, number=number)):
+                own = [i for i, of in enumerate(self.IDS) if of == unit]
+                kept = min(m, len(own))
+                assert rows == sorted(rows)
+                assert set(rows) <= set(own)
+                assert rows[kept:] == rows[kept - 1 : kept] * (m - kept), "fill"
+                assert len(set(rows)) == kept, "without replacement"
+                counts[unit][tuple(rows[:kept])] += 1
+        for size, found in zip(self.SIZES, counts, strict=True):
+            sets = math.comb(size, min(m, size))
+            spread = 5 * math.sqrt(batches / sets)
+            assert len(found) == sets
+            assert all(abs(count - batches / sets) < spread for count in found.values())
+
+    def test_each_example_is_as_likely(self):
+        """With probability 10 / 40, in a unit that needs more than one block of words."""
+        units, batches = units_of(40, 40, None, 10), 800
+        counts = torch.zeros(40)
+        for number in range(batches):
+            counts[choice(units, 0, number)] += 1
+        assert (counts - batches / 4).abs().max() < 5 * math.sqrt(batches * 3 / 16)
+
+    @pytest.mark.parametrize("m", [1, 3, 9])
+    def test_other_units_have_no_influence(self, m):
+        """Neither how many there are nor how many examples they have."""
+        alone = units_of(20, None, ["x"] * 20, m)
+        others = units_of(30, None, ["x"] * 15 + [*range(10)] + ["x"] * 5, m)
+        larger = units_of(99, None, ["x"] * 10 + ["y"] * 50 + ["z"] * 29 + ["x"] * 10, m)
+        for number in range(20):
+            expected = choice(alone, 0, number)
+            assert choice(others, 0, number) == choice(larger, 0, number) == expected
+
+    def test_units_batches_and_keys_draw_apart(self):
+        units = units_of(60, 30, None, 5)
+        drawn = [choice(units, *at) for at in ((0, 3), (0, 4), (1, 3), (0, 3, b"k" * 32))]
+        assert len(set(map(tuple, drawn))) == 4
+
+    def test_ranks_draw_what_one_process_does(self):
+        def batches(world_size):
+            loaders = [
+                PoissonLoader.from_data_loader(
+                    DataLoader(numbers(40), batch_size=4), key=KEY, sample_rate=0.6, steps=5,
+                    rank=rank, world_size=world_size, units=units_of(40, None, [*range(8)] * 5, 2),
+                )
+                for rank in range(world_size)
+            ]  # fmt: skip
+            return [sorted(chain(*parts)) for parts in zip(*map(drawn, loaders), strict=True)]
+
+        assert batches(1) == batches(3)
+
+    def test_the_digest_is_of_the_division_alone(self):
+        plain = units_of(7, 3, NAMES)
+        assert plain.digest() == units_of(7, 3, NAMES, 2).digest()
+        free, other = (units_of(7, None, ids, 2).digest() for ids in (NAMES, [*NAMES[1:], "ann"]))
+        assert len({plain.digest(), free, other}) == 3
+
+
 class TestFill:
     def test_what_a_unit_has_already_is_fill(self):
         rows = [4, 5, 5, 5, 0, 1, 2, 3]
@@ -98,7 +182,7 @@ class TestLoader:
         return PoissonLoader.from_data_loader(loader, key=KEY, units=units, **options)
 
     def test_whole_units_are_drawn(self):
-        members = units_of(7, 3, NAMES).members.tolist()
+        members = rows_of(units_of(7, 3, NAMES))
         loader = self.loader(sample_rate=0.5, steps=40)
         batches = drawn(loader)
         counts = [0] * 4

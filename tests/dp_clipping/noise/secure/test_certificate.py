@@ -132,10 +132,13 @@ def test_sums_that_rounding_may_move_too_far_are_refused():
         )  # fmt: skip
 
 
-def test_units_and_parts_that_were_joined_again_are_counted_as_they_are_added():
+@pytest.mark.parametrize(
+    "units", [{"examples_per_unit": 2}, {"examples_per_unit": 3, "examples_per_step": 2}]
+)
+def test_units_and_parts_that_were_joined_again_are_counted_as_they_are_added(units):
     run = saved_runs.build(
-        engine=PrivacyEngine(accountant="rdp", secure_mode=True), count=3000, examples_per_unit=2,
-        sample_rate=0.2, steps=3,
+        engine=PrivacyEngine(accountant="rdp", secure_mode=True), count=3000, sample_rate=0.2,
+        steps=3, **units,
     )  # fmt: skip
     most = run.engine._account.certificate.most_units
     assert step_of(run, 20)["most additions"] == 10 + -(-most // 10) + 1

@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Compares how many examples of a unit a step takes, at equal (ε, δ): all of them, or m.
+
+    python -m ddp_by_hand.experiments.examples_per_step  three minutes on one core
+    python -m ddp_by_hand.experiments.examples_per_step --epsilons 8 --drawn 1 --seeds 1
+
+The data are those of `experiments.correlated_noise`. A unit of privacy has 1 to `--most` pictures:
+its size is 2^u, with u uniform. A step has `--rows` pictures. So a batch of units with all of their
+pictures, filled up to `--most`, has `--most` / m times fewer units than one with m of each. All
+have the same number of steps, and the learning rate that is best on other pictures.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ddp_by_hand.experiments import correlated_noise
+from ddp_by_hand.experiments.correlated_noise import TUNING_SEED, Split, shown, split_of
+from ddp_by_hand.measure import Column, format_table
+from ddp_by_hand.measure.command_line import ending_quietly
+from ddp_by_hand.measure.options import option, parse_options, positive
+from dp_clipping import PrivacyEngine
+
+PROGRAM = "ddp_by_hand.experiments.examples_per_step"
+COLUMNS = (
+    Column("ε", format="g"), Column("examples of a unit"), Column("units of a batch", format="d"),
+    Column("σ", format=".3f"), Column("rate", format="g"), Column("accuracy, %"),
+)  # fmt: skip
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Options:
+    epsilons: tuple[float, ...] = option((2.0, 8.0), "budgets", metavar="ε", check=positive)
+    delta: float = option(1e-5, "the other half of each budget", check=positive)
+    drawn: tuple[int, ...] = option((1, 4, 16), "m, each a row", check=positive)
+    most: int = option(64, "pictures of a unit at most, a power of two", check=positive)
+    rows: int = option(512, "pictures of a step, with those that fill up", check=positive)
+    steps: int = option(128, "of each run", check=positive)
+    seeds: int = option(5, "runs of each", check=positive)
+    pictures: int = option(32768, "to train on", check=positive)
+    filters: int = option(64, "random ones; a picture has 32 features of each", check=positive)
+    learning_rates: tuple[float, ...] = option((2.0, 4.0, 8.0, 16.0, 32.0), "that are tried",
+        check=positive)
+# fmt: on
+
+
+@ending_quietly
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 for bad input."""
+    options = parse_options(
+        Options, arguments, prog=PROGRAM, description=__doc__, needs=["matplotlib"]
+    )
+    warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
+    torch.set_num_threads(1)  # tensors are too small for more
+    split = split_of(correlated_noise.Options(pictures=options.pictures, filters=options.filters))
+    ids = units_of_pictures(options)
+    rows = []
+    for epsilon in options.epsilons:
+        for drawn in (*options.drawn, None):
+            rows.append(measured(options, split, ids, epsilon, drawn))
+            print(*rows[-1].values(), file=sys.stderr)
+    print(format_table(COLUMNS, rows))
+    return 0
+
+
+def units_of_pictures(options: Options) -> list[int]:
+    """Returns the unit of each picture."""
+    draw, ids = torch.Generator().manual_seed(7), []
+    for unit in range(options.pictures):
+        size = int(options.most ** torch.rand((), generator=draw).item())
+        ids += [unit] * size
+        if len(ids) >= options.pictures:
+            break
+    return ids[: options.pictures]
+
+
+def measured(
+    options: Options, split: Split, ids: list[int], epsilon: float, drawn: int | None
+) -> dict[str, Any]:
+    """Returns the row of a table: σ, learning rate, accuracy with its standard deviation."""
+    each = drawn or options.most
+    method: dict[str, Any] = {"unit_ids": ids, "steps": options.steps}
+    method |= {"examples_per_unit": each} if drawn is None else {"examples_per_step": drawn}
+    method["sample_rate"] = (options.rows // each) / (ids[-1] + 1)
+    _, optimizer, *_ = PrivacyEngine().make_private_with_epsilon(
+        **made(options, split, 1.0), **method, target_epsilon=epsilon, target_delta=options.delta
+    )
+    sigma = optimizer.noise_multiplier
+    rate = max(
+        (train(options, split, sigma, rate, TUNING_SEED, method, split.tuning), rate)
+        for rate in options.learning_rates
+    )[1]
+    found = [
+        train(options, split, sigma, rate, seed, method, split.test)
+        for seed in range(options.seeds)
+    ]
+    return {
+        "ε": epsilon, "examples of a unit": f"all, at most {each}" if drawn is None else str(drawn),
+        "units of a batch": options.rows // each, "σ": sigma, "rate": rate,
+        "accuracy, %": shown(found),
+    }  # fmt: skip
+
+
+def made(options: Options, split: Split, rate: float) -> dict[str, Any]:
+    """Returns what `make_private` takes, with a new network of zeros."""
+    network = nn.Linear(split.test[0].shape[1], 10, bias=False)
+    nn.init.zeros_(network.weight)
+    return {
+        "module": network,
+        "optimizer": torch.optim.SGD(network.parameters(), lr=rate),
+        "data_loader": DataLoader(split.training, options.rows),
+        "max_grad_norm": 1.0,
+        "grad_sample_mode": "bookkeeping",
+    }
+
+
+def train(
+    options: Options, split: Split, sigma: float, rate: float, seed: int, method: dict[str, Any],
+    pictures: tuple[torch.Tensor, torch.Tensor],
+) -> float:  # fmt: skip
+    """Returns the accuracy of the mean of one run's parameters over its second half."""
+    model, optimizer, criterion, loader = PrivacyEngine().make_private(
+        **made(options, split, rate), **method, noise_multiplier=sigma,
+        noise_generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+    (weight,) = model.parameters()
+    mean = torch.zeros_like(weight)
+    for step, (features, digits) in enumerate(loader):
+        criterion(model(features), digits).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= options.steps // 2:
+            mean += weight.detach()
+    features, digits = pictures
+    return (features @ mean.T).argmax(1).eq(digits).float().mean().item()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
