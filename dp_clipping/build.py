@@ -161,7 +161,8 @@ def build_model(
         usage=None if poisson is None else poisson.usage,
         wrap_model=settings.wrap_model,
         loss_reduction=settings.loss_reduction,
-        examples_per_unit=settings.rows_per_unit,
+        examples_per_unit=settings.rows_per_unit * settings.views,
+        views=settings.views,
     )
     if poisson is None:
         model.step_state.usage.batch_size = batch_size_of(loader)

@@ -56,10 +56,10 @@ class PrivateCriterion(nn.Module):
         self, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any
     ) -> PrivateLoss | Tensor:
         if self.model.policy is None:
-            losses = self._per_sample(*args, shape=shape, **kwargs)
+            losses, views = self._per_sample(*args, shape=shape, **kwargs), 1
             if self.model.training and torch.is_grad_enabled():
-                losses = self._real(losses)
-            return losses.mean() if self.loss_reduction == "mean" else losses.sum()
+                losses, views = self._real(losses), self.model.views
+            return losses.mean() if self.loss_reduction == "mean" else losses.sum() / views
         if not self.model.takes_step:
             losses = self._per_sample(*args, shape=shape, **kwargs)
             return PrivateLoss(self.model, None, losses, self.loss_reduction)

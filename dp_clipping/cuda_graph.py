@@ -290,7 +290,7 @@ class _Captured:
         self._graph.replay()
         # While the device computes: the next step's begins without this.
         self._coming = (noise.key, number + 1), noise.streams(number + 1)
-        real = self.state.ticket.samples
+        real = self.state.ticket.samples // self.model.examples_per_unit
         self.state.norms = [
             BatchNorms(one.norms.clone(), one.squared.clone(), one.nonfinite + 0).first(real)
             for one in self._norms

@@ -138,6 +138,7 @@ class PrivacyEngine(Checkpoints, Audits):
         examples_per_step: int | None = None,
         sampling: str = "poisson",
         max_batch_size: int | None = None,
+        views: int = 1,
     ) -> tuple[Any, PrivateOptimizer, PrivateCriterion, DataLoader]:
         """Returns model, optimizer, criterion and loader for private training.
 
@@ -209,6 +210,10 @@ class PrivacyEngine(Checkpoints, Audits):
                 one). See docs/mechanisms.md.
             max_batch_size: the most units of a batch, of all ranks together; of more a random
                 subset is kept.
+            views: v, augmentation multiplicity (De et al. 2022, arXiv:2204.13650): the data set is
+                asked v times for each sample of a batch, and the mean gradient of these v rows is
+                clipped. ε is as without. Batch sizes and the divisor count samples, and the rows of
+                a batch are v times as many.
 
         Raises:
             ValueError: for an argument that is out of range or differs between ranks, for an

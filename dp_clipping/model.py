@@ -64,7 +64,8 @@ class PrivateModel(nn.Module):
         wrap_model: the user gets this object. If False, they get their own module, whose calls are
             redirected to this object.
         loss_reduction: how losses that the network computes itself are printed.
-        examples_per_unit: k, the rows of a batch that are one unit of privacy.
+        examples_per_unit: k, the rows of a batch that are one unit of privacy, its views too.
+        views: v; the losses of v rows, side by side, have the mean that is an example's loss.
 
     Attributes:
         returned: the object that the user has: this one or their module.
@@ -91,12 +92,14 @@ class PrivateModel(nn.Module):
         wrap_model: bool = True,
         loss_reduction: str = "mean",
         examples_per_unit: int = 1,
+        views: int = 1,
     ):
         super().__init__()
         self.module: Any = module  # a network, or a wrapper with methods of its own
         self.forward = with_signature_of(self.forward, module)  # type: ignore[method-assign]
         self.mode, self.policy, self.clipping = mode, policy, clipping
         self.batch_first, self.examples_per_unit = batch_first, examples_per_unit
+        self.views = views
         self.hide_unprotected = hide_unprotected
         self.sharding = sharding
         self.step_state = StepState(usage, is_private=policy is not None)
@@ -114,7 +117,7 @@ class PrivateModel(nn.Module):
             self._capture, policy, mode=mode, batch_first=batch_first,
             data_parallel_group=getattr(module, "process_group", None),
             norm_reduction=norm_reduction, hide_unprotected=hide_unprotected,
-            examples_per_unit=examples_per_unit,
+            examples_per_unit=examples_per_unit, views=views,
         )  # fmt: skip
         try:
             self.thresholds = Thresholds(max_grad_norm, clipping, self.capture.group_names)

@@ -139,6 +139,7 @@ ARGUMENTS: dict[str, Argument | Choice] = {
     "steps": _whole("a whole number of 1 or more: the batches of an epoch"),
     "examples_per_unit": _whole("a whole number of 1 or more"),
     "examples_per_step": _whole("a whole number of 1 or more"),
+    "views": _whole("a whole number of 1 or more: how many rows a batch has of each sample"),
     "max_batch_size": _whole(
         "the most units that a batch of all ranks may have, a whole number of 1 or more"
     ),

@@ -37,6 +37,7 @@ class Sampled:
     examples_per_unit: int = 1
     unit_ids: Sequence[Hashable] | None = None
     examples_per_step: int | None = None
+    views: int = 1
     noise_mechanism: str | CorrelatedNoise = DEFAULT.name
 
     @staticmethod
@@ -100,10 +101,13 @@ class Sampled:
             (self.unit_ids is not None and not is_poisson,
              "unit_ids is for Poisson sampling, which puts a unit's examples side by side: leave "
              "out poisson_sampling=False"),
-            (self.rand_on_empty and self.rows_per_unit > 1,
-             "rand_on_empty=True makes up one example for an empty batch, and a unit has "
-             f"{self.rows_per_unit}: leave rand_on_empty out, a batch without samples is a step "
-             "like any other"),
+            (self.views > 1 and not is_poisson,
+             f"views={self.views} is for Poisson sampling, which asks the data set for each sample "
+             "so often: leave out poisson_sampling=False"),
+            (self.rand_on_empty and self.rows_per_unit * self.views > 1,
+             "rand_on_empty=True makes up one row for an empty batch, and a unit has "
+             f"{self.rows_per_unit * self.views}: leave rand_on_empty out, a batch without samples "
+             "is a step like any other"),
         )  # fmt: skip
 
         if is_correlated and noise.epochs is not None and self.data_loader is not None:
@@ -111,23 +115,30 @@ class Sampled:
 
     @property
     def rows_per_unit(self) -> int:
-        """Returns how many rows a batch has for each unit: m, or k without."""
+        """Returns how many rows a batch has for each unit, each once for a view: m, or k."""
         drawn = self.examples_per_step
         return int(self.examples_per_unit if drawn is None else drawn)
+
+    @property
+    def has_units(self) -> bool:
+        """Returns whether a unit may have several examples."""
+        return self.examples_per_unit > 1 or self.examples_per_step is not None
 
     @cached_property
     def units(self) -> Units | None:
         """Returns the units that Poisson sampling draws; None: it draws examples, or there is none.
 
+        With `views` an example is a unit of one.
+
         Raises:
             ValueError: for `unit_ids` that are not one for each example.
         """
-        most, drawn = int(self.examples_per_unit), self.examples_per_step
-        if (most == 1 and drawn is None) or not self.poisson_sampling:
+        if not (self.has_units or self.views > 1) or not self.poisson_sampling:
             return None
+        most, drawn = int(self.examples_per_unit), self.examples_per_step
         return units_of(
-            len(self.data_loader.dataset), most if most > 1 else None, self.unit_ids,
-            None if drawn is None else int(drawn),
+            len(self.data_loader.dataset), most if most > 1 or drawn is None else None,
+            self.unit_ids, None if drawn is None else int(drawn), int(self.views),
         )  # fmt: skip
 
     @property
@@ -151,7 +162,8 @@ class Sampled:
         for a loader without batches, which is refused later. With a sampling in which each sample
         takes part exactly once, q is 1 over the batches.
         """
-        steps, units, loader = self.steps, self.units, self.data_loader
+        steps, loader = self.steps, self.data_loader
+        units = self.units if self.has_units else None
         if self.sampling in FIXED and steps is not None:
             return 1 / int(steps), int(steps)
         if self.sample_rate is None:

@@ -69,7 +69,7 @@ class Settings(Sampled):
         for name in ("noise_multiplier", "max_grad_norm", "gamma", "expected_batch_size"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, plain(value))
-        for name in ("examples_per_unit", "examples_per_step", "max_batch_size"):
+        for name in ("examples_per_unit", "examples_per_step", "max_batch_size", "views"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, int(value))
 
@@ -148,10 +148,16 @@ class Settings(Sampled):
             "num_samples": len(dataset),
             "sample_rate": self.rates[0],
             "examples_per_unit": self.examples_per_unit,
-            "num_units": None if self.units is None else len(self.units),
+            "num_units": self.num_units,
             "unit_ids are given": self.unit_ids is not None,
             "examples_per_step": self.examples_per_step,
+            "views": self.views,
         }
+
+    @property
+    def num_units(self) -> int | None:
+        """Returns how many units of several examples are drawn; None: single examples are."""
+        return len(self.units) if self.has_units and self.units is not None else None
 
     def compared(self) -> dict[str, Any]:
         """Returns the settings that must be equal on all ranks."""

@@ -32,7 +32,7 @@ UNIT = {
 }  # fmt: skip
 NOISE = (
     "noise_multiplier", "max_grad_norm", "clipping", "clipping_function", "gamma",
-    "loss_reduction", "expected_batch_size", "examples_per_step",
+    "loss_reduction", "expected_batch_size", "examples_per_step", "views",
     "world_size", "data_ranks", "device",  # dropout's masks are others there
 )  # fmt: skip
 
@@ -73,7 +73,7 @@ def _check_run(
     run, path, with_optimizer = snapshot.run, snapshot.path, snapshot.with_optimizer
     details, here = saved[DETAILS], run.describe()
     check_mac(path, details, snapshot.key_file)
-    there = details["run"]
+    there = {"views": 1} | details["run"]  # files from before there were views
     _check_accountant(saved[ACCOUNTANT]["mechanism"], run.account.accountant.mechanism(), path)
     _check_adaptive(details.get("adaptive_threshold"), run.optimizer.adaptive_threshold, path)
     for name in ("private", "optimizer"):

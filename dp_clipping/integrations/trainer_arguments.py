@@ -21,14 +21,14 @@ OPTIMIZERS = (  # that read `.grad` in `step()`, and nowhere else
 GIVEN_BY_TRAINER = (
     "module", "optimizer", "data_loader", "criterion", "wrap_model", "noise_multiplier",
     "max_grad_norm", "sample_rate", "steps", "poisson_sampling", "expected_batch_size",
-    "batch_first", "cuda_graph", "examples_per_unit", "unit_ids", "examples_per_step", "sampling",
-    "max_batch_size",
+    "batch_first", "cuda_graph", "examples_per_unit", "unit_ids", "examples_per_step", "views",
+    "sampling", "max_batch_size",
 )  # fmt: skip
 
 NAMES = {one.name for one in fields(Settings)} - {"secure_mode"}  # arguments of make_private
 SAMPLED = (
     "sample_rate", "steps", "sampling", "max_batch_size", "examples_per_unit", "unit_ids",
-    "examples_per_step",
+    "examples_per_step", "views",
 )  # fmt: skip
 
 
@@ -47,6 +47,9 @@ class PrivacyArguments:
         unit_ids: the unit of each example of `train_dataset`. Default: k consecutive examples.
         examples_per_step: m, how many of a unit's examples a step draws. Batch sizes are then
             multiples of m, and with `unit_ids` k may be left out.
+        views: how often `train_dataset` is asked for each sample of a batch, to clip the mean
+            gradient; as of `PrivacyEngine.make_private`. Microbatches hold
+            `per_device_train_batch_size` rows, a multiple of it.
         accountant: as of `PrivacyEngine`.
         sample_rate: probability of each sample to be in a batch, as a public constant. Default:
             1 / batches of an epoch.
@@ -76,6 +79,7 @@ class PrivacyArguments:
     examples_per_unit: int = 1
     unit_ids: Sequence[Hashable] | None = None
     examples_per_step: int | None = None
+    views: int = 1
     accountant: str = "pld"
     sample_rate: float | None = None
     steps: int | None = None

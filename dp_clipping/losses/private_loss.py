@@ -177,7 +177,8 @@ class PrivateLoss(Tensor):
         return format(self.item(), specification) if specification else repr(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        samples = self.loss_per_sample.numel()
+        views = 1 if self._private_step is None else self.model.views
+        samples = self.loss_per_sample.numel() // views
         return f"PrivateLoss({self.item():.4f}, {self.loss_reduction} of {samples} samples)"
 
     # ---- as of a tensor with a gradient ---------------------------------------------------------
@@ -224,7 +225,7 @@ class PrivateLoss(Tensor):
 
     @property
     def loss_per_sample(self) -> Tensor:
-        """Returns the losses [B]. Not covered by ε."""
+        """Returns the losses [B], with `views` those of all rows. Not covered by ε."""
         step = self._private_step
         if step is None:
             return self._losses
@@ -271,15 +272,16 @@ class PrivateLoss(Tensor):
 
     def detach(self) -> Tensor:  # type: ignore[override]
         """Returns the mean (0 for an empty batch) or the sum. Not covered by ε."""
-        without = None if self._private_step is None else self._private_step.without_loss
+        step = self._private_step
+        without, views = (None, 1) if step is None else (step.without_loss, self.model.views)
         if without is not None:
             self.model.refuse_in_release("the loss in training")
             total = self._losses.detach().masked_fill(without, 0).sum()
-            total = total if self.loss_reduction == "sum" else total / (~without).sum()
+            total = total / (views if self.loss_reduction == "sum" else (~without).sum())
             return total.view(self.shape)
         losses = self.loss_per_sample.detach()
         is_sum = self.loss_reduction == "sum" or losses.numel() == 0
-        return (losses.sum() if is_sum else losses.mean()).view(self.shape)
+        return (losses.sum() / views if is_sum else losses.mean()).view(self.shape)
 
     # ---- what functions of torch make of it -----------------------------------------------------
 

@@ -388,8 +388,9 @@ def _plain(value: Any) -> Any:
 def _additions(run: PrivateRun) -> int:
     """Returns in how many additions a unit's contribution to this step takes part, at most."""
     assert run.certificate is not None
-    state = run.model.step_state
-    each = run.settings.get("examples_per_step") or run.settings["examples_per_unit"]
+    state, settings = run.model.step_state, run.settings
+    each = settings.get("examples_per_step") or settings["examples_per_unit"]
+    each *= settings["views"]
     largest = state.ticket.largest
     if largest is not None and any(len(one.norms) * each > largest for one in state.norms):
         largest = None  # parts were put together again

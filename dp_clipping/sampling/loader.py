@@ -7,7 +7,8 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from contextlib import contextmanager
+from itertools import count, islice
 from typing import Any, Self
 
 import torch
@@ -28,6 +29,7 @@ from dp_clipping.sampling.collate_check import CheckedCollate, sending
 from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler, Scheme, Uncopied
 from dp_clipping.sampling.units import Units
 from dp_clipping.sampling.usage import SampleUsage, Ticket
+from dp_clipping.trials.randomness import same_randomness, seed_all
 
 ENDED = (
     "no batch is left: the steps that target_epsilon is for are taken, and stop=True ends the "
@@ -81,13 +83,14 @@ class PoissonLoader(Uncopied, DataLoader):
         **options,
     ) -> None:
         # Worker seeds would otherwise be taken from torch's global stream at each start of an
-        # iteration, which a resumed run starts once more than one that was not interrupted.
+        # iteration: the user's seed may be known, and a resumed run starts once more than one that
+        # was not interrupted.
         self._owns_generator = options.get("generator") is None
         if self._owns_generator:
             options["generator"] = torch.Generator()
         batch_dim = 0 if batch_first else 1
         checked = CheckedCollate(
-            collate_fn, batch_dim=batch_dim, in_order=sampler.examples_per_unit > 1
+            collate_fn, batch_dim=batch_dim, in_order=sampler.rows_per_unit > 1
         )
         collate = CollateWithEmpty(checked, dataset[0], batch_dim=batch_dim, dummy=rand_on_empty)
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
@@ -184,7 +187,12 @@ class PoissonLoader(Uncopied, DataLoader):
         yielded = self.batch_sampler.yielded = deque()
         with sending(self):
             batches = super().__iter__()
-        for number, (batch, alone) in enumerate(batches, epoch.start):
+        for number in count(epoch.start):
+            with self.reading(number):
+                found = next(batches, None)
+            if found is None:
+                return
+            batch, alone = found
             if self.is_over():
                 if number == epoch.start:
                     warnings.warn(ENDED, stacklevel=2)
@@ -192,6 +200,24 @@ class PoissonLoader(Uncopied, DataLoader):
             self.hand_over(number, yielded.popleft(), batch, alone)
             yield batch
             self.check_last(epoch)
+
+    @contextmanager
+    def reading(self, number: int, part: int = 0) -> Iterator[None]:
+        """Enters a context in which samples are read: what that draws is a function of the key.
+
+        Otherwise whoever knows the user's seed would know which rows of a batch get which numbers,
+        and these change with who else is in the batch. Generators go on afterwards as before. In
+        workers the key seeds them when an iteration begins.
+
+        Args:
+            number, part: of the batch, and of the microbatch in it.
+        """
+        if self.num_workers:
+            yield
+            return
+        with same_randomness():
+            seed_all(self.batch_sampler.seed(number, part), only_cpu=True)
+            yield
 
     def check_last(self, epoch: range) -> None:
         """Raises RuntimeError if another iteration was begun since `start_epoch` returned `epoch`.
@@ -240,7 +266,7 @@ class PoissonLoader(Uncopied, DataLoader):
         self.batch_sampler.seek(epoch)
         self.usage.begin_iteration()
         if self._owns_generator:
-            self.generator.manual_seed((torch.initial_seed() + epoch.start) % 2**63)
+            self.generator.manual_seed(self.batch_sampler.seed(epoch.start))
         return epoch
 
     def hand_over(
@@ -331,9 +357,11 @@ def _why_not_alone(num_workers: int, rand_on_empty: bool, sampler: PoissonSample
     elif sampler.scheme.in_order:
         instead = 'sampling="poisson"'
         what = "its account needs each batch in one step, in order"
-    elif sampler.examples_per_unit > 1:
-        instead = "examples_per_unit=1"
+    elif sampler.rows_per_unit > 1:
+        instead = "examples_per_unit=1 and views=1"
         what = "it would split units of examples_per_unit, and train on what fills them up"
+        if sampler.units.size == 1:
+            instead, what = "views=1", "it would split the views of a sample"
     else:
         return None
     return (

@@ -3,6 +3,7 @@
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
@@ -23,11 +24,11 @@ class BatchMemoryManager:
     """Splits batches: `with BatchMemoryManager(...) as loader`, as in Opacus.
 
     The loader splits each batch of `data_loader` into consecutive microbatches of at most
-    `max_physical_batch_size` samples, and before it yields one calls
-    `optimizer.signal_skip_step(do_skip=...)`: False for the last of a batch, else True. Between the
-    ranks of a PoissonLoader only sizes differ: where one rank needs three microbatches, all have
-    three, some of them perhaps empty, if all pass the same `max_physical_batch_size`. A batch
-    without samples is one empty microbatch.
+    `max_physical_batch_size` samples (with `views=v`, rows, of which a sample has v), and before it
+    yields one calls `optimizer.signal_skip_step(do_skip=...)`: False for the last of a batch, else
+    True. Between the ranks of a PoissonLoader only sizes differ: where one rank needs three
+    microbatches, all have three, some of them perhaps empty, if all pass the same
+    `max_physical_batch_size`. A batch without samples is one empty microbatch.
 
     With `pad_batches` every microbatch has `max_physical_batch_size` rows: zeros follow the samples
     (`collate.PaddedCollate`), of which the yielded loader's `real` says how many there are. The
@@ -65,13 +66,17 @@ class BatchMemoryManager:
                 f"optimizer is a {type(optimizer).__name__} and cannot skip steps: give the one "
                 "that make_private returned"
             )
-        each = optimizer.model.examples_per_unit
+        model = optimizer.model
+        each = model.examples_per_unit
         if max_physical_batch_size % each:
             least = max_physical_batch_size // each * each
             fits = f"{least} or {least + each}" if least else each
+            units = f"{each} rows of each unit"
+            if model.views > 1:
+                units += f", {model.views} views of each example"
             raise ValueError(
                 f"max_physical_batch_size is {max_physical_batch_size}, and a physical batch holds "
-                f"{each} rows of each unit: give {fits}"
+                f"{units}: give {fits}"
             )
         if isinstance(data_loader, MicrobatchLoader):
             raise ValueError("data_loader is split already: give the one before")
@@ -107,21 +112,25 @@ class BatchMemoryManager:
 class MicrobatchSampler(Sampler[list[int]]):
     """Splits the batches of another batch sampler into pieces of nearly equal size, in order.
 
-    Units of privacy stay whole. `yielded` gets what is known of each batch's pieces: a prefetching
-    DataLoader takes pieces long before it yields them, and finds here which piece is which.
+    Units of privacy stay whole, and so do the views of a sample. `yielded` gets what is known of
+    each batch's pieces: a prefetching DataLoader takes pieces long before it yields them, and finds
+    here which piece is which.
     """
 
-    def __init__(self, batch_sampler: Any, max_size: int, examples_per_unit: int = 1) -> None:
+    def __init__(
+        self, batch_sampler: Any, max_size: int, examples_per_unit: int = 1, views: int = 1
+    ) -> None:
         self.batch_sampler = batch_sampler
         self.max_size = max_size
-        self.examples_per_unit = examples_per_unit
+        self.examples_per_unit, self.views = examples_per_unit, views
         self.yielded: deque[deque[Drawn]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         yielded, each = self.yielded, self.examples_per_unit
         for indices, largest in self._batches():
             pieces = split(indices, self.count(largest), each)
-            yielded.append(deque(Drawn(len(piece), fill_of(piece, each)) for piece in pieces))
+            fills = (fill_of(piece, each, self.views) for piece in pieces)
+            yielded.append(deque(map(Drawn, map(len, pieces), fills)))
             yield from pieces
 
     def count(self, largest: int) -> int:
@@ -158,15 +167,15 @@ class MicrobatchLoader(Uncopied, DataLoader):
     def __init__(
         self, loader: DataLoader, max_size: int, optimizer: Any, pad_batches: bool
     ) -> None:
-        collate = loader.collate_fn
+        collate, model = loader.collate_fn, optimizer.model
         if pad_batches:
-            batch_dim = 0 if optimizer.model.batch_first else 1
+            batch_dim = 0 if model.batch_first else 1
             sample = loader.dataset[0]
             collate = PaddedCollate(collate, sample, batch_dim=batch_dim, rows=max_size)
         super().__init__(
             loader.dataset,
             batch_sampler=MicrobatchSampler(
-                loader.batch_sampler, max_size, optimizer.model.examples_per_unit
+                loader.batch_sampler, max_size, model.examples_per_unit, model.views
             ),
             collate_fn=collate,
             **kept_options(loader),
@@ -190,7 +199,12 @@ class MicrobatchLoader(Uncopied, DataLoader):
         try:
             with sending(self):
                 batches = super().__iter__()
-            for batch, alone in batches:
+            while True:
+                with poisson.reading(place.number, len(place.left)) if poisson else nullcontext():
+                    found = next(batches, None)
+                if found is None:
+                    break
+                batch, alone = found
                 first = not place.left
                 if first and poisson and poisson.is_over():
                     break

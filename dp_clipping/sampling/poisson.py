@@ -133,7 +133,7 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
     `Poisson`.
 
     With `units` a sample is a unit of several examples: units are drawn, `num_samples` counts them,
-    and a batch has `units.size` indices for each.
+    and a batch has `units.rows` indices for each.
 
     Its attributes are many because a DataLoader knows a sampler by them, and a checkpoint restores
     it through them.
@@ -226,13 +226,19 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
             return [self.units.examples(share, self._key, number) for share in shares]
         return [share.tolist() for share in shares]
 
+    def seed(self, number: int, part: int = 0) -> int:
+        """Returns the seed of what reading a part of batch `number` draws on this rank."""
+        place = part * self.world_size + self.rank
+        return int(words(self._key, b"reading", number, place + 1)[place] >> 1)
+
     @property
-    def examples_per_unit(self) -> int:
-        return 1 if self.units is None else self.units.size
+    def rows_per_unit(self) -> int:
+        return 1 if self.units is None else self.units.rows
 
     def drawn(self, rows: list[int]) -> "Drawn":
         """Returns the facts about a batch, or a part of one, that the loader needs later."""
-        return Drawn(len(rows), fill_of(rows, self.examples_per_unit))
+        views = 1 if self.units is None else self.units.views
+        return Drawn(len(rows), fill_of(rows, self.rows_per_unit, views))
 
     def rekey(self, key: bytes, start: int = 0) -> None:
         """Samples all later batches with another key, as a resumed run does.

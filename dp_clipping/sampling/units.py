@@ -1,10 +1,10 @@
 """Units of privacy: which examples of a data set belong to one user, or one document.
 
 A batch has the same number of rows for each unit, side by side: all examples of a unit, k at most,
-or m that each step draws among them. Where a unit has fewer examples its last one is repeated, and
-that fill is masked: its loss is 0 before backward, so it adds nothing to the unit's gradient. A
-copy of the unit's own example says nothing about anybody else, and a network computes with it as it
-does with the example.
+or m that each step draws among them, each v times with v views. Where a unit has fewer examples its
+last one is repeated, and that fill is masked: its loss is 0 before backward, so it adds nothing to
+the unit's gradient. A copy of the unit's own example says nothing about anybody else, and a network
+computes with it as it does with the example.
 """
 
 import hashlib
@@ -29,9 +29,10 @@ class Units:
     Attributes:
         members: indices of the examples of unit 0, of unit 1, ...
         starts: where each unit begins in `members`, and the number of examples, [units + 1].
-        size: rows of a batch for each unit, k or m.
+        size: examples of each unit in a batch, k or m.
         most: k; None: units have any number of examples.
         are_named: they are those of `unit_ids`, not k consecutive examples.
+        views: v, the rows of each example, which the data set is asked for so often.
     """
 
     members: Tensor
@@ -39,9 +40,15 @@ class Units:
     size: int
     most: int | None
     are_named: bool = False
+    views: int = 1
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    @property
+    def rows(self) -> int:
+        """Returns the rows of a unit in a batch, k · v or m · v."""
+        return self.size * self.views
 
     def digest(self) -> bytes:
         """Returns a digest of which examples are together; it is not for files."""
@@ -52,7 +59,7 @@ class Units:
         return hashlib.blake2b(held.numpy().tobytes(), digest_size=16).digest()
 
     def examples(self, units: Tensor, key: bytes, number: int) -> list[int]:
-        """Returns the rows of a batch of some units: `size` indices for each.
+        """Returns the rows of a batch of some units: `size` indices for each, v times each.
 
         A unit with more examples gives so many of them, drawn without replacement. Which ones is a
         function of (key, number, unit, how many it has) alone.
@@ -67,7 +74,7 @@ class Units:
         if len(larger):
             chosen = _chosen(key, number, units[larger], counts[larger].tolist(), self.size)
             rows[larger] = self.members[self.starts[units[larger], None] + torch.tensor(chosen)]
-        return rows.flatten().tolist()
+        return rows.flatten().repeat_interleave(self.views).tolist()
 
     def _first(self, units: Tensor, count: int) -> Tensor:
         """Returns the first examples of units, [units, count]; the last one again for fill."""
@@ -108,6 +115,7 @@ def units_of(
     most: int | None,
     unit_ids: Iterable[Hashable] | None = None,
     drawn: int | None = None,
+    views: int = 1,
 ) -> Units:
     """Returns the units of a data set of `examples` examples.
 
@@ -116,6 +124,7 @@ def units_of(
         unit_ids: of each example; units are numbered in the order in which they appear. None: k
             consecutive examples are a unit, and the last one may have fewer.
         drawn: m, how many examples of a unit a batch has. None: all of them.
+        views: v, of each example.
 
     Raises:
         ValueError: `unit_ids` has another length, or a unit has more than k examples.
@@ -125,7 +134,7 @@ def units_of(
     if unit_ids is None:
         assert most is not None
         starts = torch.arange(0, examples + most, most).clamp(max=examples)
-        return Units(torch.arange(examples), starts, size, most)
+        return Units(torch.arange(examples), starts, size, most, views=views)
     rows: dict[Hashable, list[int]] = {}
     for index, unit in enumerate(_plain(unit_ids)):
         rows.setdefault(unit, []).append(index)
@@ -145,7 +154,7 @@ def units_of(
         )
     members = torch.tensor([index for own in rows.values() for index in own], dtype=torch.int64)
     starts = torch.tensor([0, *counts]).cumsum(0)
-    return Units(members, starts, size, most, are_named=True)
+    return Units(members, starts, size, most, are_named=True, views=views)
 
 
 def _plain(unit_ids: Any) -> Sequence[Hashable]:
@@ -196,14 +205,17 @@ def _is_missing(unit: Any) -> bool:
         return False
 
 
-def fill_of(rows: Sequence[int], size: int) -> Tensor | None:
+def fill_of(rows: Sequence[int], size: int, views: int = 1) -> Tensor | None:
     """Returns which rows of a batch only fill up a unit, bool; None: each unit has k examples.
 
-    In a unit an index that is there already is fill.
+    In a unit an index that is there already is fill, beyond the `views` of one example.
+
+    Args:
+        size: the rows of a unit.
     """
-    if size == 1 or not rows:
+    if size == views or not rows:
         return None
     units = torch.tensor(rows).view(-1, size)
     found = torch.zeros_like(units, dtype=torch.bool)
-    found[:, 1:] = units[:, 1:] == units[:, :-1]
+    found[:, views:] = units[:, views:] == units[:, :-views]
     return found.flatten() if found.any() else None

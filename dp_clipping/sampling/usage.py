@@ -156,8 +156,8 @@ class SampleUsage:
         if handed is not None and rows != handed:
             raise ValueError(
                 f"forward of {rows} examples, and the loader has yielded {handed}, units of "
-                "examples_per_unit side by side: give the model the whole batch in the loader's "
-                "order, and split it with BatchMemoryManager(data_loader=loader, "
+                "examples_per_unit or views side by side: give the model the whole batch in the "
+                "loader's order, and split it with BatchMemoryManager(data_loader=loader, "
                 "max_physical_batch_size=.., optimizer=optimizer)"
             )
 

@@ -33,6 +33,7 @@ class StepContext:
         sums: takes clipped sums to the shards of a sharded network; None: it is not sharded.
         departures: tells the wrapper of sums, if it gathers parameters; None: no wrapper does.
         examples_per_unit: k, the rows of a batch that are clipped together, one unit of privacy.
+        views: v; of k rows each v are views of one example, whose loss is the mean of theirs.
         profile: the profile of the model's steps; None: the switch is off.
         plans: the plans of linear layers, in steps on fused kernels.
     """
@@ -45,6 +46,7 @@ class StepContext:
     sums: ShardedSums | None = None
     departures: Departures | None = None
     examples_per_unit: int = 1
+    views: int = 1
     profile: Profile | None = None
     plans: Plans = field(default_factory=Plans)
 
@@ -68,6 +70,7 @@ def context_of(
     norm_reduction: str,
     hide_unprotected: bool,
     examples_per_unit: int = 1,
+    views: int = 1,
 ) -> StepContext:
     """Returns the context of steps on a captured network.
 
@@ -92,5 +95,6 @@ def context_of(
     elif sharding is not None:
         sums = ShardedSums(sharding, profile)
     return StepContext(
-        capture, policy, mode, batch_first, reducer, sums, departures, examples_per_unit, profile
-    )
+        capture, policy, mode, batch_first, reducer, sums, departures, examples_per_unit, views,
+        profile,
+    )  # fmt: skip

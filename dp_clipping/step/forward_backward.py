@@ -297,8 +297,8 @@ class ForwardBackward:
         if rows % each:
             raise ValueError(
                 f"a batch of {rows} examples, and each {each} that lie side by side are one unit "
-                "of examples_per_unit or examples_per_step: give whole units, and drop_last=True "
-                "to a loader whose last batch is shorter"
+                "of examples_per_unit, examples_per_step or views: give whole units, and "
+                "drop_last=True to a loader whose last batch is shorter"
             )
         self.state.usage.refuse_parts(rows)
         return each

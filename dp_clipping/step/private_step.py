@@ -195,7 +195,8 @@ class PrivateStep:
         Returns:
             Unclipped norms of the real samples, of the parameters' accumulation dtype.
         """
-        timer, capture, work = self.context.timer, self.capture, self.work
+        context, capture, work = self.context, self.capture, self.work
+        timer = context.timer
         device = capture.trigger.device
         if torch.is_autocast_enabled(device.type):  # `loss.backward()` within it
             with torch.autocast(device.type, enabled=False):
@@ -204,6 +205,8 @@ class PrivateStep:
         hand_over = timer.around_each("hand_over", accumulate)
         if self.fill is not None:
             losses = losses.masked_fill(self.fill, 0)
+        if context.views > 1:  # views of one example: the mean of their gradients
+            losses = losses / context.views
         try:
             self.take = work.take  # type: ignore[method-assign]
             work.begin(losses, clip_norms, hand_over)

@@ -119,9 +119,13 @@ def _comparable(state: Any) -> Any:
     return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
 
 
-def seed_all(seed: int) -> None:
-    """Seeds PyTorch's, Python's and, if it is imported, NumPy's generator."""
-    torch.manual_seed(seed)
+def seed_all(seed: int, only_cpu: bool = False) -> None:
+    """Seeds PyTorch's, Python's and, if it is imported, NumPy's generator.
+
+    Args:
+        only_cpu: leaves PyTorch's generators of other devices as they are.
+    """
+    (torch.default_generator if only_cpu else torch).manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+        sys.modules["numpy"].random.seed(seed % 2**32)

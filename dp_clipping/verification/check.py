@@ -67,7 +67,8 @@ class Stage(nn.Module):
         # In a tuple, since as an attribute it would be a part of this module.
         self._model = (model,)
         self.module, self.capture, self.policy = model.network, model.capture, model.policy
-        self.batch_first, self.examples_per_unit = model.batch_first, model.examples_per_unit
+        self.batch_first, self.views = model.batch_first, model.views
+        self.examples_per_unit = model.examples_per_unit
         self.clip_norms = self.capture.trigger.new_tensor(
             model.thresholds.clip_norms(), dtype=torch.float64
         )
@@ -197,6 +198,7 @@ def _setting(stage: Stage, batch: Any, losses_of: Callable[[Any], Tensor]) -> Se
         gamma=policy.gamma,
         bags=_bags_in(batch, stage.batch),
         examples_per_unit=stage.examples_per_unit,
+        views=stage.views,
     )
 
 

@@ -1,7 +1,8 @@
 """The definition of clipping on the user's own network: one ordinary backward per sample.
 
 Sample i alone runs through the user's modules, not captured, and autograd gives g_i. If k examples
-side by side are one unit of privacy, g_i is the sum of what autograd gives for each of them:
+side by side are one unit of privacy, g_i is the sum of what autograd gives for each of them. Views
+of an example are such examples, and g_i is divided by their number:
 
     n_ik = ‖g_ik‖ for clipping group k,    Σ_i c(n_ik) g_ik
 
@@ -41,7 +42,8 @@ class Setting:
         clip_norms: C_k, [K] float64.
         function, gamma: of clipping, see `clipping.coefficients`.
         bags: those of the batch's tensors, by number, whose samples lie one after another.
-        examples_per_unit: k.
+        examples_per_unit: k, with views the rows of k examples.
+        views: of an example.
     """
 
     losses_of: Callable[[Any], Tensor]
@@ -54,6 +56,7 @@ class Setting:
     gamma: float
     bags: tuple[Bags, ...] = ()
     examples_per_unit: int = 1
+    views: int = 1
 
     def sample(self, number: int) -> Any:
         """Returns one sample. A tensor without a dimension of B samples belongs to all of them."""
@@ -125,7 +128,8 @@ def one_by_one(setting: Setting) -> Reference:
             with dtypes:
                 losses = setting.losses_of_sample(example)
             with torch.autocast(clip_norms.device.type, enabled=False):
-                found = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
+                loss = losses.sum() / setting.views
+                found = torch.autograd.grad(loss, parameters, allow_unused=True)
             gradients = _added(gradients, found)
         lengths = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
         squares = torch.stack(lengths).square()

@@ -103,7 +103,7 @@ def train(run: SimpleNamespace, steps: int, graphed: bool, zero_first: bool = Fa
                 loss = step(x, y)
                 norms = run.model.per_sample_gradient_norms if zero_first else None
                 if norms is not None:
-                    assert norms.shape == (pieces.real,)
+                    assert norms.shape == (pieces.real // run.model.views,)
                 seen.append((loss, norms, replays))
                 if run.optimizer.steps == steps:
                     break
@@ -201,6 +201,17 @@ def test_graphs_of_kinds_of_network_are_those_of_an_eager_run(kind, full_float32
     assert torch.equal(weights(runs[0]), weights(runs[1])), "two graph runs, bit for bit"
     torch.testing.assert_close(weights(runs[0]), weights(runs[2]), rtol=0, atol=2e-5)
     assert runs[0].engine.accountant.history == runs[2].engine.accountant.history
+
+
+@gpu
+@needs_gpu
+def test_graphs_of_several_views_are_those_of_an_eager_run():
+    runs = [build(transformer(), views=2, sample_rate=1 / 20) for _ in range(2)]
+    graphed, eager = (train(run, 20, run is runs[0], zero_first=True) for run in runs)
+    assert sum(replays for *_, replays in graphed) >= 8
+    torch.testing.assert_close(weights(runs[0]), weights(runs[1]), rtol=0, atol=2e-5)
+    for (_, norms, _), (_, expected, _) in zip(graphed, eager, strict=True):
+        torch.testing.assert_close(norms, expected, rtol=2e-2, atol=1e-3)
 
 
 @gpu

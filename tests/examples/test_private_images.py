@@ -45,6 +45,24 @@ def test_a_run_says_what_it_spent_and_draws_it(line, tmp_path, capsys):
     assert "not private, step 2 of 2" in capsys.readouterr().out
 
 
+def test_views_of_a_picture_are_moved(line, monkeypatch):
+    given = []
+    made = private_images.BatchMemoryManager
+
+    def noted(**arguments):
+        given.append((arguments["optimizer"].model.views, arguments["max_physical_batch_size"]))
+        return made(**arguments)
+
+    monkeypatch.setattr(private_images, "BatchMemoryManager", noted)
+    assert private_images.main([*line, "--views", "3", "--max-physical-batch-size", "16"]) == 0
+    assert given[0] == (3, 15)
+    picture = torch.arange(75.0).view(1, 3, 5, 5)
+    moved = private_images.Moved(picture, torch.tensor([7]))
+    draws = [moved[0] for _ in range(20)]
+    assert len({tuple(x.flatten().tolist()) for x, _ in draws}) > 1
+    assert all(digit == 7 and x.sort().values.sum() == picture.sum() for x, digit in draws)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [(["--batch-size", "65"], "--batch-size"), (["--depth", "12"], "--depth is 12")],

@@ -20,7 +20,8 @@ NEEDS = {
     "experiments.local_steps": DRAWS, "experiments.correlated_noise": DRAWS,
     "experiments.examples_per_step": DRAWS,
     "experiments.plan_privacy.__main__": DRAWS, "examples.private_images": DRAWS,
-    "examples.private_text": DRAWS, "examples.finetune": TRAINS,
+    "examples.private_diffusion": DRAWS, "examples.private_text": DRAWS,
+    "examples.finetune": TRAINS,
     "experiments.llama_fsdp.__main__": TRAINS, "experiments.profile_bottlenecks.__main__": TRAINS,
 }  # fmt: skip
 ARGUMENTS = {

@@ -14,6 +14,7 @@ SAMPLES = "tests/dp_clipping/contract/test_samples.py"
 FACTORS = "tests/dp_clipping/layers/test_linear_factors.py"
 TIED = "tests/dp_clipping/layers/embedding/test_tied.py"
 UNITS = "tests/dp_clipping/test_units_of_privacy.py"
+VIEWS = "tests/dp_clipping/test_views.py"
 BUFFER = "tests/dp_clipping/step/test_gradient_buffer.py"
 GAUSSIAN = "tests/dp_clipping/noise/test_gaussian.py"
 KEYS = "tests/dp_clipping/noise/test_keys.py"
@@ -278,6 +279,14 @@ ROWS = [
     ("examples of a unit are clipped one by one", "layers/handle.py",
      "return 1 if self.private_step is None else self.private_step.examples_per_unit", "return 1",
      CONTRACT, "units"),
+    ("the user's seed says what samples draw", "sampling/loader.py",
+     "seed_all(self.batch_sampler.seed(number, part), only_cpu=True)", "pass", LOADER,
+     "follows_from_the_key"),
+    ("views are added up", "step/private_step.py",
+     "losses = losses / context.views", "pass", VIEWS, "one_backward_of_the_mean"),
+    ("views of an example fill it up", "sampling/units.py",
+     "found[:, views:] = units[:, views:] == units[:, :-views]",
+     "found[:, 1:] = units[:, 1:] == units[:, :-1]", VIEWS, "units_of_several"),
     ("a later call of a recurrent layer may have any rows", "layers/recurrent/module.py",
      "if count == handle.private_step.batch_size:", "if count:", RECURRENT, "later_steps"),
     ("units are sampled at the rate of examples", "arguments/sampled.py",

@@ -1,4 +1,7 @@
-"""The UNet of a diffusion model (Ho et al., 2020): GroupNorm, attention and a time embedding."""
+"""Networks of diffusion models: a UNet (Ho et al., 2020) and a transformer (Peebles and Xie, 2023).
+
+Both predict the noise in images [B, C, H, W] at times [B] in [0, 1].
+"""
 
 from __future__ import annotations
 
@@ -41,16 +44,16 @@ class PixelAttention(nn.Module):
 
 
 class UNet(nn.Module):
-    """Three resolutions, attention at the lower two: images [B, 3, H, W], times [B] in [0, 1]."""
+    """Three resolutions, attention at the lower two, and GroupNorm."""
 
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self, width: int = 128, channels: int = 3) -> None:
         super().__init__()
         self.width = width
         embedding, deep = 4 * width, 2 * width
         self.embed = nn.Sequential(
             nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding), nn.SiLU()
         )
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.stem = nn.Conv2d(channels, width, 3, padding=1)
         self.down1 = TimedBlock(width, width, embedding)
         self.half1 = nn.Conv2d(width, width, 3, 2, padding=1)
         self.down2 = TimedBlock(width, deep, embedding)
@@ -63,7 +66,7 @@ class UNet(nn.Module):
         self.up2 = TimedBlock(2 * deep, deep, embedding)
         self.double1 = nn.ConvTranspose2d(deep, width, 4, 2, padding=1)
         self.up1 = TimedBlock(2 * width, width, embedding)
-        self.norm, self.out = group_norm(width), nn.Conv2d(width, 3, 3, padding=1)
+        self.norm, self.out = group_norm(width), nn.Conv2d(width, channels, 3, padding=1)
 
     def forward(self, images: Tensor, times: Tensor) -> Tensor:
         time = self.embed(sinusoids(times, self.width))
@@ -73,6 +76,52 @@ class UNet(nn.Module):
         x = self.double2(self.middle2(x, time))
         x = self.double1(self.up2(torch.cat([x, coarse], 1), time))
         return self.out(F.silu(self.norm(self.up1(torch.cat([x, fine], 1), time))))
+
+
+class ModulatedBlock(nn.Module):
+    """A transformer block [B, T, W] whose scales, shifts and gates follow from the time [B, W]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.attention = Attention(width, heads)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.modulation = nn.Linear(width, 6 * width)
+        nn.init.zeros_(self.modulation.weight)  # at first a block adds nothing
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(time)[:, None].chunk(6, -1)
+        x = x + gate1 * self.attention(self.norm(x) * (1 + scale1) + shift1)
+        return x + gate2 * self.mlp(self.norm(x) * (1 + scale2) + shift2)
+
+
+class DiT(nn.Module):
+    """A transformer over patches of 2 × 2 pixels of images of `size` × `size`."""
+
+    def __init__(
+        self, width: int = 64, channels: int = 3, size: int = 16, depth: int = 4, heads: int = 4
+    ) -> None:
+        super().__init__()
+        self.width, self.side = width, size // 2
+        self.embed = nn.Sequential(
+            nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()
+        )
+        self.stem = nn.Conv2d(channels, width, 2, 2)
+        self.positions = nn.Parameter(0.02 * torch.randn(self.side**2, width))
+        self.blocks = nn.ModuleList(ModulatedBlock(width, heads) for _ in range(depth))
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, 4 * channels)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, images: Tensor, times: Tensor) -> Tensor:
+        time = self.embed(sinusoids(times, self.width))
+        x = self.stem(images).flatten(2).transpose(1, 2) + self.positions
+        for block in self.blocks:
+            x = block(x, time)
+        patches = self.out(self.norm(x)).transpose(1, 2).unflatten(2, (self.side, self.side))
+        return F.pixel_shuffle(patches, 2)
 
 
 def sinusoids(times: Tensor, width: int) -> Tensor:

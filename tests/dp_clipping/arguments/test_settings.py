@@ -19,7 +19,7 @@ DEFAULTS = {
     "clipping_function": "abadi", "gamma": GAMMA, "expected_batch_size": None,
     "norm_algorithm": "auto", "memory_budget": None, "tile_size": None,
     "norm_reduction": "async", "adaptive_threshold": None, "data_parallel_group": None,
-    "cuda_graph": False, "sample_rate": None, "steps": None, "examples_per_unit": 1,
+    "cuda_graph": False, "sample_rate": None, "steps": None, "examples_per_unit": 1, "views": 1,
     "noise_mechanism": "gaussian",
     "unit_ids": None, "sampling": "poisson", "max_batch_size": None,
 }  # fmt: skip

@@ -70,7 +70,7 @@ class Compared(transformers.TrainerCallback):
     """Compares each step's gradient with that of single samples in float64, each padded alone.
 
     A unit's samples come side by side, and what fills it up is one of them again: its gradient is
-    the sum of theirs, added one by one.
+    the sum of theirs, added one by one. So do the views of a sample, which are equal here.
     """
 
     def __init__(self, trainer: PrivateTrainer, C: float):
@@ -88,8 +88,9 @@ class Compared(transformers.TrainerCallback):
         taken, self.dataset.taken = self.dataset.taken, []
         self.sizes.append(len(taken))
         privacy = self.trainer.privacy
-        each = privacy.examples_per_step or privacy.examples_per_unit
+        each, views = privacy.examples_per_step or privacy.examples_per_unit, privacy.views
         batch_size = self.trainer.get_total_train_batch_size(args) / each
+        each *= views
         total = {
             name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()
         }

@@ -43,6 +43,19 @@ def test_gradients_are_those_of_units(mode, tmp_path):
     assert statement.unit == "all examples with the same entry in unit_ids, at most 3"
 
 
+def test_gradients_are_those_of_samples_with_several_views(tmp_path):
+    trainer = trainer_of(
+        "gpt2", tmp_path, per_device_train_batch_size=6, max_steps=4,
+        privacy={"noise_multiplier": 0.0, "max_grad_norm": 0.5, "views": 2, "sample_rate": 0.2,
+                 "steps": 4},
+    )  # fmt: skip
+    compared = Recording(trainer, 0.5)
+    trainer.train()
+    assert all(len(members) == 1 for members in compared.seen)
+    assert sum(compared.sizes) == 2 * len(compared.seen) > 8
+    assert max(compared.sizes) > 6, "or no batch was split"
+
+
 def test_a_step_draws_one_sample_of_a_user(tmp_path):
     trainer = trainer_of(
         "gpt2", tmp_path, per_device_train_batch_size=3, max_steps=4,

@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "samples in place of none": {"count": 6, "batch_size": 1, "rand_on_empty": True},
     "adaptive": {"adaptive_threshold": threshold},
     "units": UNITS,
+    "views": {"views": 3},
     "drawn examples": {"batch_size": 2, "unit_ids": IDS, "examples_per_step": 1},
     "adaptive units": {**UNITS, "adaptive_threshold": lambda: threshold(2)},
     "truncated": {"sampling": "truncated_poisson", "max_batch_size": 5},
@@ -204,7 +205,11 @@ SPLIT = [  # into microbatches, of which some ranks have none
     ("fsdp1 block", "adaptive units", 3), ("ddp_individual", "without noise", 1),
     ("torch_ddp", "without noise", 1),
 ]  # fmt: skip
-PADDED = [("ddp_bucketed on four", "poisson", 2), ("tensor", "units", 3)]
+PADDED = [
+    ("ddp_bucketed on four", "poisson", 2),
+    ("tensor", "units", 3),
+    ("fsdp2 block", "views", 3),
+]
 ROWS = [
     *((layout, name, None, False) for layout, name in WHOLE),
     *((layout, name, size, False) for layout, name, size in SPLIT),

@@ -3,6 +3,7 @@
 import math
 import random
 from collections import UserDict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import (
 )
 
 from dp_clipping.sampling.loader import PoissonLoader, expected_batch_size_of
+from dp_clipping.sampling.memory_manager import BatchMemoryManager
 from dp_clipping.sampling.poisson import PoissonSampler
 from tests.support.draws import KEY, drawn, joined, numbers, poisson
 
@@ -242,19 +244,49 @@ class TestSeeds:
         self.seed(2)
         assert drawn(poisson(shuffle=True, num_workers=workers)) == one
 
-    def test_workers_are_seeded_anew_in_each_epoch_from_the_users_seed(self):
-        def epochs(seed):
-            torch.manual_seed(seed)
-            dataset = RandomNumbers()
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_what_samples_draw_follows_from_the_key(self, workers):
+        def epochs(seed, key):
+            self.seed(seed)
             loader = PoissonLoader.from_data_loader(
-                DataLoader(dataset, batch_size=4, num_workers=1), key=KEY
+                DataLoader(RandomNumbers(), batch_size=4, num_workers=workers), key=key
             )
-            return [[value for batch in loader for value in batch.tolist()] for _ in range(2)]
+            before = self.states()
+            found = [
+                [value for batch in loader for value in batch.flatten().tolist()] for _ in "ab"
+            ]
+            assert self.states() == before
+            return found
 
-        one, again, other = epochs(1), epochs(1), epochs(2)
+        one, again, other = epochs(1, KEY), epochs(2, KEY), epochs(1, KEY[::-1])
         assert one == again
         assert not set(one[0]) & set(one[1])
-        assert not set(one[0]) & set(other[0])
+        assert not set(one[0] + one[1]) & set(other[0] + other[1])
+        assert len(set(one[0])) == len(one[0])
+
+    def test_parts_of_a_batch_and_ranks_draw_other_numbers(self):
+        seen = set()
+        for rank in range(2):
+            loader = PoissonLoader.from_data_loader(
+                DataLoader(RandomNumbers(), batch_size=4), key=KEY, sample_rate=1.0, steps=2,
+                rank=rank, world_size=2,
+            )  # fmt: skip
+            optimizer = SimpleNamespace(
+                model=SimpleNamespace(examples_per_unit=1, views=1),
+                signal_skip_step=lambda do_skip: None, leave_microbatches=lambda half_way: False,
+            )  # fmt: skip
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+            ) as pieces:
+                seen |= {value for batch in pieces for value in batch.flatten().tolist()}
+        assert len(seen) == 2 * 8 * 3
+
+    def test_a_batch_that_comes_again_draws_the_same(self):
+        loader = PoissonLoader.from_data_loader(
+            DataLoader(RandomNumbers(), batch_size=4), key=KEY, sample_rate=1.0
+        )
+        loader.is_training = lambda: True
+        assert torch.equal(next(iter(loader)), next(iter(loader)))
 
 
 class RandomNumbers(Dataset):
@@ -264,7 +296,8 @@ class RandomNumbers(Dataset):
         return 8
 
     def __getitem__(self, index):
-        return torch.rand(())
+        drawn = [torch.rand(()), np.random.random(), random.random()]
+        return torch.tensor(drawn, dtype=torch.float64)
 
 
 class Encoding(UserDict):

@@ -32,7 +32,7 @@ KEY = bytes(range(32))
 class Optimizer:
     """Remembers how it was told to step."""
 
-    model = SimpleNamespace(examples_per_unit=1)
+    model = SimpleNamespace(examples_per_unit=1, views=1)
 
     def __init__(self):
         self.signals = []
