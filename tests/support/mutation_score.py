@@ -105,13 +105,13 @@ def files() -> list[str]:
     return [name for name in names if name not in ON_GPUS] + [f"ddp/{n}.py" for n in SCHEDULE]
 
 
-def draw(count: int) -> list[Drawn]:
-    """Returns one mutant at each of `count` places, of all in `files()`."""
+def draw(count: int, names: Sequence[str] = ()) -> list[Drawn]:
+    """Returns one mutant at each of `count` places, of all in these files, or in `files()`."""
     import parso  # noqa: F401 - cosmic-ray's plugins do not load before it
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    sources = {name: (ROOT / name).read_text() for name in files()}
+    sources = {name: (ROOT / name).read_text() for name in names or files()}
     places = sorted((hashed(place), place) for name in sources for place in all_places(name))
     chosen: list[Drawn] = []
     for _, (name, *_place, ways) in places:
