@@ -22,7 +22,7 @@ from tests.support import seeds
 from tests.support.interpreter import Interpreter
 
 # The examples of a property follow from its name. Those of a night are others each time, and what
-# failed is tried first in the next: `pytest tests/dp_clipping/properties --hypothesis-profile=nightly`.
+# failed is tried first in the next: HYPOTHESIS_PROFILE=nightly pytest tests/dp_clipping/properties.
 hypothesis.settings.register_profile("default", derandomize=True, deadline=None, max_examples=20)
 hypothesis.settings.register_profile(
     "nightly", deadline=None, max_examples=1000, print_blob=True,

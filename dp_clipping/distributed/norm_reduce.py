@@ -35,6 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from dp_clipping.kinds import WrongType, shown
+
 NORM_REDUCTIONS = ("sync", "async", "layerwise")
 SAME_LOSS_TOLERANCE = (
     1e-3  # losses of one sample on two ranks are this close, far closer than two samples' are
@@ -69,8 +71,10 @@ class NormReducer:
         tensor_group: dist.ProcessGroup | None = None, mode: str = "sync",
         device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
+        known = ", ".join(NORM_REDUCTIONS)
+        if not isinstance(mode, str):
+            raise WrongType(f"norm_reduction is {shown(mode)}: choose one of {known}")
         if mode not in NORM_REDUCTIONS:
-            known = ", ".join(NORM_REDUCTIONS)
             raise ValueError(f"norm_reduction {mode!r} is unknown: choose one of {known}")
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"norms are exchanged in float32 or float64, not in {dtype}")
