@@ -137,6 +137,7 @@ def fault_of(call: str, **changes: Any) -> str | None:
         if not last.is_relative_to(PACKAGE):
             return f"raises {error!r} in {last}"
         shown = (*changes, f"{call}(", "is taken: give another name", f"leave {call} out")
+        shown += ("clipping function 'x'",)  # the name that was given
         if not any(name in str(error) for name in shown) or "\n" in str(error):
             return f"says {error}"
     return None

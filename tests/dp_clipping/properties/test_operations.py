@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from tests.dp_clipping.conftest import MODES, assert_close, gradients_of, private_loss, unchecked
+from tests.dp_clipping.conftest import MODES, gradients_of, private_loss, unchecked
 from tests.support import zoo
 
 SIZES = st.integers(1, 5)
@@ -105,4 +105,6 @@ def test_norms_and_sums_are_those_of_one_sample_at_a_time(
     if clipping == "per_layer":
         groups = len(oracle.module_groups(list(gradients)))
         limits = [threshold / groups**0.5] * groups
-    assert_close(gradients_of(model), oracle.clipped_sum(gradients, limits, clipping), tolerance)
+    expected = oracle.clipped_sum(gradients, limits, clipping)
+    for name, one in gradients_of(model).items():  # terms of C may cancel
+        assert (one - expected[name]).norm() <= tolerance * count * threshold, name
