@@ -35,8 +35,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from dp_clipping.kinds import WrongType, shown
-
 NORM_REDUCTIONS = ("sync", "async", "layerwise")
 SAME_LOSS_TOLERANCE = (
     1e-3  # losses of one sample on two ranks are this close, far closer than two samples' are
@@ -73,7 +71,8 @@ class NormReducer:
     ):  # fmt: skip
         known = ", ".join(NORM_REDUCTIONS)
         if not isinstance(mode, str):
-            raise WrongType(f"norm_reduction is {shown(mode)}: choose one of {known}")
+            kind = type(mode).__name__
+            raise ValueError(f"norm_reduction is a {kind}: choose one of {known}")
         if mode not in NORM_REDUCTIONS:
             raise ValueError(f"norm_reduction {mode!r} is unknown: choose one of {known}")
         if dtype not in (torch.float32, torch.float64):
