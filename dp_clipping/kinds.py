@@ -22,12 +22,16 @@ def is_number(x: Any) -> bool:
         return True
     if isinstance(x, bool) or not isinstance(x, Real):
         return False
-    return not isinstance(x, Rational) or -sys.float_info.max <= x <= sys.float_info.max
+    return not isinstance(x, Rational) or _is_within(x, sys.float_info.max)
 
 
 def is_count(x: Any) -> bool:
     """Returns whether x is an integer of at most 64 bits; True and False are not."""
-    return isinstance(x, Integral) and not isinstance(x, bool) and -(2**63) <= x < 2**63
+    return isinstance(x, Integral) and not isinstance(x, bool) and _is_within(x, 2**63 - 1)
+
+
+def _is_within(x: Any, most: float) -> bool:
+    return -most <= x <= most
 
 
 def check_type(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
@@ -57,7 +61,7 @@ def plain(value: Any) -> Any:
 
 def shown(value: Any) -> str:
     """Describes a value of the wrong type, briefly."""
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+    if isinstance(value, int) and not _is_within(value, 2**63 - 1):
         return "an integer of more than 64 bits"
     if isinstance(value, str | int | float | bool | None):
         return repr(value)

@@ -50,7 +50,11 @@ def change_coefficients(monkeypatch, change):
 
 @pytest.mark.parametrize(
     "setting",
-    [Setting(canary=HUGE), Setting(canary=-0.7, copies=2), Setting(noise_multiplier=2.0)],
+    [
+        Setting(canary=HUGE),
+        Setting(canary=-0.7, copies=2),
+        pytest.param(Setting(noise_multiplier=2.0), marks=pytest.mark.slow),
+    ],
     ids=["huge", "units", "noisy"],
 )
 def test_the_engine_passes_both(setting):

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
@@ -47,6 +48,7 @@ def delta_of_a_step(sigma: float, rate: float, epsilon: float) -> float:
     return max(removed, added)
 
 
+@pytest.mark.slow
 @FEWER
 @given(NAMES, SIGMAS, BATCHES, STEPS, DELTAS, st.sampled_from(["sigma", "steps", "delta"]))
 def test_more_noise_fewer_steps_and_a_larger_delta_cost_less(name, sigma, b, steps, delta, which):
@@ -60,6 +62,7 @@ def test_more_noise_fewer_steps_and_a_larger_delta_cost_less(name, sigma, b, ste
     assert 0 <= epsilon([(sigma, 1 / b, steps)], delta) <= CLOSE * more < math.inf
 
 
+@pytest.mark.slow
 @FEWER
 @given(st.sampled_from(["pld", "truncated_poisson"]), SIGMAS, BATCHES, STEPS, DELTAS)
 def test_sampling_more_costs_more(name, sigma, b, steps, delta):
