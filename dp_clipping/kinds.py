@@ -31,7 +31,7 @@ def is_count(x: Any) -> bool:
 
 
 def _is_within(x: Any, most: float) -> bool:
-    return -most <= x <= most
+    return bool(-most <= x <= most)
 
 
 def check_type(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
