@@ -274,6 +274,8 @@ class PrivacyEngine(Checkpoints, Audits):
         target = {"target_epsilon": target_epsilon, "target_delta": target_delta}
         for name, value in (target | {"epochs": epochs, "stop": stop}).items():
             check(name, value)
+        if alphas is not None:
+            check("alphas", alphas)
         self._warn_of_delta(target_delta, training.units_of_data, 3)
         if len(self.accountant) > 0 or self._runs:
             has = "accountant has counted steps" if len(self.accountant) else "make_private ran"

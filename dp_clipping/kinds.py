@@ -3,9 +3,10 @@
 import difflib
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable)
@@ -16,13 +17,21 @@ class WrongType(TypeError, ValueError):
 
 
 def is_number(x: Any) -> bool:
-    """Returns whether x is a real number; True and False are not."""
-    return type(x) is float or (isinstance(x, Real) and not isinstance(x, bool))
+    """Returns whether x is a real number that a float has room for; True and False are not."""
+    if type(x) is float:
+        return True
+    if isinstance(x, bool) or not isinstance(x, Real):
+        return False
+    return not isinstance(x, Rational) or _is_within(x, sys.float_info.max)
 
 
 def is_count(x: Any) -> bool:
-    """Returns whether x is an integer; True and False are not."""
-    return isinstance(x, Integral) and not isinstance(x, bool)
+    """Returns whether x is an integer of at most 64 bits; True and False are not."""
+    return isinstance(x, Integral) and not isinstance(x, bool) and _is_within(x, 2**63 - 1)
+
+
+def _is_within(x: Any, most: float) -> bool:
+    return bool(-most <= x <= most)
 
 
 def check_type(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
@@ -52,6 +61,8 @@ def plain(value: Any) -> Any:
 
 def shown(value: Any) -> str:
     """Describes a value of the wrong type, briefly."""
+    if isinstance(value, int) and not _is_within(value, 2**63 - 1):
+        return "an integer of more than 64 bits"
     if isinstance(value, str | int | float | bool | None):
         return repr(value)
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

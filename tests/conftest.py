@@ -12,12 +12,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import hypothesis
 import pytest
 import torch
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from ddp_by_hand.lm.rank_pool import RankPool
 from tests.support import seeds
 from tests.support.interpreter import Interpreter
+
+# The examples of a property follow from its name. Those of a night are others each time, and what
+# failed is tried first in the next: HYPOTHESIS_PROFILE=nightly pytest tests/dp_clipping/properties.
+hypothesis.settings.register_profile("default", derandomize=True, deadline=None, max_examples=20)
+hypothesis.settings.register_profile(
+    "nightly", deadline=None, max_examples=1000, print_blob=True,
+    database=DirectoryBasedExampleDatabase(".hypothesis/nightly"),
+)  # fmt: skip
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # None of these imports Triton, which some ranks want interpreted.
 multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "opacus", "pytest"])

@@ -147,6 +147,11 @@ ARGUMENTS: dict[str, Argument | Choice] = {
     "target_epsilon": _positive("a finite number above 0"),
     "target_delta": DELTA,
     "epochs": _whole("a whole number of 1 or more"),
+    "alphas": Argument(
+        "a list of Rényi orders, numbers above 1, as alphas=[1.5, 2, 4, 8, 16, 32], or None",
+        lambda value: isinstance(value, list | tuple) and all(map(is_number, value)),
+        lambda value: len(value) > 0 and min(value) > 1,
+    ),
     # of the engine's other methods
     "delta": DELTA,
     "every": _whole("a whole number of steps, 1 or more"),

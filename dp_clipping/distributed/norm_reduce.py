@@ -69,8 +69,11 @@ class NormReducer:
         tensor_group: dist.ProcessGroup | None = None, mode: str = "sync",
         device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
+        known = ", ".join(NORM_REDUCTIONS)
+        if not isinstance(mode, str):
+            kind = type(mode).__name__
+            raise ValueError(f"norm_reduction is a {kind}: choose one of {known}")
         if mode not in NORM_REDUCTIONS:
-            known = ", ".join(NORM_REDUCTIONS)
             raise ValueError(f"norm_reduction {mode!r} is unknown: choose one of {known}")
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"norms are exchanged in float32 or float64, not in {dtype}")

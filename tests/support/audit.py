@@ -60,6 +60,8 @@ class Setting:
         others: gradients of the samples that are there in any case, in multiples of C.
         canary: gradient of the canary, in multiples of C; clipped to ±1.
         mode, clipping, clipping_function: of `make_private`.
+        copies: examples of a unit, each with the gradient that is given.
+        clips_units: the engine is told of them; else it clips each example, which is a mistake.
     """
 
     noise_multiplier: float = 1.0
@@ -70,6 +72,8 @@ class Setting:
     mode: str = "bookkeeping"
     clipping: str = "flat"
     clipping_function: str = "abadi"
+    copies: int = 1
+    clips_units: bool = True
 
     def claimed_epsilon(self, delta: float = DELTA) -> float:
         """ε of one run, from Opacus's accountant."""
@@ -86,8 +90,9 @@ class Samples:
     gradients: Tensor
     has_canary: Tensor
 
-    def loader(self, batches: int) -> DataLoader:
+    def loader(self, batches: int, copies: int) -> DataLoader:
         x = nn.functional.one_hot(self.experiments, EXPERIMENTS) * self.gradients[:, None]
+        x = x.repeat_interleave(copies, 0)
         y = torch.ones(len(x), 1)
         return DataLoader(TensorDataset(x, y), batch_size=-(-len(x) // batches))
 
@@ -123,10 +128,13 @@ def scores(setting: Setting, runs: int, broken: Break | None = None) -> tuple[Te
 def _one_run(setting: Setting, samples: Samples, broken: Break | None) -> Tensor:
     """How far each coordinate moved: [EXPERIMENTS]."""
     network = nn.Linear(EXPERIMENTS, 1, bias=False)
-    loader = samples.loader(setting.batches)
+    loader = samples.loader(setting.batches, setting.copies)
+    units = {"examples_per_unit": setting.copies} if setting.clips_units else {}
     model, optimizer, criterion, draws = PrivacyEngine(accountant="rdp").make_private(
         module=network,
-        optimizer=torch.optim.SGD(network.parameters(), lr=loader.batch_size),
+        optimizer=torch.optim.SGD(
+            network.parameters(), lr=loader.batch_size / units.get("examples_per_unit", 1)
+        ),
         criterion=zoo.Criterion(zoo.product, "mean"),
         data_loader=loader,
         noise_multiplier=setting.noise_multiplier,
@@ -134,6 +142,7 @@ def _one_run(setting: Setting, samples: Samples, broken: Break | None) -> Tensor
         grad_sample_mode=setting.mode,
         clipping=setting.clipping,
         clipping_function=setting.clipping_function,
+        **units,
     )
     skip_all_checks(model)
     if broken is not None:

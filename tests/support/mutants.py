@@ -568,14 +568,7 @@ def run_tests(changes: tuple[tuple[str, str, str], ...], tests: tuple[str, ...])
     """Pytest's output on a changed copy, up to the first failure."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        is_private = tests[0].startswith(f"tests/{PRIVATE}")
-        for name in [*COPIED, *(OF_PRIVATE if is_private else [])]:
-            source, target = ROOT / name, copy / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-        change(
-            copy / "ddp_by_hand/lm/rank_pool.py", "timedelta(seconds=90)", "timedelta(seconds=15)"
-        )
+        copy_tree(copy, is_private=tests[0].startswith(f"tests/{PRIVATE}"))
         for file, text, replacement in changes:
             change(path_of(file, copy), text, replacement)
         keyword = ["-k", f"({tests[1]}) and not cuda"] if tests[1:] else ["-k", "not cuda"]
@@ -585,6 +578,15 @@ def run_tests(changes: tuple[tuple[str, str, str], ...], tests: tuple[str, ...])
         if run.returncode not in (0, 1):
             raise RuntimeError(f"pytest did not run: {run.stdout}{run.stderr}")
         return run.stdout
+
+
+def copy_tree(copy: Path, is_private: bool) -> None:
+    """Copies what is changed and its tests, whose ranks wait for each other for 15 s at most."""
+    for name in [*COPIED, *(OF_PRIVATE if is_private else [])]:
+        source, target = ROOT / name, copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    change(copy / "ddp_by_hand/lm/rank_pool.py", "timedelta(seconds=90)", "timedelta(seconds=15)")
 
 
 def change(file: Path, text: str, replacement: str) -> None:
