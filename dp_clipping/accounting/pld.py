@@ -128,30 +128,51 @@ def epsilon(history: History, delta: float) -> float:
     Raises:
         ValueError: unless 0 < δ < 1, and for a sample rate above 1.
     """
+    return curve(history, delta)(delta)
+
+
+def curve(history: History, delta: float) -> Callable[[float], float]:
+    """Returns ε as a function of δ, an upper bound for each, and computed for this δ.
+
+    Steps are composed once, with the interval that `delta` needs; where ε is far smaller than
+    there, rounding is a larger part of it.
+
+    Raises:
+        ValueError: unless 0 < δ < 1, and for a sample rate above 1.
+    """
     if not 0 < delta < 1:
         raise ValueError(f"delta is {delta}: give a number above 0 and below 1")
     if any(not sigma > 0 for sigma, _, _ in history):
-        return math.inf
+        return lambda _: math.inf
     entries = merged([
         (float(sigma), float(rate), int(steps))
         for (sigma, rate), steps in totals_of(history).items()
         if rate and steps and sigma < math.inf
     ])  # fmt: skip
     if not entries:
-        return 0.0
-    found, order = _renyi(merged(entries, FEW), delta)
+        return lambda _: 0.0
+    few = merged(entries, FEW)
     steps = sum(steps for _, _, steps in entries)
-    rest, last = delta - steps * ROUNDING, math.inf
+    composed = None
+
+    def at(delta: float) -> float:
+        found, rest = _renyi(few, delta)[0], delta - steps * ROUNDING
+        if composed is None or rest <= 0:
+            return found
+        return min(found, float(composed.get_epsilon_for_delta(rest)))
+
+    order = _renyi(few, delta)[1]
+    found, last = at(delta), math.inf
     while (
-        steps <= MOST_STEPS and rest > 0 and 0 < found < ENOUGH * last
+        steps <= MOST_STEPS and delta > steps * ROUNDING and 0 < found < ENOUGH * last
     ):  # a smaller ε has a smaller interval
         tolerance = TOLERANCE * min(1.0, max(0.25, found))
         wanted = math.sqrt(8 * tolerance * found / (steps * (order + 1)))
         interval = min(max(wanted, found / LARGEST), WIDEST)
         interval = 2 ** (math.floor(2 * math.log2(interval)) / 2)  # the same for similar δ
-        now = _composed(tuple(entries), interval).get_epsilon_for_delta(rest)
-        last, found = found, min(found, float(now))
-    return found
+        composed = _composed(tuple(entries), interval)
+        last, found = found, at(delta)
+    return at
 
 
 def merged(entries: History, most: int = MOST_ENTRIES) -> History:
