@@ -17,6 +17,8 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
 
+import numpy as np
+
 Curve = list[tuple[float, float]]
 """Pairs (δ, ε), δ ascending."""
 
@@ -26,6 +28,12 @@ SMALLEST = 1e-6
 
 LARGEST = 16.0
 """The logit of the largest δ of a curve: 1 − 1e-7."""
+
+MEANINGLESS = 500.0
+"""Above this ε, whose power of e is near the largest double, no δ but the smallest is looked at."""
+
+ROWS = 2000
+"""Values of ε in a table."""
 
 CLOSER = 1.5
 """Pairs are closer together where ε is small, by this power."""
@@ -46,8 +54,34 @@ def curve_of(epsilon: Callable[[float], float], delta: float) -> Curve:
         middle = (low + high) / 2
         low, high = (middle, high) if epsilon(_from_logit(middle)) > 0 else (low, middle)
     places = [(i / (PAIRS - 1)) ** CLOSER for i in range(PAIRS)]
-    deltas = {_from_logit(high - place * (high - _logit(least))) for place in places}
-    return [(at, epsilon(at)) for at in sorted({delta, *deltas})]
+    deltas = {_from_logit(high - place * (high - _logit(least))) for place in places[:-1]}
+    decades = {least, *(10.0**-k for k in range(1, 7))}  # as people ask for them
+    decades = {at for at in decades if least <= at < _from_logit(high)}
+    return [(at, epsilon(at)) for at in sorted({delta, *decades, *deltas})]
+
+
+def tabulated(
+    delta_of: Callable[[Sequence[float]], np.ndarray], largest: float, charge: float
+) -> Callable[[float], float]:
+    """Returns ε as a function of δ, from δ of many ε, to the next of which it is rounded up.
+
+    dp-accounting needs as long for all of these as for ε of one δ.
+
+    Args:
+        delta_of: of ascending ε, as of dp-accounting's distributions.
+        largest: ε of the smallest δ that is asked for.
+        charge: what is added to each δ.
+    """
+    if largest > MEANINGLESS:
+        return lambda _: largest
+    epsilons = 1.001 * largest * np.linspace(0, 1, ROWS) ** 2
+    deltas = np.maximum.accumulate(delta_of(epsilons)[::-1]) + charge  # ascending, ε descending
+
+    def at(delta: float) -> float:
+        fitting = int(np.searchsorted(deltas, delta, side="right"))
+        return float(epsilons[ROWS - fitting]) if fitting else math.inf
+
+    return at
 
 
 def false_negative_rate(curve: Curve, rate: float) -> float:

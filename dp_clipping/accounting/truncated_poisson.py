@@ -10,12 +10,13 @@ units counts (Chua et al. 2024, "Scalable DP-SGD: Shuffling vs. Poisson Subsampl
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from dp_clipping.accounting.history import History, count
 from dp_clipping.accounting.pld import ROUNDING
+from dp_clipping.accounting.tradeoff import SMALLEST, tabulated
 
 WIDEST, NARROWEST, PART = 1e-3, 1e-6, 0.15
 """The interval of privacy losses, as a part of a step's standard deviation, and its bounds. Losses
@@ -34,6 +35,24 @@ def epsilon(
     """
     entries = [entry for history in histories for entry in history]
     return max(_epsilon(entries, delta, larger, max_batch_size) for larger in (units, units + 1))
+
+
+def curve(
+    histories: Sequence[History], delta: float, *, units: int, max_batch_size: int
+) -> Callable[[float], float]:
+    """Returns ε as a function of δ, from this δ or `SMALLEST` on."""
+    entries = [entry for history in histories for entry in history]
+    charge, least = count(entries) * ROUNDING, min(delta, SMALLEST)
+    if not entries or least <= charge:
+        return lambda delta: epsilon(
+            histories, delta, units=units, max_batch_size=max_batch_size
+        )
+    both = []
+    for larger in (units, units + 1):
+        accountant = _composed(tuple(map(tuple, entries)), larger, max_batch_size)
+        largest = float(accountant.get_epsilon(least - charge))
+        both.append(tabulated(accountant.get_delta, largest, charge))
+    return lambda delta: max(at(delta) for at in both)
 
 
 def _epsilon(entries: History, delta: float, units: int, max_batch_size: int) -> float:
