@@ -151,7 +151,9 @@ def delta_of(file):
     if not (secure := file.get("secure")):
         return poisson(entries, account)
     scale = (1 + 1e-6) * (1 + secure["summation bound / C"])
-    of = poisson([(1 / (scale / s + secure["grid bound / noise"]), *r) for s, *r in entries], account)
+    of = poisson(
+        [(1 / (scale / s + secure["grid bound / noise"]), *r) for s, *r in entries], account
+    )
     more, other = secure["sampler epsilon"], secure["sampler delta"]
     return lambda e: (
         of(np.maximum(e - more, 0)) * np.exp(more / 2) + other * (1 + np.exp(np.minimum(e, 700)))
@@ -167,7 +169,7 @@ def missed(curve, rate):
 def mu_of(curve, delta):
     """Returns the μ that covers the curve from δ on: the largest one that a kink needs."""
     lines = [(d, e) for d, e in curve if d >= delta]
-    kinks = [(1 - d) / (1 + math.exp(min(e, 700))) for d, e in lines]
+    kinks = [(1 - d) / (1 + math.exp(min(e, 700))) for d, e in lines if e]
     kinks += [
         (b - a) * math.exp(-min(e, 700)) / -math.expm1(f - e)
         for (a, e), (b, f) in combinations(lines, 2)

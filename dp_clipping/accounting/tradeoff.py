@@ -6,8 +6,8 @@ mechanism is (ε, δ)-private for both orders of all neighbours if and only if
 
     f(α) ≥ max(1 − δ − e^ε α, e^(−ε)(1 − δ − α))
 
-(Wasserman and Zhou 2010, "A Statistical Framework for Differential Privacy", theorem 2.4; Dong, Roth
-and Su 2019, "Gaussian Differential Privacy", proposition 2.4). So f is at least the largest of
+(Wasserman and Zhou 2010, "A Statistical Framework for Differential Privacy", theorem 2.4; Dong,
+Roth and Su 2019, "Gaussian Differential Privacy", proposition 2.4). So f is at least the largest of
 these lines over all pairs (ε, δ) of the curve, whatever the mechanism is. The pairs are few, and
 every bound here is on the safe side of what all pairs would give. `docs/proofs/README.md`, lemma 4,
 has the proof for `gaussian_mu`.
@@ -109,6 +109,8 @@ def gaussian_mu(curve: Curve, delta: float) -> float:
     kinks f is a line. So it is below f where it is below f at the kinks.
     """
     lines = [(at, epsilon) for at, epsilon in curve if at >= delta]
+    if any(math.isinf(epsilon) for _, epsilon in lines):
+        return math.inf
     normal, mu = NormalDist(), 0.0
     for rate in _kinks(lines):
         missed = false_negative_rate(curve, rate)
@@ -122,7 +124,7 @@ def gaussian_mu(curve: Curve, delta: float) -> float:
 
 def _kinks(lines: Sequence[tuple[float, float]]) -> list[float]:
     """Returns α of all places in which two lines meet, or one meets its mirror image."""
-    found = [(1 - delta) / (1 + _exp(epsilon)) for delta, epsilon in lines]
+    found = [(1 - delta) / (1 + _exp(epsilon)) for delta, epsilon in lines if epsilon]
     for i, (delta, epsilon) in enumerate(lines):
         for other, less in lines[i + 1 :]:
             if less < epsilon:

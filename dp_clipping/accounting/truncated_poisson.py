@@ -44,9 +44,7 @@ def curve(
     entries = [entry for history in histories for entry in history]
     charge, least = count(entries) * ROUNDING, min(delta, SMALLEST)
     if not entries or least <= charge:
-        return lambda delta: epsilon(
-            histories, delta, units=units, max_batch_size=max_batch_size
-        )
+        return lambda delta: epsilon(histories, delta, units=units, max_batch_size=max_batch_size)
     both = []
     for larger in (units, units + 1):
         accountant = _composed(tuple(map(tuple, entries)), larger, max_batch_size)

@@ -174,9 +174,9 @@ class Accounts:
     def privacy_statement(self, delta: float) -> PrivacyStatement:
         """Returns the guarantee at this δ with all that it depends on: `print` it.
 
-        It also says ε at other δ, what an attacker can achieve, and what no proof covers. `as_dict()`
-        has the same as numbers and strings, `save` writes a file, and `write_beside` a file and a
-        section of a model card.
+        It also says ε at other δ, what an attacker can achieve, and what no proof covers.
+        `as_dict()` has the same as numbers and strings, `save` writes a file, and `write_beside` a
+        file and a section of a model card.
 
         Raises:
             RuntimeError: before `make_private`.
