@@ -24,6 +24,7 @@ from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import WrongType, by_name, check_type, shown
 from dp_clipping.layers.registered.registry import is_registered
 from dp_clipping.profiling.metrics import StepMetrics
+from dp_clipping.sampling.schemes import FIXED
 
 if TYPE_CHECKING:
     from opacus.accountants.accountant import IAccountant
@@ -32,8 +33,8 @@ NAMES = '"pld", "prv", "rdp" or "gdp"'
 APPROXIMATE = "states an approximation that may be below the true epsilon"
 LOG = logging.getLogger(__name__)
 PRIVATE_SIZE = (
-    "{} of this training follow from the private number of samples, and epsilon is for constants: "
-    "give sample_rate=, steps= and expected_batch_size= (docs/sharp_edges.md says how)"
+    "{} of this training follow from the private number of samples, and epsilon is for public "
+    "constants: give {} (docs/sharp_edges.md says how)"
 )
 TO_STEP = 7  # frames from `_count` to the user's call of `optimizer.step()`
 OTHER_BATCH = (
@@ -409,10 +410,15 @@ def _say_of_constants(run: PrivateRun) -> None:
     """Logs, in a run's first step, which constants follow from the private number of units."""
     known = {name: x for name, x in run.public_constants.items() if name != "account"}
     private = private_constants([known])
-    if private and PRIVATE_SIZE not in run.said and run.model.policy is not None:
-        run.said.add(PRIVATE_SIZE)
-        if run.rank == 0:
-            LOG.warning(PRIVATE_SIZE.format(", ".join(private)))
+    if not private or PRIVATE_SIZE in run.said or run.model.policy is None:
+        return
+    run.said.add(PRIVATE_SIZE)
+    if run.rank == 0:
+        is_fixed = run.settings["sampling"] in FIXED  # whose rate follows from the steps
+        give = [name for name, is_public in known.items() if not is_public]
+        give = [name for name in give if not (is_fixed and name == "sample_rate")]
+        give = [f"{name}=".replace("divisor", "expected_batch_size") for name in give]
+        LOG.warning(PRIVATE_SIZE.format(", ".join(private), ", ".join(give)))
 
 
 def _made(name: str) -> "IAccountant":

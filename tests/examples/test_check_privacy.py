@@ -17,7 +17,8 @@ from dp_clipping import CorrelatedNoise, PrivacyEngine
 RUNS = {
     "poisson, two sigmas": ({"noise_multiplier": 0.7}, [2.0]),
     "truncated": (
-        {"sampling": "truncated_poisson", "max_batch_size": 9, "noise_multiplier": 5.0}, [],
+        {"sampling": "truncated_poisson", "max_batch_size": 9, "noise_multiplier": 5.0},
+        [],
     ),
     "balls in bins": ({"sampling": "balls_in_bins"}, [2.0]),
     "cyclic": ({"sampling": "cyclic"}, [2.0]),
@@ -115,6 +116,8 @@ def test_what_cannot_be_checked_is_said(tmp_path, monkeypatch, capsys):
 def test_it_needs_nothing_of_ours():
     tree = ast.parse(Path(check_privacy.__file__).read_text())
     modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    modules += [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
+    modules += [
+        a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names
+    ]
     known = {"dp_accounting", "scipy", "numpy"}
     assert {name.split(".")[0] for name in modules} <= known | set(sys.stdlib_module_names)
