@@ -6,6 +6,7 @@ dp-accounting, NumPy and SciPy. Exit status 1 names the numbers that do not hold
 be checked here, such as the account of a user's own noise.
 """
 
+import argparse
 import json
 import math
 import sys
@@ -220,14 +221,15 @@ def wrong(file):
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", metavar="FILE", help="privacy.json, as a statement's save wrote it")
+    path = parser.parse_args().file
     try:
-        with open(sys.argv[1], encoding="utf-8") as text:
+        with open(path, encoding="utf-8") as text:
             file = json.load(text)
         found = list(wrong(file))
     except (OSError, ValueError, KeyError, TypeError, NotImplementedError) as error:
-        print(f"{sys.argv[1]} cannot be checked: {error!r}", file=sys.stderr)
+        print(f"{path} cannot be checked: {error!r}", file=sys.stderr)
         sys.exit(2)
     for words in found:
         print(words)
