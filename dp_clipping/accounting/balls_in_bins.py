@@ -209,7 +209,7 @@ def epsilon(histories: Sequence[History], delta: float) -> float:
     if not epochs:
         return 0.0
     if _is_amplified(epochs) and delta > charge:
-        return float(_composed(epochs).get_epsilon_for_delta(delta - charge))
+        return float(_composed(epochs, _spacing(epochs)).get_epsilon_for_delta(delta - charge))
     mu = math.sqrt(sum(count * sigma**-2.0 for (sigma, _, _), count in epochs))
     from dp_accounting import get_epsilon_gaussian  # takes a second
 
@@ -222,7 +222,8 @@ def curve(histories: Sequence[History], delta: float) -> Callable[[float], float
     least = min(delta, SMALLEST_DELTA)
     if not _is_amplified(epochs) or least <= charge:
         return partial(epsilon, histories)
-    return tabulated(_composed(epochs).get_delta_for_epsilon, epsilon(histories, least), charge)
+    composed = _composed(epochs, _spacing(epochs))
+    return tabulated(composed.get_delta_for_epsilon, epsilon(histories, least), charge)
 
 
 Epochs = tuple[tuple[tuple[float, int, int], int], ...]
@@ -238,12 +239,16 @@ def _is_amplified(epochs: Epochs) -> bool:
     return bool(epochs) and min(sigma for (sigma, _, _), _ in epochs) >= SMALLEST
 
 
-@lru_cache(4)
-def _composed(epochs: Epochs) -> Any:
-    """Returns dp-accounting's privacy loss distribution of all epochs."""
-    spacing = RESOLUTION * min(
+def _spacing(epochs: Epochs) -> float:
+    """Returns the interval of privacy losses of these epochs."""
+    return RESOLUTION * min(
         min(1.0, math.sqrt(math.expm1(sigma**-2.0) / batches)) for (sigma, batches, _), _ in epochs
     )
+
+
+@lru_cache(4)
+def _composed(epochs: Epochs, spacing: float) -> Any:
+    """Returns dp-accounting's privacy loss distribution of all epochs."""
     whole = None
     for (sigma, batches, steps), count in epochs:
         one = losses(sigma, batches, steps, spacing).self_compose(count)

@@ -29,7 +29,7 @@ def accounted(
         )  # fmt: skip
     if sampling == "truncated_poisson":
         assert max_batch_size is not None
-        constants = {"units": units, "max_batch_size": int(max_batch_size)}
+        constants: dict[str, Any] = {"units": units, "max_batch_size": int(max_batch_size)}
         limits = f"at most {max_batch_size} of {units} units"
         return Mechanism(
             f"gaussian, truncated_poisson, {limits}", "truncated_poisson", ADD_OR_REMOVE,
