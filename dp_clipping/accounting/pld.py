@@ -163,10 +163,10 @@ def _near(history: History, delta: float) -> tuple[Callable[[float], float], Any
         return lambda _: 0.0, None
     few = merged(entries, FEW)
     steps = sum(steps for _, _, steps in entries)
-    composed = None
+    charge, composed = steps * ROUNDING, None
 
     def at(delta: float) -> float:
-        found, rest = _renyi(few, delta)[0], delta - steps * ROUNDING
+        found, rest = _renyi(few, delta)[0], delta - charge
         if composed is None or rest <= 0:
             return found
         return min(found, float(composed.get_epsilon_for_delta(rest)))
@@ -174,7 +174,7 @@ def _near(history: History, delta: float) -> tuple[Callable[[float], float], Any
     order = _renyi(few, delta)[1]
     found, last = at(delta), math.inf
     while (
-        steps <= MOST_STEPS and delta > steps * ROUNDING and 0 < found < ENOUGH * last
+        steps <= MOST_STEPS and delta > charge and 0 < found < ENOUGH * last
     ):  # a smaller ε has a smaller interval
         tolerance = TOLERANCE * min(1.0, max(0.25, found))
         wanted = math.sqrt(8 * tolerance * found / (steps * (order + 1)))

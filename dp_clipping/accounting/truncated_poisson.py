@@ -34,7 +34,7 @@ def epsilon(
         max_batch_size: the most units of a batch.
     """
     entries = [entry for history in histories for entry in history]
-    return max(_epsilon(entries, delta, larger, max_batch_size) for larger in (units, units + 1))
+    return max(_epsilon(entries, delta, larger, max_batch_size) for larger in _larger_ones(units))
 
 
 def curve(
@@ -46,11 +46,16 @@ def curve(
     if not entries or least <= charge:
         return lambda delta: epsilon(histories, delta, units=units, max_batch_size=max_batch_size)
     both = []
-    for larger in (units, units + 1):
+    for larger in _larger_ones(units):
         accountant = _composed(tuple(map(tuple, entries)), larger, max_batch_size)
         largest = float(accountant.get_epsilon(least - charge))
         both.append(tabulated(accountant.get_delta, largest, charge))
     return lambda delta: max(at(delta) for at in both)
+
+
+def _larger_ones(units: int) -> tuple[int, int]:
+    """Returns the units of the larger one of the data and a neighbour with one less, or more."""
+    return units, units + 1
 
 
 def _epsilon(entries: History, delta: float, units: int, max_batch_size: int) -> float:
