@@ -42,8 +42,8 @@ PAGES: dict[tuple[str, Any], str | None] = {
     ("adaptive_threshold with sampling", "cyclic"): None,
     ("examples_per_unit", "1"): "clipping",
     ("examples_per_unit", "more"): "units",
-    ("ranks", "1"): "accumulation",
-    ("ranks", "more"): "sharded_noise",
+    ("parts of a batch", "any number"): "accumulation",
+    ("ranks", "any number"): "sharded_noise",
 }
 """Option and value -> the page that covers it; None: no page does. Which values go together is
 checked in `arguments`: what is not named here with another is refused there."""

@@ -217,7 +217,8 @@ class Accounts:
             "clipping_function": named(settings["clipping_function"]),
             "layers": REGISTERED if layers else "built in",
             "examples_per_unit": "1" if settings["examples_per_unit"] == 1 else "more",
-            "ranks": "1" if run.world_size == 1 else "more",
+            "parts of a batch": "any number",
+            "ranks": "any number",
         }
         if run.optimizer.adaptive_threshold is not None:
             options["adaptive_threshold with sampling"] = settings["sampling"]

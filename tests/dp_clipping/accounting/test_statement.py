@@ -137,7 +137,7 @@ def test_a_covered_run_names_its_pages():
     statement = engine.privacy_statement(1e-3)
     assert statement.unproved == []
     assert statement.proofs == [
-        "accumulation", "clipping", "gaussian_poisson", "truncated_poisson"
+        "accumulation", "clipping", "gaussian_poisson", "sharded_noise", "truncated_poisson"
     ]  # fmt: skip
     assert statement.account == {
         "accountant": None, "sampling": "truncated_poisson", "noise": "gaussian", "units": 8,
