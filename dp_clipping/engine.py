@@ -382,7 +382,7 @@ class PrivacyEngine(Checkpoints, Audits):
         run = PrivateRun(
             model, optimizer, loader, ranks.everyone, keys, settings.public(), self._account,
             criterion, certificate=certificate_for(settings, model),
-            units_digest=settings.unit[1].hex(),
+            units_digest=settings.unit[1].hex(), public_constants=settings.public_constants,
         )  # fmt: skip
         if run.certificate is not None:
             self._account.cover(run.certificate)

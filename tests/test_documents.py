@@ -37,7 +37,8 @@ DOCUMENTS = [
 ]  # fmt: skip
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SCRIPTS = {  # console scripts -> what `python -m` starts
-    name: entry.partition(":")[0].rpartition(".")[0] for name, entry in PROJECT["scripts"].items()
+    name: re.sub(r"\.(main|__main__)$", "", entry.partition(":")[0])
+    for name, entry in PROJECT["scripts"].items()
 }
 COMMAND = re.compile(
     r"(?:.*?[\s/])?(?:(python3?|torchrun)\s+(-.*|\S+\.py\b.*)"

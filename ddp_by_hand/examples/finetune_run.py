@@ -336,7 +336,7 @@ def make_trainer(
 def _finish(trainer: PrivateTrainer, options: Options) -> None:
     folder, statement = options.output_dir, trainer.privacy_statement()
     trainer.save_model(str(folder / "model"))
-    write_atomically(folder / "privacy.json", json.dumps(statement.as_dict(), indent=1) + "\n")
+    statement.save(folder / "privacy.json")
     loss = trainer.evaluate()["eval_loss"]
     print(
         f"{statement}\nmay be published: {folder / 'model'}\n"

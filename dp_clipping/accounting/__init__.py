@@ -10,5 +10,7 @@ Files:
     balls_in_bins     ε of balls-in-bins batches
     cyclic            ε of cyclic batches
     target_epsilon    the noise multiplier that ends a training at a given ε
+    tradeoff          what an attacker can achieve, from ε at many δ
+    proofs            which page of `docs/proofs` covers a run, and what none covers
     statement         the guarantee, with all that it depends on
 """

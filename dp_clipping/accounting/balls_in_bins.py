@@ -18,9 +18,9 @@ tails are moved outwards, to 0 and to infinity. dp-accounting composes epochs an
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ import numpy as np
 from dp_clipping.accounting.history import History
 from dp_clipping.accounting.mechanism import batches_per_epoch
 from dp_clipping.accounting.pld import ROUNDING
+from dp_clipping.accounting.tradeoff import SMALLEST as SMALLEST_DELTA
+from dp_clipping.accounting.tradeoff import tabulated
 
 RESOLUTION = 0.04
 """Ratio of neighbours in a grid, as a part of the relative standard deviation."""
@@ -203,20 +205,52 @@ def epochs_of(history: History) -> Iterator[tuple[float, int, int]]:
 
 def epsilon(histories: Sequence[History], delta: float) -> float:
     """Returns ε at δ of balls-in-bins steps, for adding or removing one unit."""
-    epochs = Counter(epoch for history in histories if history for epoch in epochs_of(history))
-    smallest = min((sigma for sigma, _, _ in epochs), default=math.inf)
-    left = delta - epochs.total() * ROUNDING  # as in `pld`
-    if smallest < SMALLEST or left <= 0:  # as if each unit's batch were known
-        mu = math.sqrt(sum(count * sigma**-2.0 for (sigma, _, _), count in epochs.items()))
-        from dp_accounting import get_epsilon_gaussian  # takes a second
+    epochs, charge = _epochs_and_charge(histories)
+    if not epochs:
+        return 0.0
+    if _is_amplified(epochs) and delta > charge:
+        return float(_composed(epochs, _spacing(epochs)).get_epsilon_for_delta(delta - charge))
+    mu = math.sqrt(sum(count * sigma**-2.0 for (sigma, _, _), count in epochs))
+    from dp_accounting import get_epsilon_gaussian  # takes a second
 
-        return float(get_epsilon_gaussian(1 / mu, delta))
-    spacing = RESOLUTION * min(
-        (min(1.0, math.sqrt(math.expm1(sigma**-2.0) / batches)) for sigma, batches, _ in epochs),
-        default=COARSEST,
+    return float(get_epsilon_gaussian(1 / mu, delta))  # as if each unit's batch were known
+
+
+def curve(histories: Sequence[History], delta: float) -> Callable[[float], float]:
+    """Returns ε as a function of δ, from this δ or `SMALLEST_DELTA` on."""
+    epochs, charge = _epochs_and_charge(histories)
+    least = min(delta, SMALLEST_DELTA)
+    if not _is_amplified(epochs) or least <= charge:
+        return partial(epsilon, histories)
+    composed = _composed(epochs, _spacing(epochs))
+    return tabulated(composed.get_delta_for_epsilon, epsilon(histories, least), charge)
+
+
+Epochs = tuple[tuple[tuple[float, int, int], int], ...]
+
+
+def _epochs_and_charge(histories: Sequence[History]) -> tuple[Epochs, float]:
+    """Returns how often there are epochs of which σ, b and steps, and what FFTs may round of δ."""
+    epochs = Counter(epoch for history in histories if history for epoch in epochs_of(history))
+    return tuple(epochs.items()), epochs.total() * ROUNDING  # as in `pld`
+
+
+def _is_amplified(epochs: Epochs) -> bool:
+    return bool(epochs) and min(sigma for (sigma, _, _), _ in epochs) >= SMALLEST
+
+
+def _spacing(epochs: Epochs) -> float:
+    """Returns the interval of privacy losses of these epochs."""
+    return RESOLUTION * min(
+        min(1.0, math.sqrt(math.expm1(sigma**-2.0) / batches)) for (sigma, batches, _), _ in epochs
     )
+
+
+@lru_cache(4)
+def _composed(epochs: Epochs, spacing: float) -> Any:
+    """Returns dp-accounting's privacy loss distribution of all epochs."""
     whole = None
-    for (sigma, batches, steps), count in epochs.items():
+    for (sigma, batches, steps), count in epochs:
         one = losses(sigma, batches, steps, spacing).self_compose(count)
         whole = one if whole is None else whole.compose(one)
-    return 0.0 if whole is None else float(whole.get_epsilon_for_delta(left))
+    return whole

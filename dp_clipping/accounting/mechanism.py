@@ -4,8 +4,9 @@ An account holds the steps of one mechanism: no theorem is known that adds up tw
 hold for other neighbouring data sets than others. `arguments.accounted` chooses the mechanism.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from dp_clipping.accounting.history import History
 
@@ -32,6 +33,9 @@ class Mechanism:
             batches. None: the engine's accountant computes it.
         in_order: each batch is in exactly one step, in order, so a step on any other batch is
             refused. Theorems on batches that depend on one another need it.
+        curve: of the steps of each key and a δ: returns ε as a function of δ, for many of these.
+            None: `epsilon` is fast enough.
+        constants: what `epsilon` depends on beside the history, by name.
     """
 
     name: str = "gaussian"
@@ -40,6 +44,8 @@ class Mechanism:
     accountant: str | None = None
     epsilon: Epsilon | None = None
     in_order: bool = False
+    curve: "Callable[[Sequence[History], float], Callable[[float], float]] | None" = None
+    constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def refuse_beside(self, before: "Mechanism | None", history: History) -> None:
         """Raises ValueError if an account cannot hold steps of this mechanism.

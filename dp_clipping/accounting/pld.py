@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from dp_clipping.accounting.history import History, joined, totals_of
+from dp_clipping.accounting.tradeoff import SMALLEST, tabulated
 
 TOLERANCE = 0.004
 """Rounding adds at most about this part of ε; a quarter of it where ε is small."""
@@ -128,30 +129,60 @@ def epsilon(history: History, delta: float) -> float:
     Raises:
         ValueError: unless 0 < δ < 1, and for a sample rate above 1.
     """
+    return _near(history, delta)[0](delta)
+
+
+def curve(history: History, delta: float) -> Callable[[float], float]:
+    """Returns ε as a function of δ, an upper bound for each.
+
+    Steps are composed once, with the interval that `delta` needs; where ε is far smaller than
+    there, rounding is a larger part of it.
+    """
+    at, composed = _near(history, delta)
+    if composed is None:
+        return at
+    charge = ROUNDING * sum(steps for _, _, steps in history)
+    return tabulated(composed.get_delta_for_epsilon, at(min(delta, SMALLEST)), charge)
+
+
+def _near(history: History, delta: float) -> tuple[Callable[[float], float], Any]:
+    """Returns ε as a function of δ, and the distribution that it is computed from, if any.
+
+    The interval is the one for this δ.
+    """
     if not 0 < delta < 1:
         raise ValueError(f"delta is {delta}: give a number above 0 and below 1")
     if any(not sigma > 0 for sigma, _, _ in history):
-        return math.inf
+        return lambda _: math.inf, None
     entries = merged([
         (float(sigma), float(rate), int(steps))
         for (sigma, rate), steps in totals_of(history).items()
         if rate and steps and sigma < math.inf
     ])  # fmt: skip
     if not entries:
-        return 0.0
-    found, order = _renyi(merged(entries, FEW), delta)
+        return lambda _: 0.0, None
+    few = merged(entries, FEW)
     steps = sum(steps for _, _, steps in entries)
-    rest, last = delta - steps * ROUNDING, math.inf
+    charge, composed = steps * ROUNDING, None
+
+    def at(delta: float) -> float:
+        found, rest = _renyi(few, delta)[0], delta - charge
+        if composed is None or rest <= 0:
+            return found
+        return min(found, float(composed.get_epsilon_for_delta(rest)))
+
+    order = _renyi(few, delta)[1]
+    found, last = at(delta), math.inf
     while (
-        steps <= MOST_STEPS and rest > 0 and 0 < found < ENOUGH * last
+        steps <= MOST_STEPS and delta > charge and 0 < found < ENOUGH * last
     ):  # a smaller ε has a smaller interval
         tolerance = TOLERANCE * min(1.0, max(0.25, found))
         wanted = math.sqrt(8 * tolerance * found / (steps * (order + 1)))
         interval = min(max(wanted, found / LARGEST), WIDEST)
         interval = 2 ** (math.floor(2 * math.log2(interval)) / 2)  # the same for similar δ
-        now = _composed(tuple(entries), interval).get_epsilon_for_delta(rest)
-        last, found = found, min(found, float(now))
-    return found
+        composed = _composed(tuple(entries), interval)
+        last, found = found, at(delta)
+    return at, composed
 
 
 def merged(entries: History, most: int = MOST_ENTRIES) -> History:

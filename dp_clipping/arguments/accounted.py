@@ -25,20 +25,23 @@ def accounted(
             f"{noise}, cyclic", "cyclic", ZERO_OUT,
             f"Gaussian mechanism of {noise} on the steps that use one unit (dp-accounting)",
             partial(cyclic.epsilon, sensitivity=noise.sensitivity), in_order=True,
+            constants={"bands": noise.bands},
         )  # fmt: skip
     if sampling == "truncated_poisson":
         assert max_batch_size is not None
+        constants: dict[str, Any] = {"units": units, "max_batch_size": int(max_batch_size)}
         limits = f"at most {max_batch_size} of {units} units"
         return Mechanism(
             f"gaussian, truncated_poisson, {limits}", "truncated_poisson", ADD_OR_REMOVE,
             f"privacy loss distribution of truncated batches, {limits} (dp-accounting)",
-            partial(truncated_poisson.epsilon, units=units, max_batch_size=int(max_batch_size)),
+            partial(truncated_poisson.epsilon, **constants),
+            curve=partial(truncated_poisson.curve, **constants), constants=constants,
         )  # fmt: skip
     if sampling == "balls_in_bins":
         return Mechanism(
             "gaussian, balls_in_bins", "balls_in_bins", ADD_OR_REMOVE,
             "privacy loss distribution of random allocation (dp-accounting)",
-            balls_in_bins.epsilon, in_order=True,
+            balls_in_bins.epsilon, in_order=True, curve=balls_in_bins.curve,
         )  # fmt: skip
     if sampling == "cyclic":
         return Mechanism(

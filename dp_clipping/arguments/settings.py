@@ -18,6 +18,7 @@ from dp_clipping.kinds import plain
 from dp_clipping.modes import Policy, policy_of
 from dp_clipping.noise import mechanisms
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.sampling.schemes import FIXED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +128,25 @@ class Settings(Sampled):
         if self.expected_batch_size is not None:
             return self
         return replace(self, expected_batch_size=self.expected_units(world_size))
+
+    @property
+    def public_constants(self) -> dict[str, bool]:
+        """Returns whether rate, steps, divisor and account are constants for neighbouring data.
+
+        Those that are not follow from the number of units, which neighbours differ in; those of
+        cyclic batches have the same one. A divisor that is the number of units tells it, whoever
+        has given it.
+        """
+        if self.sampling == "cyclic":
+            return dict.fromkeys(("sample_rate", "steps", "divisor", "account"), True)
+        has_steps, has_rate = self.steps is not None, self.sample_rate is not None
+        return {
+            "sample_rate": has_steps if self.sampling in FIXED else has_rate,
+            "steps": has_steps or has_rate,
+            "divisor": self.loss_reduction == "sum"
+            or self.expected_batch_size != self.units_of_data,
+            "account": self.sampling != "truncated_poisson",
+        }
 
     def public(self) -> dict[str, Any]:
         """Returns the settings that a checkpoint saves and a load compares."""

@@ -86,7 +86,8 @@ class PrivateRun:
         unused_from: the number of the loader's batch after the last one that is in a step.
         units_digest: of which examples are together in `unit_ids`; "" without. Not for files.
         plan: the training that `target_epsilon` was given for; None: there is no target.
-        said: what was said of steps beyond it.
+        said: what was said of steps beyond it, and of constants that are none.
+        public_constants: see `Settings`.
     """
 
     model: Model
@@ -103,6 +104,7 @@ class PrivateRun:
     units_digest: str = field(default="", repr=False)
     plan: Plan | None = None
     said: set[str] = field(default_factory=set, repr=False)
+    public_constants: dict[str, bool] = field(default_factory=dict)
 
     def follow(self, plan: Plan) -> None:
         """Keeps what the training was planned to be, and ends it there if that is to be so."""

@@ -81,6 +81,9 @@ class PrivateTrainer(Trainer):
     Logs have `epsilon` so far, and `grad_norm` of the gradient with its noise. The training loss is
     not covered by ε: it is logged with `PrivacyArguments(log_unprotected=True)`.
 
+    Beside each model that it saves, in checkpoints too, are `privacy.json` and a section of its
+    `README.md` with the guarantee so far.
+
     A checkpoint has the state of the privacy engine in `privacy.pt`, without the weights, which are
     beside it. Its key, with which the noise can be subtracted, is written to
     `PrivacyArguments.key_folder`: publish the one without the other. `resume_from_checkpoint` goes
@@ -118,6 +121,21 @@ class PrivateTrainer(Trainer):
     def privacy_statement(self) -> PrivacyStatement:
         """Returns the guarantee of the training so far, with all that it depends on: `print` it."""
         return self.engine.privacy_statement(delta=self.privacy.target_delta)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model and its `privacy.json`, and states the guarantee in its `README.md`."""
+        super().save_model(output_dir, _internal_call)
+        self._state_privacy(output_dir)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the Trainer's `README.md`, and the guarantee into it."""
+        super().create_model_card(*args, **kwargs)
+        self._state_privacy()
+
+    def _state_privacy(self, output_dir: str | None = None) -> None:
+        """Writes the statement beside the model's files, on rank 0, once training has begun."""
+        if self._made is not None and self.args.should_save:
+            self.privacy_statement().write_beside(output_dir or self.args.output_dir)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains privately; metrics have `epsilon`, and the loss if it is to be logged."""

@@ -1,30 +1,41 @@
 """The account of an engine's runs: ε so far, what it depends on, and metrics of each step."""
 
+import logging
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
-from math import hypot
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dp_clipping.accounting import pld
 from dp_clipping.accounting.history import History, joined
 from dp_clipping.accounting.ledger import Account, Release
 from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.accounting.pld import PLDAccountant, interface
-from dp_clipping.accounting.statement import PrivacyStatement, statement_of
+from dp_clipping.accounting.proofs import REGISTERED, covered_by, named
+from dp_clipping.accounting.statement import PrivacyStatement, private_constants, statement_of
 from dp_clipping.accounting.target_epsilon import Plan, epsilon_at_end
+from dp_clipping.accounting.tradeoff import Curve, curve_of
 from dp_clipping.arguments.checks import check
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import WrongType, by_name, check_type, shown
+from dp_clipping.layers.registered.registry import is_registered
 from dp_clipping.profiling.metrics import StepMetrics
+from dp_clipping.sampling.schemes import FIXED
 
 if TYPE_CHECKING:
     from opacus.accountants.accountant import IAccountant
 
 NAMES = '"pld", "prv", "rdp" or "gdp"'
 APPROXIMATE = "states an approximation that may be below the true epsilon"
+LOG = logging.getLogger(__name__)
+PRIVATE_SIZE = (
+    "{} of this training follow from the private number of samples, and epsilon is for public "
+    "constants: give {} (docs/sharp_edges.md says how)"
+)
 TO_STEP = 7  # frames from `_count` to the user's call of `optimizer.step()`
 OTHER_BATCH = (
     "the batch of this step did not come from the data_loader that make_private returned: it is no "
@@ -99,9 +110,36 @@ class Accounts:
                 "PrivacyEngine() counts with pld, an upper bound",
                 stacklevel=3,
             )
+        return self._epsilon(delta)
+
+    def _epsilon(self, delta: float) -> float:
         if self._account.certificate is None:
             return self._account.epsilon(delta, self._mechanism.epsilon)
         return self._account.epsilon(delta, lambda _, delta: self._secure_epsilon([], delta))
+
+    def _privacy_curve(self, delta: float, stated: float) -> Curve:
+        """Returns ε, which is `stated` at this δ, at others too.
+
+        Opacus's accountants take up to minutes for each: they give one pair.
+        """
+        of: Callable[[float], float] = self._epsilon
+        is_pld = self.accountant.mechanism() == "pld"
+        if math.isinf(stated) or (self._mechanism.epsilon is None and not is_pld):
+            return [(delta, stated)]
+        if self._mechanism.curve is not None:
+            of = self._mechanism.curve(self._histories(), delta)
+        elif self._mechanism.epsilon is None and self._account.certificate is None:
+            of = pld.curve(self._account.history, delta)
+        elif self._mechanism.epsilon is None:
+            account = lru_cache(lambda history: pld.curve(list(history), delta))
+            of = partial(
+                self._secure_epsilon, [], account=lambda steps, at: account(tuple(steps))(at)
+            )
+        return curve_of(lambda at: stated if at == delta else of(at), delta)
+
+    def _histories(self) -> list[History]:
+        """Returns the steps of each key."""
+        return [part for _, part in self._account.parts().values() if part]
 
     def epsilon_at_end(self, optimizer: Any, steps: int, delta: float) -> float:
         """Returns ε after `steps` more steps of an optimizer that `make_private` has returned.
@@ -121,7 +159,9 @@ class Accounts:
         parts[run.keys.fingerprint] = first, joined(part, [more] if steps > 0 else [])
         return self._mechanism.epsilon([part for _, part in parts.values()], delta)
 
-    def _secure_epsilon(self, more: History, delta: float) -> float:
+    def _secure_epsilon(
+        self, more: History, delta: float, account: Callable[[History, float], float] | None = None
+    ) -> float:
         """Returns ε of the steps so far and `more` of secure noise."""
         certificate = self._account.certificate
         if not certificate.additions:  # before the first step nothing is known of its parts
@@ -129,19 +169,23 @@ class Accounts:
         history = joined(self._account.history, more)
         if not history:
             return 0.0
-        return certificate.epsilon(history, delta, account=self._account.of_history)
+        return certificate.epsilon(history, delta, account=account or self._account.of_history)
 
     @by_name("engine.privacy_statement(delta=1e-5)")
     def privacy_statement(self, delta: float) -> PrivacyStatement:
         """Returns the guarantee at this δ with all that it depends on: `print` it.
 
-        `as_dict()` has the same as numbers and strings.
+        It also says ε at other δ, what an attacker can achieve, and what no proof covers.
+        `as_dict()` has the same as numbers and strings, `save` writes a file, and `write_beside` a
+        file and a section of a model card.
 
         Raises:
             RuntimeError: before `make_private`.
             ValueError: unless 0 < δ < 1.
         """
         self._refuse_before_a_run("privacy_statement")
+        epsilon = self.get_epsilon(delta)
+        pages, unproved = covered_by([self._options_of(run) for run in self._runs])
         return statement_of(
             self._runs,
             self._account.history,
@@ -149,10 +193,36 @@ class Accounts:
             others=self._account.other_batches,
             accountant=self.accountant.mechanism()
             + (f", which {APPROXIMATE}" if self._approximates else ""),
-            epsilon=self.get_epsilon(delta),
+            epsilon=epsilon,
             delta=delta,
             secure=self._described_secure(),
+            curve=self._privacy_curve(delta, epsilon),
+            histories=self._histories(),
+            proofs=pages,
+            unproved=unproved,
         )
+
+    def _options_of(self, run: PrivateRun) -> dict[str, Any]:
+        """Returns the options of a run that a proof depends on, as `accounting.proofs` has them."""
+        settings, own = run.settings, self._mechanism.epsilon is None
+        layers = any(is_registered(module) for module in run.model.network.modules())
+        options = {
+            "accountant": self.accountant.mechanism() if own else "that of the sampling",
+            "sampling": settings["sampling"],
+            "poisson_sampling": settings["poisson_sampling"],
+            "noise_mechanism": named(settings["noise_mechanism"]),
+            "secure_mode": settings["secure_mode"],
+            "grad_sample_mode": settings["mode"],
+            "clipping": settings["clipping"],
+            "clipping_function": named(settings["clipping_function"]),
+            "layers": REGISTERED if layers else "built in",
+            "examples_per_unit": "1" if settings["examples_per_unit"] == 1 else "more",
+            "parts of a batch": "any number",
+            "ranks": "any number",
+        }
+        if run.optimizer.adaptive_threshold is not None:
+            options["adaptive_threshold with sampling"] = settings["sampling"]
+        return options
 
     def on_step(
         self,
@@ -195,6 +265,7 @@ class Accounts:
         """Counts a step, before it changes a parameter; once, also if it is made again."""
         run, state = self._run_with(optimizer), optimizer.step_state
         fingerprint = run.keys.fingerprint
+        _say_of_constants(run)
         certificate = run.certificate and run.certificate.with_step(_additions(run))
         is_private = optimizer.model.policy is not None
         if is_private:
@@ -285,7 +356,7 @@ class Accounts:
         if certificate is None:
             return None
         stds = [
-            run.optimizer.noise_multiplier * hypot(*run.model.thresholds.clip_norms())
+            run.optimizer.noise_multiplier * math.hypot(*run.model.thresholds.clip_norms())
             for run in self._runs
         ]
         return certificate.described(self._account.history, stds)
@@ -334,6 +405,21 @@ class Accounts:
                         )
                 return run
         raise ValueError("module is not one that this engine's make_private returned")
+
+
+def _say_of_constants(run: PrivateRun) -> None:
+    """Logs, in a run's first step, which constants follow from the private number of units."""
+    known = {name: x for name, x in run.public_constants.items() if name != "account"}
+    private = private_constants([known])
+    if not private or PRIVATE_SIZE in run.said or run.model.policy is None:
+        return
+    run.said.add(PRIVATE_SIZE)
+    if run.rank == 0:
+        is_fixed = run.settings["sampling"] in FIXED  # whose rate follows from the steps
+        give = [name for name, is_public in known.items() if not is_public]
+        give = [name for name in give if not (is_fixed and name == "sample_rate")]
+        give = [f"{name}=".replace("divisor", "expected_batch_size") for name in give]
+        LOG.warning(PRIVATE_SIZE.format(", ".join(private), ", ".join(give)))
 
 
 def _made(name: str) -> "IAccountant":

@@ -20,6 +20,9 @@ GAUSSIAN = "tests/dp_clipping/noise/test_gaussian.py"
 KEYS = "tests/dp_clipping/noise/test_keys.py"
 ADAPTIVE = "tests/dp_clipping/noise/test_adaptive_threshold.py"
 PLD = "tests/dp_clipping/accounting/test_pld.py"
+PROOFS = "tests/dp_clipping/accounting/test_proofs.py"
+STATEMENT = "tests/dp_clipping/accounting/test_statement.py"
+TRADEOFF = "tests/dp_clipping/accounting/test_tradeoff.py"
 POISSON = "tests/dp_clipping/sampling/test_poisson.py"
 LOADER = "tests/dp_clipping/sampling/test_loader.py"
 USAGE = "tests/dp_clipping/sampling/test_usage.py"
@@ -175,7 +178,16 @@ ROWS = [
      "table"),
     # ---- accounts for any noise
     ("rounding of FFTs is not charged", "accounting/pld.py",
-     "rest, last = delta - steps * ROUNDING, math.inf", "rest, last = delta, math.inf", PLD),
+     "charge, composed = steps * ROUNDING, None", "charge, composed = 0.0, None", PLD),
+    ("a table rounds epsilon down", "accounting/tradeoff.py",
+     "epsilons[ROWS - fitting]", "epsilons[max(0, ROWS - fitting - 9)]", TRADEOFF),
+    ("mu is of the first kink", "accounting/tradeoff.py",
+     "mu = max(mu, -normal", "mu = max(0.0, -normal", TRADEOFF),
+    ("an option without a page passes for proved", "accounting/proofs.py",
+     "if PAGES.get((name, value)) is None", "if PAGES.get((name, value), name) is None", PROOFS,
+     "not_known"),
+    ("a rate of the data passes for a constant", "arguments/settings.py",
+     "has_steps if self.sampling in FIXED else has_rate", "True", STATEMENT, "private"),
     ("a merged step has the most noise", "accounting/pld.py",
      "(min(s for s, _, _ in cell)", "(max(s for s, _, _ in cell)", PLD),
     ("gdp passes for a guarantee", "runs/accounts.py",
@@ -498,7 +510,7 @@ ROWS = [
     ("the last epoch's noise counts for all", "accounting/balls_in_bins.py",
      "min(sigma, here)", "here", BINS),
     ("rounding of FFTs is not charged for bins", "accounting/balls_in_bins.py",
-     "left = delta - epochs.total() * ROUNDING", "left = delta", BINS),
+     "epochs.total() * ROUNDING", "0.0", BINS),
     ("rounding of FFTs is not charged for truncated batches", "accounting/truncated_poisson.py",
      "left = delta - count(entries) * ROUNDING", "left = delta", TRUNCATED),
     ("bins are the same in each epoch", "sampling/schemes.py",
@@ -509,7 +521,7 @@ ROWS = [
      'np.argsort(words(key, b"cyclic", 0, self.units), kind="stable")', "np.arange(self.units)",
      SCHEMES),
     ("a neighbour has one unit less only", "accounting/truncated_poisson.py",
-     "in (units, units + 1)", "in (units,)", TRUNCATED),
+     "return units, units + 1", "return units, units", TRUNCATED),
     ("a place in the cycle is the mean one", "accounting/cyclic.py",
      ".max(initial=0.0)", ".mean()", CYCLIC),
     # ---- clipping functions of users

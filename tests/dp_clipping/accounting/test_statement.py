@@ -1,5 +1,6 @@
 """What is stated is what was done, and does not depend on how many samples there are."""
 
+import json
 import math
 import warnings
 
@@ -46,8 +47,8 @@ def test_keys_and_values_are_those_of_the_run():
     engine, private = made()
     train(private)
     statement = engine.privacy_statement(delta=1e-3).as_dict()
-    assert list(statement) == KEYS
-    assert statement == {
+    assert list(statement)[: len(KEYS)] == KEYS
+    assert {name: statement[name] for name in KEYS} == {
         "relation": "add or remove one unit", "unit": "one example", "noise_multiplier": 1.0,
         "max_grad_norm": 0.5, "sample_rate": 1 / 6, "steps": 6, "sampler": "poisson",
         "accountant": "rdp", "epsilon": engine.get_epsilon(1e-3), "delta": 1e-3,
@@ -110,6 +111,76 @@ def test_no_noise_and_no_poisson_sampling_have_no_epsilon():
     assert statement.epsilon == math.inf
     assert statement.sampler == "the loader's own, for which no account is known"
     assert str(statement).startswith("No finite epsilon holds at delta = 0.001.")
+
+
+def test_what_is_private_and_what_no_page_covers_is_said():
+    engine, private = made()
+    train(private)
+    statement = engine.privacy_statement(1e-3)
+    assert statement.public_constants == {
+        "sample_rate": False, "steps": False, "divisor": True, "account": True
+    }  # fmt: skip
+    assert "from private numbers:   sample rate, steps\n" in str(statement)
+    assert [words.partition(":")[0] for words in statement.unproved] == ["accountant='rdp'"]
+    assert "unproved:               accountant='rdp': no page" in str(statement)
+    assert "epsilons on the same data add up" in str(statement)
+
+
+def test_a_covered_run_names_its_pages():
+    network = nn.Linear(3, 2)
+    engine = PrivacyEngine()
+    engine.make_private(
+        module=network, optimizer=torch.optim.SGD(network.parameters()), noise_multiplier=1.0,
+        data_loader=DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4), max_grad_norm=1.0,
+        sample_rate=0.5, steps=2, sampling="truncated_poisson", max_batch_size=6,
+    )  # fmt: skip
+    statement = engine.privacy_statement(1e-3)
+    assert statement.unproved == []
+    assert statement.proofs == [
+        "accumulation", "clipping", "gaussian_poisson", "sharded_noise", "truncated_poisson"
+    ]  # fmt: skip
+    assert statement.account == {
+        "accountant": None, "sampling": "truncated_poisson", "noise": "gaussian", "units": 8,
+        "max_batch_size": 6, "histories": [],
+    }  # fmt: skip
+    assert "from private numbers:   epsilon\n" in str(statement)  # it counts the units
+
+
+def test_the_first_step_says_what_follows_from_private_numbers(caplog):
+    _, private = made()
+    train(private)
+    (record,) = [r for r in caplog.records if "private number of samples" in r.message]
+    assert record.message.startswith("sample rate, steps of this training")
+    assert "give sample_rate=, steps= (docs" in record.message
+    caplog.clear()
+    train(made(sample_rate=0.2, steps=4)[1])
+    assert not caplog.records
+
+
+def test_it_is_a_file_and_a_section_of_a_card(tmp_path):
+    engine, private = made(noise_multiplier=0.0)
+    train(private)
+    engine.privacy_statement(1e-3).write_beside(tmp_path)
+    file = json.loads((tmp_path / "privacy.json").read_text())
+    assert (file["epsilon"], file["mu"], file["steps"]) == (None, None, 6)
+    assert file["schema_version"] == 1
+
+    engine, private = made()
+    train(private)
+    statement, card = engine.privacy_statement(1e-3), tmp_path / "README.md"
+    card.write_text(f"---\nlicense: mit\n---\n# A model\n{card.read_text()}\n## Use\n")
+    for _ in range(2):  # the section is replaced
+        statement.write_beside(tmp_path)
+    text = card.read_text()
+    assert text.startswith("---\nlicense: mit\n---\n# A model\n")
+    assert text.rstrip().endswith("## Use")
+    assert text.count("## Differential privacy") == 1
+    assert f"| parameters | ε = {statement.epsilon:.4g} at δ = 0.001 |" in text
+    file = json.loads((tmp_path / "privacy.json").read_text())
+    assert list(file)[1 : 1 + len(KEYS)] == KEYS
+    assert file["epsilon"] == statement.epsilon
+    assert file["answers"] == statement.answers()
+    assert file["account"]["histories"] == [[[1.0, 1 / 6, 6]]]
 
 
 def test_before_make_private_there_is_nothing_to_state():

@@ -294,7 +294,8 @@ def test_all_runs(cpu_ranks, layout, name, microbatch):
     if name == "secure" and microbatch:  # sums of parts round less, and ε counts the rounding
         found, whole = answers[0]["statement"], expected["statement"]
         assert 0.99 * whole["epsilon"] < found["epsilon"] < whole["epsilon"]
-        counted = {key: found[key] for key in ("epsilon", "secure")}
+        follow = ("epsilon", "secure", "curve", "mu", "true_positive_rates")
+        counted = {key: found[key] for key in follow}
         expected |= {"statement": whole | counted}
     check(answers, expected, layout)
 

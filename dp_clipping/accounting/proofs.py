@@ -1,0 +1,84 @@
+"""Says which page of `docs/proofs` covers a run, and which of its options none covers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+REGISTERED = "registered"
+"""In place of the name of a function, mechanism or layer of the user's own."""
+
+PAGES: dict[tuple[str, Any], str | None] = {
+    ("accountant", "pld"): "gaussian_poisson",
+    ("accountant", "that of the sampling"): "gaussian_poisson",  # and the page of `sampling`
+    ("accountant", "prv"): None,
+    ("accountant", "rdp"): None,
+    ("accountant", "gdp"): None,
+    ("sampling", "poisson"): "gaussian_poisson",
+    ("sampling", "truncated_poisson"): "truncated_poisson",
+    ("sampling", "balls_in_bins"): "balls_in_bins",
+    ("sampling", "cyclic"): "correlated_noise",
+    ("poisson_sampling", True): "gaussian_poisson",
+    ("poisson_sampling", False): None,
+    ("noise_mechanism", "gaussian"): "gaussian_poisson",
+    ("noise_mechanism", "correlated"): "correlated_noise",
+    ("noise_mechanism", REGISTERED): None,
+    ("secure_mode", False): "gaussian_poisson",
+    ("secure_mode", True): "secure_noise",
+    ("grad_sample_mode", "per_sample"): "clipping",
+    ("grad_sample_mode", "ghost"): "clipping",
+    ("grad_sample_mode", "flash"): "clipping",
+    ("grad_sample_mode", "bookkeeping"): "clipping",
+    ("grad_sample_mode", "flash_bookkeeping"): "clipping",
+    ("grad_sample_mode", "no_dp"): None,
+    ("clipping", "flat"): "clipping",
+    ("clipping", "per_layer"): "clipping",
+    ("clipping_function", "abadi"): "clipping",
+    ("clipping_function", "automatic"): "clipping",
+    ("clipping_function", REGISTERED): "clipping",  # cut off at C / n, whatever it returns
+    ("layers", "built in"): "clipping",
+    ("layers", REGISTERED): None,
+    ("adaptive_threshold with sampling", "poisson"): "gaussian_poisson",
+    ("adaptive_threshold with sampling", "truncated_poisson"): "truncated_poisson",
+    ("adaptive_threshold with sampling", "balls_in_bins"): "balls_in_bins",
+    ("adaptive_threshold with sampling", "cyclic"): None,
+    ("examples_per_unit", "1"): "clipping",
+    ("examples_per_unit", "more"): "units",
+    ("parts of a batch", "any number"): "accumulation",
+    ("ranks", "any number"): "sharded_noise",
+}
+"""Option and value -> the page that covers it; None: no page does. Which values go together is
+checked in `arguments`: what is not named here with another is refused there."""
+
+WHY = {
+    "accountant": "no page covers this account, which is Opacus's",
+    "poisson_sampling": "no account of the loader's own batches is known",
+    "noise_mechanism": "its account is its author's word",
+    "grad_sample_mode": "it clips nothing and adds no noise",
+    "layers": "that gradients and norms are right, and each sample's own, is their author's word",
+    "adaptive_threshold with sampling": "no page covers both",
+}
+
+
+def covered_by(runs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Returns the pages that cover runs with these options, and what none covers, in words.
+
+    A value that is not in `PAGES` is covered by none.
+    """
+    options = dict.fromkeys(option for run in runs for option in run.items())
+    pages = {PAGES.get(option) for option in options}
+    unproved = [
+        f"{name}={value!r}: {WHY.get(name, 'no page covers it')}"
+        for name, value in options
+        if PAGES.get((name, value)) is None
+    ]
+    return sorted(page for page in pages if page), unproved
+
+
+def named(value: str) -> str:
+    """Returns the name of a noise mechanism or clipping function as `PAGES` has it.
+
+    Args:
+        value: of the settings, where one that was registered has a digest: "name (digest)".
+    """
+    if value.endswith(")"):
+        return REGISTERED
+    return "correlated" if value.startswith("correlated noise") else value

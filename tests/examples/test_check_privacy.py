@@ -1,0 +1,123 @@
+"""`privacy.json` is checked with dp-accounting alone, and a changed number is named."""
+
+import ast
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddp_by_hand.examples import check_privacy
+from dp_clipping import CorrelatedNoise, PrivacyEngine
+
+RUNS = {
+    "poisson, two sigmas": ({"noise_multiplier": 0.7}, [2.0]),
+    "truncated": (
+        {"sampling": "truncated_poisson", "max_batch_size": 9, "noise_multiplier": 5.0},
+        [],
+    ),
+    "balls in bins": ({"sampling": "balls_in_bins"}, [2.0]),
+    "cyclic": ({"sampling": "cyclic"}, [2.0]),
+    "correlated": ({"sampling": "cyclic", "noise_mechanism": CorrelatedNoise(bands=4)}, []),
+    "secure": ({"secure_mode": True}, []),
+    "rdp": ({"accountant": "rdp"}, []),
+    "no noise": ({"noise_multiplier": 0.0}, []),
+    "no step": ({"epochs": 0}, []),
+}
+
+
+def statement_of(more, sigmas):
+    """Returns the statement of an epoch of six steps, and of one more with each further σ."""
+    more, network = dict(more), nn.Linear(3, 2)
+    own = {name: more.pop(name) for name in ("accountant", "secure_mode") if name in more}
+    engine, epochs = PrivacyEngine(**own), more.pop("epochs", 1)
+    data = TensorDataset(torch.randn(24, 3), torch.randint(2, (24,)))
+    model, optimizer, criterion, loader = engine.make_private(
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=4), **{"noise_multiplier": 1.0, **more},
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    for sigma in [optimizer.noise_multiplier, *sigmas][: epochs + len(sigmas)]:
+        optimizer.noise_multiplier = sigma
+        for x, y in loader if epochs else ():
+            criterion(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return engine.privacy_statement(1e-5)
+
+
+def checked(path, monkeypatch):
+    """Returns the exit status and what is printed."""
+    monkeypatch.setattr(sys, "argv", ["dp-check-privacy", str(path)])
+    try:
+        check_privacy.main()
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_was_written_holds_and_what_was_changed_does_not(name, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "privacy.json"
+    statement_of(*RUNS[name]).save(path)
+    assert checked(path, monkeypatch) == 0, capsys.readouterr()
+    file = json.loads(path.read_text())
+    if not file["epsilon"]:
+        return
+    less = copy.deepcopy(file)
+    less["curve"] = [[delta, 0.9 * epsilon] for delta, epsilon in file["curve"]]
+    less["epsilon"] = dict(less["curve"])[1e-5]
+    if name == "rdp":
+        return  # a loose account: what is 10 % smaller still holds
+    path.write_text(json.dumps(less))
+    assert checked(path, monkeypatch) == 1
+    assert "smaller than that of the account's steps" in capsys.readouterr().out
+
+
+def test_each_number_that_was_changed_is_named(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "privacy.json"
+    statement_of(*RUNS["cyclic"]).save(path)
+    file = json.loads(path.read_text())
+    longer = copy.deepcopy(file)
+    longer["account"]["histories"][0][-1][2] += 30
+    longer["steps"] += 30
+    for change, words in (
+        (longer, "smaller than that of the account's steps"),
+        (file | {"curve": [[d, 1.1 * e] for d, e in file["curve"]]}, "larger than that of the acc"),
+        (file | {"mu": 0.9 * file["mu"]}, "mu is "),
+        (file | {"epsilon": 0.5 * file["epsilon"]}, "that of the curve"),
+        (file | {"true_positive_rates": [[0.01, 0.011]]}, "the true positive rate at 0.01 is"),
+        (file | {"steps": 5}, "steps is 5"),
+        (file | {"noise_multiplier": 9.0}, "noise_multiplier is 9.0"),
+        (file | {"sample_rate": 0.5}, "sample_rate is 0.5"),
+    ):
+        path.write_text(json.dumps(change))
+        assert checked(path, monkeypatch) == 1
+        assert words in capsys.readouterr().out
+
+
+def test_what_cannot_be_checked_is_said(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "privacy.json"
+    statement_of(*RUNS["cyclic"]).save(path)
+    file = json.loads(path.read_text())
+    file["account"] |= {"noise": "laplace", "sampling": "poisson"}
+    for content, words in (
+        (json.dumps(file), "is its author's"), ("{", "cannot be checked"), ("{}", "'account'"),
+    ):  # fmt: skip
+        path.write_text(content)
+        assert checked(path, monkeypatch) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_it_needs_nothing_of_ours():
+    tree = ast.parse(Path(check_privacy.__file__).read_text())
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [
+        a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names
+    ]
+    known = {"dp_accounting", "scipy", "numpy"}
+    assert {name.split(".")[0] for name in modules} <= known | set(sys.stdlib_module_names)
