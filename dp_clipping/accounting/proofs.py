@@ -42,6 +42,9 @@ PAGES: dict[tuple[str, Any], str | None] = {
     ("adaptive_threshold with sampling", "cyclic"): None,
     ("examples_per_unit", "1"): "clipping",
     ("examples_per_unit", "more"): "units",
+    ("examples_per_step", "all"): "clipping",
+    ("examples_per_step", "some"): "units",
+    ("views", "any number"): "accumulation",
     ("parts of a batch", "any number"): "accumulation",
     ("ranks", "any number"): "sharded_noise",
 }

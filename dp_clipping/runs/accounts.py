@@ -217,6 +217,8 @@ class Accounts:
             "clipping_function": named(settings["clipping_function"]),
             "layers": REGISTERED if layers else "built in",
             "examples_per_unit": "1" if settings["examples_per_unit"] == 1 else "more",
+            "examples_per_step": "some" if settings["examples_per_step"] else "all",
+            "views": "any number",
             "parts of a batch": "any number",
             "ranks": "any number",
         }

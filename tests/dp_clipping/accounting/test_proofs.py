@@ -24,6 +24,8 @@ VALUES = {
     "secure_mode": (True, False),
     "adaptive_threshold with sampling": SAMPLINGS,
     "examples_per_unit": ("1", "more"),
+    "examples_per_step": ("all", "some"),
+    "views": ("any number",),
     "layers": ("built in", REGISTERED),
 }
 NO_PART_OF_A_PROOF = {
