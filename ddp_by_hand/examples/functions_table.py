@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ddp_by_hand.measure import options as command
 from ddp_by_hand.measure.command_line import ending_quietly, refuse
-from ddp_by_hand.measure.options import parse_options
 from dp_clipping import PrivacyEngine
 
 COLUMNS = {
@@ -153,7 +153,7 @@ def program(
 
     @ending_quietly
     def main(arguments: Sequence[str] | None = None) -> int:
-        options = parse_options(kind, arguments, needs=needs, prog=name, description=text)
+        options = command.parse_options(kind, arguments, needs=needs, prog=name, description=text)
         try:
             return run(options)
         except (ValueError, OSError) as error:
