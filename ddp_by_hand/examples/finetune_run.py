@@ -255,7 +255,7 @@ def run(options: Options) -> bool:
     samples = to_samples(read_rows(options.data, options.column), tokenizer, options.length)
     data = Data([s for i, s in enumerate(samples) if i % HELD_OUT], samples[::HELD_OUT])
     settings = settings_of(options, len(data.training))
-    checkpoint = _begin(options, settings)
+    checkpoint = begin(options, settings)
     progress = Progress()
     trainer = make_trainer(model, data, options, settings["delta"], progress)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -284,7 +284,7 @@ def settings_of(options: Options, rows: int) -> dict[str, Any]:
     return public | {"rows": rows, "delta": delta}
 
 
-def _begin(options: Options, settings: dict[str, Any]) -> str | None:
+def begin(options: Any, settings: dict[str, Any]) -> str | None:
     """Returns the checkpoint to continue from; raises ValueError if the folder does not fit."""
     folder, file = options.output_dir, options.output_dir / "settings.json"
     there = json.loads(file.read_text()) if file.exists() else None
