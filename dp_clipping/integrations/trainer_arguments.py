@@ -128,9 +128,9 @@ def arguments_of_loop(args: Any) -> Any:
     """
     if args.max_grad_norm:
         LOG.warning(
-            "TrainingArguments.max_grad_norm=%g is off: PrivacyArguments.max_grad_norm clips each "
-            "sample; TrainingArguments(max_grad_norm=0) says so too",
-            args.max_grad_norm,
+            "%s.max_grad_norm=%g is off: PrivacyArguments.max_grad_norm clips each sample; "
+            "%s(max_grad_norm=0) says so too",
+            (name := type(args).__name__), args.max_grad_norm, name,
         )
     args = copy.copy(args)
     args.gradient_accumulation_steps = 1
@@ -178,7 +178,7 @@ def refuse_arguments(args: Any, privacy: PrivacyArguments, has_data_parallel: bo
     """Raises ValueError for `TrainingArguments` that private training cannot follow, by name."""
     for is_given, name, why in _refusals(args, privacy, has_data_parallel):
         if is_given:
-            raise ValueError(f"TrainingArguments({name}): {why}")
+            raise ValueError(f"{type(args).__name__}({name}): {why}")
 
 
 def _refusals(
