@@ -67,12 +67,16 @@ class _PrivateTRLTrainer(PrivateTrainer):
                 "the loss of this model balances experts over the tokens of the batch: give "
                 f"{self._config.__name__}(router_aux_loss_coef=0.0)"
             )
-        if self.privacy.examples_per_unit > 1 and len(self.train_dataset) != examples:
+        if _has_units(self.privacy) and len(self.train_dataset) != examples:
             raise ValueError(
                 f"{examples - len(self.train_dataset)} examples of train_dataset were left out, as "
                 "max_length leaves nothing of them to train on, so units are not those of unit_ids "
                 "or of consecutive examples: leave these examples out, or give a larger max_length"
             )
+
+
+def _has_units(privacy: PrivacyArguments) -> bool:
+    return privacy.examples_per_unit > 1 or privacy.unit_ids is not None
 
 
 def _outputs(network: Any, model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
@@ -130,7 +134,7 @@ class PrivateSFTTrainer(_PrivateTRLTrainer, SFTTrainer):
         self, model: Any = None, args: Any = None, *, privacy: Any = None, **given: Any
     ) -> None:
         self._refuse(model, args, privacy, given)
-        if privacy.examples_per_unit > 1 and args.shuffle_dataset:
+        if _has_units(privacy) and args.shuffle_dataset:
             raise ValueError(
                 "SFTConfig(shuffle_dataset=True): units are told by the order of train_dataset: "
                 "leave it out, batches are random samples"
@@ -277,7 +281,10 @@ class _OfPairs(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
         """Returns log-probabilities [pairs, 2, T - 1] or logits [pairs, 2, T, V]."""
-        inputs = {"input_ids": input_ids.flatten(0, 1), "attention_mask": attention_mask.flatten(0, 1)}
+        inputs = {
+            "input_ids": input_ids.flatten(0, 1),
+            "attention_mask": attention_mask.flatten(0, 1),
+        }
         return _outputs(self.model, self.model, inputs, labels.flatten(0, 1)).unflatten(
             0, (len(labels), 2)
         )
