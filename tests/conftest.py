@@ -8,6 +8,7 @@ import signal
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 # Networks are small, and two processes run tests: more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each use
 # A shell that starts this in the background has Ctrl-C ignored here, and in all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

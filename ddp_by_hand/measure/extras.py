@@ -8,6 +8,7 @@ EXTRA_OF = {
     "accelerate": "transformers",
     "peft": "transformers",
     "transformers": "transformers",
+    "trl": "trl",
 }
 
 

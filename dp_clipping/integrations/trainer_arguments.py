@@ -137,9 +137,11 @@ def arguments_of_loop(args: Any) -> Any:
     """
     if args.max_grad_norm:
         LOG.warning(
-            "TrainingArguments.max_grad_norm=%g is off: PrivacyArguments.max_grad_norm clips each "
-            "sample; TrainingArguments(max_grad_norm=0) says so too",
+            "%s.max_grad_norm=%g is off: PrivacyArguments.max_grad_norm clips each sample; "
+            "%s(max_grad_norm=0) says so too",
+            (name := type(args).__name__),
             args.max_grad_norm,
+            name,
         )
     args = copy.copy(args)
     args.gradient_accumulation_steps = 1
@@ -187,14 +189,16 @@ def refuse_arguments(args: Any, privacy: PrivacyArguments, has_data_parallel: bo
     """Raises ValueError for `TrainingArguments` that private training cannot follow, by name."""
     for is_given, name, why in _refusals(args, privacy, has_data_parallel):
         if is_given:
-            raise ValueError(f"TrainingArguments({name}): {why}")
+            raise ValueError(f"{type(args).__name__}({name}): {why}")
 
 
 def _refusals(
     args: Any, privacy: PrivacyArguments, has_data_parallel: bool
 ) -> list[tuple[bool, str, str]]:
     """Returns whether each is given, its name, and why it is refused, with what to use instead."""
-    loader, checkpointing = args.accelerator_config, args.activation_checkpointing_kwargs or {}
+    loader = args.accelerator_config
+    old = getattr(args, "gradient_checkpointing_kwargs", None)  # its name at first
+    checkpointing = getattr(args, "activation_checkpointing_kwargs", old) or {}
     optim = str(getattr(args.optim, "value", args.optim))
     sampling = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
     return [

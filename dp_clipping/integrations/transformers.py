@@ -220,7 +220,7 @@ class PrivateTrainer(Trainer):
         return self.model_wrapped, batches
 
     def _make_private(self, max_steps: int, loader: DataLoader) -> None:
-        privacy, network = self.privacy, self.model
+        privacy, network = self.privacy, self._network()
         if self._data_parallel is not None and self.args.world_size > 1:
             network = self._data_parallel(network)
         self.model.train()  # from_pretrained and an evaluation leave it otherwise
@@ -236,7 +236,7 @@ class PrivateTrainer(Trainer):
             )  # fmt: skip
         self.model_wrapped, self.optimizer, self.criterion, loader = self.engine.make_private(
             module=network, optimizer=self.optimizer, data_loader=loader,
-            criterion=self._user_loss and _without_count(self._user_loss),
+            criterion=self._loss_per_sample(),
             noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm, wrap_model=False,
             **arguments,
         )  # fmt: skip
@@ -247,6 +247,14 @@ class PrivateTrainer(Trainer):
             loader, self.optimizer, self.args.train_batch_size, privacy.pad_batches
         )
         self._made = self.model, batches, self.train_dataset
+
+    def _network(self) -> nn.Module:
+        """Returns the network of the private run, whose forward takes a batch."""
+        return self.model
+
+    def _loss_per_sample(self) -> Callable[..., Any] | None:
+        """Returns the criterion of the private run; None: the model computes its loss."""
+        return self._user_loss and _without_count(self._user_loss)
 
     def _refuse_above_target(self, max_steps: int) -> None:
         """Raises ValueError if a resumed run would end above its `target_epsilon`."""

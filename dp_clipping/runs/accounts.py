@@ -460,7 +460,7 @@ def _public(criterion: Any) -> tuple:
         bound += [*map(_plain, own.args), *own.keywords, *map(_plain, own.keywords.values())]
         own = own.func
     kind = own if isinstance(own, FunctionType) else type(own)
-    values = vars(own) if kind.__module__.startswith("torch.") else {}
+    values = vars(own) if (kind.__module__ or "").startswith("torch.") else {}
     values = values | values.get("_buffers", {})
     names = [name for name in values if not name.startswith("_") and name != "training"]
     return (kind.__qualname__, repr(bound), repr([(name, _plain(values[name])) for name in names]))

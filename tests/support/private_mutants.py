@@ -70,6 +70,7 @@ RELATIVE = "tests/dp_clipping/layers/vmap/test_relative_positions.py"
 VMAP_TRIAL = "tests/dp_clipping/capture/test_vmap_trial.py"
 RANKS = "tests/dp_clipping/ranks/test_steps.py"
 TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
+POST_TRAINING = "tests/dp_clipping/integrations/test_trl.py"
 
 ROWS = [
     # ---- second derivatives
@@ -672,6 +673,17 @@ ROWS = [
      "return Sampled.of(self.of_make_private(), data_loader=loader)",
      'return Sampled.of(self.of_make_private(), data_loader=loader, noise_mechanism="gaussian")',
      TRAINER_SAMPLING, "correlated"),
+    ("a trained head is called beside its layer", "integrations/trl.py",
+     "if any(p.requires_grad for p in model.get_output_embeddings().parameters()):", "if False:",
+     POST_TRAINING, "assistant"),
+    ("units are told by rows that were left out", "integrations/trl.py",
+     "self.privacy.examples_per_unit > 1 and", "False and", POST_TRAINING, "units_of_examples"),
+    ("rewards are logged unasked", "integrations/trl.py",
+     "        if self.privacy.log_unprotected:\n            self._note(",
+     "        if True:\n            self._note(", POST_TRAINING, "epsilon_is_logged"),
+    ("a reference moves with the model", "integrations/trl.py",
+     "return torch.cat(found).view(-1, 2)", "return torch.cat(found).view(-1, 2) * 0",
+     POST_TRAINING, "single_samples"),
     ("backwards of a step are one", "runs/accounts.py", ", len(state.norms))", ")", CERTIFICATE),
     ("parts that were joined are believed", "runs/accounts.py",
      "        largest = None  # parts were put together again\n", "        pass\n", CERTIFICATE),
