@@ -86,7 +86,7 @@ def run(options: Options) -> int:
     rate = options.expected / (0.9 * options.clients)
     server, optimizer, criterion, loader = engine.make_private_with_epsilon(
         module=server, optimizer=torch.optim.SGD(server.parameters(), lr=options.server_lr),
-        criterion=lambda of_clients: of_clients.squeeze(1),
+        criterion=torch.flatten,
         data_loader=DataLoader(range(len(clients)), batch_size=options.expected),
         sample_rate=rate, steps=options.rounds, expected_batch_size=options.expected,
         target_epsilon=options.epsilon, target_delta=options.delta, max_grad_norm=options.clip,

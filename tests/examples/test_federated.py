@@ -25,7 +25,7 @@ def test_a_round_is_the_plain_loop_over_its_clients():
     engine = PrivacyEngine()
     server, optimizer, criterion, loader = engine.make_private(
         module=server, optimizer=torch.optim.SGD(server.parameters(), lr=lr),
-        criterion=lambda of_clients: of_clients.squeeze(1), noise_multiplier=0.0,
+        criterion=torch.flatten, noise_multiplier=0.0,
         data_loader=DataLoader(range(clients), batch_size=expected), max_grad_norm=most,
         sample_rate=expected / clients, steps=4, wrap_model=False,
     )  # fmt: skip
