@@ -15,9 +15,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from dp_clipping.distributed.dtensor import fsdp_classes, owner_of
 from dp_clipping.layers.batch_layout import Layout
@@ -32,7 +34,13 @@ from dp_clipping.layers.handle import (
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
 from dp_clipping.layers.vmap.objects import Objects
 from dp_clipping.layers.vmap.refusals import leaves_samples, reason_of, refusal_of
-from dp_clipping.layers.vmap.whole_batch import Call, Own, UnknownOperation, taken_for
+from dp_clipping.layers.vmap.whole_batch import (
+    Call,
+    Own,
+    UnknownOperation,
+    rows_of_table,
+    taken_for,
+)
 from dp_clipping.torch_compat import (
     is_passed_on,
     own_parameters,
@@ -122,7 +130,7 @@ def every_sample(
     if handle.one_by_one:
         return call.joined(_in_a_loop(call, copies))
     try:
-        with _uncovered(owners), _with_masks():
+        with _uncovered(owners), _with_masks(), _with_padding():
             run = torch.vmap(
                 call,
                 in_dims=(dict.fromkeys(handle.trainable, 0), *map(_sample_dim, call.layouts)),
@@ -154,6 +162,19 @@ def _with_masks() -> Any:
     kernel without.
     """
     return nullcontext() if torch.compiler.is_compiling() else sdpa_kernel(SDPBackend.MATH)
+
+
+class _Padding(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        function = rows_of_table if function is F.embedding else function
+        return function(*args, **(kwargs or {}))
+
+
+def _with_padding() -> Any:
+    """Returns a context in which the padding of an embedding has no gradient under vmap."""
+    return nullcontext() if torch.compiler.is_compiling() else _Padding()
 
 
 def may_loop(module: nn.Module) -> bool:

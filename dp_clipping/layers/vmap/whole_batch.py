@@ -340,6 +340,7 @@ def _under_vmap(
         return tuple(y.squeeze(at.dim) if at.kind == "dimension" else y for y, at in pairs)
 
     given = [leaves[n].copies if isinstance(leaves[n], Own) else leaves[n] for n in layouts]
+    function = rows_of_table if function is F.embedding else function
     run = torch.vmap(
         of_sample,
         in_dims=tuple(layout.sample_dim() for layout in layouts.values()),
@@ -349,6 +350,21 @@ def _under_vmap(
     # Other kernels do not notice under vmap that a mask needs a gradient.
     with sdpa_kernel(SDPBackend.MATH) if function in ATTENTION else nullcontext():
         return run(*given)
+
+
+def rows_of_table(
+    ids: Tensor, table: Tensor, padding_idx: int | None = None, *others: Any, **named: Any
+) -> Tensor:
+    """Looks up rows as `F.embedding`, whose padding has no gradient under vmap either.
+
+    PyTorch looks up the copies of all samples as one table there, and knows the padding of the
+    first one only.
+    """
+    rows = F.embedding(ids, table, None, *others, **named)
+    if padding_idx is None:
+        return rows
+    is_padding = ids == padding_idx % table.shape[0]
+    return rows.detach().where(is_padding.unsqueeze(-1), rows)
 
 
 class Own(Tensor):

@@ -1,12 +1,16 @@
 """Any other module under vmap: gradients are those of one backward per sample."""
 
 import copy
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from dp_clipping.capture import vmap_trial
+from dp_clipping.layers.vmap.whole_batch import UnknownOperation
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private, unchecked
 from tests.support import zoo
 from tests.support.turns import in_turn
@@ -246,3 +250,33 @@ def test_each_sample_draws_its_own_dropout():
     network = nn.Sequential(Mixing(lambda x, y: nn.functional.dropout(y, 0.5)))
     y = private(network)(torch.ones(64, 4))
     assert len((y == 0).unique(dim=0)) > 2
+
+
+class Padded(nn.Module):
+    """A table of its own with padding."""
+
+    def __init__(self, padding_idx: int):
+        super().__init__()
+        self.padding_idx, self.table = padding_idx, nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, ids):
+        return torch.nn.functional.embedding(ids, self.table, self.padding_idx)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("padding_idx", [1, -5])
+def test_padding_of_a_table_has_no_gradient(padding_idx, is_known):
+    """By the operator itself, or with the module under vmap as a whole."""
+    network = zoo.seeded(lambda: nn.Sequential(Padded(padding_idx), nn.Linear(4, 3))).double()
+    ids = torch.tensor([[1, 2, 3], [1, 1, 4], [2, 5, 1]])
+    batch = ids, torch.randn(3, 3, 3, dtype=torch.float64)
+    gradients = oracle.per_sample_gradients(network, batch, zoo.product)
+    unknown = patch.object(vmap_trial, "learn", side_effect=UnknownOperation("nothing is known"))
+    with nullcontext() if is_known else unknown:
+        model = private(network, max_grad_norm=1e6)
+        sums = clipped_sums(model, batch)
+    norms = oracle.norms(gradients)
+    torch.testing.assert_close(model.per_sample_gradient_norms, norms, rtol=1e-9, atol=0)
+    assert_close(sums, oracle.clipped_sum(gradients, 1e6), 1e-9)
+    (state,) = [h for h in model.capture.handles if h.kind == "vectorized"]
+    assert (state.operations is not None) == is_known

@@ -1,0 +1,92 @@
+"""The outcomes of the matrix as a page: a section for each library, replaced when that is run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ddp_by_hand.experiments.matrix.trial import CHANGED, FAILED, REFUSED, WORKS, Outcome, Row
+
+INTRODUCTION = """\
+# What trains privately
+
+Architectures of four libraries, in tiny configurations and else in their default settings: dropout,
+attention and caches are as the library has them. This page is written by
+
+```
+python -m ddp_by_hand.experiments.matrix --output docs/matrix.md
+```
+
+*Works* means that `make_private` takes the model, that
+[`engine.check`](verification.md#your-network-and-batch) finds norms and clipped sum of a batch
+equal to those of one backward per sample, and that two steps with noise run. *Changed* is what
+does so after the change that is named, which the command makes itself. *Refused* is followed by
+the first sentence of the message. It names layers of the tiny model, and goes on with what to do
+instead. The loss is the cross-entropy of the outputs, and sequences of tokens are padded on the
+right.
+"""
+_FAMILY = re.compile(r"^## (\w+)\n", re.MULTILINE)
+_SECTION = re.compile(r"^### (.+?): (\d+) of (\d+) work\n", re.MULTILINE)
+
+
+def written(page: str, family: str, outcomes: Sequence[Outcome], measured: str) -> str:
+    """Returns a page (perhaps empty) with the section of this family anew, in its place."""
+    parts = _FAMILY.split(page)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    sections[family] = f"\n{measured}\n\n" + "\n".join(_section(*part) for part in _by(outcomes))
+    return "\n".join(
+        [INTRODUCTION, *(f"## {name}\n{text.rstrip()}\n" for name, text in sections.items())]
+    )
+
+
+def read(path: Path, family: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """Returns (section, name) -> (status, words) of a page's family."""
+    parts = _FAMILY.split(path.read_text())
+    text = dict(zip(parts[1::2], parts[2::2], strict=True)).get(family, "")
+    sections, found = _SECTION.split(text), {}
+    for section, body in zip(sections[1::4], sections[4::4], strict=True):
+        for line in body.splitlines():
+            if line.startswith("`"):
+                found |= {(section, n): (WORKS, "") for n in re.findall("`([^`]+)`", line)}
+            elif row := re.fullmatch(r"\| (`.+`) \| (changed|refused|failed): (.+) \|", line):
+                for name in re.findall("`([^`]+)`", row[1]):
+                    found[section, name] = row[2], row[3]
+    return found
+
+
+def words_of(outcome: Outcome) -> tuple[str, str]:
+    """Returns status and words of an outcome as `read` finds them on a page."""
+    words = outcome.words
+    if outcome.status in (REFUSED, FAILED):
+        words = " ".join(words.replace("|", "/").replace("`", "'").split())
+        words = re.sub(r"([*_<>\[\]])", r"\\\1", words)
+    return outcome.status, words
+
+
+def _by(outcomes: Iterable[Outcome]) -> list[tuple[str, list[Outcome]]]:
+    sections: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        sections.setdefault(outcome.row.section, []).append(outcome)
+    return list(sections.items())
+
+
+def _section(title: str, outcomes: list[Outcome]) -> str:
+    """Returns what works as a line of names, and a table of the rest, equal words in one row."""
+    works = [outcome.row for outcome in outcomes if outcome.status == WORKS]
+    rest: dict[tuple[str, str], list[Row]] = {}
+    for outcome in outcomes:
+        if outcome.status != WORKS:
+            rest.setdefault(words_of(outcome), []).append(outcome.row)
+    order = [CHANGED, REFUSED, FAILED]
+    lines = [f"### {title}: {len(works)} of {len(outcomes)} work", "", _names(works), ""]
+    if rest:
+        lines += ["| others | |", "| --- | --- |"]
+        for (status, words), rows in sorted(rest.items(), key=lambda one: order.index(one[0][0])):
+            lines.append(f"| {_names(rows)} | {status}: {words} |")
+        lines.append("")
+    return "\n".join(line for n, line in enumerate(lines) if line or lines[n - 1])
+
+
+def _names(rows: Iterable[Row]) -> str:
+    return ", ".join(f"`{row.name}`" for row in rows)

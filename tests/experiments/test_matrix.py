@@ -1,0 +1,153 @@
+"""`experiments.matrix`: rows of each outcome, and the page that is committed."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_by_hand.experiments.matrix import page
+from ddp_by_hand.experiments.matrix.__main__ import FAMILIES, NEEDS, main
+from ddp_by_hand.experiments.matrix.trial import (
+    SAMPLES,
+    Outcome,
+    Row,
+    Subject,
+    subject_of,
+    try_row,
+)
+
+PAGE = Path(__file__).parents[2] / "docs/matrix.md"
+
+
+class Mixing(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - x.mean(0, keepdim=True))
+
+
+class Doubled(torch.autograd.Function):
+    """Doubles the gradient of a batch, and not that of one sample."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.is_batch = len(x) > 1
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g if ctx.is_batch else g
+
+
+class Inexact(nn.Linear):
+    def forward(self, x):
+        return Doubled.apply(super().forward(x))
+
+
+class Broken(nn.Linear):
+    def forward(self, x):
+        raise KeyError("lost")
+
+
+class Wrapped(nn.Module):
+    def __init__(self, *layers: nn.Module):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def outcome_of(*layers: nn.Module) -> Outcome:
+    def build() -> Subject:
+        inputs = {"x": torch.randn(SAMPLES, 4)}
+        return Subject(Wrapped(*layers), inputs, torch.randint(3, (SAMPLES,)), lambda y: y)
+
+    return try_row(Row("ours", "Layers", "row", build))
+
+
+@pytest.mark.parametrize(
+    ("layer", "status", "says"),
+    [
+        (nn.Dropout(0.5), "works", "^$"),
+        (nn.BatchNorm1d(8), "changed", "GroupNorm for BatchNorm$"),
+        (Mixing(8, 8), "refused", r"^ValueError: .*layers\.1.* depends on the other samples"),
+        (Inexact(8, 8), "failed", "^Differs: the norm of sample .* is off by"),
+        (Broken(8, 8), "failed", "^KeyError: 'lost'$"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else None,
+)
+def test_what_comes_of_a_row(layer, status, says):
+    outcome = outcome_of(layer)
+    assert outcome.status == status
+    assert re.search(says, outcome.words), outcome.words
+
+
+def test_targets_are_classes_of_the_outputs():
+    found = subject_of(nn.Linear(4, 3), {"input": torch.randn(SAMPLES, 5, 4)}, lambda y: y)
+    assert found.targets.shape == (SAMPLES, 5)
+    assert 0 <= found.targets.min() <= found.targets.max() < 3
+
+
+def test_a_page_is_read_as_it_was_written(tmp_path):
+    rows = [Row("ours", s, n, lambda: None) for s, n in (("A", "a"), ("A", "b, c=1"), ("B", "d"))]
+    outcomes = [
+        Outcome(rows[0], "works"), Outcome(rows[1], "refused", "ValueError: x_*y* | `z`"),
+        Outcome(rows[2], "changed", "`f(m)`: GroupNorm"),
+    ]  # fmt: skip
+    file = tmp_path / "page.md"
+    file.write_text(page.written("", "ours", outcomes, "(versions)"))
+    first = page.read(file, "ours")
+    assert first == {(o.row.section, o.row.name): page.words_of(o) for o in outcomes}
+    assert "### A: 1 of 2 work" in file.read_text()
+    file.write_text(page.written(file.read_text(), "theirs", outcomes[:1], "(versions)"))
+    assert page.read(file, "ours") == first
+    file.write_text(page.written(file.read_text(), "ours", outcomes[2:], "(versions)"))
+    assert list(page.read(file, "ours")) == [("B", "d")]
+    assert list(page.read(file, "theirs")) == [("A", "a")]
+
+
+def as_on_the_page(family: str, *names: str, capsys) -> None:
+    """Runs rows by the command, and compares them with the page if that has the same versions."""
+    for package in NEEDS.get(family, (family,)):
+        pytest.importorskip(package)
+    assert main(["--families", family, *(["--names", *names] if names else [])]) == 0
+    lines = [line.split("  ", 4) for line in capsys.readouterr().out.splitlines()]
+    found = {(section, name): status for _, section, name, status, *_ in lines if "|" not in name}
+    expected = {key: status for key, (status, _) in page.read(PAGE, family).items()}
+    assert set(found) <= set(expected)
+    assert names or set(found) == set(expected)
+    text = PAGE.read_text().partition(f"## {family}\n")[2].partition("\n## ")[0]
+    if f"{family} {version(family)}" in text:
+        assert found == {key: expected[key] for key in found}
+
+
+FEW = {
+    "transformers": ("gpt2", "t5", "resnet", "rwkv"),
+    "peft": ("IA3",),
+    "torchvision": ("vit",),
+    "timm": ("test_vit",),
+}
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_a_handful_of_rows(family, capsys):
+    as_on_the_page(family, *FEW[family], capsys=capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_row(family, capsys):
+    as_on_the_page(family, capsys=capsys)
+
+
+def test_wrong_commands(tmp_path, capsys):
+    for words, says in (
+        (["--families", "keras"], "keras"),
+        (["--names", "gpt2", "--output", str(tmp_path / "x.md")], "leave out --names"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 2
+        assert says in capsys.readouterr().err
