@@ -24,12 +24,12 @@ from tests.support.interpreter import Interpreter
 
 # The examples of a property follow from its name. Those of a night are others each time, and what
 # failed is tried first in the next: HYPOTHESIS_PROFILE=nightly pytest tests/dp_clipping/properties.
-hypothesis.settings.register_profile("default", derandomize=True, deadline=None, max_examples=20)
+hypothesis.settings.register_profile("ours", derandomize=True, deadline=None, max_examples=20)
 hypothesis.settings.register_profile(
     "nightly", deadline=None, max_examples=1000, print_blob=True,
     database=DirectoryBasedExampleDatabase(".hypothesis/nightly"),
 )  # fmt: skip
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ours"))
 
 # None of these imports Triton, which some ranks want interpreted.
 multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "opacus", "pytest"])

@@ -160,7 +160,8 @@ def test_every_import_is_declared():
     assert core <= set(libraries), "what nothing imports is no dependency"
     programs = imported("ddp_by_hand")
     wanted = set(programs) | set(beyond)
-    of_programs = extras["benchmark"] | extras["transformers"] | extras["trl"]
+    names = ("benchmark", "transformers", "trl", "matrix")
+    of_programs = set().union(*(extras[name] for name in names))
     assert set(programs) <= core | of_programs, programs
     assert of_programs - {PROJECT["name"]} <= wanted | {PROJECT["name"]}
 
@@ -168,7 +169,10 @@ def test_every_import_is_declared():
 @pytest.mark.parametrize("script", PROJECT["scripts"])
 def test_a_script_is_what_python_m_starts(script, capsys, monkeypatch):
     module, _, name = PROJECT["scripts"][script].partition(":")
-    for started, shown in ((f"/bin/{script}", script), (module, module.rpartition(".")[0])):
+    for started, shown in (
+        (f"/bin/{script}", script),
+        (module, re.sub(r"\.(__main__|main)$", "", module)),
+    ):
         monkeypatch.setattr(sys, "argv", [started, "--help"])
         with suppress(SystemExit):
             assert getattr(import_module(module), name)() == 0

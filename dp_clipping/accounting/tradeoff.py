@@ -9,8 +9,8 @@ mechanism is (ε, δ)-private for both orders of all neighbours if and only if
 (Wasserman and Zhou 2010, "A Statistical Framework for Differential Privacy", theorem 2.4; Dong,
 Roth and Su 2019, "Gaussian Differential Privacy", proposition 2.4). So f is at least the largest of
 these lines over all pairs (ε, δ) of the curve, whatever the mechanism is. The pairs are few, and
-every bound here is on the safe side of what all pairs would give. `docs/proofs/README.md`, lemma 4,
-has the proof for `gaussian_mu`.
+every bound here is on the safe side of what all pairs would give. `docs/proofs/attacks.md` has the
+proofs.
 """
 
 import math

@@ -411,12 +411,12 @@ class Accounts:
 
 def _say_of_constants(run: PrivateRun) -> None:
     """Logs, in a run's first step, which constants follow from the private number of units."""
-    known = {name: x for name, x in run.public_constants.items() if name != "account"}
-    private = private_constants([known])
-    if not private or PRIVATE_SIZE in run.said or run.model.policy is None:
+    if PRIVATE_SIZE in run.said:
         return
     run.said.add(PRIVATE_SIZE)
-    if run.rank == 0:
+    known = {name: x for name, x in run.public_constants.items() if name != "account"}
+    private = private_constants([known])
+    if private and run.rank == 0 and run.model.policy is not None:
         is_fixed = run.settings["sampling"] in FIXED  # whose rate follows from the steps
         give = [name for name, is_public in known.items() if not is_public]
         give = [name for name in give if not (is_fixed and name == "sample_rate")]

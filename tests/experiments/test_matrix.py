@@ -71,7 +71,11 @@ def outcome_of(*layers: nn.Module) -> Outcome:
     ("layer", "status", "says"),
     [
         (nn.Dropout(0.5), "works", "^$"),
-        (nn.BatchNorm1d(8), "changed", "GroupNorm for BatchNorm$"),
+        (
+            nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)),
+            "changed",
+            "GroupNorm for BatchNorm$",
+        ),
         (Mixing(8, 8), "refused", r"^ValueError: .*layers\.1.* depends on the other samples"),
         (Inexact(8, 8), "failed", "^Differs: the norm of sample .* is off by"),
         (Broken(8, 8), "failed", "^KeyError: 'lost'$"),

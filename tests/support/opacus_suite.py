@@ -40,6 +40,7 @@ from dp_clipping import PrivacyEngine
 
 hypothesis.settings.register_profile(
     "opacus_suite",
+    max_examples=100,
     derandomize=True,
     database=None,
     deadline=None,

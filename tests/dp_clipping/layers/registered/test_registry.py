@@ -74,7 +74,7 @@ def test_a_cuda_graph_is_refused():
     )
     settings = test_cuda_graph.SimpleNamespace(
         module=network, optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
-        grad_sample_mode="flash_bookkeeping", examples_per_unit=1, memory_budget=None,
+        grad_sample_mode="flash_bookkeeping", rows_per_unit=1, memory_budget=None,
         adaptive_threshold=None,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
