@@ -13,6 +13,7 @@ from ddp_by_hand.measure.picture import FAINT, frame, new_figure, save_picture
 DATA = "fashion-mnist"
 MARKS = "osD^vP"
 APART = 1.03  # methods at one ε stand beside each other, a factor each
+SUBTITLE = "mean and deviation over seeds; crosses: published; rows of one ε stand side by side"
 TITLE = "Accuracy on Fashion-MNIST over ε"
 
 
@@ -31,7 +32,7 @@ def draw(path: Path, records: Sequence[dict[str, Any]]) -> None:
             methods.setdefault(row.method, []).append((row, scores))
     if not methods:
         raise ValueError("no records of Fashion-MNIST to draw: call it without --rows")
-    figure = new_figure(4.6, TITLE, ["mean and standard deviation over seeds; crosses: published"])
+    figure = new_figure(4.6, TITLE, [SUBTITLE])
     axes = figure.subplots()
     figure.subplots_adjust(left=0.07, right=0.74, top=0.83, bottom=0.12)
     for place, (method, points) in enumerate(methods.items()):
