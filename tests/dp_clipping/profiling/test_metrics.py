@@ -1,6 +1,8 @@
 """Metrics of each step: what ε covers, and apart from it what was asked for by name."""
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -175,3 +177,21 @@ def test_the_documented_tensorboard_example(tmp_path, monkeypatch):
         events.Reload()
         assert set(events.Tags()["scalars"]) >= tags
         assert [one.step for one in events.Scalars(next(iter(tags)))] == [1, 2, 3, 4]
+
+
+def test_the_documented_example_of_weights_and_biases(monkeypatch):
+    """Both libraries have `init(project=)` and `log(dict, step=)`."""
+    logged, begun = [], []
+    stand_in = types.ModuleType("wandb")
+    stand_in.init = lambda project: begun.append(project)
+    stand_in.log = lambda metrics, step=None: logged.append((metrics, step))
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    (block,) = re.findall(r"^```python\n([^`]*import wandb[^`]*)^```", DOCUMENT.read_text(), re.M)
+    engine = PrivacyEngine(accountant="rdp")
+    private = made(engine)
+    exec(block, {"engine": engine})
+    train(*private)
+    assert begun
+    assert [step for _, step in logged] == [1, 2, 3, 4]
+    assert [set(metrics) for metrics, _ in logged] == [{"epsilon"}] * 4, "nothing else is covered"
+    assert logged[-1][0]["epsilon"] == pytest.approx(engine.get_epsilon(1e-5))
