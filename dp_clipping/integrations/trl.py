@@ -32,7 +32,7 @@ __all__ = ["PrivacyArguments", "PrivateDPOTrainer", "PrivateSFTTrainer"]
 class _PrivateTRLTrainer(PrivateTrainer):
     """What the trainers have in common: refusals, and the log-probabilities of tokens."""
 
-    _config: type = SFTConfig
+    _config: Any = SFTConfig
     _refused: Callable[[Any], list[tuple[bool, str, str]]]
 
     def _refuse(self, model: Any, args: Any, privacy: Any, given: dict) -> None:
