@@ -82,8 +82,8 @@ def _has_units(privacy: PrivacyArguments) -> bool:
 def _outputs(network: Any, model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     """Returns log-probabilities of the labels [B, T - 1], or logits [B, T, V].
 
-    The first ones TRL computes without logits, from the weights of the head. The gradient of these
-    would not be clipped, so a head that is trained is called as a layer.
+    The first ones TRL computes without logits, from the weights of the head. A head that is trained
+    is called as a layer, whose gradients of samples are cheap.
 
     Args:
         network: called; the model, maybe in a wrapper.
