@@ -48,7 +48,7 @@ def _torchvision() -> dict[str, Callable[[], nn.Module]]:
                   block_channels=[16, 16], block_layers=[1, 1],
                   stochastic_depth_prob=0.2)  # fmt: skip
     mobile, efficient = m.mobilenetv3.InvertedResidualConfig, m.efficientnet.MBConvConfig
-    regnet = m.regnet.BlockParams([1, 1], [16, 16], [8, 8], [2, 2], [1.0, 1.0], se_ratio=0.25)
+    regnet = m.regnet.BlockParams([1, 1], [16, 16], [8, 8], [1.0, 1.0], [2, 2], se_ratio=0.25)
     blocks = [efficient(1, 3, 1, 16, 8, 1, 1, 1), efficient(4, 3, 2, 8, 16, 1, 1, 1)]
     return {
         "convnext": partial(m.ConvNeXt, convnext, num_classes=3),
