@@ -53,7 +53,7 @@ class Broken(nn.Linear):
 class Wrapped(nn.Module):
     def __init__(self, *layers: nn.Module):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 3))
+        self.layers = nn.Sequential(nn.Linear(4, 64), *layers, nn.Linear(64, 3))
 
     def forward(self, x):
         return self.layers(x)
@@ -71,10 +71,10 @@ def outcome_of(*layers: nn.Module) -> Outcome:
     ("layer", "status", "says"),
     [
         (nn.Dropout(0.5), "works", "^$"),
-        (nn.BatchNorm1d(8), "changed", "GroupNorm for BatchNorm$"),
-        (Mixing(8, 8), "refused", r"^ValueError: .*layers\.1.* depends on the other samples"),
-        (Inexact(8, 8), "failed", "^Differs: the norm of sample .* is off by"),
-        (Broken(8, 8), "failed", "^KeyError: 'lost'$"),
+        (nn.BatchNorm1d(64), "changed", "GroupNorm for BatchNorm$"),
+        (Mixing(64, 64), "refused", r"^ValueError: .*layers\.1.* depends on the other samples"),
+        (Inexact(64, 64), "failed", "^Differs: the norm of sample .* is off by"),
+        (Broken(64, 64), "failed", "^KeyError: 'lost'$"),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else None,
 )
