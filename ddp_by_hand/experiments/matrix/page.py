@@ -23,8 +23,8 @@ python -m ddp_by_hand.experiments.matrix --output docs/matrix.md
 equal to those of one backward per sample, and that two steps with noise run. *Changed* is what
 does so after the change that is named, which the command makes itself. *Refused* is followed by
 the first sentence of the message. It names layers of the tiny model, and goes on with what to do
-instead. The loss is the cross-entropy of the outputs, and sequences of tokens are padded on the
-right.
+instead. *Failed* is what the library raised, or a step that is not exact. The loss is the
+cross-entropy of the outputs, and sequences of tokens are padded on the right.
 """
 _FAMILY = re.compile(r"^## (\w+)\n", re.MULTILINE)
 _SECTION = re.compile(r"^### (.+?): (\d+) of (\d+) work\n", re.MULTILINE)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -201,6 +202,7 @@ def attempt(row: Row, change: Change | None = None) -> bool:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(1)
+        np.random.seed(1)  # which models of speech mask with
         network = change(subject.network.train(), subject.inputs) if change else subject.network
         if network is None:
             return False
