@@ -38,7 +38,7 @@ test: lint
 test-all: lint
 	$(RUN) -m pytest --durations=15 $(ARGS)
 
-# Results are kept in mutants.jsonl, and a second call goes on: a day on two cores, 20 minutes on 16.
+# Results are kept in mutants.jsonl, and a second call goes on. It takes hours.
 mutants: $(READY)
 	$(RUN) -m tests.support.mutation_score $(ARGS)
 

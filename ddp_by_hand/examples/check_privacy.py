@@ -36,13 +36,14 @@ def gaussian(mu):
     return lambda e: ndtr(mu / 2 - e / mu) - np.exp(e + log_ndtr(-mu / 2 - e / mu))
 
 
-def squared_mu(history, bands):
+def squared_mu(history, bands, weights=None):
     """Returns the largest μ² of a unit that is in each `per_epoch`-th step of cyclic batches."""
     steps, apart = expand(history), per_epoch(history)
     if bands is None:
         return max(sum(sigma**-2.0 for sigma, _ in steps[i::apart]) for i in range(apart))
-    weights = np.cumprod([1.0] + [(j - 1.5) / j for j in range(1, bands)])
-    moved = np.zeros(len(steps))
+    if weights is None:
+        weights = np.cumprod([1.0] + [(j - 1.5) / j for j in range(1, bands)])
+    weights, moved = np.array(weights), np.zeros(len(steps))
     for t in range(len(steps)):
         before = moved[max(0, t - bands + 1) : t][::-1]
         moved[t] = (t % apart == 0) - weights[1 : 1 + len(before)] @ before
@@ -143,9 +144,14 @@ def delta_of(file):
     """Returns δ as a function of ascending ε, computed from the steps of the file."""
     account, histories = file["account"], [h for h in file["account"]["histories"] if h]
     if account["sampling"] == "cyclic":
-        return gaussian(sum(squared_mu(h, account.get("bands")) for h in histories) ** 0.5)
+        return gaussian(
+            sum(squared_mu(h, account.get("bands"), account.get("weights")) for h in histories)
+            ** 0.5
+        )
     if account["sampling"] == "balls_in_bins":
         return balls_in_bins(histories)
+    if account["sampling"] not in ("poisson", "truncated_poisson"):
+        raise NotImplementedError(f"sampling {account['sampling']!r} is not known here")
     if account["noise"] != "gaussian":
         raise NotImplementedError(f"the account of noise {account['noise']!r} is its author's")
     entries = [tuple(entry) for history in histories for entry in history]
@@ -180,6 +186,13 @@ def mu_of(curve, delta):
     return max([0.0, *needed])
 
 
+RATES = [0.001, 0.01, 0.1]  # of false positives
+CANNOT = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError,
+    NotImplementedError,
+)  # fmt: skip
+
+
 def wrong(file):
     """Yields what does not hold, in words."""
     account, delta = file["account"], file["delta"]
@@ -195,8 +208,15 @@ def wrong(file):
     stated = math.inf if file["epsilon"] is None else file["epsilon"]
     if dict(curve).get(delta) != stated:
         yield f"epsilon is {stated}, and that of the curve {dict(curve).get(delta)}"
+    rates = [rate for rate, _ in file["true_positive_rates"]]
+    if rates != RATES:
+        yield f"true positive rates are of {rates}, and a statement has those of {RATES}"
     if math.isinf(stated):
+        if file["mu"] is not None or any(rate != 1 for _, rate in file["true_positive_rates"]):
+            yield "epsilon is infinite, and mu or a true positive rate is not that of no guarantee"
         return
+    if file["answers"]["parameters"] != (words := f"ε = {stated:.4g} at δ = {delta:g}"):
+        yield f"the answers say {file['answers']['parameters']!r}, and the numbers {words!r}"
     mu = math.inf if file["mu"] is None else file["mu"]
     if not math.isclose(mu, found := mu_of(curve, delta), rel_tol=1e-6, abs_tol=1e-9):
         yield f"mu is {mu}, and the curve needs {found}"
@@ -228,7 +248,7 @@ def main() -> None:
         with open(path, encoding="utf-8") as text:
             file = json.load(text)
         found = list(wrong(file))
-    except (OSError, ValueError, KeyError, TypeError, NotImplementedError) as error:
+    except CANNOT as error:
         print(f"{path} cannot be checked: {error!r}", file=sys.stderr)
         sys.exit(2)
     for words in found:

@@ -1,5 +1,6 @@
 """Says which page of `docs/proofs` covers a run, and which of its options none covers."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,10 @@ PAGES: dict[tuple[str, Any], str | None] = {
 """Option and value -> the page that covers it; None: no page does. Which values go together is
 checked in `arguments`: what is not named here with another is refused there."""
 
+CORRELATED = re.compile(
+    r"correlated noise of \d+ bands( for \d+ epochs( of \d+ batches \(sum [-+.\de]+\))?)?"
+)
+
 WHY = {
     "accountant": "no page covers this account, which is Opacus's",
     "poisson_sampling": "no account of the loader's own batches is known",
@@ -82,6 +87,6 @@ def named(value: str) -> str:
     Args:
         value: of the settings, where one that was registered has a digest: "name (digest)".
     """
-    if value.endswith(")"):
-        return REGISTERED
-    return "correlated" if value.startswith("correlated noise") else value
+    if CORRELATED.fullmatch(value):
+        return "correlated"
+    return REGISTERED if value.endswith(")") else value

@@ -103,13 +103,19 @@ class PrivacyStatement:
         at the end.
         """
         folder = Path(folder)
-        self.save(folder / FILE)
+        folder.mkdir(parents=True, exist_ok=True)
         card = folder / "README.md"
         text = card.read_text(encoding="utf-8") if card.exists() else ""
         before, _, rest = text.partition(BEGIN)
+        if BEGIN in text and END not in rest:
+            raise ValueError(
+                f"{card} has {BEGIN!r} and not {END!r}, so where the section ends is not known: "
+                "put the second one back, or delete the section"
+            )
         section = f"{BEGIN}\n{self.as_markdown()}\n{END}"
         after = rest.partition(END)[2]
         before = before.rstrip() + "\n\n" if before.strip() else ""
+        self.save(folder / FILE)
         write_atomically(card, f"{before}{section}{after or chr(10)}")
 
     def answers(self) -> dict[str, str]:

@@ -21,11 +21,14 @@ def accounted(
         max_batch_size: for truncated Poisson sampling.
     """
     if isinstance(noise, CorrelatedNoise):
+        drawn: dict[str, Any] = {"bands": noise.bands}
+        if noise.batches is not None:
+            drawn["weights"] = list(noise.weights(noise.bands))
         return Mechanism(
             f"{noise}, cyclic", "cyclic", ZERO_OUT,
             f"Gaussian mechanism of {noise} on the steps that use one unit (dp-accounting)",
             partial(cyclic.epsilon, sensitivity=noise.sensitivity), in_order=True,
-            constants={"bands": noise.bands},
+            constants=drawn,
         )  # fmt: skip
     if sampling == "truncated_poisson":
         assert max_batch_size is not None

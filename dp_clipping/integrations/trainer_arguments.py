@@ -150,10 +150,12 @@ def arguments_of_loop(args: Any) -> Any:
     return args
 
 
-def refuse_missing(given: Mapping[str, Any], privacy: Any) -> None:
+def refuse_missing(
+    given: Mapping[str, Any], privacy: Any, config: str = "TrainingArguments"
+) -> None:
     """Raises ValueError or WrongType for a trainer without a model or arguments."""
     if given.get("args") is None:
-        raise ValueError('args is missing: give args=TrainingArguments(output_dir="..")')
+        raise ValueError(f'args is missing: give args={config}(output_dir="..")')
     if not isinstance(privacy, PrivacyArguments):
         raise WrongType(
             f"privacy is {shown(privacy)}: give "
@@ -167,10 +169,10 @@ def refuse_missing(given: Mapping[str, Any], privacy: Any) -> None:
         )
 
 
-def refuse_dataset(dataset: Any) -> None:
+def refuse_dataset(dataset: Any, trainer: str = "PrivateTrainer") -> None:
     """Raises ValueError or WrongType for training data that cannot be sampled by index."""
     if dataset is None:
-        raise ValueError("train_dataset is missing: PrivateTrainer(train_dataset=.., ..)")
+        raise ValueError(f"train_dataset is missing: {trainer}(train_dataset=.., ..)")
     if isinstance(dataset, Mapping):
         raise WrongType(
             f"train_dataset is {shown(dataset)}: give one of the data sets in it, "

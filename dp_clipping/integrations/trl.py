@@ -34,15 +34,16 @@ class _PrivateTRLTrainer(PrivateTrainer):
 
     _config: Any = SFTConfig
     _refused: Callable[[Any], list[tuple[bool, str, str]]]
+    _noted: dict[str, list[float]]  # of the microbatches since the last log
 
     def _refuse(self, model: Any, args: Any, privacy: Any, given: dict) -> None:
-        refuse_missing({"model": model, "args": args}, privacy)
         name, config = type(self).__name__, self._config
+        refuse_missing({"model": model, "args": args}, privacy, config.__name__)
         if not isinstance(args, config):
             raise WrongType(
                 f"args is {shown(args)}: give {name}(args={config.__name__}(output_dir='..'), ..)"
             )
-        refuse_dataset(given.get("train_dataset"))
+        refuse_dataset(given.get("train_dataset"), name)
         columns = getattr(given["train_dataset"], "column_names", ())
         for is_given, what, why in (
             (args.activation_offloading, "activation_offloading=True",
@@ -54,11 +55,24 @@ class _PrivateTRLTrainer(PrivateTrainer):
         ):  # fmt: skip
             if is_given:
                 raise ValueError(f"{config.__name__}({what}): {why}")
+        adapters = given.get("peft_config") or getattr(model, "active_peft_config", None)
+        if getattr(adapters, "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(adapters).__name__} puts virtual tokens before each sample, which are not "
+                "built here: give peft_config=LoraConfig(..)"
+            )
         if {"image", "images"} & set(columns):
             raise NotImplementedError(
                 "train_dataset has images, of which a batch has not one row per sample: use a loop "
                 "of your own with PrivacyEngine().make_private(module=model, ..)"
             )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs what is noted of microbatches too, which `log_unprotected` asks for."""
+        if self.model.training:
+            logs.update({name: sum(values) / len(values) for name, values in self._noted.items()})
+            self._noted.clear()
+        super().log(logs, start_time)
 
     def _refuse_prepared(self, examples: int) -> None:
         """Raises ValueError for what the trainer has made of its model and data."""
@@ -139,6 +153,7 @@ class PrivateSFTTrainer(_PrivateTRLTrainer, SFTTrainer):
                 "SFTConfig(shuffle_dataset=True): units are told by the order of train_dataset: "
                 "leave it out, batches are random samples"
             )
+        self._noted = {}
         super().__init__(model=model, args=args, privacy=privacy, **given)
         self._refuse_prepared(len(given["train_dataset"]))
 
@@ -163,7 +178,7 @@ class PrivateSFTTrainer(_PrivateTRLTrainer, SFTTrainer):
         outputs = _outputs(model, self.model, inputs, labels)
         if self.privacy.log_unprotected:
             self._total_train_tokens += int(inputs["attention_mask"].sum())
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+            self._noted["num_tokens"] = [self._total_train_tokens]
         return self.criterion(outputs, labels)
 
 
@@ -174,9 +189,11 @@ class PrivateDPOTrainer(_PrivateTRLTrainer, DPOTrainer):
     `data_parallel`. The gradient of a pair's loss, by both of its completions, is clipped as one.
     Batch sizes and `PrivacyArguments(examples_per_unit=k, unit_ids=..)` count pairs.
 
-    The reference is `ref_model`, the model without its adapters, or a copy of the model as it is
-    given. What precomputes it (`precompute_ref_log_probs`) sees the data without noise, and TRL
-    keeps that in the cache of the data set: do not publish it.
+    The reference is `ref_model`, or the model as it is given: without new adapters, or a copy. Of
+    the adapters of a given `PeftModel` TRL keeps a copy, and saves it in `ref/`.
+
+    What precomputes it (`precompute_ref_log_probs`) sees the data without noise, and TRL keeps that
+    in the cache of the data set: do not publish it.
 
     Attributes:
         engine: the `PrivacyEngine`.
@@ -200,6 +217,12 @@ class PrivateDPOTrainer(_PrivateTRLTrainer, DPOTrainer):
              "leave it out, all tokens have weight 1"),
             (args.f_divergence_type != "reverse_kl",
              f"f_divergence_type={args.f_divergence_type!r}", "leave it at 'reverse_kl'"),
+            (args.beta <= 0, f"beta={args.beta}", "give a number above 0"),
+            ("robust" in args.loss_type and not 0 <= args.label_smoothing < 0.5,
+             f"label_smoothing={args.label_smoothing}", "loss_type='robust' needs one below 0.5"),
+            (bool(args.label_smoothing_factor),
+             f"label_smoothing_factor={args.label_smoothing_factor}",
+             "leave it out: it is of classes; label_smoothing is of preferences"),
             (args.sync_ref_model, "sync_ref_model=True",
              "a checkpoint has no reference to resume with: leave it out, or train again with "
              "ref_model=.."),
@@ -210,9 +233,10 @@ class PrivateDPOTrainer(_PrivateTRLTrainer, DPOTrainer):
         privacy: Any = None, **given: Any,
     ) -> None:  # fmt: skip
         self._refuse(model, args, privacy, given)
-        is_adapted = given.get("peft_config") is not None or hasattr(model, "peft_config")
+        is_adapted = given.get("peft_config") is not None or hasattr(model, "active_peft_config")
         if ref_model is None and not is_adapted and not args.precompute_ref_log_probs:
             ref_model = copy.deepcopy(model)
+        self._noted = {}
         super().__init__(model=model, ref_model=ref_model, args=args, privacy=privacy, **given)
         self._refuse_prepared(len(given["train_dataset"]))
 
@@ -269,7 +293,7 @@ class PrivateDPOTrainer(_PrivateTRLTrainer, DPOTrainer):
             ("accuracies", (chosen > rejected).float()),
         ):  # fmt: skip
             if len(x):
-                self._metrics["train"][f"rewards/{name}"].append(x.mean().item())
+                self._noted.setdefault(f"rewards/{name}", []).append(x.mean().item())
 
 
 class _OfPairs(nn.Module):

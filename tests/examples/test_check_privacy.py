@@ -23,6 +23,7 @@ RUNS = {
     "balls in bins": ({"sampling": "balls_in_bins"}, [2.0]),
     "cyclic": ({"sampling": "cyclic"}, [2.0]),
     "correlated": ({"sampling": "cyclic", "noise_mechanism": CorrelatedNoise(bands=4)}, []),
+    "planned": ({"sampling": "cyclic", "noise_mechanism": CorrelatedNoise(bands=4, epochs=2)}, []),
     "secure": ({"secure_mode": True}, []),
     "rdp": ({"accountant": "rdp"}, []),
     "no noise": ({"noise_multiplier": 0.0}, []),
@@ -90,7 +91,12 @@ def test_each_number_that_was_changed_is_named(tmp_path, monkeypatch, capsys):
         (file | {"curve": [[d, 1.1 * e] for d, e in file["curve"]]}, "larger than that of the acc"),
         (file | {"mu": 0.9 * file["mu"]}, "mu is "),
         (file | {"epsilon": 0.5 * file["epsilon"]}, "that of the curve"),
-        (file | {"true_positive_rates": [[0.01, 0.011]]}, "the true positive rate at 0.01 is"),
+        (
+            file | {"true_positive_rates": [[0.001, 0.5], [0.01, 0.011], [0.1, 0.5]]},
+            "the true positive rate at 0.01 is",
+        ),
+        (file | {"true_positive_rates": []}, "true positive rates are of []"),
+        (file | {"answers": {"parameters": "ε = 0.001 at δ = 1e-09"}}, "the answers say"),
         (file | {"steps": 5}, "steps is 5"),
         (file | {"noise_multiplier": 9.0}, "noise_multiplier is 9.0"),
         (file | {"sample_rate": 0.5}, "sample_rate is 0.5"),
@@ -104,9 +110,12 @@ def test_what_cannot_be_checked_is_said(tmp_path, monkeypatch, capsys):
     path = tmp_path / "privacy.json"
     statement_of(*RUNS["cyclic"]).save(path)
     file = json.loads(path.read_text())
+    other = copy.deepcopy(file)
+    other["account"]["sampling"] = "every unit is in each batch"
     file["account"] |= {"noise": "laplace", "sampling": "poisson"}
     for content, words in (
-        (json.dumps(file), "is its author's"), ("{", "cannot be checked"), ("{}", "'account'"),
+        (json.dumps(file), "is its author's"), (json.dumps(other), "is not known here"),
+        ("{", "cannot be checked"), ("{}", "'account'"),
     ):  # fmt: skip
         path.write_text(content)
         assert checked(path, monkeypatch) == 2

@@ -75,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_folder("--output-dir", options.output_dir, create=True)
         if options.picture:
             check_file("--picture", options.picture)
+            if options.tune:
+                raise ValueError("--picture is of records: leave out --tune")
             require("matplotlib")
         device = torch.device(find_hardware(options.device, 1).device_type)
         results = Results(options.output_dir)
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     splits = Splits(options.data, device, HELD_OUT if options.tune else 0)
     kind = "tuning" if options.tune else "record"
     if options.tune:
-        rows = [tried for row in rows for tried in grid_of(row)]
+        rows = [tried for row in rows if row.grid for tried in grid_of(row)]
     elif options.tuned:
         rows = [tuned(row, results.rows()) for row in rows]
     for row in rows:
@@ -92,7 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own = [found for found in results.rows() if found["kind"] == kind]
     print((tuning_table if options.tune else table)(own))
     if options.picture:
-        draw(options.picture, own)
+        try:
+            draw(options.picture, own)
+        except ValueError as error:
+            return refuse(PROGRAM, error)
     return int(any(found["status"] not in (OK, UNAVAILABLE) for found in own))
 
 

@@ -31,7 +31,7 @@ def draw(path: Path, records: Sequence[dict[str, Any]]) -> None:
         if row.data == DATA and scores:
             methods.setdefault(row.method, []).append((row, scores))
     if not methods:
-        raise ValueError("no records of Fashion-MNIST to draw: call it without --rows")
+        raise ValueError("no records of Fashion-MNIST to draw: the table has none that was trained")
     figure = new_figure(4.6, TITLE, [SUBTITLE])
     axes = figure.subplots()
     figure.subplots_adjust(left=0.07, right=0.74, top=0.83, bottom=0.12)

@@ -1,5 +1,6 @@
 """The tables: scores over seeds beside what was published, and what was tried."""
 
+import math
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -77,5 +78,6 @@ def tuning_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def best_first(tried: dict[str, Any]) -> float:
     """Returns what sorts the best first: accuracies fall, losses rise."""
-    score = tried["score"] or 0.0
-    return score if tried["data"] == STDLIB else -score
+    if tried["score"] is None:  # it failed
+        return math.inf
+    return tried["score"] if tried.get("data", STDLIB) == STDLIB else -tried["score"]

@@ -13,13 +13,16 @@ from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.sampling.schemes import SAMPLINGS
 
 PROOFS = Path(__file__).parents[3] / "docs/proofs"
+PLANNED = [
+    named(str(CorrelatedNoise(bands=4))), named(str(CorrelatedNoise(4, epochs=2, batches=100))),
+]  # fmt: skip
 VALUES = {
     "accountant": ("pld", "prv", "rdp", "gdp"),
     "grad_sample_mode": MODES,
     "clipping": CLIPPINGS,
     "clipping_function": (*CLIPPING_FUNCTIONS, REGISTERED),
     "sampling": SAMPLINGS,
-    "noise_mechanism": ("gaussian", named(str(CorrelatedNoise(bands=4))), named("own (1a2b)")),
+    "noise_mechanism": ("gaussian", *PLANNED, named("own (1a2b)")),
     "poisson_sampling": (True, False),
     "secure_mode": (True, False),
     "adaptive_threshold with sampling": SAMPLINGS,
@@ -43,6 +46,11 @@ def test_each_value_has_a_page_or_a_reason(name):
     for value in VALUES[name]:
         page = PAGES[name, value]
         assert (PROOFS / f"{page}.md").is_file() if page else WHY[name], (name, value)
+
+
+def test_a_registered_name_is_not_ours():
+    assert PLANNED == ["correlated", "correlated"]
+    assert named("correlated noise of 4 bands (1a2b3c)") == REGISTERED
 
 
 def test_no_argument_of_make_private_is_left_out():

@@ -243,3 +243,15 @@ def test_epsilon_ends_at_its_target_after_the_public_number_of_steps():
     )  # fmt: skip
     train(twice[1], epochs=2)
     assert 1.98 <= twice[0].get_epsilon(1e-3) <= 2.0
+
+
+def test_a_card_whose_section_has_no_end_is_left_as_it_is(tmp_path):
+    engine, private = made()
+    train(private)
+    statement, card = engine.privacy_statement(1e-3), tmp_path / "new" / "README.md"
+    statement.write_beside(card.parent)
+    text = card.read_text().rpartition("<!--")[0] + "\n## My results\n"
+    card.write_text(text)
+    with pytest.raises(ValueError, match="where the section ends is not known"):
+        statement.write_beside(card.parent)
+    assert card.read_text() == text

@@ -408,3 +408,17 @@ def test_what_a_newcomer_gives(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         dpo(tmp_path, max_grad_norm=1.0)
     assert "DPOConfig.max_grad_norm=1 is off: PrivacyArguments.max_grad_norm" in caplog.text
+
+
+def test_virtual_tokens_and_losses_without_a_value_are_refused(tmp_path):
+    adapters = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    for make in (sft, dpo):
+        with pytest.raises(ValueError, match=r"PromptTuningConfig .*peft_config=LoraConfig"):
+            make(tmp_path, trainer={"peft_config": adapters})
+    for options, says in (
+        ({"beta": 0.0}, r"DPOConfig\(beta=0.0\): give a number above 0"),
+        ({"loss_type": ["robust"], "label_smoothing": 0.5}, r"label_smoothing=0.5\): .*below 0.5"),
+        ({"label_smoothing_factor": 0.1}, r"DPOConfig\(label_smoothing_factor=0.1\): leave it out"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            dpo(tmp_path, **options)
