@@ -201,8 +201,8 @@ class PrivacyEngine(Checkpoints, Audits):
                 Default: k consecutive examples of the data set are a unit.
             examples_per_step: m: a step takes so many of a unit's examples, drawn anew in each step
                 without replacement, and clips the sum of their gradients. A batch of the loader has
-                batch_size / m units. With `unit_ids`, k may be left out: units then have any number
-                of examples.
+                batch_size / m units. With `unit_ids`, k may be left out (k = 1 is the same): units
+                then have any number of examples.
             sampling: how the units of a batch are chosen, each with an account of its own:
                 `"poisson"`; `"truncated_poisson"` (at most `max_batch_size`); `"balls_in_bins"`
                 (every unit in one batch of each epoch, which it chooses at random); `"cyclic"`

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_by_hand.examples.font_digits import font_digits
 from ddp_by_hand.experiments.networks.diffusion import DiT, UNet
 from ddp_by_hand.lm.runtime import find_hardware, seed_everything
-from ddp_by_hand.measure.command_line import ending_quietly, refuse
+from ddp_by_hand.measure.command_line import check_folder, ending_quietly, refuse
 from ddp_by_hand.measure.options import option, parse_options, positive
 from ddp_by_hand.measure.picture import new_figure, save_picture
 from dp_clipping import BatchMemoryManager, PrivacyEngine
@@ -70,11 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 shown = name.replace("_", "-")
                 raise ValueError(f"--{shown} is {getattr(options, name)}: give a multiple of {of}")
         device = torch.device(find_hardware(options.device, 1).device_type)
+        check_folder("--output-dir", options.output_dir, create=True)
+        network, said = train(options, device)
     except ValueError as error:
         return refuse("private_diffusion", error)
-    network, said = train(options, device)
     pictures = drawn(network, (DRAWN, 1, options.size, options.size))
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     torch.save(network.state_dict(), options.output_dir / "model.pt")
     show(pictures, options, said)
     print(f"{options.output_dir / 'pictures.png'}, {options.output_dir / 'model.pt'}")

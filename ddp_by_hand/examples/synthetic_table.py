@@ -96,6 +96,8 @@ def run(options: Options) -> int:
     data: tuple[list, list] = [], []
     for name, rows in table.read_entities(options.entities).items():
         data[table.is_held_out(name, 5)].append(table.to_values(rows, ROWS))
+    if not all(data):
+        raise ValueError("--entities is too small, none is held out: give 20 or more")
     training, held_out = map(torch.stack, data)
     torch.seed()  # from the operating system: the noise of losses is secret, as checkpoints are
     model, engine = TableModel(), PrivacyEngine()

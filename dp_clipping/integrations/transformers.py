@@ -81,8 +81,8 @@ class PrivateTrainer(Trainer):
     Logs have `epsilon` so far, and `grad_norm` of the gradient with its noise. The training loss is
     not covered by ε: it is logged with `PrivacyArguments(log_unprotected=True)`.
 
-    Beside each model that it saves, in checkpoints too, are `privacy.json` and a section of its
-    `README.md` with the guarantee so far.
+    Beside each model that it saves once training has begun, in checkpoints too, are `privacy.json`
+    and a section of its `README.md` with the guarantee so far.
 
     A checkpoint has the state of the privacy engine in `privacy.pt`, without the weights, which are
     beside it. Its key, with which the noise can be subtracted, is written to

@@ -207,7 +207,7 @@ class PoissonLoader(Uncopied, DataLoader):
 
         Otherwise whoever knows the user's seed would know which rows of a batch get which numbers,
         and these change with who else is in the batch. Generators go on afterwards as before. In
-        workers the key seeds them when an iteration begins.
+        workers the key seeds them when an iteration begins, or the loader's own `generator` does.
 
         Args:
             number, part: of the batch, and of the microbatch in it.

@@ -152,3 +152,9 @@ def test_wrong_commands(tmp_path, capsys):
             main(words)
         assert end.value.code == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_name_that_no_row_has_is_said(capsys):
+    pytest.importorskip("transformers")
+    assert main(["--families", "transformers", "--names", "gpt2", "gtp3"]) == 2
+    assert "no row of the installed libraries is named gtp3" in capsys.readouterr().out

@@ -110,6 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # the networks are tiny
     warnings.simplefilter("ignore")
     outcomes = run(options)
+    unknown = set(options.names or ()) - {outcome.row.name for outcome in outcomes}
+    if outcomes and unknown:
+        print(f"no row of the installed libraries is named {', '.join(sorted(unknown))}")
+        return 2
     if not outcomes:
         print("no row has such a name" if options.names else "no library is installed")
         return 2

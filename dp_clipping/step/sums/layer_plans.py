@@ -114,9 +114,8 @@ class FusedPlans:
         self._uses = {} if forecast is None else forecast.of_batch(batch_size)
         self._shapes = tuple(self._uses.values())  # expected ones
         self.calls: list[Call] = []
-        measured = context.plans.measured
-        if forecast is None and measured.get(batch_size) is None:
-            self.calls, measured[batch_size] = MeasuredCalls(self._device), True
+        if forecast is None and context.plans.measured.get(batch_size) is None:
+            self.calls = MeasuredCalls(self._device)
         self.plan: Plan | None = None
         self.choices: dict[Trainable, LayerPlan] = {}
         self.kept_as_they_are: Collection[Trainable] = ()
@@ -176,6 +175,8 @@ class FusedPlans:
     def make(self) -> None:
         """Makes the plan, after the forward has called all layers; once for each set of calls."""
         calls, self.calls = self.calls, []  # a checkpoint runs forward again
+        if isinstance(calls, MeasuredCalls):
+            self._plans.measured[self._batch_size] = True
         key = (self._batch_size, self._shapes, *calls)
         known = self._plans.of_calls.get(key)
         if known is None:
