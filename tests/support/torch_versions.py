@@ -54,7 +54,7 @@ HEADER = f"{'torch':16}{'passed':>10}{'failed':>10}{'skipped':>10}"
 
 def pins_of(version: str) -> list[str]:
     """Returns the lines of constraints.txt that hold with this torch."""
-    ours, without = [], ("torch=", "triton=")
+    ours, without = [], ("torch=", "torchvision=", "triton=")
     release = ".".join(version.split(".")[:2])
     if release in BESIDE:
         ours, without = [BESIDE[release]], (*without, "numpy=")
