@@ -1,4 +1,4 @@
-"""What an attacker can achieve, from a run's privacy curve ε(δ).
+"""Bounds what an attacker can achieve, from a run's privacy curve ε(δ).
 
 An attacker sees all that a run releases and decides whether one unit was in the data. For a false
 positive rate α, the trade-off function f(α) is the least false negative rate that is possible. A

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a loss is made of; each tensor is [pairs].
+    """The parts of the loss of preference pairs; each tensor is [pairs].
 
     Attributes:
         chosen, rejected: log(π(y|x) / π_ref(y|x)) of the completions, summed over their tokens.

@@ -30,7 +30,7 @@ __all__ = ["PrivacyArguments", "PrivateDPOTrainer", "PrivateSFTTrainer"]
 
 
 class _PrivateTRLTrainer(PrivateTrainer):
-    """What the trainers have in common: refusals, and the log-probabilities of tokens."""
+    """A private trainer of TRL: refuses what mixes samples, and logs what is asked for."""
 
     _config: Any = SFTConfig
     _refused: Callable[[Any], list[tuple[bool, str, str]]]

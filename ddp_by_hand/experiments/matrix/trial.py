@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a row: `status`, and the change, or the first sentence of the message."""
+    """The outcome of a row: `status`, and the change, or the first sentence of the message."""
 
     row: Row
     status: str

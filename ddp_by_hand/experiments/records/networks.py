@@ -36,7 +36,7 @@ def linear(channels: int, side: int) -> nn.Module:
 
 
 def scatter_cnn(channels: int, side: int) -> nn.Module:
-    """Returns the CNN on scattering features of Tramèr and Boneh, table 7 (MNIST)."""
+    """Returns a CNN on scattering features, in the manner of Tramèr and Boneh (2021)."""
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, 2, padding=1), nn.Tanh(),
         nn.Conv2d(16, 32, 3, 1, padding=1), nn.Tanh(), nn.Flatten(),
