@@ -45,7 +45,7 @@ def test_a_run_is_private_as_it_says_and_learns(text, monkeypatch):
     assert math.log(256) > found["losses"][10] > found["losses"][30] > 1.0
     assert found["parameters"] == runs.parameters_of(8)
     assert found["tokens"] == 30 * 36 * 64
-    account = PrivacyEngine(accountant="prv").accountant
+    account = PrivacyEngine(accountant="pld").accountant
     account.history = [(0.72, 0.1, 30)]
     assert found["epsilon"] == pytest.approx(account.get_epsilon(1e-3), rel=1e-3)
     with pytest.raises(ValueError, match="batch is 361, and there are 360"):

@@ -64,7 +64,7 @@ def train(run: SmallRun, text: Text, marks: Sequence[int], delta: float | None) 
         raise ValueError(f"batch is {run.batch}, and there are {samples} sequences: give fewer")
     torch.manual_seed(run.seed)
     network = Transformer(shape_of(run.width)).to(text.training.device)
-    engine = PrivacyEngine(accountant="prv")
+    engine = PrivacyEngine(accountant="pld")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*runs as bookkeeping")
         model, optimizer, criterion, loader = engine.make_private(
