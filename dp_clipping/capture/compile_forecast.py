@@ -1,13 +1,14 @@
 """Finds the shapes inside a compiled region before a private step on fused kernels enters it.
 
 Inside the region a layer can neither make slots, which have shapes, nor use a plan. So the input
-shapes of linear layers are found beforehand, in plain forwards of a few samples, once for each set
-of the network's input shapes. Plan and slots are made from them. `layers.linear` explains the
-compiled code.
+shapes of linear layers and embeddings are found beforehand, in plain forwards of a few samples,
+once for each set of the network's input shapes. Plan and slots are made from them. `layers.linear`
+explains the compiled code.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,16 @@ from dp_clipping.capture.network import CapturedNetwork, LayerCall
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.batch_layout import FEW, MORE
-from dp_clipping.layers.handle import FACTOR_SLOTS, GRADIENT_SLOTS, LayerState, Site
+from dp_clipping.layers.embedding.factors import EmbeddingFactors
+from dp_clipping.layers.handle import (
+    FACTOR_SLOTS,
+    GRADIENT_SLOTS,
+    LOOK_UP_SLOTS,
+    LayerState,
+    Site,
+)
 from dp_clipping.layers.projection import Linear
-from dp_clipping.layers.recorder import DENSE, LINEAR, Trainable
+from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
 from dp_clipping.planning.cost_model import INSTANTIATE, LinearShape
 from dp_clipping.torch_compat import tree_flatten
 
@@ -37,11 +45,13 @@ class CompiledShapes:
             without weights that are used more than once.
         dtypes: the dtypes of those layers' products.
         held: bytes that an ordinary forward keeps for its backward, a sample.
+        look_ups: parameter -> ids that one sample looks up in an embedding, used once too.
     """
 
     uses: dict[Trainable, LinearShape]
     dtypes: dict[Trainable, torch.dtype]
     held: int
+    look_ups: dict[Trainable, int] = field(default_factory=dict)
 
     @staticmethod
     def planned(batch_size: int) -> int:
@@ -55,50 +65,83 @@ class CompiledShapes:
     def of_units(self, examples: int) -> "CompiledShapes":
         """Returns the shapes of samples that consist of `examples` examples each."""
         uses = {p: use._replace(tokens=use.tokens * examples) for p, use in self.uses.items()}
-        return replace(self, uses=uses, held=self.held * examples)
+        ids = {p: count * examples for p, count in self.look_ups.items()}
+        return replace(self, uses=uses, held=self.held * examples, look_ups=ids)
 
     def of_batch(self, batch_size: int) -> dict[Trainable, LinearShape]:
         planned = self.planned(batch_size)
         return {p: LinearShape(use.name, planned, *use[2:]) for p, use in self.uses.items()}
 
-    def slots(self, private_step: Any, handle: LayerState, algorithm: str) -> dict[str, Tensor]:
-        """Returns the slots of a layer's weight."""
-        parameter, batch_size = handle.parameter("weight"), private_step.batch_size
-        use, dtype = self.uses[parameter], self.dtypes[parameter]
-        transposed = handle.kind == "conv1d"
-        if algorithm == INSTANTIATE:
-            names = GRADIENT_SLOTS
-            kinds = (((batch_size, *parameter.shape), stored_dtype(dtype)), ((batch_size,), NORM))
+    def slots(
+        self, private_step: Any, handle: LayerState, algorithm_of: Callable[[str], str]
+    ) -> dict[str, Tensor] | None:
+        """Returns the slots of a layer's weight; None: it has no more than one for its G.
+
+        Args:
+            algorithm_of: name of a linear layer's weight -> what is planned for it.
+        """
+        weight = handle.parameters().get("weight")
+        if weight in self.look_ups:
+            batch = private_step.batch_size
+            names, ids = LOOK_UP_SLOTS, (batch, self.look_ups[weight])
+            vocabulary, width = weight.shape
+            kinds = ((*ids, width), weight.parameter.dtype), (ids, IDS)
+            left = partial(_look_ups, vocabulary)
+        elif weight in self.uses:
+            names, kinds, left = self._of_product(private_step, handle, weight, algorithm_of)
         else:
-            names = FACTOR_SLOTS
-            rows = (batch_size, use.tokens)
-            kinds = (((*rows, use.outputs), dtype), ((*rows, use.inputs), dtype))
-        rest = (parameter, algorithm == INSTANTIATE, transposed, (*kinds, ((1,), NORM)))
-        tensors = LinearTap.apply(parameter.trigger, private_step, *rest)
-        return dict(zip(names, tensors, strict=True))
+            return None
+        tap = (weight.trigger, private_step, weight, left, (*kinds, ((1,), NORM)))
+        return dict(zip(names, Tap.apply(*tap), strict=True))
+
+    def _of_product(
+        self, private_step: Any, handle: LayerState, weight: Trainable, algorithm_of: Any
+    ) -> tuple:
+        batch, use, dtype = private_step.batch_size, self.uses[weight], self.dtypes[weight]
+        if algorithm_of(weight.name) == INSTANTIATE:
+            kinds = ((batch, *weight.shape), stored_dtype(dtype)), ((batch,), NORM)
+            return GRADIENT_SLOTS, kinds, _gradients
+        rows = (batch, use.tokens)
+        kinds = ((*rows, use.outputs), dtype), ((*rows, use.inputs), dtype)
+        site = Site(Linear, weight, transposed=handle.kind == "conv1d")
+        return FACTOR_SLOTS, kinds, partial(_products, site)
 
 
 NORM = torch.float32
+IDS = torch.float64  # holds every id exactly; what arrives at a slot has to be a gradient
 
 
-class LinearTap(torch.autograd.Function):
-    """Empty slots [..] without memory between the trigger and the only use of a weight."""
+def _gradients(gradients: Tensor, squares: Tensor) -> tuple:
+    return DENSE, (gradients, squares), (gradients,)
+
+
+def _products(site: Site, y: Tensor, a: Tensor) -> tuple:
+    return LINEAR, (y, a, site), (y, a)
+
+
+def _look_ups(vocabulary: int, y: Tensor, ids: Tensor) -> tuple:
+    factors = EmbeddingFactors(ids, y, vocabulary)
+    return FACTORS, factors, factors.held(factors)
+
+
+class Tap(torch.autograd.Function):
+    """Empty slots [..] without memory between the trigger and the only use of a weight.
+
+    `left` turns what arrives at the first two into what a use leaves; the third counts uses.
+    """
 
     @staticmethod
-    def forward(ctx, trigger, private_step, parameter, is_gradient, transposed, kinds):
-        ctx.rest = (private_step, parameter, is_gradient, transposed)
+    def forward(ctx, trigger, private_step, parameter, left, kinds):
+        ctx.rest = (private_step, parameter, left)
         return tuple(private_step.capture.zero(dtype).expand(shape) for shape, dtype in kinds)
 
     @staticmethod
     def backward(ctx, first, second, count):
-        private_step, parameter, is_gradient, transposed = ctx.rest
+        private_step, parameter, left = ctx.rest
         private_step.counted(parameter, count)
-        if is_gradient:
-            private_step.take(DENSE, (parameter,), (first, second), (first,))
-        else:
-            site = Site(Linear, parameter, transposed=transposed)
-            private_step.take(LINEAR, (parameter,), (first, second, site), (first, second))
-        return None, None, None, None, None, None
+        kind, value, tensors = left(first, second)
+        private_step.take(kind, (parameter,), value, tensors)
+        return None, None, None, None, None
 
 
 def refuse_repeated(
@@ -134,10 +177,7 @@ class Forecaster:
             calls, few = self._observe(rows(FEW), FEW)
             _, more = self._observe(rows(MORE), MORE)
             held = max(0, more - few) // (MORE - FEW)
-            found = list(self._once_used(calls))
-            uses = {parameter: use for parameter, use, _ in found}
-            dtypes = {parameter: dtype for parameter, _, dtype in found}
-            self._known[key] = CompiledShapes(uses, dtypes, held)
+            self._known[key] = self._once_used(calls, held)
         return self._known[key]
 
     def _key(self, one: Arguments) -> tuple:
@@ -159,25 +199,26 @@ class Forecaster:
             calls = self._observe_calls(*batch, size)
         return calls, sum(held.values())
 
-    def _once_used(
-        self, calls: dict[str, list[LayerCall]]
-    ) -> Iterator[tuple[Trainable, LinearShape, torch.dtype]]:
-        handles = {handle.name: handle for handle in self._capture.handles}
-        for name, handle in handles.items():
-            of_layer = calls[name]
-            is_linear = handle.kind in ("linear", "conv1d") and "weight" in handle.trainable
-            if not is_linear or len(of_layer) != 1:
+    def _once_used(self, calls: dict[str, list[LayerCall]], held: int) -> CompiledShapes:
+        found = CompiledShapes({}, {}, held)
+        for handle in self._capture.handles:
+            weight, of_layer = handle.parameters().get("weight"), calls[handle.name]
+            if weight is None or weight.joint is not None or len(of_layer) != 1:
                 continue
-            parameter = handle.parameter("weight")
-            if parameter.joint is not None:
-                continue
-            x, dtype = of_layer[0].inputs[0], of_layer[0].product_dtype
-            inputs, shape = x.shape[-1], parameter.shape
-            use = LinearShape(
-                parameter.name, 1, x.shape[:-1].numel() // FEW, inputs,
-                shape.numel() // max(1, inputs), dtype.itemsize, stored_dtype(dtype).itemsize,
-            )  # fmt: skip
-            yield parameter, use, dtype
+            x = of_layer[0].inputs[0]
+            is_shared = any(one.kind == "shared" for one in handle.layouts.get((x.ndim,), ()))
+            rows = 1 if is_shared else FEW
+            if handle.kind == "embedding":
+                found.look_ups[weight] = x.numel() // rows
+            elif handle.kind in ("linear", "conv1d"):
+                dtype, inputs = of_layer[0].product_dtype, x.shape[-1]
+                found.dtypes[weight] = dtype
+                found.uses[weight] = LinearShape(
+                    weight.name, 1, x.shape[:-1].numel() // rows, inputs,
+                    weight.shape.numel() // max(1, inputs), dtype.itemsize,
+                    stored_dtype(dtype).itemsize,
+                )  # fmt: skip
+        return found
 
 
 def _kind(leaf: Any) -> Any:

@@ -13,13 +13,15 @@ from dp_clipping.layers.recorder import Recorder, Trainable
 from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves, tree_map
 from dp_clipping.trials.schedule import Schedule
 
-# What arrives at the slots of a linear layer in a compiled region: see linear.py.
-GRADIENT_SLOTS = (
-    "gradient",
-    "squares",
-    "count",
-)
+# What arrives at the slots of a layer in a compiled region: see linear.py, embedding/module.py.
+GRADIENT_SLOTS = ("gradient", "squares", "count")
 FACTOR_SLOTS = ("y", "a", "count")
+LOOK_UP_SLOTS = ("y", "ids", "count")
+CHANGED = (
+    "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
+    "must be known beforehand; if the network has changed call model.reset_batch_layouts(), if it "
+    "depends on its inputs' values do not compile it"
+)
 
 FIRST = Layout()  # samples are counted by the first dimension
 OWN = ("weight", "bias")

@@ -28,6 +28,7 @@ from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import (
+    CHANGED,
     FACTOR_SLOTS,
     GRADIENT_SLOTS,
     LayerState,
@@ -35,12 +36,6 @@ from dp_clipping.layers.handle import (
     forward_of,
 )
 from dp_clipping.layers.projection import Linear, gradients_of
-
-CHANGED = (
-    "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
-    "must be known beforehand; if the network has changed call model.reset_batch_layouts(), if it "
-    "depends on its inputs' values do not compile it"
-)
 
 
 def _first_call(self: torch.nn.Module, handle: LayerState, x: Tensor) -> Tensor:

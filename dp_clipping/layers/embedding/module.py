@@ -1,4 +1,8 @@
-"""Embeddings: y = W[ids], so row v of G_i is the sum of output gradients of sample i's tokens v."""
+"""Embeddings: y = W[ids], so row v of G_i is the sum of output gradients of sample i's tokens v.
+
+In a region that `torch.compile` traces, `CompiledEmbedding` returns ids and output gradients as the
+gradients of slots, as `layers.linear` explains.
+"""
 
 from operator import attrgetter
 
@@ -13,7 +17,7 @@ from dp_clipping.layers.embedding.factors import (
     look_up,
     without_padding,
 )
-from dp_clipping.layers.handle import LayerState, forward_of
+from dp_clipping.layers.handle import CHANGED, LOOK_UP_SLOTS, LayerState, forward_of
 from dp_clipping.layers.recorder import FACTORS
 
 SETTINGS = attrgetter("padding_idx")
@@ -23,49 +27,78 @@ def _first_call(self: nn.Embedding, handle: LayerState, ids: Tensor) -> Tensor:
     weight = self.weight
     call, padding_idx = tensor_parallel.embedding(handle, ids, weight, self.padding_idx)
     layout, ids = handle.batched(call.x)
-    private_step = handle.private_step
     if torch.compiler.is_compiling():
-        rest = (None, (layout.kind, layout.dim, private_step.batch_size), padding_idx)
-        slot = handle.slot("weight")
-        return call.leave(Embedding.apply(ids, call.weight.detach(), None, slot, None, rest))
+        return call.leave(_run_compiled(handle, ids, call.weight.detach(), layout, padding_idx))
     site = handle.site(
         Embedding, ids, layout, options=padding_idx, settings=padding_idx, reads=SETTINGS
     )
     if call.mesh is None:
         handle.keep(call.x, site)
-    return call.leave(site.use(private_step, ids, call.weight))
+    return call.leave(site.use(handle.private_step, ids, call.weight))
 
 
 forward = forward_of("embedding", _first_call)
 
 
 class Embedding(torch.autograd.Function):
-    """Runs `F.embedding`; its backward leaves ids and output gradients.
-
-    `rest` has the site and the private step. In a compiled region it has None, where samples are,
-    and the padding's id: there backward returns G [B, V, d] as the gradient of the slot.
-    """
+    """Runs `F.embedding`; its backward leaves ids and output gradients."""
 
     @staticmethod
-    def forward(ctx, ids, weight, _, slot, __, rest):
+    def forward(ctx, ids, weight, _, __, ___, rest):
         ctx.save_for_backward(ids)
-        ctx.rest, ctx.vocabulary, ctx.slot_dtype = rest, weight.shape[0], slot.dtype
+        ctx.rest, ctx.vocabulary = rest, weight.shape[0]
         return look_up(ids, weight)
 
     @staticmethod
     def backward(ctx, gy):
         (ids,) = ctx.saved_tensors
+        site, private_step = ctx.rest
         gy = tensor_parallel.arrived(gy)
-        site, private_step = ctx.rest[:2]
-        if site is None:
-            kind, dim, batch_size = ctx.rest[1]
-            layout, padding_idx = Layout(kind, dim), ctx.rest[2]
-        else:
-            layout, padding_idx = site.layout, site.options
-            batch_size = private_step.batch_size
-        ids, gy = by_sample(ids, gy, layout, batch_size)
-        factors = EmbeddingFactors(ids, without_padding(ids, gy, padding_idx), ctx.vocabulary)
-        if site is None:
-            return None, None, None, factors.dense().to(ctx.slot_dtype), None, None
+        ids, gy = by_sample(ids, gy, site.layout, private_step.batch_size)
+        factors = EmbeddingFactors(ids, without_padding(ids, gy, site.options), ctx.vocabulary)
         private_step.take(FACTORS, site.records, factors, factors.held(factors))
         return None, None, None, None, None, None
+
+
+# ---- in compiled regions ------------------------------------------------------------------------
+
+
+def _run_compiled(
+    handle: LayerState, ids: Tensor, weight: Tensor, layout: Layout, padding_idx: int | None
+) -> Tensor:
+    how = (layout.kind, layout.dim, handle.private_step.batch_size, padding_idx)
+    if "count" not in handle.slots:  # weights that are used several times, or plain arithmetic
+        return CompiledEmbedding.apply(ids, weight, handle.slot("weight"), None, None, *how)
+    y, tokens, count = (handle.slots[name] for name in LOOK_UP_SLOTS)
+    if y.dtype != weight.dtype:
+        raise ValueError(f"{handle.name} is given another dtype {CHANGED}")
+    if tokens.numel() != ids.numel():
+        raise ValueError(f"{handle.name} is given another number of tokens {CHANGED}")
+    return CompiledEmbedding.apply(ids, weight, y, tokens, count, *how)
+
+
+class CompiledEmbedding(torch.autograd.Function):
+    """Runs `F.embedding`; its backward returns the gradients of the slots.
+
+    Those are output gradients, ids and a count of 1, or G [B, V, d] alone where `tokens` is None.
+    """
+
+    @staticmethod
+    def forward(ctx, ids, weight, first, tokens, count, kind, dim, batch_size, padding_idx):
+        ctx.save_for_backward(ids)
+        ctx.rest = (kind, dim, batch_size, padding_idx)
+        ctx.vocabulary, ctx.slot_dtype = weight.shape[0], first.dtype
+        ctx.tokens_dtype = None if tokens is None else tokens.dtype
+        return look_up(ids, weight)
+
+    @staticmethod
+    def backward(ctx, gy):
+        (ids,) = ctx.saved_tensors
+        kind, dim, batch_size, padding_idx = ctx.rest
+        ids, gy = by_sample(ids, tensor_parallel.arrived(gy), Layout(kind, dim), batch_size)
+        gy = without_padding(ids, gy, padding_idx)
+        if ctx.tokens_dtype is None:
+            gradients = EmbeddingFactors(ids, gy, ctx.vocabulary).dense().to(ctx.slot_dtype)
+            return None, None, gradients, *[None] * 6
+        one = gy.new_ones(1, dtype=torch.float32)
+        return None, None, gy, ids.to(ctx.tokens_dtype), one, *[None] * 4

@@ -140,13 +140,12 @@ class FusedPlans:
         )  # fmt: skip
 
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
-        """Returns a linear layer's slots in a compiled region; None: one for each parameter."""
+        """Returns a layer's slots in a compiled region; None: one for each parameter."""
         forecast = self._forecast
-        parameter = handle.parameters().get("weight")
-        if forecast is None or parameter is None or parameter not in forecast.uses:
+        if forecast is None:
             return None
-        slots = forecast.slots(private_step, handle, self.ahead[parameter.name].algorithm)
-        if "bias" in handle.trainable:
+        slots = forecast.slots(private_step, handle, lambda name: self.ahead[name].algorithm)
+        if slots is not None and "bias" in handle.trainable:
             slots["bias"] = private_step.slot(handle.parameter("bias"))
         return slots
 

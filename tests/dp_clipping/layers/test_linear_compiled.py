@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 pytest.importorskip("triton")
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from dp_clipping.layers.embedding.factors import EmbeddingFactors
 from dp_clipping.planning import plan
 from dp_clipping.planning.cost_model import predict
 from dp_clipping.step.private_step import PrivateStep
@@ -301,6 +302,42 @@ def transposed_weights_and_autocast() -> None:
         assert_close(sums, oracle.clipped_sum(gradients, LIMIT), 2e-2)
 
 
+class Looking(nn.Module):
+    """Looks words up as often as it says, and positions, which all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.place = nn.Embedding(zoo.VOCABULARY, 8, padding_idx=2), nn.Embedding(9, 8)
+        self.far, self.head = nn.Linear(1, 8), nn.Linear(8, zoo.VOCABULARY)
+        self.times = 1
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1])[None]
+        x = self.place(places) + self.far(places[..., None].float())
+        for _ in range(self.times):
+            x = x + self.word(ids)
+        return self.head(torch.tanh(x))
+
+
+def look_ups_leave_ids_and_no_table(lengths: tuple[int, ...] = (6,)) -> None:
+    """G [B, V, d] is not formed; ids repeat within a sample, and one of them is padding."""
+    for length in lengths:
+        model = compiled(zoo.seeded(Looking))
+        with patch.object(EmbeddingFactors, "dense", side_effect=AssertionError("G was formed")):
+            for batch_size in (3, 3, 5):
+                check_tokens(model, zoo.seeded(Looking), batch_size, length)
+
+
+def a_second_look_up_leaves_all_samples_out() -> None:
+    network = zoo.seeded(Looking)
+    model = compiled(network)
+    check_tokens(model, zoo.seeded(Looking), 3, 6)
+    network.times = 2
+    clipped_sums(model, zoo.tokens(3, 6), zoo.cross_entropy)
+    assert model.nonfinite_samples == 3
+    assert not any(p.grad.any() for p in network.parameters())
+
+
 def steps_are_freed() -> None:
     """Also that of a forward without a backward: at most the last one is left."""
     model = compiled(small())
@@ -327,6 +364,8 @@ BODIES = [
     gradients_do_not_depend_on_the_number_of_tokens,
     a_second_use_leaves_all_samples_out,
     transposed_weights_and_autocast,
+    look_ups_leave_ids_and_no_table,
+    a_second_look_up_leaves_all_samples_out,
     steps_are_freed,
 ]
 
@@ -356,6 +395,7 @@ EVERY = {
     units_of_several_examples: (small, (("gradient", (6, 4)),)),
     a_forward_that_saves_little_is_planned_again: ((0, 1 << 30, 1),),
     another_number_of_tokens_is_refused: (((3, 2), (2, 1)),),
+    look_ups_leave_ids_and_no_table: ((1, 9),),
 }
 
 
