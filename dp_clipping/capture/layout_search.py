@@ -109,9 +109,9 @@ class Search:
             if known:
                 refuse_expansion()
             routing = Routing()
+            self._routing = routing.operators
             with routing:
                 runs = [self.observe(*few, FEW)]
-            self._routing = routing.operators
             self.checks_values |= routing.checks_values
             runs += [self.observe(*more, MORE), self.observe(*other, FEW)]
             uses: dict[Trainable, int] = {}
@@ -211,12 +211,12 @@ class Search:
     def _learn(self, handle: LayerState, few: LayerCall, more: LayerCall, other: LayerCall) -> None:
         name = handle.name or type(self.capture.network).__name__
         dims = tuple(x.dim() for x in few.inputs)
-        sides = [("input", handle.layouts, few.inputs, more.inputs, other.inputs)]
+        runs = (few, more, other)
+        sides = [("input", handle.layouts, few.routed_before, [run.inputs for run in runs])]
         if handle.learns_outputs:
-            sides.append(
-                ("output", handle.output_layouts, few.outputs, more.outputs, other.outputs)
-            )
-        for side, known, *tensors in sides:
+            made = [run.outputs for run in runs]
+            sides.append(("output", handle.output_layouts, few.routed_after, made))
+        for side, known, routed, tensors in sides:
             if len({len(of_run) for of_run in tensors}) > 1:
                 raise CalledDifferently(name)
             try:
@@ -228,7 +228,7 @@ class Search:
                 if not self._routing and not isinstance(error, FitsBothOrders):
                     raise
                 raise NeedsVmap(handle.name, str(error)) from error
-            self._refuse_routed(handle.name, name, layouts)
+            _refuse_routed(handle.name, name, layouts, routed)
             if known.setdefault(dims, layouts) != layouts:
                 raise NeedsVmap(
                     handle.name,
@@ -239,18 +239,6 @@ class Search:
             given, made = handle.layouts[dims], handle.output_layouts[dims]
             if all(x.kind == "shared" for x in given) and any(x.kind != "shared" for x in made):
                 raise rows_unknown(handle.name)
-
-    def _refuse_routed(self, layer: str, name: str, layouts: tuple[Layout, ...]) -> None:
-        """Refuses flattened samples where rows are picked by value: they may fit by chance."""
-        if self._routing and any(x.kind in ("sample_major", "time_major") for x in layouts):
-            raise NeedsVmap(
-                layer,
-                f"{name} gets its samples flattened, in a network that picks or sorts rows by "
-                f"their values ({', '.join(sorted(self._routing))}): how many rows each sample has "
-                "there differs from batch to batch; give the layer [batch, tokens, features] and "
-                "mask its output; for mixtures of experts of transformers call "
-                'network.set_experts_implementation("batched_mm") before make_private',
-            )
 
     def _note_derivatives(self, handle: LayerState, inputs: list[Tensor]) -> None:
         """Notes a layer that is given dual numbers, of `torch.autograd.forward_ad`."""
@@ -285,7 +273,7 @@ class Search:
             self.packs |= any(isinstance(x, PackedSequence) for x in args)
             dtype = product_dtype(inputs[0]) if inputs else None
             shapes = [_if_flattened(x, batch_size, handle) for x in inputs]
-            call = LayerCall(shapes, [], dtype)
+            call = LayerCall(shapes, [], dtype, frozenset(self._routing))
             calls.setdefault(handle.name, []).append(call)
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
             return expanded_input(handle, layouts, inputs, batch_size)
@@ -295,6 +283,7 @@ class Search:
             if is_in_backward():
                 return output
             call = calls[handle.name][-1]
+            call.routed_after = frozenset(self._routing)
             self._note_backwards(handle, tensors_of(output), hooks)  # of packed sequences, too
             outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
             call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]
@@ -315,6 +304,21 @@ class Search:
 def _can_be_differentiated(handle: LayerState) -> bool:
     """Returns whether gradients of what a module computes have gradients of their own."""
     return handle.kind == "vectorized" and not handle.children_apart
+
+
+def _refuse_routed(
+    layer: str, name: str, layouts: tuple[Layout, ...], routed: frozenset[str]
+) -> None:
+    """Refuses flattened samples behind rows that were picked by value: they may fit by chance."""
+    if routed and any(x.kind in ("sample_major", "time_major") for x in layouts):
+        raise NeedsVmap(
+            layer,
+            f"{name} gets its samples flattened, in a network that picks or sorts rows by "
+            f"their values ({', '.join(sorted(routed))}): how many rows each sample has "
+            "there differs from batch to batch; give the layer [batch, tokens, features] and "
+            "mask its output; for mixtures of experts of transformers call "
+            'network.set_experts_implementation("batched_mm") before make_private',
+        )
 
 
 def _refuse_packed(handle: LayerState, module: nn.Module, inputs: tuple) -> None:

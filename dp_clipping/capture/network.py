@@ -285,12 +285,15 @@ def _nothing(*_: Any) -> None:
 class LayerCall:
     """Inputs and outputs of one call of a layer; meta tensors where their shapes suffice.
 
-    `product_dtype` is the dtype in which a matrix product of the first input would be computed.
+    `product_dtype` is the dtype in which a matrix product of the first input would be computed;
+    `routed_before` and `routed_after` are operators that had picked or sorted rows by then.
     """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     product_dtype: torch.dtype | None
+    routed_before: frozenset[str] = frozenset()
+    routed_after: frozenset[str] = frozenset()
 
 
 @contextmanager

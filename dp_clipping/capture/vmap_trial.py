@@ -159,7 +159,8 @@ class _Trial:
 
         def kept(*call: Any) -> Any:
             # A checkpoint around the module counts what is saved in it, in forward and again.
-            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            # A node that saves its own output would hold itself by x, and never be freed.
+            with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
                 return trial(*call)
 
         try:

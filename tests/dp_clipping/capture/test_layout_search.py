@@ -78,6 +78,22 @@ def test_operators_that_pick_rows_by_their_values_are_noted():
     assert routing.checks_values
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_flattened_samples_are_refused_behind_rows_picked_by_value_only(is_first):
+    """As a head that is fused with its loss picks the tokens that have a label, at the end."""
+
+    def forward(net, x):
+        flat = x.flatten(0, 1)
+        picks = flat.isfinite().all(1)
+        y = torch.tanh(net.layer(flat[picks] if is_first else flat))
+        return (y if is_first else y[picks]).unflatten(0, x.shape[:2])
+
+    model = private(zoo.Net(forward, layer=nn.Linear(4, 3)), "bookkeeping")
+    model(torch.randn(5, 2, 4))
+    kinds = [handle.kind for handle in model.capture.handles]
+    assert kinds == (["vectorized"] if is_first else ["linear"])
+
+
 class Logits(nn.Module):
     def __init__(self, network: nn.Module):
         super().__init__()

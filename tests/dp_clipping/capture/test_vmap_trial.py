@@ -1,5 +1,8 @@
 """Modules that cannot run on the whole batch are found before a step, and trials leave no trace."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -112,6 +115,21 @@ def test_a_limited_capacity_is_refused_under_vmap():
     Search(capture).establish(*arguments, lambda: None)
     with pytest.raises(NeedsVmap, match="computes something else of a sample alone"):
         unfit_modules(capture, *arguments[:2])
+
+
+def test_what_a_trial_keeps_is_freed():
+    """Also where a node keeps its own output, as that of tanh does."""
+    kept = []
+
+    def forward(net, x):
+        y = torch.tanh(net.a(x) * net.scale)
+        kept.append(weakref.ref(y))
+        return y
+
+    tried(owner(forward))
+    gc.collect()
+    assert len(kept) > 3
+    assert not any(y() is not None for y in kept)
 
 
 def test_nothing_to_try():

@@ -203,6 +203,17 @@ def test_gradients_are_those_of_single_samples_and_pairs(case, tmp_path):
     assert max(compared.norms) > compared.C, "one was clipped"
 
 
+def test_pairs_run_together_where_trl_scores_labelled_tokens_only(tmp_path, monkeypatch):
+    """As on a GPU: it lays them behind each other, so rows are picked by value at the end."""
+    monkeypatch.setattr(trl.trainer.utils, "_use_triton", lambda device: True)
+    often = {"sample_rate": 0.5, "steps": 1}
+    trainer = dpo(tmp_path, max_steps=1, privacy=often, **adapter())
+    compared = Compared(trainer, plain(trainer))
+    trainer.train()
+    assert max(compared.sizes) > 2
+    assert {handle.kind for handle in trainer.optimizer.model.capture.handles} == {"linear"}
+
+
 # ---- losses --------------------------------------------------------------------------------------
 
 
