@@ -1,6 +1,7 @@
 """Weighted sums of products, against the reference implementation in float64."""
 
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,16 +19,21 @@ from tests.support.kernel_cases import (
     poison,
 )
 
+FEW = (5, 35, 16, 8)  # of one tile: with three programs, shares of 2, 2 and 1 samples
+
 
 @on_kernels()
 def test_weighted_product(place: Place) -> None:
     """Coefficients in any order; samples whose coefficient is zero are not read."""
-    for (batch_size, tokens, d, p), layouts in product(place.shapes, place.layouts):
+    for (batch_size, tokens, d, p), layouts in product([*place.shapes, FEW], place.layouts):
         some = place.coefficients(batch_size)
-        for c in (some, torch.ones_like(some), torch.zeros_like(some)) if batch_size else ():
+        cases = [(some, 1), (some, 3), (torch.ones_like(some), 132), (torch.zeros_like(some), 1)]
+        for c, programs in cases if batch_size else ():
             y, a = place.normal(batch_size, tokens, d, seed=1), place.normal(batch_size, tokens, p)
             y, a = lay_out(poison(y, c), layouts[0]), lay_out(poison(a, c), layouts[1])
-            found = weighted_product.weighted_product(y, a, SortedCoefficients.of(c), place.tile)
+            weights = SortedCoefficients.of(c)
+            with patch.object(weighted_product, "PROGRAMS", programs):
+                found = weighted_product.weighted_product(y, a, weights, place.tile)
             expected = weighted_product.weighted_product_plain(y, a, c)
             assert found.dtype == torch.float32
             magnitude = weighted_product.weighted_product_plain(y.abs(), a.abs(), c)
