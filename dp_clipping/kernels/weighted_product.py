@@ -48,6 +48,7 @@ if triton is not None:
 
 GROUP = 8
 PROGRAMS = 132  # one for each processor of an H100: fewer divide the samples
+LEAST = 8  # samples of a share: there are far fewer sums of shares than gradients of samples
 ALIGNED = 16  # values: rows of results that start at multiples of it are written in 16 bytes
 TILES = {
     2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3), Tile(128, 256, 64, 8, 4),
@@ -98,7 +99,7 @@ def _launch(
         lambda tile: _launch(operands, weights, groups, tile),
     )  # fmt: skip
     counts = [-(-d // tile.rows) * -(-p // tile.columns) for d, p in shapes]
-    share = ceil_div(batch_size, min(batch_size, max(1, PROGRAMS // sum(counts))))
+    share = max(LEAST, ceil_div(batch_size, max(1, PROGRAMS // sum(counts))))
     splits = ceil_div(batch_size, share)
     parts = [y.new_empty(splits, *shape, dtype=torch.float32) for shape in shapes]
     shared = dict(

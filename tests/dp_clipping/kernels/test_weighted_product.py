@@ -32,7 +32,7 @@ def test_weighted_product(place: Place) -> None:
             y, a = place.normal(batch_size, tokens, d, seed=1), place.normal(batch_size, tokens, p)
             y, a = lay_out(poison(y, c), layouts[0]), lay_out(poison(a, c), layouts[1])
             weights = SortedCoefficients.of(c)
-            with patch.object(weighted_product, "PROGRAMS", programs):
+            with patch.multiple(weighted_product, PROGRAMS=programs, LEAST=1):
                 found = weighted_product.weighted_product(y, a, weights, place.tile)
             expected = weighted_product.weighted_product_plain(y, a, c)
             assert found.dtype == torch.float32
