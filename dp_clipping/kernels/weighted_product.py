@@ -13,8 +13,9 @@ Samples come in ascending order of c, so the ratio is at most 1 and nothing over
 c = 0 come first and are not read at all: what they hold may not be finite.
 
 One loop runs over the blocks of tokens of all samples, so that loads run ahead over the end of a
-sample: waiting at each would take as long as the products of some hundred tokens. A layer with
-fewer tiles than a GPU has processors is a sum of several such loops, each over a share of samples.
+sample: waiting at each would take as long as the products of some hundred tokens. Where the tiles
+of a launch leave processors idle, a tile is the sum of several such loops, each over a share of the
+samples.
 
 Traffic: y and a about once, d·p float32 values written. Operations: those of the weight gradient.
 """
@@ -22,6 +23,7 @@ Traffic: y and a about once, d·p float32 values written. Operations: those of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -47,9 +49,14 @@ if triton is not None:
     from dp_clipping.kernels.launch.tiles import _load_tile, _row_of, _tile_of
 
 GROUP = 8
-PROGRAMS = 132  # one for each processor of an H100: fewer divide the samples
+LARGE = 2e11  # operations of a layer with a launch of its own; others fill the device together
+PROCESSORS = 132  # of an H100
+MOST_PROGRAMS = 4 * PROCESSORS  # of a launch that divides samples
+WRITING = 0.1  # time of a tile that is written and read again, in that of a block of 64 tokens
 LEAST = 8  # samples of a share: there are far fewer sums of shares than gradients of samples
 ALIGNED = 16  # values: rows of results that start at multiples of it are written in 16 bytes
+SHALLOW = Tile(128, 256, 32, 8, 6)
+MOST_SHALLOW = 384  # tokens; deeper blocks need fewer steps
 TILES = {
     2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3), Tile(128, 256, 64, 8, 4),
         Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
@@ -71,7 +78,7 @@ def weighted_products(
         groups: which of the K clipping groups each pair belongs to.
     """
     found: list = [None] * len(pairs)
-    for numbers in launches(pairs):
+    for numbers in launches(pairs, LARGE):
         operands = operands_of([pairs[n] for n in numbers])
         launched = _launch(operands, weights, [groups[n] for n in numbers], tile)
         for number, result in zip(numbers, launched, strict=True):
@@ -94,12 +101,13 @@ def _launch(
     batch_size, tokens, _ = y.shape
     if not (batch_size and tokens and any(map(all, shapes))):
         return [y.new_zeros(shape, dtype=torch.float32) for shape in shapes]
+    name, tiles = _candidates(tokens, y.element_size())
     tile = tile or best_for_pairs(
-        "weighted_product", pairs, described, TILES,
+        name, pairs, described, tiles,
         lambda tile: _launch(operands, weights, groups, tile),
     )  # fmt: skip
     counts = [-(-d // tile.rows) * -(-p // tile.columns) for d, p in shapes]
-    share = max(LEAST, ceil_div(batch_size, max(1, PROGRAMS // sum(counts))))
+    share = _share(sum(counts), batch_size, tokens)
     splits = ceil_div(batch_size, share)
     parts = [y.new_empty(splits, *shape, dtype=torch.float32) for shape in shapes]
     shared = dict(
@@ -125,6 +133,36 @@ def _launch(
     return [one[0] if splits == 1 else one.sum(0) for one in parts]
 
 
+def _candidates(tokens: int, size: int) -> tuple[str, dict[int, tuple[Tile, ...]]]:
+    """Returns a name for samples of T tokens, and their tiles; the first needs no tuning.
+
+    Where T fills an odd number of shallow blocks, half of a deep one would be padding.
+
+    Args:
+        size: bytes of an element.
+    """
+    is_odd = ceil_div(tokens, SHALLOW.depth) % 2 == 1
+    if size != 2 or tokens > MOST_SHALLOW or not is_odd:
+        return "weighted_product", TILES
+    return "weighted_product in shallow blocks", TILES | {2: (SHALLOW, *TILES[2])}
+
+
+@lru_cache(maxsize=1024)
+def _share(programs: int, batch_size: int, tokens: int) -> int:
+    """Returns how many samples a program sums: that with the least predicted time.
+
+    In turns of all processors, each as long as a share, and the writing of sums of shares.
+    """
+
+    def time(splits: int) -> float:
+        turns = ceil_div(programs * splits, PROCESSORS)
+        written = programs * splits if splits > 1 else 0
+        return turns * ceil_div(batch_size, splits) * ceil_div(tokens, 64) + WRITING * written
+
+    most = min(batch_size // LEAST, MOST_PROGRAMS // programs)
+    return ceil_div(batch_size, min(range(1, max(1, most) + 1), key=time))
+
+
 def weighted_product_plain(y: Tensor, a: Tensor, coefficients: Tensor) -> Tensor:
     """Reference implementation of `weighted_product`, in float64, rounded once."""
     good = coefficients > 0
@@ -144,22 +182,25 @@ if triton is not None:
         b_total = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
         i_first = tl.maximum(tl.load(p_first), i_share * share)
         i_stop = tl.minimum(i_share * share + share, B)
-        n_steps = tl.cdiv(T, BLOCK_T)
         i_b = tl.load(p_order + i_first, mask=i_first < i_stop, other=0)
-        for step in range(0, (i_stop - i_first) * n_steps):
-            i, o_t = i_first + step // n_steps, step % n_steps * BLOCK_T
+        i, o_t = i_first, 0
+        for _ in range(0, (i_stop - i_first) * tl.cdiv(T, BLOCK_T)):
             b_y = _load_tile(y, i_b, o_t, o_d, T, D, s_yb, s_yt, DESCRIBED, BLOCK_T, BLOCK_D)
             b_a = _load_tile(a, i_b, o_t, o_p, T, P, s_ab, s_at, DESCRIBED, BLOCK_T, BLOCK_P)
+            o_t += BLOCK_T
+            is_end = o_t >= T
+            i += is_end.to(tl.int32)
+            o_t = tl.where(is_end, 0, o_t)
             # Of the next step: tiles whose place is read in their own step are not loaded ahead.
-            i_b = tl.load(p_order + min(i_first + (step + 1) // n_steps, B - 1))
+            i_b = tl.load(p_order + min(i, B - 1))
             if EXACT:
                 b_total = tl.dot(b_y.T, b_a, b_total, input_precision="ieee")
             else:
                 b_total = tl.dot(b_y.T, b_a, b_total)
             # Behind the product, which else would wait for the one before it.
-            if o_t + BLOCK_T >= T:
-                following = tl.load(p_c + i + 1, mask=i + 1 < i_stop, other=1.0)
-                b_total *= tl.div_rn(tl.load(p_c + i), following)
+            if is_end:
+                following = tl.load(p_c + i, mask=i < i_stop, other=1.0)
+                b_total *= tl.div_rn(tl.load(p_c + i - 1), following)
         o_rows, o_columns = o_d + tl.arange(0, BLOCK_D), o_p + tl.arange(0, BLOCK_P)
         p_total += tl.cast(i_share, tl.int64) * D * P
         p_total += o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
