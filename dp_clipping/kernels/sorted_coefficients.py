@@ -1,9 +1,8 @@
 """Sorts clipping coefficients into the order of `weighted_product`, in one launch.
 
 A sample's place is the number of those with a smaller coefficient (or an equal one and a smaller
-number), its predecessor the largest of them: B² comparisons of registers, for B up to MOST. Sorting
-with PyTorch's operators is some ten launches, which matters where every layer has its own
-coefficients.
+number): B² comparisons of registers, for B up to MOST. Sorting with PyTorch's operators is some ten
+launches, which matters where every layer has its own coefficients.
 """
 
 from __future__ import annotations
@@ -30,31 +29,28 @@ class SortedCoefficients:
 
     Attributes:
         order: [K, B] int32, sample numbers by ascending coefficient.
-        ratio: [K, B] float32, each coefficient's predecessor over it; 0 where it is 0.
+        values: [K, B] float32, the coefficients in that order.
         first: [K] int32, how many are zero.
-        last: [K] float32, the largest.
     """
 
     order: Tensor
-    ratio: Tensor
+    values: Tensor
     first: Tensor
-    last: Tensor
 
     @classmethod
     def of(cls, coefficients: Tensor) -> SortedCoefficients:
         """Returns those of c [K, B] or [B] float32, not negative, B at least 1; NaN counts as 0."""
-        c = coefficients.view(-1, coefficients.shape[-1])
+        c = coefficients.view(-1, coefficients.shape[-1]).contiguous()
         if c.shape[1] > MOST or not available(c.device, c.dtype):
             return cls.plain(c)
-        c = c.contiguous()
         groups, batch_size = c.shape
         found = cls(
             torch.empty_like(c, dtype=torch.int32), torch.empty_like(c),
-            c.new_empty(groups, dtype=torch.int32), c.new_empty(groups),
+            c.new_empty(groups, dtype=torch.int32),
         )  # fmt: skip
         launch(
-            _sort_kernel, (groups,), (c, found.order, found.ratio, found.first, found.last),
-            (batch_size,), BLOCK=16 if batch_size <= 16 else MOST, num_warps=4,
+            _sort_kernel, (groups,), (c, found.order, found.values, found.first), (batch_size,),
+            BLOCK=16 if batch_size <= 16 else MOST, num_warps=4,
         )  # fmt: skip
         return found
 
@@ -62,15 +58,13 @@ class SortedCoefficients:
     def plain(cls, c: Tensor) -> SortedCoefficients:
         """Reference implementation, for c [K, B]."""
         c, order = c.nan_to_num(0, torch.inf).sort(dim=1, stable=True)
-        before = torch.cat((torch.zeros_like(c[:, :1]), c[:, :-1]), dim=1)
-        ratio = torch.where(c > 0, before / c, 0.0)
-        return cls(order.int(), ratio, (c <= 0).sum(1).int(), c[:, -1].contiguous())
+        return cls(order.int(), c, (c <= 0).sum(1).int())
 
 
 if triton is not None:
 
     @triton.jit(do_not_specialize=["B"])
-    def _sort_kernel(p_c, p_order, p_ratio, p_first, p_last, B, BLOCK: tl.constexpr):
+    def _sort_kernel(p_c, p_order, p_values, p_first, B, BLOCK: tl.constexpr):
         i_group = tl.program_id(0)
         o_b = tl.arange(0, BLOCK)
         b_c = tl.load(p_c + i_group * B + o_b, mask=o_b < B, other=float("inf"))
@@ -79,12 +73,9 @@ if triton is not None:
             (b_c[None, :] == b_c[:, None]) & (o_b[None, :] < o_b[:, None])
         )
         b_place = tl.sum(b_precedes.to(tl.int32), 1)
-        b_before = tl.max(tl.where(b_precedes, b_c[None, :], 0.0), 1)
-        b_ratio = tl.where(b_c > 0, tl.div_rn(b_before, b_c), 0.0)
         tl.store(p_order + i_group * B + b_place, o_b, mask=o_b < B)
-        tl.store(p_ratio + i_group * B + b_place, b_ratio, mask=o_b < B)
+        tl.store(p_values + i_group * B + b_place, b_c, mask=o_b < B)
         tl.store(p_first + i_group, tl.sum((b_c <= 0).to(tl.int32), 0))
-        tl.store(p_last + i_group, tl.max(tl.where(o_b < B, b_c, 0.0), 0))
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,15 @@ One matrix product over all tokens of all samples would do if the coefficients w
 each sample's own product does not fit beside the first. So the one accumulator holds the sum in
 units of the current sample's coefficient:
 
-    S ← S · (c_{i-1} / c_i) + Σ_t y_it a_itᵀ,   and at the end S · c_last
+    S ← (S + Σ_t y_it a_itᵀ) · (c_i / c_{i+1}),   of the last sample c_i / 1
 
 Samples come in ascending order of c, so the ratio is at most 1 and nothing overflows. Those with
 c = 0 come first and are not read at all: what they hold may not be finite.
+
+One loop runs over the blocks of tokens of all samples, so that loads run ahead over the end of a
+sample: waiting at each would take as long as the products of some hundred tokens. Where the tiles
+of a launch leave processors idle, a tile is the sum of several such loops, each over a share of the
+samples.
 
 Traffic: y and a about once, d·p float32 values written. Operations: those of the weight gradient.
 """
@@ -18,6 +23,7 @@ Traffic: y and a about once, d·p float32 values written. Operations: those of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -32,7 +38,7 @@ from dp_clipping.kernels.launch.grouped_launch import (
     operands_of,
     table,
 )
-from dp_clipping.kernels.launch.tiles import Tile, launch, triton
+from dp_clipping.kernels.launch.tiles import Tile, ceil_div, launch, triton
 from dp_clipping.kernels.launch.tuning import best_for_pairs
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 
@@ -43,6 +49,14 @@ if triton is not None:
     from dp_clipping.kernels.launch.tiles import _load_tile, _row_of, _tile_of
 
 GROUP = 8
+LARGE = 2e11  # operations of a layer with a launch of its own; others fill the device together
+PROCESSORS = 132  # of an H100
+MOST_PROGRAMS = 4 * PROCESSORS  # of a launch that divides samples
+WRITING = 0.1  # time of a tile that is written and read again, in that of a block of 64 tokens
+LEAST = 8  # samples of a share: there are far fewer sums of shares than gradients of samples
+ALIGNED = 16  # values: rows of results that start at multiples of it are written in 16 bytes
+SHALLOW = Tile(128, 256, 32, 8, 6)
+MOST_SHALLOW = 384  # tokens; deeper blocks need fewer steps
 TILES = {
     2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3), Tile(128, 256, 64, 8, 4),
         Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
@@ -64,7 +78,7 @@ def weighted_products(
         groups: which of the K clipping groups each pair belongs to.
     """
     found: list = [None] * len(pairs)
-    for numbers in launches(pairs):
+    for numbers in launches(pairs, LARGE):
         operands = operands_of([pairs[n] for n in numbers])
         launched = _launch(operands, weights, [groups[n] for n in numbers], tile)
         for number, result in zip(numbers, launched, strict=True):
@@ -87,32 +101,66 @@ def _launch(
     batch_size, tokens, _ = y.shape
     if not (batch_size and tokens and any(map(all, shapes))):
         return [y.new_zeros(shape, dtype=torch.float32) for shape in shapes]
+    name, tiles = _candidates(tokens, y.element_size())
     tile = tile or best_for_pairs(
-        "weighted_product", pairs, described, TILES,
+        name, pairs, described, tiles,
         lambda tile: _launch(operands, weights, groups, tile),
     )  # fmt: skip
-    totals = [y.new_empty(shape, dtype=torch.float32) for shape in shapes]
     counts = [-(-d // tile.rows) * -(-p // tile.columns) for d, p in shapes]
+    share = _share(sum(counts), batch_size, tokens)
+    splits = ceil_div(batch_size, share)
+    parts = [y.new_empty(splits, *shape, dtype=torch.float32) for shape in shapes]
     shared = dict(
         EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows, BLOCK_P=tile.columns,
         BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    ordered = weights.order, weights.values, weights.first
     if len(pairs) == 1 and described:
         _, a = pairs[0]
-        _weighted_product_kernel[(counts[0],)](
+        _weighted_product_kernel[(counts[0], splits)](
             describe(y, (tile.depth, tile.rows)), describe(a, (tile.depth, tile.columns)),
-            totals[0], weights.order, weights.ratio, weights.first, weights.last, groups[0],
-            batch_size, tokens, y.shape[2], a.shape[2], **shared,
+            parts[0], *ordered, groups[0], batch_size, tokens, share, y.shape[2], a.shape[2],
+            **shared,
         )  # fmt: skip
     else:
-        rows = table(operands, totals, counts, groups)
-        sorted_ = weights.order, weights.ratio, weights.first, weights.last
+        rows = table(operands, parts, counts, groups)
+        aligned = all(p % ALIGNED == 0 for _, p in shapes)
         launch(
-            _weighted_products_kernel, (rows.programs,), (rows.words, rows.starts, *sorted_),
-            (len(pairs), batch_size, tokens), DTYPE=y.dtype, DESCRIBED=described,
-            MOST=MOST_ROWS, WORDS=WORDS, **shared,
+            _weighted_products_kernel, (rows.programs, splits), (rows.words, rows.starts, *ordered),
+            (len(pairs), batch_size, tokens, share), DTYPE=y.dtype, DESCRIBED=described,
+            ALIGNED=ALIGNED if aligned else 1, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
-    return totals
+    return [one[0] if splits == 1 else one.sum(0) for one in parts]
+
+
+def _candidates(tokens: int, size: int) -> tuple[str, dict[int, tuple[Tile, ...]]]:
+    """Returns a name for samples of T tokens, and their tiles; the first needs no tuning.
+
+    Where T fills an odd number of shallow blocks, half of a deep one would be padding.
+
+    Args:
+        size: bytes of an element.
+    """
+    is_odd = ceil_div(tokens, SHALLOW.depth) % 2 == 1
+    if size != 2 or tokens > MOST_SHALLOW or not is_odd:
+        return "weighted_product", TILES
+    return "weighted_product in shallow blocks", TILES | {2: (SHALLOW, *TILES[2])}
+
+
+@lru_cache(maxsize=1024)
+def _share(programs: int, batch_size: int, tokens: int) -> int:
+    """Returns how many samples a program sums: that with the least predicted time.
+
+    In turns of all processors, each as long as a share, and the writing of sums of shares.
+    """
+
+    def time(splits: int) -> float:
+        turns = ceil_div(programs * splits, PROCESSORS)
+        written = programs * splits if splits > 1 else 0
+        return turns * ceil_div(batch_size, splits) * ceil_div(tokens, 64) + WRITING * written
+
+    most = min(batch_size // LEAST, MOST_PROGRAMS // programs)
+    return ceil_div(batch_size, min(range(1, max(1, most) + 1), key=time))
 
 
 def weighted_product_plain(y: Tensor, a: Tensor, coefficients: Tensor) -> Tensor:
@@ -126,51 +174,63 @@ if triton is not None:
 
     @triton.jit
     def _weighted_tile(
-        y, a, p_total, p_order, p_ratio, p_first, p_last, o_d, o_p, B, T, D, P,
+        y, a, p_total, p_order, p_c, p_first, i_share, share, o_d, o_p, B, T, D, P,
         s_yb, s_yt, s_ab, s_at, DESCRIBED: tl.constexpr, EXACT: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
     ):  # fmt: skip
-        """Returns a tile of the sum from (o_d, o_p) on."""
+        """Stores a tile of the sum over a share of samples, from (o_d, o_p) on."""
         b_total = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
-        for i in range(tl.load(p_first), B):
-            i_b = tl.load(p_order + i)
-            b_total *= tl.load(p_ratio + i)
-            for o_t in range(0, T, BLOCK_T):
-                b_y = _load_tile(y, i_b, o_t, o_d, T, D, s_yb, s_yt, DESCRIBED, BLOCK_T, BLOCK_D)
-                b_a = _load_tile(a, i_b, o_t, o_p, T, P, s_ab, s_at, DESCRIBED, BLOCK_T, BLOCK_P)
-                if EXACT:
-                    b_total = tl.dot(b_y.T, b_a, b_total, input_precision="ieee")
-                else:
-                    b_total = tl.dot(b_y.T, b_a, b_total)
-        b_total *= tl.load(p_last)
+        i_first = tl.maximum(tl.load(p_first), i_share * share)
+        i_stop = tl.minimum(i_share * share + share, B)
+        i_b = tl.load(p_order + i_first, mask=i_first < i_stop, other=0)
+        i, o_t = i_first, 0
+        for _ in range(0, (i_stop - i_first) * tl.cdiv(T, BLOCK_T)):
+            b_y = _load_tile(y, i_b, o_t, o_d, T, D, s_yb, s_yt, DESCRIBED, BLOCK_T, BLOCK_D)
+            b_a = _load_tile(a, i_b, o_t, o_p, T, P, s_ab, s_at, DESCRIBED, BLOCK_T, BLOCK_P)
+            o_t += BLOCK_T
+            is_end = o_t >= T
+            i += is_end.to(tl.int32)
+            o_t = tl.where(is_end, 0, o_t)
+            # Of the next step: tiles whose place is read in their own step are not loaded ahead.
+            i_b = tl.load(p_order + min(i, B - 1))
+            if EXACT:
+                b_total = tl.dot(b_y.T, b_a, b_total, input_precision="ieee")
+            else:
+                b_total = tl.dot(b_y.T, b_a, b_total)
+            # Behind the product, which else would wait for the one before it.
+            if is_end:
+                following = tl.load(p_c + i, mask=i < i_stop, other=1.0)
+                b_total *= tl.div_rn(tl.load(p_c + i - 1), following)
         o_rows, o_columns = o_d + tl.arange(0, BLOCK_D), o_p + tl.arange(0, BLOCK_P)
+        p_total += tl.cast(i_share, tl.int64) * D * P
         p_total += o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
         tl.store(p_total, b_total, mask=(o_rows[:, None] < D) & (o_columns[None, :] < P))
 
     # Batches and lengths change: no compiled variant may depend on them.
-    @triton.jit(do_not_specialize=["i_group", "B", "T"])
+    @triton.jit(do_not_specialize=["i_group", "B", "T", "share"])
     def _weighted_product_kernel(
-        y, a, p_total, p_order, p_ratio, p_first, p_last, i_group, B, T, D, P,
+        y, a, p_total, p_order, p_c, p_first, i_group, B, T, share, D, P,
         EXACT: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
         BLOCK_T: tl.constexpr,
     ):  # fmt: skip
         i_d, i_p = _tile_of(tl.program_id(0), tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P), GROUP)
         _weighted_tile(
-            y, a, p_total, p_order + i_group * B, p_ratio + i_group * B, p_first + i_group,
-            p_last + i_group, i_d * BLOCK_D, i_p * BLOCK_P, B, T, D, P, 0, 0, 0, 0, True, EXACT,
-            BLOCK_D, BLOCK_P, BLOCK_T,
+            y, a, p_total, p_order + i_group * B, p_c + i_group * B, p_first + i_group,
+            tl.program_id(1), share, i_d * BLOCK_D, i_p * BLOCK_P, B, T, D, P, 0, 0, 0, 0, True,
+            EXACT, BLOCK_D, BLOCK_P, BLOCK_T,
         )  # fmt: skip
 
-    @triton.jit(do_not_specialize=["n_rows", "B", "T"])
+    @triton.jit(do_not_specialize=["n_rows", "B", "T", "share"])
     def _weighted_products_kernel(
-        p_rows, p_starts, p_order, p_ratio, p_first, p_last, n_rows, B, T,
-        DTYPE: tl.constexpr, DESCRIBED: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
-        WORDS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-        BLOCK_T: tl.constexpr,
+        p_rows, p_starts, p_order, p_c, p_first, n_rows, B, T, share,
+        DTYPE: tl.constexpr, DESCRIBED: tl.constexpr, ALIGNED: tl.constexpr, EXACT: tl.constexpr,
+        MOST: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
     ):  # fmt: skip
         i_row, i_tile = _row_of(p_starts, n_rows, MOST)
         p_row = p_rows + i_row * WORDS
-        D, P = tl.load(p_row + 3).to(tl.int32), tl.load(p_row + 4).to(tl.int32)
+        D = tl.load(p_row + 3).to(tl.int32)
+        P = tl.multiple_of(tl.load(p_row + 4).to(tl.int32), ALIGNED)
         s_yb, s_yt = tl.load(p_row + 5), tl.load(p_row + 6)
         s_ab, s_at = tl.load(p_row + 7), tl.load(p_row + 8)
         i_group = tl.load(p_row + 9)
@@ -178,8 +238,9 @@ if triton is not None:
         y = _open(p_row, s_yb, s_yt, B, T, D, DTYPE, DESCRIBED, BLOCK_T, BLOCK_D)
         a = _open(p_row + 1, s_ab, s_at, B, T, P, DTYPE, DESCRIBED, BLOCK_T, BLOCK_P)
         p_total = tl.load(p_row + 2).to(tl.pointer_type(tl.float32))
+        p_total = tl.multiple_of(p_total, ALIGNED)
         _weighted_tile(
-            y, a, p_total, p_order + i_group * B, p_ratio + i_group * B, p_first + i_group,
-            p_last + i_group, i_d * BLOCK_D, i_p * BLOCK_P, B, T, D, P, s_yb, s_yt, s_ab, s_at,
-            DESCRIBED, EXACT, BLOCK_D, BLOCK_P, BLOCK_T,
+            y, a, p_total, p_order + i_group * B, p_c + i_group * B, p_first + i_group,
+            tl.program_id(1), share, i_d * BLOCK_D, i_p * BLOCK_P, B, T, D, P, s_yb, s_yt, s_ab,
+            s_at, DESCRIBED, EXACT, BLOCK_D, BLOCK_P, BLOCK_T,
         )  # fmt: skip

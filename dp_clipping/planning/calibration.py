@@ -160,7 +160,7 @@ def _rate(use: LinearShape, algorithm: str, name: str, rates: Rates, seconds: fl
     """
     free = {other: math.inf for other in ("product", "gram", "weighted", "bandwidth")}
     work = predict(use, algorithm, replace(rates, **free | {name: 1.0, "step": 0.0})).seconds
-    steps = 0.0 if name == "gram" else steps_of(use, name == "weighted", rates)
+    steps = 0.0 if name == "gram" else steps_of(use, rates)
     return work / max(seconds - steps, seconds / 2)
 
 

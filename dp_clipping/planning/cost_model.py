@@ -116,11 +116,11 @@ def predict(use: LinearShape, algorithm: str, rates: Rates) -> LayerPlan:
         seconds = 2 * rates.step + use.operations / (rates.product * rates.single)
         moved = 3 * use.factor_bytes + values * SUM_BYTES
         return LayerPlan(algorithm, seconds + moved / rates.bandwidth, use.factor_bytes)
-    product = _product(use, _waves(use, False, rates), rates.product, rates)
+    product = _product(use, rates.product, rates)
     if algorithm == INSTANTIATE:
         moved = 2 * samples * values * use.gradient_size + values * SUM_BYTES
         return LayerPlan(algorithm, product + moved / rates.bandwidth, use.gradient_bytes)
-    weighted = _product(use, _waves(use, True, rates), rates.weighted, rates)
+    weighted = _product(use, rates.weighted, rates)
     if algorithm == GRAM:
         blocks = ceil(use.tokens / rates.block)
         pairs = blocks * (blocks + 1) / 2
@@ -131,27 +131,26 @@ def predict(use: LinearShape, algorithm: str, rates: Rates) -> LayerPlan:
     return LayerPlan(algorithm, product + weighted, use.factor_bytes)
 
 
-def steps_of(use: LinearShape, is_sum: bool, rates: Rates) -> float:
+def steps_of(use: LinearShape, rates: Rates) -> float:
     """Returns the seconds of a product's time that do not depend on its rate."""
-    return _waves(use, is_sum, rates) * rates.step
+    return _waves(use, rates) * rates.step
 
 
-def _waves(use: LinearShape, is_sum: bool, rates: Rates) -> int:
+def _waves(use: LinearShape, rates: Rates) -> int:
     """Returns how many tiles of one sample's product each processor works on in turn.
 
-    A sum's tile goes through all samples; without a sum they are divided among processors too.
+    A sum's tile goes through all samples, but other layers' tiles, or shares of the samples, keep
+    the other processors busy.
     """
     tiles = ceil(use.outputs / rates.tile[0]) * ceil(use.inputs / rates.tile[1])
-    if is_sum:
-        return use.batch_size * ceil(tiles / rates.processors)
     return ceil(use.batch_size * tiles / rates.processors)
 
 
-def _product(use: LinearShape, waves: int, rate: float, rates: Rates) -> float:
-    """Returns the time in seconds of `waves` tiles, one after the other."""
+def _product(use: LinearShape, rate: float, rates: Rates) -> float:
+    """Returns the time in seconds of the products of all samples."""
     rows, columns = min(rates.tile[0], use.outputs), min(rates.tile[1], use.inputs)
     operations = 2.0 * use.tokens * rows * columns * rates.processors
-    return waves * (operations / _speed(rate, use, rates) + rates.step)
+    return _waves(use, rates) * (operations / _speed(rate, use, rates) + rates.step)
 
 
 def _speed(rate: float, use: LinearShape, rates: Rates) -> float:

@@ -114,12 +114,16 @@ def table(
     return Table(numbers[len(starts) :], numbers[: len(starts)], starts[-1])
 
 
-def launches(pairs: Sequence[Pair]) -> Iterator[list[int]]:
-    """Yields the pairs of each launch: a large one, or small ones of one B, T and dtype."""
+def launches(pairs: Sequence[Pair], large: float = LARGE) -> Iterator[list[int]]:
+    """Yields the pairs of each launch: one of `large`, or smaller ones of one B, T and dtype.
+
+    Args:
+        large: operations from which on a product has a launch of its own.
+    """
     small: dict[tuple, list[int]] = {}
     for number, (left, right) in enumerate(pairs):
         batch_size, tokens, width = left.shape
-        if 2.0 * batch_size * tokens * width * right.shape[2] >= LARGE:
+        if 2.0 * batch_size * tokens * width * right.shape[2] >= large:
             yield [number]
             continue
         key = (batch_size, tokens, left.dtype)

@@ -182,8 +182,7 @@ def test_measured_rates_predict_what_was_measured(monkeypatch):
 
         def alone(algorithm, name):
             rates = replace(FOUND, **free | {name: getattr(FOUND, name), "step": 0.0})
-            steps = {"product": False, "weighted": True}
-            extra = steps_of(use, steps[name], FOUND) if name in steps else 0.0
+            extra = 0.0 if name == "gram" else steps_of(use, FOUND)
             return predict(use, algorithm, rates).seconds + extra
 
         if not half:

@@ -58,13 +58,13 @@ def test_float32_products_are_slower():
         assert both[0] == pytest.approx(both[1] / PLAIN.single)
 
 
-def test_a_sum_goes_through_all_samples_and_a_product_divides_them():
+def test_processors_divide_the_tiles_of_all_samples():
     rates = replace(PLAIN, step=1.0, processors=3)
-    assert steps_of(USE, False, rates) == 1.0
-    assert steps_of(USE, True, rates) == 3.0
+    assert steps_of(USE, rates) == 1.0
     wide = USE._replace(outputs=9)  # two tiles
-    assert steps_of(wide, False, rates) == 2.0
-    assert steps_of(wide, True, rates) == 3.0
+    assert steps_of(wide, rates) == 2.0
+    norm_and_sum = 2 * 2.0 + 2 * (2.0 * 8 * 8 * 8 * 3) * (1 / 2.0 + 1 / 5.0)
+    assert predict(wide, ACCUMULATE, rates).seconds == pytest.approx(norm_and_sum)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
