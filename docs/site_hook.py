@@ -1,9 +1,9 @@
 """Builds the site from the repository's documents: a hook of MkDocs (`make docs`).
 
 The site begins with the README. It has the pages of docs/, the documents beside it (`ELSEWHERE`),
-the notebooks, and a page for each source file that one of them names. Links between them are rewritten, since a
-page of the site may lie elsewhere than its file. The first use of each term of the glossary on a
-page links to it.
+the notebooks, and a page for each source file that one of them names. Links between them are
+rewritten, since a page of the site may lie elsewhere than its file. The first use of each term of
+the glossary on a page links to it.
 """
 
 import base64
