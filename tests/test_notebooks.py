@@ -86,7 +86,7 @@ def test_a_notebook_shows_what_is_committed(path, tmp_path, monkeypatch):
     notebook = nbformat.read(path, 4)
     before = [outputs_of(cell) for cell in notebook.cells]
     NotebookClient(
-        notebook, timeout=300, record_timing=False, coalesce_streams=True,
+        notebook, timeout=600, record_timing=False, coalesce_streams=True,
         resources={"metadata": {"path": str(tmp_path)}},
     ).execute()  # fmt: skip
     for cell, written in zip(notebook.cells, before, strict=True):
