@@ -1,11 +1,13 @@
 """Builds the site from the repository's documents: a hook of MkDocs (`make docs`).
 
 The site begins with the README. It has the pages of docs/, the documents beside it (`ELSEWHERE`),
-and a page for each source file that one of them names. Links between them are rewritten, since a
-page of the site may lie elsewhere than its file. The first use of each term of the glossary on a
-page links to it.
+the notebooks, and a page for each source file that one of them names. Links between them are
+rewritten, since a page of the site may lie elsewhere than its file. The first use of each term of
+the glossary on a page links to it.
 """
 
+import base64
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -44,6 +46,11 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
     for name, uri in ELSEWHERE.items():
         files.append(File.generated(config, uri, content=(ROOT / name).read_text()))
+    for path in sorted(ROOT.glob("notebooks/*.ipynb")):
+        uri, pictures = page_of(f"notebooks/{path.name}"), []
+        files.append(File.generated(config, uri, content=notebook_page(path, pictures)))
+        for name, picture in pictures:
+            files.append(File.generated(config, f"notebooks/{name}", content=picture))
     texts = [file.content_string for file in files.documentation_pages()]
     for path in sorted({path for text in texts for path in PATH.findall(text)}):
         if (ROOT / path).is_file():
@@ -60,6 +67,8 @@ def on_page_markdown(markdown: str, page: "Page", **_: Any) -> str:
     if uri.startswith(SOURCE):
         return markdown
     name = next((n for n, u in ELSEWHERE.items() if u == uri), f"docs/{uri}")
+    if uri.startswith("notebooks/"):
+        name = uri.removesuffix("md") + "ipynb"
     return "".join(
         part if is_code else LINK.sub(lambda link: site_link(link[1], link[2], name), part)
         for part, is_code in parts_of(markdown)
@@ -122,6 +131,8 @@ def page_of(path: str) -> str:
         return ELSEWHERE[path]
     if path.startswith("results/"):
         return f"{path}/report.html"
+    if path.endswith(".ipynb"):
+        return path.removesuffix("ipynb") + "md"
     return f"{SOURCE}{path}.md" if path.endswith(".py") else path.removeprefix("docs/")
 
 
@@ -129,6 +140,23 @@ def source_page(path: str) -> str:
     """A source file as a page, which the search leaves out."""
     code = (ROOT / path).read_text()
     return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n`````python\n{code}`````\n"
+
+
+def notebook_page(path: Path, pictures: list[tuple[str, bytes]]) -> str:
+    """A notebook with its outputs as a page; appends the pictures, by name."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                name = f"{path.stem}_{len(pictures)}.png"
+                pictures.append((name, base64.b64decode(output["data"]["image/png"])))
+                parts.append(f"![output]({name})")
+            else:
+                text = output.get("text") or output["data"]["text/plain"]
+                parts.append(f"```text\n{''.join(text)}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def slug(heading: str, separator: str = "-") -> str:

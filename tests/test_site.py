@@ -57,3 +57,15 @@ def test_a_picture_leads_to_itself():
     html = '<p><img alt="a" src="a.png" /></p>'
     linked = '<p><a href="a.png"><img alt="a" src="a.png" /></a></p>'
     assert site_hook.link_pictures(html) == linked
+
+
+def test_a_notebook_is_a_page_with_its_outputs():
+    pictures = []
+    page = site_hook.notebook_page(site_hook.ROOT / "notebooks/private_digits.ipynb", pictures)
+    ((name, picture),) = pictures
+    assert f"![output]({name})" in page
+    assert picture.startswith(b"\x89PNG")
+    assert page.startswith("# Private digits")
+    assert "```text\n(epsilon, delta) = " in page
+    link = site_hook.site_link("cost", "../docs/cost.md", "notebooks/private_digits.ipynb")
+    assert link == "[cost](../cost.md)"

@@ -108,6 +108,7 @@ def run(options: Options) -> int:
     x, y = (torch.cat(parts) for parts in zip(*held_out, strict=True))
     right = ((network(x) > 0) == (y > 0)).float().mean()
     print(table.report(engine, options.delta, rate, options.rounds))
+    print("what it calls an example, an item of the loader, is a client with all of its data")
     print(f"not covered by epsilon: {right:.1%} right on held-out clients; a guess {y.mean():.1%}")
     return 0
 

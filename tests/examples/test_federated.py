@@ -67,6 +67,7 @@ def test_a_run_states_epsilon_and_goes_on_where_it_was(tmp_path, capsys, monkeyp
     other = float(out.split("by dp-accounting alone:")[1].split()[0])
     assert own == pytest.approx(other, rel=0.01)
     assert 7.8 < own <= 8
+    assert "an example, an item of the loader, is a client" in out
     assert "right on held-out clients" in out
 
     monkeypatch.setattr(PrivacyEngine, "save_checkpoint", save)
