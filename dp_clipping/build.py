@@ -149,21 +149,9 @@ def build_model(
     """Returns the model, which takes Poisson batches from the loader."""
     poisson = loader if isinstance(loader, PoissonLoader) else None
     model = PrivateModel(
-        settings.module,
-        mode=settings.grad_sample_mode,
-        policy=settings.policy,
-        max_grad_norm=settings.max_grad_norm,
-        clipping=settings.clipping,
-        batch_first=settings.batch_first,
+        settings, sharding=ranks.sharding, usage=None if poisson is None else poisson.usage,
         hide_unprotected=hide_unprotected,
-        sharding=ranks.sharding,
-        norm_reduction=settings.norm_reduction,
-        usage=None if poisson is None else poisson.usage,
-        wrap_model=settings.wrap_model,
-        loss_reduction=settings.loss_reduction,
-        examples_per_unit=settings.rows_per_unit * settings.views,
-        views=settings.views,
-    )
+    )  # fmt: skip
     if poisson is None:
         model.step_state.usage.batch_size = batch_size_of(loader)
     else:
