@@ -73,12 +73,6 @@ SAFE = {
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def check_path(path: Path) -> None:
-    """Raises ValueError if there is a file in the place of the folder."""
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file, and a sharded model needs a folder: rename one")
-
-
 def new_name(run: PrivateRun) -> str:
     """Returns the name of a folder for tensors that is not there yet: rank 0's on every rank."""
     return f"tensors-{from_rank_0(secrets.token_bytes(8), run.group, run.device).hex()}"

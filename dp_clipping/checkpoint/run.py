@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from dp_clipping.accounting.ledger import Account
 from dp_clipping.accounting.target_epsilon import Plan
 from dp_clipping.checkpoint.random_states import set_states, states_of
+from dp_clipping.distributed.dtensor import size_of
 from dp_clipping.noise.keys import Keys
 from dp_clipping.noise.secure.certificate import Certificate
 from dp_clipping.sampling.loader import PoissonLoader
@@ -87,7 +88,7 @@ class PrivateRun:
 
     @property
     def world_size(self) -> int:
-        return 1 if self.group is None else dist.get_world_size(self.group)
+        return size_of(self.group)
 
     @property
     def next_batch(self) -> int:
@@ -130,9 +131,7 @@ class PrivateRun:
         return {
             **self.settings,
             "world_size": self.world_size,
-            "data_ranks": 1
-            if data_parallel_group is None
-            else dist.get_world_size(data_parallel_group),
+            "data_ranks": size_of(data_parallel_group),
             "device": self.device.type,
             "optimizer": getattr(optimizer, "cls", type(optimizer)).__name__,
             "private": self.model.policy is not None,

@@ -136,7 +136,8 @@ def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     name = folder_format.new_name(run)
 
     def prepare() -> tuple[State, dict[str, Tensor]]:
-        folder_format.check_path(path)
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file, and a sharded model needs a folder: rename one")
         contents = _contents(snapshot, extra, random, partial(by_name, run))
         contents[DETAILS][folder_format.TENSORS] = name
         tensors = take_tensors(contents)

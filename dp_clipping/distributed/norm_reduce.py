@@ -225,9 +225,10 @@ class Layerwise:
     def add(self, key: Hashable) -> None:
         """Marks a key's norms as final, and launches the chunks that this completes."""
         assert key not in self._arrived, f"{key} has arrived twice in one backward"
-        assert not self._is_launched(key), f"{key} arrives after its chunk was launched"
+        chunk = self._chunk_of[key]
+        assert chunk >= self.launched, f"{key} arrives after its chunk was launched"
         self._arrived.add(key)
-        self._missing[self._chunk_of[key]] -= 1
+        self._missing[chunk] -= 1
         while self.launched < len(self._chunks) and not self._missing[self.launched]:
             self._launch()
 
@@ -236,9 +237,6 @@ class Layerwise:
         while self.launched < len(self._chunks):
             self._launch()
         return torch.stack([pending.wait() for pending in self._pending]).sum(0)
-
-    def _is_launched(self, key: Hashable) -> bool:
-        return self._chunk_of[key] < self.launched
 
     def _launch(self) -> None:
         keys = [key for key in self._chunks[self.launched] if key in self._arrived]
