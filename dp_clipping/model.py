@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.arguments.settings import Settings
 from dp_clipping.arguments.thresholds import Thresholds
 from dp_clipping.capture.calls import Calls, plain_names, with_signature_of
 from dp_clipping.capture.capture import Capture
@@ -52,8 +51,9 @@ class PrivateModel(nn.Module):
     optimizer call the parts.
 
     Args:
-        settings: `.module` of this one is theirs, the network or its data-parallel wrapper. With
-            `wrap_model=False` the user gets that module, whose calls are redirected to this object.
+        settings: an `arguments.settings.Settings`, whose `module`, the network or its data-parallel
+            wrapper, is `.module` of this one. With `wrap_model=False` the user gets that module,
+            whose calls are redirected to this object.
         sharding: `sharding_of(module)`: how the network is spread over ranks, if it is.
         usage: counts the samples that the loader yields, if it yields Poisson batches.
         hide_unprotected: reading what ε does not cover raises.
@@ -68,7 +68,7 @@ class PrivateModel(nn.Module):
     """
 
     def __init__(
-        self, settings: Settings, *, sharding: Sharding | None = None,
+        self, settings: Any, *, sharding: Sharding | None = None,
         usage: SampleUsage | None = None, hide_unprotected: bool = False,
     ):  # fmt: skip
         super().__init__()

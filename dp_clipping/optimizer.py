@@ -9,7 +9,6 @@ import torch
 from torch.optim import Optimizer
 
 from dp_clipping.arguments.checks import check
-from dp_clipping.arguments.settings import Settings
 from dp_clipping.cuda_graph import GraphedStep
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.kinds import WrongType, shown
@@ -56,7 +55,8 @@ class PrivateOptimizer(Optimizer):
     Ranks compare them in each step (`fixed_settings`).
 
     Args:
-        settings: the optimizer to wrap; σ, divisor and reduction of the first step are theirs too.
+        settings: an `arguments.settings.Settings`, with the optimizer to wrap, and σ, divisor and
+            reduction of the first step.
         count: counts a step in an account, before its noise is generated. No hook takes its place.
         agreement: compares settings with other ranks; None: there are none.
         noise_source: where the noise comes from; default: independent Gaussian noise.
@@ -71,7 +71,7 @@ class PrivateOptimizer(Optimizer):
     """
 
     def __init__(
-        self, settings: Settings, *, model: Any, noise_key: bytes, count: Hook | None = None,
+        self, settings: Any, *, model: Any, noise_key: bytes, count: Hook | None = None,
         agreement: Agreement | None = None, noise_source: NoiseSource | None = None,
     ):  # fmt: skip
         self.original_optimizer = settings.optimizer

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.kernels.launch.tiles import ceil_div, kept_on_device, launch, table_on, triton
-from dp_clipping.noise.gaussian import NoiseStream
 
 if triton is not None:
     import triton.language as tl
@@ -32,7 +31,10 @@ EARLIER_WORDS = 4  # behind a row, for each earlier stream: seed, two counter wo
 LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bits
 
 
-Earlier = Sequence[tuple[float, Sequence[NoiseStream]]]
+Stream = tuple[int, int, int, int]
+"""A `gaussian.NoiseStream` as a launch takes it: four words below 2³²."""
+
+Earlier = Sequence[tuple[float, Sequence[Stream]]]
 """Weights of earlier streams, and with each its streams: as many as there are totals."""
 
 
@@ -62,7 +64,7 @@ class StreamTable:
         self._rows += [(n, row[:3]) for n, row in zip(numbers, rows, strict=True)]
         return self._words[start : len(self._rows)]
 
-    def write(self, streams: Sequence[NoiseStream]) -> None:
+    def write(self, streams: Sequence[Stream]) -> None:
         """Sets what later launches read; copied in the order of the device's work."""
         words = _words_in_rows(streams)
         rows = [[*addresses, *words[n]] for n, addresses in self._rows]
@@ -71,11 +73,11 @@ class StreamTable:
             self._words[: len(rows)].copy_(table, non_blocking=True)
 
 
-def _words_in_rows(streams: Sequence[NoiseStream]) -> list[tuple[int, int, int]]:
+def _words_in_rows(streams: Sequence[Stream]) -> list[tuple[int, int, int]]:
     """Returns the last three words of each stream's row: the first one signed, as int64 is."""
     return [
-        ((s.key_0 | s.key_1 << 32) - (s.key_1 >> 31 << 64), s.counter_2, s.counter_3)
-        for s in streams
+        ((key_0 | key_1 << 32) - (key_1 >> 31 << 64), counter_2, counter_3)
+        for key_0, key_1, counter_2, counter_3 in streams
     ]
 
 
@@ -90,7 +92,7 @@ def _earlier_words(earlier: Earlier) -> list[list[int]]:
 
 
 def add_noise_to_all_kernel_launch(
-    totals: list[Tensor], outs: list[Tensor], streams: list[NoiseStream], std: float,
+    totals: list[Tensor], outs: list[Tensor], streams: Sequence[Stream], std: float,
     divisor: float, make_table: Callable[[list[list[int]]], Tensor] | None = None,
     earlier: Earlier = (),
 ) -> None:  # fmt: skip
@@ -132,7 +134,7 @@ def add_noise_to_all_kernel_launch(
 
 
 def add_noise_to_parts_kernel_launch(
-    totals: list[Tensor], outs: list[Tensor], streams: list[NoiseStream], places: list[Place],
+    totals: list[Tensor], outs: list[Tensor], streams: Sequence[Stream], places: list[Place],
     std: float, divisor: float, earlier: Earlier = (),
 ) -> None:  # fmt: skip
     """Does the same for parts of parameters: each element gets the z of its place in the whole.
