@@ -9,7 +9,6 @@ A private step calls, from the top down:
     losses/       losses of a batch, one per sample, also where the network computes them
     arguments/    the arguments of `make_private`, checked once
     kinds, validation, modes     types, networks and modes that they may have
-    chacha        ChaCha20, the cryptographic generator of secure mode
     files, table  files written whole or not at all; aligned text tables
     torch_compat  interfaces of PyTorch that have no public name
     step/         forward, backward, norms, clipped sums, the gradient buffer

@@ -21,7 +21,7 @@ from dp_clipping.arguments.thresholds import check_noise
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.distributed.detect import sharding_of
-from dp_clipping.distributed.dtensor import shard_again
+from dp_clipping.distributed.dtensor import shard_again, size_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise.correlated import CorrelatedNoise
@@ -61,8 +61,7 @@ class Ranks:
 
     @property
     def data_ranks(self) -> int:
-        group = self.data_parallel_group
-        return 1 if group is None else dist.get_world_size(group)
+        return size_of(self.data_parallel_group)
 
 
 def ranks_of(settings: Settings) -> Ranks:
@@ -149,21 +148,9 @@ def build_model(
     """Returns the model, which takes Poisson batches from the loader."""
     poisson = loader if isinstance(loader, PoissonLoader) else None
     model = PrivateModel(
-        settings.module,
-        mode=settings.grad_sample_mode,
-        policy=settings.policy,
-        max_grad_norm=settings.max_grad_norm,
-        clipping=settings.clipping,
-        batch_first=settings.batch_first,
+        settings, sharding=ranks.sharding, usage=None if poisson is None else poisson.usage,
         hide_unprotected=hide_unprotected,
-        sharding=ranks.sharding,
-        norm_reduction=settings.norm_reduction,
-        usage=None if poisson is None else poisson.usage,
-        wrap_model=settings.wrap_model,
-        loss_reduction=settings.loss_reduction,
-        examples_per_unit=settings.rows_per_unit * settings.views,
-        views=settings.views,
-    )
+    )  # fmt: skip
     if poisson is None:
         model.step_state.usage.batch_size = batch_size_of(loader)
     else:
@@ -200,25 +187,14 @@ def build_optimizer(
 ) -> PrivateOptimizer:
     """Returns the optimizer, whose steps `count` counts."""
     agreement, everyone = None, ranks.everyone
-    if settings.policy is not None and everyone is not None and dist.get_world_size(everyone) > 1:
+    if settings.policy is not None and everyone is not None and size_of(everyone) > 1:
         agreement = Agreement(everyone, early=ranks.device.type != "cpu")
+    is_secure = settings.secure_mode and settings.policy is not None
+    source = SecureNoise(sum(sizes_of(model))) if is_secure else None
     return PrivateOptimizer(
-        settings.optimizer,
-        model=model,
-        noise_multiplier=settings.noise_multiplier,
-        expected_batch_size=settings.expected_batch_size,
-        loss_reduction=settings.loss_reduction,
-        noise_key=keys.noise,
-        adaptive_threshold=settings.adaptive_threshold,
-        count=count,
-        agreement=agreement,
-        cuda_graph=settings.cuda_graph,
-        noise_source=(
-            SecureNoise(sum(sizes_of(model)))
-            if settings.secure_mode and settings.policy is not None
-            else source_of(settings.noise_mechanism)
-        ),
-    )
+        settings, model=model, noise_key=keys.noise, count=count, agreement=agreement,
+        noise_source=source or source_of(settings.noise_mechanism),
+    )  # fmt: skip
 
 
 def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | None:

@@ -20,7 +20,7 @@ from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.losses.in_network import LossInNetwork
 from dp_clipping.losses.private_loss import PrivateLoss, refuse_reentrant
-from dp_clipping.modes import REFERENCE_MODE, Policy
+from dp_clipping.modes import REFERENCE_MODE
 from dp_clipping.profiling.metrics import loss_and_count
 from dp_clipping.profiling.profile import NOTHING, SWITCH, Profile, ranged
 from dp_clipping.sampling.usage import SampleUsage
@@ -51,21 +51,12 @@ class PrivateModel(nn.Module):
     optimizer call the parts.
 
     Args:
-        module: the network or its data-parallel wrapper; `.module` of this one.
-        mode: name of the mode, for messages.
-        policy: how the mode works; None trains without privacy.
-        max_grad_norm: C, or a list of thresholds, one per group.
-        clipping: `"flat"` or `"per_layer"`.
-        batch_first: the first dimension of the inputs counts the samples, else the second.
-        hide_unprotected: reading what ε does not cover raises.
+        settings: an `arguments.settings.Settings`, whose `module`, the network or its data-parallel
+            wrapper, is `.module` of this one. With `wrap_model=False` the user gets that module,
+            whose calls are redirected to this object.
         sharding: `sharding_of(module)`: how the network is spread over ranks, if it is.
-        norm_reduction: how norms are added up over ranks that have parts of the parameters.
         usage: counts the samples that the loader yields, if it yields Poisson batches.
-        wrap_model: the user gets this object. If False, they get their own module, whose calls are
-            redirected to this object.
-        loss_reduction: how losses that the network computes itself are printed.
-        examples_per_unit: k, the rows of a batch that are one unit of privacy, its views too.
-        views: v; the losses of v rows, side by side, have the mean that is an example's loss.
+        hide_unprotected: reading what ε does not cover raises.
 
     Attributes:
         returned: the object that the user has: this one or their module.
@@ -77,29 +68,16 @@ class PrivateModel(nn.Module):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        mode: str,
-        policy: Policy | None,
-        max_grad_norm: float | list[float],
-        clipping: str = "flat",
-        batch_first: bool = True,
-        hide_unprotected: bool = False,
-        sharding: Sharding | None = None,
-        norm_reduction: str = "async",
-        usage: SampleUsage | None = None,
-        wrap_model: bool = True,
-        loss_reduction: str = "mean",
-        examples_per_unit: int = 1,
-        views: int = 1,
-    ):
+        self, settings: Any, *, sharding: Sharding | None = None,
+        usage: SampleUsage | None = None, hide_unprotected: bool = False,
+    ):  # fmt: skip
         super().__init__()
+        module, policy, wrap_model = settings.module, settings.policy, settings.wrap_model
         self.module: Any = module  # a network, or a wrapper with methods of its own
         self.forward = with_signature_of(self.forward, module)  # type: ignore[method-assign]
-        self.mode, self.policy, self.clipping = mode, policy, clipping
-        self.batch_first, self.examples_per_unit = batch_first, examples_per_unit
-        self.views = views
+        self.mode, self.policy, self.clipping = settings.grad_sample_mode, policy, settings.clipping
+        self.batch_first, self.views = settings.batch_first, settings.views
+        self.examples_per_unit = settings.rows_per_unit * settings.views  # rows of one unit
         self.hide_unprotected = hide_unprotected
         self.sharding = sharding
         self.step_state = StepState(usage, is_private=policy is not None)
@@ -109,26 +87,29 @@ class PrivateModel(nn.Module):
         self.__dict__["returned"] = self.module if not wrap_model else self  # and no child
         self._calls: Calls | None = None
         if policy is None:
-            self.thresholds = Thresholds(max_grad_norm, clipping, None)
+            self.thresholds = Thresholds(settings.max_grad_norm, self.clipping, None)
             self._return(wrap_model)
             return
-        self._capture = Capture(self.network, clipping, sharding)
+        self._capture = Capture(self.network, self.clipping, sharding)
         self.step_context = context_of(
-            self._capture, policy, mode=mode, batch_first=batch_first,
+            self._capture, policy, mode=self.mode, batch_first=self.batch_first,
             data_parallel_group=getattr(module, "process_group", None),
-            norm_reduction=norm_reduction, hide_unprotected=hide_unprotected,
-            examples_per_unit=examples_per_unit, views=views,
+            norm_reduction=settings.norm_reduction, hide_unprotected=hide_unprotected,
+            examples_per_unit=self.examples_per_unit, views=self.views,
         )  # fmt: skip
         try:
-            self.thresholds = Thresholds(max_grad_norm, clipping, self.capture.group_names)
+            groups = self.capture.group_names
+            self.thresholds = Thresholds(settings.max_grad_norm, self.clipping, groups)
         except ValueError:
             self.capture.remove()
             raise
         wrapper = module if self._is_wrapped else None
         self.gradient_buffer = GradientBuffer(self.step_context, self.step_state, wrapper)
         self.passes = ForwardBackward(self.step_context, self.step_state, self.gradient_buffer)
-        self.loss_in_network = LossInNetwork(self.network, batch_first, self.capture.is_compiled)
-        self._loss_reduction = loss_reduction
+        self.loss_in_network = LossInNetwork(
+            self.network, self.batch_first, self.capture.is_compiled
+        )
+        self._loss_reduction = settings.loss_reduction
         self._return(wrap_model)
 
     # ---- what a user calls ----------------------------------------------------------------------

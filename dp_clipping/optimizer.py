@@ -55,10 +55,11 @@ class PrivateOptimizer(Optimizer):
     Ranks compare them in each step (`fixed_settings`).
 
     Args:
+        settings: an `arguments.settings.Settings`, with the optimizer to wrap, and σ, divisor and
+            reduction of the first step.
         count: counts a step in an account, before its noise is generated. No hook takes its place.
         agreement: compares settings with other ranks; None: there are none.
         noise_source: where the noise comes from; default: independent Gaussian noise.
-        cuda_graph: whether `graphed` is what the user has asked for.
 
     Attributes:
         noise_multiplier: σ; the noise on the sum has standard deviation σC. Schedulers change it.
@@ -70,37 +71,26 @@ class PrivateOptimizer(Optimizer):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        model: Any,
-        noise_multiplier: float,
-        expected_batch_size: float,
-        loss_reduction: str = "mean",
-        noise_key: bytes,
-        adaptive_threshold: AdaptiveThreshold | None = None,
-        count: Hook | None = None,
-        agreement: Agreement | None = None,
-        cuda_graph: bool = False,
-        noise_source: NoiseSource | None = None,
-    ):
-        self.original_optimizer = optimizer
+        self, settings: Any, *, model: Any, noise_key: bytes, count: Hook | None = None,
+        agreement: Agreement | None = None, noise_source: NoiseSource | None = None,
+    ):  # fmt: skip
+        self.original_optimizer = settings.optimizer
         self.model, self.profile = model, model.profile
         self.step_state = model.step_state
-        self.noise_multiplier = noise_multiplier
-        self.expected_batch_size = expected_batch_size
-        self.loss_reduction = loss_reduction
+        self.noise_multiplier = settings.noise_multiplier
+        self.expected_batch_size = settings.expected_batch_size
+        self.loss_reduction = settings.loss_reduction
         self.hooks: list[Hook] = []
         self.listeners: list[Hook] = []
-        self._count, self._cuda_graph = count, cuda_graph
+        self._count, self._cuda_graph = count, settings.cuda_graph
         self._runs_hooks = False
-        self.noise = GradientNoise(model, noise_key, adaptive_threshold, noise_source)
+        self.noise = GradientNoise(model, noise_key, settings.adaptive_threshold, noise_source)
         self.fixed_settings = FixedSettings(self, agreement)
         self._held: list[Any] = []  # parameters, when they were looked at last
         self._not_trained: list[Any] = []  # those of them that are not the model's
         self._loaded_steps = 0  # of the run whose state was loaded
         self.refuse()
-        self._guard(optimizer)
+        self._guard(self.original_optimizer)
 
     # ---- an optimizer for schedulers and users --------------------------------------------------
 

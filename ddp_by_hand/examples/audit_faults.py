@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.norms import Norms
-from dp_clipping.noise.sources import IndependentNoise
+from dp_clipping.noise.sources import AddressedNoise
 from dp_clipping.sampling import poisson
 from dp_clipping.step.gradient_noise import GradientNoise
 from dp_clipping.step.sums import plain
@@ -24,12 +24,12 @@ Fault = Callable[[], AbstractContextManager]
 @contextmanager
 def noise_changed(change: Callable[..., list[Tensor]]) -> Iterator[None]:
     """Lets `change(add, totals, names, **how)` add the noise, where `add` does so rightly."""
-    right = IndependentNoise.add
+    right = AddressedNoise.add
 
     def add(self: Any, totals: list[Tensor], names: Any, **how: Any) -> list[Tensor]:
         return change(lambda *args, **more: right(self, *args, **more), totals, names, **how)
 
-    with patch.object(IndependentNoise, "add", add):
+    with patch.object(AddressedNoise, "add", add):
         yield
 
 

@@ -131,13 +131,13 @@ def noise_multiplier(
 ) -> float:
     """Returns σ with which a run ends at (ε, δ)."""
     _, optimizer, *_ = PrivacyEngine().make_private_with_epsilon(
-        **made(options, split, 1.0), **method, target_epsilon=epsilon, target_delta=options.delta,
-        epochs=options.epochs,
+        **made(split, 1.0, options.pictures // options.batches), **method, target_epsilon=epsilon,
+        target_delta=options.delta, epochs=options.epochs,
     )  # fmt: skip
     return optimizer.noise_multiplier
 
 
-def made(options: Options, split: Split, rate: float) -> dict[str, Any]:
+def made(split: Split, rate: float, batch_size: int) -> dict[str, Any]:
     """Returns what `make_private` takes, with a new network of zeros."""
     network = nn.Linear(split.test[0].shape[1], 10, bias=False)
     nn.init.zeros_(network.weight)
@@ -145,7 +145,7 @@ def made(options: Options, split: Split, rate: float) -> dict[str, Any]:
         "module": network,
         "optimizer": torch.optim.SGD(network.parameters(), lr=rate),
         "criterion": nn.CrossEntropyLoss(),
-        "data_loader": DataLoader(split.training, len(split.training) // options.batches),
+        "data_loader": DataLoader(split.training, batch_size),
         "max_grad_norm": 1.0,
         "grad_sample_mode": "bookkeeping",
     }
@@ -157,7 +157,7 @@ def train(
 ) -> Accuracies:  # fmt: skip
     """Returns the accuracies of one run on these pictures."""
     model, optimizer, criterion, loader = PrivacyEngine().make_private(
-        **made(options, split, rate), **method, noise_multiplier=sigma,
+        **made(split, rate, options.pictures // options.batches), **method, noise_multiplier=sigma,
         noise_generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
     (weight,) = model.parameters()

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
 from ddp_by_hand.experiments import correlated_noise
-from ddp_by_hand.experiments.correlated_noise import TUNING_SEED, Split, shown, split_of
+from ddp_by_hand.experiments.correlated_noise import TUNING_SEED, Split, made, shown, split_of
 from ddp_by_hand.measure import Column, format_table
 from ddp_by_hand.measure.command_line import ending_quietly
 from ddp_by_hand.measure.options import option, parse_options, positive
@@ -90,7 +88,10 @@ def measured(
     method |= {"examples_per_unit": each} if drawn is None else {"examples_per_step": drawn}
     method["sample_rate"] = (options.rows // each) / (ids[-1] + 1)
     _, optimizer, *_ = PrivacyEngine().make_private_with_epsilon(
-        **made(options, split, 1.0), **method, target_epsilon=epsilon, target_delta=options.delta
+        **made(split, 1.0, options.rows),
+        **method,
+        target_epsilon=epsilon,
+        target_delta=options.delta,
     )
     sigma = optimizer.noise_multiplier
     rate = max(
@@ -108,26 +109,13 @@ def measured(
     }  # fmt: skip
 
 
-def made(options: Options, split: Split, rate: float) -> dict[str, Any]:
-    """Returns what `make_private` takes, with a new network of zeros."""
-    network = nn.Linear(split.test[0].shape[1], 10, bias=False)
-    nn.init.zeros_(network.weight)
-    return {
-        "module": network,
-        "optimizer": torch.optim.SGD(network.parameters(), lr=rate),
-        "data_loader": DataLoader(split.training, options.rows),
-        "max_grad_norm": 1.0,
-        "grad_sample_mode": "bookkeeping",
-    }
-
-
 def train(
     options: Options, split: Split, sigma: float, rate: float, seed: int, method: dict[str, Any],
     pictures: tuple[torch.Tensor, torch.Tensor],
 ) -> float:  # fmt: skip
     """Returns the accuracy of the mean of one run's parameters over its second half."""
     model, optimizer, criterion, loader = PrivacyEngine().make_private(
-        **made(options, split, rate), **method, noise_multiplier=sigma,
+        **made(split, rate, options.rows), **method, noise_multiplier=sigma,
         noise_generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
     (weight,) = model.parameters()

@@ -39,7 +39,7 @@ from ddp_by_hand.measure.command_line import ending_quietly, refuse
 from ddp_by_hand.measure.options import option, parse_options, positive
 from dp_clipping import CorrelatedNoise, PrivacyEngine
 from dp_clipping.noise.secure.source import SecureNoise
-from dp_clipping.noise.sources import IndependentNoise, NoiseSource, source_of
+from dp_clipping.noise.sources import AddressedNoise, NoiseSource, source_of
 
 PROGRAM = "ddp_by_hand.experiments.price_noise"
 DEFAULT, SECURE = "default", "secure"
@@ -119,7 +119,7 @@ class Steps:
     def source(self, noise: str) -> NoiseSource:
         """Returns the noise of this name."""
         if noise == DEFAULT:
-            return IndependentNoise()
+            return AddressedNoise()
         if noise == SECURE:
             return SecureNoise(self.numel)
         return source_of(CorrelatedNoise(bands_of(noise)))

@@ -81,6 +81,38 @@ def covered_by(runs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]
     return sorted(page for page in pages if page), unproved
 
 
+def options_of(
+    settings: Mapping[str, Any], accountant: str | None, *, own_layers: bool, is_adaptive: bool
+) -> dict[str, Any]:
+    """Returns the options of a run that a proof depends on, as `PAGES` has them.
+
+    Args:
+        settings: of the run, as a checkpoint saves them.
+        accountant: the name of the engine's; None: the sampling has an account of its own.
+        own_layers: some layers have a function of the user's own.
+        is_adaptive: C follows a quantile of the norms.
+    """
+    options = {
+        "accountant": accountant or "that of the sampling",
+        "sampling": settings["sampling"],
+        "poisson_sampling": settings["poisson_sampling"],
+        "noise_mechanism": named(settings["noise_mechanism"]),
+        "secure_mode": settings["secure_mode"],
+        "grad_sample_mode": settings["mode"],
+        "clipping": settings["clipping"],
+        "clipping_function": named(settings["clipping_function"]),
+        "layers": REGISTERED if own_layers else "built in",
+        "examples_per_unit": "1" if settings["examples_per_unit"] == 1 else "more",
+        "examples_per_step": "some" if settings["examples_per_step"] else "all",
+        "views": "any number",
+        "parts of a batch": "any number",
+        "ranks": "any number",
+    }
+    if is_adaptive:
+        options["adaptive_threshold with sampling"] = settings["sampling"]
+    return options
+
+
 def named(value: str) -> str:
     """Returns the name of a noise mechanism or clipping function as `PAGES` has it.
 

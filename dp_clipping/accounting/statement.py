@@ -8,8 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from dp_clipping.accounting.history import History, count
+from dp_clipping.accounting.history import count
+from dp_clipping.accounting.ledger import Account
 from dp_clipping.accounting.mechanism import Mechanism
+from dp_clipping.accounting.proofs import covered_by
 from dp_clipping.accounting.tradeoff import Curve, gaussian_mu, true_positive_rate
 from dp_clipping.files import write_atomically
 
@@ -201,33 +203,29 @@ class PrivacyStatement:
 
 def statement_of(
     runs: Sequence[Any],
-    history: History,
-    *,
+    account: Account,
     mechanism: Mechanism,
-    others: int,
+    options: Sequence[Mapping[str, Any]],
+    *,
     accountant: str,
     epsilon: float,
     delta: float,
     secure: dict[str, Any] | None,
     curve: Curve,
-    histories: Sequence[History],
-    proofs: list[str],
-    unproved: list[str],
 ) -> PrivacyStatement:
     """Returns the statement of an engine's runs.
 
     Args:
         runs: the `PrivateRun` of each `make_private`.
-        history: the history of the engine's accountant.
-        mechanism: what these steps release.
-        others: so many of them were made on batches that no known sampling has made.
+        mechanism: what their steps release.
+        options: of each run, which a proof depends on (`accounting.proofs`).
         accountant: the name of the engine's.
         epsilon: as it was computed.
         secure: what secure noise adds (`noise.secure.certificate`).
         curve: pairs (δ, ε) of these steps.
-        histories: of each key.
-        proofs, unproved: see `accounting.proofs`.
     """
+    history, others = account.history, account.other_batches
+    proofs, unproved = covered_by(options)
     is_known = not others and all(run.settings["poisson_sampling"] for run in runs)
     sigmas = [sigma for sigma, _, _ in history] or [run.optimizer.noise_multiplier for run in runs]
     rates = [rate for _, rate, _ in history] or [run.settings["sample_rate"] for run in runs]
@@ -260,7 +258,7 @@ def statement_of(
             "sampling": mechanism.sampler,
             "noise": mechanism.name.partition(",")[0],
             **mechanism.constants,
-            "histories": [[list(entry) for entry in part] for part in histories],
+            "histories": [[list(entry) for entry in part] for part in account.histories()],
         },
     )
 

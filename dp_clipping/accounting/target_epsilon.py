@@ -4,14 +4,10 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dp_clipping.accounting.history import joined
 from dp_clipping.accounting.mechanism import DEFAULT, Epsilon, Mechanism
 from dp_clipping.kinds import check_number
-
-if TYPE_CHECKING:
-    from opacus.accountants.accountant import IAccountant
 
 LOWEST = 0.05
 """Smallest σ that is searched for."""
@@ -167,16 +163,6 @@ def _search(
         else:
             high, found = middle, at
     return high
-
-
-def epsilon_at_end(
-    accountant: "IAccountant", sigma: float, sample_rate: float, steps: int, delta: float
-) -> float:
-    """Returns ε after `steps` more steps. The accountant is not changed."""
-    end = type(accountant)()
-    more = [(sigma, sample_rate, steps)] if steps > 0 else []
-    end.history = joined(accountant.history, more)
-    return float(end.get_epsilon(delta=delta)) if end.history else 0.0
 
 
 def _epsilon_of_lowest(delta: float, sample_rate: float, steps: int) -> float:

@@ -20,6 +20,16 @@ from dp_clipping.noise import mechanisms
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.sampling.schemes import FIXED
 
+SAVED = (
+    "noise_multiplier", "max_grad_norm", "clipping", "gamma", "secure_mode", "loss_reduction",
+    "expected_batch_size", "poisson_sampling", "sampling", "max_batch_size", "examples_per_unit",
+    "num_units", "examples_per_step", "views",
+)  # fmt: skip
+"""What a checkpoint has as it is given; `public` adds what it has in another form."""
+
+COMPARED = ("batch_first", "rand_on_empty", "norm_algorithm", "norm_reduction")
+"""What ranks compare beside that."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Sampled):
@@ -150,28 +160,13 @@ class Settings(Sampled):
 
     def public(self) -> dict[str, Any]:
         """Returns the settings that a checkpoint saves and a load compares."""
-        dataset: Any = self.data_loader.dataset
-        return {
+        return {name: getattr(self, name) for name in SAVED} | {
             "mode": self.grad_sample_mode,
-            "noise_multiplier": self.noise_multiplier,
-            "max_grad_norm": self.max_grad_norm,
-            "clipping": self.clipping,
             "clipping_function": described(self.clipping_function),
-            "gamma": self.gamma,
             "noise_mechanism": mechanisms.described(self.noise_mechanism),
-            "secure_mode": self.secure_mode,
-            "loss_reduction": self.loss_reduction,
-            "expected_batch_size": self.expected_batch_size,
-            "poisson_sampling": self.poisson_sampling,
-            "sampling": self.sampling,
-            "max_batch_size": self.max_batch_size,
-            "num_samples": len(dataset),
+            "num_samples": len(self.data_loader.dataset),
             "sample_rate": self.rates[0],
-            "examples_per_unit": self.examples_per_unit,
-            "num_units": self.num_units,
             "unit_ids are given": self.unit_ids is not None,
-            "examples_per_step": self.examples_per_step,
-            "views": self.views,
         }
 
     @property
@@ -182,13 +177,9 @@ class Settings(Sampled):
     def compared(self) -> dict[str, Any]:
         """Returns the settings that must be equal on all ranks."""
         adaptive = self.adaptive_threshold
-        return self.public() | {
-            "batch_first": self.batch_first,
-            "rand_on_empty": self.rand_on_empty,
-            "norm_algorithm": self.norm_algorithm,
-            "norm_reduction": self.norm_reduction,
+        return self.public() | {name: getattr(self, name) for name in COMPARED} | {
             "len(data_loader)": len(self.data_loader),
             "steps": self.rates[1],
             "noise_generator is given": self.noise_generator is not None,
             "adaptive_threshold": adaptive and adaptive.state_dict(),
-        }
+        }  # fmt: skip

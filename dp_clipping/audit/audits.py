@@ -124,15 +124,14 @@ class Audits(Accounts):
                     max_grad_norm=max_grad_norm, units=2, removed=1, loss=loss, **arguments,
                 ).noise_faults  # fmt: skip
             bounds = bounds_of(
-                canaries, guesses(y, spread, rate, included), engine._curve, delta, confidence
-            )
+                canaries, guesses(y, spread, rate, included), engine._curve, delta, confidence,
+                float(noise_multiplier),
+            )  # fmt: skip
         return AuditReport(
             epsilon=epsilon, delta=float(delta), confidence=float(confidence),
             noise_multiplier=float(noise_multiplier), sample_rate=rate, steps=steps,
             canaries=int(canaries), included=int(included.sum()),
-            epsilon_lower_bound=bounds.epsilon_lower_bound, guesses=bounds.guesses,
-            refuted_noise=bounds.refuted_scale * float(noise_multiplier),
-            curve_guesses=bounds.curve_guesses, noise_faults=noise_faults,
+            noise_faults=noise_faults, **bounds,
         )  # fmt: skip
 
     @by_name(RECORD)

@@ -15,8 +15,8 @@ below 1 − confidence is a lower bound with that confidence.
 import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
+import scipy  # which imports scipy.stats where it is first used: that takes a second
 
 STEPS = 60  # of a bisection; below float64's resolution from 1024 down
 LARGEST = 1024.0  # an ε; e^ε is infinite in float64 above 709
@@ -42,7 +42,7 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
     beta = at_least[correct]
     if not delta or not correct:
         return min(1.0, float(beta))
-    below = torch.arange(correct, 0, -1, dtype=torch.float64)  # i of v − i = 0, ..., v − 1
+    below = np.arange(correct, 0, -1)  # i of v − i = 0, ..., v − 1
     alpha = ((at_least[:correct] - beta) / below).max()
     return min(1.0, float(beta + 2 * canaries * delta * alpha))
 
@@ -115,13 +115,10 @@ def refutes_curve(
     return right + wrong > guesses / canaries
 
 
-def _tails(trials: int, epsilon: float) -> Tensor:
-    """Returns P[W ≥ k] for k = 0, ..., trials, float64."""
-    right, wrong = -math.log1p(math.exp(-epsilon)), -epsilon - math.log1p(math.exp(-epsilon))
-    k = torch.arange(trials + 1, dtype=torch.float64)
-    ways = math.lgamma(trials + 1) - torch.lgamma(k + 1) - torch.lgamma(trials - k + 1)
-    masses = (ways + k * right + (trials - k) * wrong).exp()
-    return masses.flip(0).cumsum(0).flip(0)
+def _tails(trials: int, epsilon: float) -> np.ndarray:
+    """Returns P[W ≥ k] for k = 0, ..., trials: that at most trials − k guesses are wrong."""
+    wrong = np.arange(trials, -1, -1)
+    return scipy.stats.binom.cdf(wrong, trials, scipy.special.expit(-epsilon))
 
 
 def _check(canaries: int, guesses: int, correct: int, delta: float) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dp_clipping.audit.attacks import Guesses
 from dp_clipping.audit.bound import epsilon_lower_bound, refutes_curve
@@ -92,21 +93,11 @@ class AuditReport:
         return f"{self.refuted_noise:.4g}: {self.curve_guesses}"
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The bounds of an `AuditReport`."""
-
-    epsilon_lower_bound: float
-    guesses: Guesses
-    refuted_scale: float
-    curve_guesses: Guesses | None
-
-
 def bounds_of(
     canaries: int, guesses: Sequence[Guesses], curve: Callable[[float], Curve], delta: float,
-    confidence: float,
-) -> Bounds:  # fmt: skip
-    """Returns lower bounds that hold together with this confidence.
+    confidence: float, noise_multiplier: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns lower bounds of an `AuditReport`, which hold together with this confidence.
 
     Each test may be wrong with a part of 1 − `confidence` that is fixed before the run, and the
     parts add up to 1 (C. Bonferroni, 1936).
@@ -147,4 +138,7 @@ def bounds_of(
                 low = middle + 1
             else:
                 high, scale, witness = middle, MORE[middle], more
-    return Bounds(found[best], guesses[best], scale, witness)
+    return {
+        "epsilon_lower_bound": found[best], "guesses": guesses[best],
+        "refuted_noise": scale * noise_multiplier, "curve_guesses": witness,
+    }  # fmt: skip

@@ -20,7 +20,7 @@ from dp_clipping.checkpoint.file_format import (
     check_mac,
     scheduler_state,
 )
-from dp_clipping.checkpoint.run import Optimizer, Snapshot
+from dp_clipping.checkpoint.run import Snapshot
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.keys import Keys, read_keys
 
@@ -179,7 +179,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_optimizer(state: dict[str, Any], optimizer: Optimizer, path: Path) -> None:
+def _check_optimizer(state: dict[str, Any], optimizer: Any, path: Path) -> None:
     groups = optimizer.param_groups
     _check_same(
         "number of parameters in the optimizer's groups",

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -48,8 +47,9 @@ from dp_clipping.checkpoint.file_format import (
     write_sealed,
 )
 from dp_clipping.checkpoint.run import PrivateRun, Snapshot
+from dp_clipping.distributed.agreement import gathered
 from dp_clipping.files import flush_to_disk
-from dp_clipping.noise.keys import read_keys, write_keys
+from dp_clipping.noise.keys import from_rank_0, read_keys, write_keys
 
 RUN_FILE = "run.pt"
 TENSORS = "tensors"  # in the details: the name of their folder
@@ -73,18 +73,9 @@ SAFE = {
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def check_path(path: Path) -> None:
-    """Raises ValueError if there is a file in the place of the folder."""
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file, and a sharded model needs a folder: rename one")
-
-
 def new_name(run: PrivateRun) -> str:
     """Returns the name of a folder for tensors that is not there yet: rank 0's on every rank."""
-    number = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=run.device)
-    if run.group is not None:
-        dist.broadcast(number, group=run.group, group_src=0)
-    return f"tensors-{bytes(number.tolist()).hex()}"
+    return f"tensors-{from_rank_0(secrets.token_bytes(8), run.group, run.device).hex()}"
 
 
 def write_part(run: PrivateRun, folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -97,37 +88,25 @@ def write_part(run: PrivateRun, folder: Path, tensors: dict[str, Tensor]) -> dic
         RuntimeError: if a rank could not write.
     """
     try:
-        write_tensors(run, folder, tensors)
-        return _digests_of_rank(run, folder)
+        with _quiet():
+            dcp.save(
+                tensors,
+                storage_writer=dcp.FileSystemWriter(folder),
+                process_group=run.group,
+                no_dist=run.group is None,
+            )
+        files = sorted(folder.glob(f"__{run.rank}_*"))  # torch names them by the rank in the group
+        if run.rank == 0:
+            files.append(folder / DESCRIPTION)
+        return {file.name: digest_of(file) for file in files}
     except (Exception, dcp.CheckpointException) as error:
         message = f"{folder.parent} could not be written: {_reason(error)}"
         raise RuntimeError(message) from error
 
 
-def write_tensors(run: PrivateRun, folder: Path, tensors: dict[str, Tensor]) -> None:
-    with _quiet():
-        dcp.save(
-            tensors,
-            storage_writer=dcp.FileSystemWriter(folder),
-            process_group=run.group,
-            no_dist=run.group is None,
-        )
-
-
-def _digests_of_rank(run: PrivateRun, folder: Path) -> dict[str, str]:
-    """Returns the digests of this rank's files, which torch names by its number in the group."""
-    files = sorted(folder.glob(f"__{run.rank}_*"))
-    if run.rank == 0:
-        files.append(folder / DESCRIPTION)
-    return {file.name: digest_of(file) for file in files}
-
-
 def of_all_ranks(run: PrivateRun, digests: dict[str, str]) -> dict[str, str]:
     """Returns the digests of all ranks' files."""
-    if run.group is None:
-        return digests
-    of_ranks: list[dict[str, str]] = [{}] * run.world_size
-    dist.all_gather_object(of_ranks, digests, group=run.group)
+    of_ranks = [digests] if run.group is None else gathered(digests, run.group)
     return {name: digest for of_rank in of_ranks for name, digest in of_rank.items()}
 
 

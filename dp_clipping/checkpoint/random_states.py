@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 NAMES = ("cpu", "numpy", "python", "cuda")
-TWISTER_BYTES = 4 * 624 + 3 * 8  # words, place and flag, normal number
+TWISTER = np.dtype([("words", "<u4", 624), ("place and flag", "<i8", 2), ("normal", "<f8")])
 PYTHON_VERSION = 3  # of the state of Python's generator, the same since Python 3.2
 
 
@@ -55,7 +55,7 @@ def is_random_state(states: Any) -> bool:
 
 
 def _is_twister(state: Tensor) -> bool:
-    if state.shape != (TWISTER_BYTES,):
+    if state.shape != (TWISTER.itemsize,):
         return False
     _, (place, has_normal), _ = _words_of(state)
     return 0 <= place <= 624 and has_normal in (0, 1)
@@ -79,11 +79,10 @@ def _bytes_of(words: Any, numbers: Any, normal: float) -> Tensor:
 
     NumPy's and Python's generators are both of this kind.
     """
-    parts = np.asarray(words, "<u4"), np.asarray(numbers, "<i8"), np.asarray([normal], "<f8")
-    return torch.frombuffer(bytearray(b"".join(x.tobytes() for x in parts)), dtype=torch.uint8)
+    state = np.array((words, numbers, normal), TWISTER)
+    return torch.frombuffer(bytearray(state.tobytes()), dtype=torch.uint8)
 
 
 def _words_of(state: Tensor) -> tuple[Any, tuple[int, int], float]:
-    content = state.numpy().tobytes()
-    words, numbers = np.frombuffer(content[:-24], "<u4"), np.frombuffer(content[-24:-8], "<i8")
-    return words, (int(numbers[0]), int(numbers[1])), float(np.frombuffer(content[-8:], "<f8")[0])
+    words, (place, has_normal), normal = np.frombuffer(state.numpy().tobytes(), TWISTER)[0]
+    return words, (int(place), int(has_normal)), float(normal)

@@ -1,74 +1,24 @@
-"""One private run as a checkpoint sees it, and how its ranks agree.
+"""One private run as a checkpoint sees it, and how its ranks agree."""
 
-The classes of the model and the optimizer are in folders above this one, so the protocols here
-declare the parts of them that a checkpoint uses.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dp_clipping.accounting.ledger import Account
 from dp_clipping.accounting.target_epsilon import Plan
 from dp_clipping.checkpoint.random_states import set_states, states_of
+from dp_clipping.distributed.dtensor import size_of
 from dp_clipping.noise.keys import Keys
 from dp_clipping.noise.secure.certificate import Certificate
 from dp_clipping.sampling.loader import PoissonLoader
 
 POISSON = "poisson"
-
-
-class Model(Protocol):
-    """A `PrivateModel` as a checkpoint needs it."""
-
-    policy: Any
-    sharding: Any
-    training: bool
-    step_state: Any
-    thresholds: Any
-
-    @property
-    def network(self) -> nn.Module: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def clear_gradients(self) -> None: ...
-
-    returned: nn.Module
-
-    def reached(self) -> AbstractContextManager: ...
-
-    def whole_parameters(self) -> AbstractContextManager: ...
-
-
-class Optimizer(Protocol):
-    """A `PrivateOptimizer` as a checkpoint needs it."""
-
-    original_optimizer: torch.optim.Optimizer
-    param_groups: list[dict[str, Any]]
-    noise: Any
-    noise_multiplier: float
-    max_grad_norm: float | list[float]
-    step_state: Any
-
-    @property
-    def adaptive_threshold(self) -> Any: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def resume(self, steps: int, noise_key: bytes) -> None: ...
 
 
 @dataclass
@@ -78,6 +28,7 @@ class PrivateRun:
     `PrivacyEngine` makes one per `make_private` and keeps it; saving reads it, loading changes it.
 
     Attributes:
+        model, optimizer: a `PrivateModel` and a `PrivateOptimizer`, of folders above this one.
         group: all ranks of the run; None: this process alone.
         settings: arguments of `make_private`, public.
         account: the engine's.
@@ -90,8 +41,8 @@ class PrivateRun:
         public_constants: see `Settings`.
     """
 
-    model: Model
-    optimizer: Optimizer
+    model: Any
+    optimizer: Any
     loader: DataLoader
     group: dist.ProcessGroup | None
     keys: Keys = field(repr=False)
@@ -137,7 +88,7 @@ class PrivateRun:
 
     @property
     def world_size(self) -> int:
-        return 1 if self.group is None else dist.get_world_size(self.group)
+        return size_of(self.group)
 
     @property
     def next_batch(self) -> int:
@@ -180,9 +131,7 @@ class PrivateRun:
         return {
             **self.settings,
             "world_size": self.world_size,
-            "data_ranks": 1
-            if data_parallel_group is None
-            else dist.get_world_size(data_parallel_group),
+            "data_ranks": size_of(data_parallel_group),
             "device": self.device.type,
             "optimizer": getattr(optimizer, "cls", type(optimizer)).__name__,
             "private": self.model.policy is not None,
@@ -259,17 +208,7 @@ def set_random_state(run: PrivateRun, states: list[dict[str, Tensor]]) -> None:
 def agree(run: PrivateRun, what: str, problem: BaseException | None) -> None:
     """Returns on all ranks, or raises on all: a rank's own problem, or the number of a rank with
     a problem."""
-    if run.group is None:
-        if problem is not None:
-            raise problem
-        return
-    success = torch.tensor([problem is None], dtype=torch.uint8, device=run.device)
-    of_ranks = _gathered(run, success)
-    if problem is not None:
-        raise problem
-    failed = [rank for rank, success in enumerate(of_ranks) if not success.item()]
-    if failed:
-        raise RuntimeError(f"rank {failed[0]} could not {what}: its own error says why")
+    _answers(run, what, problem, RuntimeError)
 
 
 def together(run: PrivateRun, what: str, action: Callable[[], Any]) -> Any:
@@ -291,20 +230,25 @@ def agree_on_content(
     Args:
         digest: the digest of the data that this rank has read, 31 bytes; None if it could not.
     """
-    if run.group is None:
-        if problem is not None:
-            raise problem
-        return
-    content = bytes(32) if digest is None else b"\1" + digest
-    message = torch.tensor(list(content), dtype=torch.uint8, device=run.device)
-    of_ranks = _gathered(run, message)
+    content = digest or bytes(31)
+    of_ranks = _answers(run, f"load {path}", problem, ValueError, content)
+    if any(not torch.equal(answer, of_ranks[0]) for answer in of_ranks):
+        raise ValueError(f"ranks have read different checkpoints from {path}: is the disk shared?")
+
+
+def _answers(
+    run: PrivateRun, what: str, problem: BaseException | None, kind: type[Exception],
+    content: bytes = b"",
+) -> list[Tensor]:  # fmt: skip
+    """Returns the content of each rank, or raises on all; an error of `kind` on other ranks."""
+    answer = torch.tensor([problem is None, *content], dtype=torch.uint8, device=run.device)
+    of_ranks = _gathered(run, answer)
     if problem is not None:
         raise problem
     failed = [rank for rank, answer in enumerate(of_ranks) if not answer[0]]
     if failed:
-        raise ValueError(f"rank {failed[0]} could not load {path}: its own error says why")
-    if any(not torch.equal(answer, of_ranks[0]) for answer in of_ranks):
-        raise ValueError(f"ranks have read different checkpoints from {path}: is the disk shared?")
+        raise kind(f"rank {failed[0]} could not {what}: its own error says why")
+    return of_ranks
 
 
 def _gathered(run: PrivateRun, x: Tensor) -> list[Tensor]:

@@ -97,15 +97,9 @@ from dp_clipping.checkpoint.weights import LEFT_OUT, complete, split
 
 
 def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
-    """Writes a checkpoint, one file by rank 0 or a folder by all; every rank calls it.
+    """Writes a checkpoint, one file by rank 0 or a folder by all, with the entries `extra`.
 
-    Args:
-        extra: further entries of the user's.
-
-    Raises:
-        RuntimeError: in the middle of a step, or if a rank could not write.
-        ValueError: if the data could not be loaded without executing code, or could
-            not find the parts of a parameter again.
+    Every rank calls it. See `PrivacyEngine.save_checkpoint`.
     """
     check_save(snapshot.run)
     if is_sharded(snapshot.run):
@@ -142,7 +136,8 @@ def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     name = folder_format.new_name(run)
 
     def prepare() -> tuple[State, dict[str, Tensor]]:
-        folder_format.check_path(path)
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file, and a sharded model needs a folder: rename one")
         contents = _contents(snapshot, extra, random, partial(by_name, run))
         contents[DETAILS][folder_format.TENSORS] = name
         tensors = take_tensors(contents)
@@ -215,38 +210,24 @@ def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
     """Loads a checkpoint: every rank reads and checks it, and only then changes the run.
 
     A file or a folder, on any number of ranks, sharded or not: each rank takes its parts of the
-    tensors.
-
-    Args:
-        new_keys: noise and samples get a new key, whatever the saved one.
-
-    Returns:
-        The entries that are not read here, and those of module and accountant, as in Opacus.
-
-    Raises:
-        FileNotFoundError: no such checkpoint.
-        ValueError: it is cut short, of another run, or its key is missing; or another rank failed.
+    tensors. See `PrivacyEngine.load_checkpoint`.
     """
-    with snapshot.run.model.whole_parameters():
-        return _load(snapshot, new_keys)
-
-
-def _load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
     run, path = snapshot.run, snapshot.path
-    resume, fill, problem = None, None, None
-    try:
-        check_load(snapshot)
-        if path.is_dir():
-            resume, fill = _read_folder(snapshot, new_keys)
-        else:
-            resume = _read_file(snapshot, new_keys)
-    except Exception as error:
-        problem = as_refusal(path, error)
-    agree_on_content(run, path, resume and resume.digest(), problem)
-    assert resume is not None
-    if fill is not None:
-        together(run, f"load {path}", fill)
-    return go_on(snapshot, resume)
+    with run.model.whole_parameters():
+        resume, fill, problem = None, None, None
+        try:
+            check_load(snapshot)
+            if path.is_dir():
+                resume, fill = _read_folder(snapshot, new_keys)
+            else:
+                resume = _read_file(snapshot, new_keys)
+        except Exception as error:
+            problem = as_refusal(path, error)
+        agree_on_content(run, path, resume and resume.digest(), problem)
+        assert resume is not None
+        if fill is not None:
+            together(run, f"load {path}", fill)
+        return go_on(snapshot, resume)
 
 
 def _read_file(snapshot: Snapshot, new_keys: bool) -> Resume:

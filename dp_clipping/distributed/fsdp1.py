@@ -77,10 +77,15 @@ class FlatSharding(Sharding):
 
     def watch(self, note: Callable[[Parameter], None]) -> list[RemovableHandle]:
         """Calls `note` when autograd adds to a unit's flat parameter, for each parameter in it."""
+
+        def note_all(parameters: list[Parameter], _: FlatParameter) -> None:
+            for parameter in parameters:
+                note(parameter)
+
         hooks = []
         for number, unit in enumerate(_units(self.root)):
             for _, handle in _handles(unit, recurse=False) if number in self.units else ():
-                hook = partial(_note_all, note, self.units[number])
+                hook = partial(note_all, self.units[number])
                 hooks.append(handle.flat_param.register_post_accumulate_grad_hook(hook))
         return hooks
 
@@ -182,13 +187,6 @@ def flat_sharding_of(module: nn.Module) -> FlatSharding:
 def _units(module: nn.Module) -> list[FSDP]:
     """Returns the units in the order of their numbers."""
     return [m for m in module.modules() if isinstance(m, FSDP)]
-
-
-def _note_all(
-    note: Callable[[Parameter], None], parameters: list[Parameter], flat: FlatParameter
-) -> None:
-    for parameter in parameters:
-        note(parameter)
 
 
 def _parameters_of(units: list[FSDP]) -> list[dict[Parameter, str]]:

@@ -6,8 +6,6 @@ does not depend on it.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,7 +47,7 @@ def _exchange_sizes(reducer: NormReducer, size: int) -> list[int]:
     sizes = [0] * reducer.data.size
     sizes[reducer.data.rank] = size
     what = "the local batch sizes"
-    with _on_side_stream(reducer.side_stream):
+    with torch.cuda.stream(reducer.side_stream):  # None: the current one
         table = torch.tensor(sizes, device=reducer.device)
         table = reducer.data.sum(table, what, "async").wait()
         if reducer.tensor.size > 1:
@@ -65,7 +63,3 @@ def _exchange_sizes(reducer: NormReducer, size: int) -> list[int]:
             "batches"
         )
     return sizes
-
-
-def _on_side_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)

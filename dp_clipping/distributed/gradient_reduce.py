@@ -94,7 +94,7 @@ class ShardedSums:
         """Drops the sums of a step that failed."""
         for transfers in self._pending:
             for transfer in transfers:
-                transfer.work.wait()
+                transfer.wait()
         self._arrived, self._next, self._pending = {}, 0, []
         self._written.clear()
         self._sums.clear()
@@ -186,7 +186,7 @@ class ShardedSums:
         for parameter in reversed([p for p in parameters if p not in slices]):
             totals[parameter] = total = totals[parameter].contiguous()
             if world == 1:
-                transfers.append(Transfer(Done(), [(parameter, total)]))
+                transfers.append(Transfer(None, [(parameter, total)]))
             else:
                 is_sharded = self.sharding.parts[parameter].dim is not None
                 alike.setdefault((total.dtype, is_sharded), []).append(parameter)
@@ -280,7 +280,7 @@ class ShardedSums:
     @torch.no_grad()
     def _complete(self, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:
-            transfer.work.wait()
+            transfer.wait()
             transfer.sent.clear()
             replicas, shards = self.sharding.replicas, [x for _, x in transfer.shards if x.numel()]
             if replicas is not None and shards:
@@ -297,18 +297,18 @@ class ShardedSums:
 
 @dataclass
 class Transfer:
-    """A collective in progress: its buffers, and the parameters that they are for."""
+    """A collective in progress: its buffers, and the parameters that they are for.
+
+    Without `work` it is done.
+    """
 
     work: Any
     shards: list[tuple[Parameter, Tensor]]
     sent: list[Tensor] = field(default_factory=list)
 
-
-class Done:
-    """A handle of work that is already done."""
-
     def wait(self) -> None:
-        """Returns at once."""
+        if self.work is not None:
+            self.work.wait()
 
 
 def _versions(gradient: Tensor) -> tuple[int, int]:

@@ -36,9 +36,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 NORM_REDUCTIONS = ("sync", "async", "layerwise")
-SAME_LOSS_TOLERANCE = (
-    1e-3  # losses of one sample on two ranks are this close, far closer than two samples' are
-)
+SAME_LOSS = 1e-3  # losses of one sample on two ranks are this close; those of two samples are not
 PARAMETERS_PER_PARTIAL_SUM = 16  # parameters to a partial sum: an 8B Llama, 291 of them, has 19
 
 
@@ -46,7 +44,7 @@ class NormReducer:
     """Sums squared norms over the axes of a mesh on which they add up.
 
     A model has one. A private step calls `reduce` once per backward, or makes a `layerwise` sum at
-    its beginning; `SplitNorms` asks which parameters this rank counts.
+    its beginning.
 
     Collectives match by call order, so all members of an axis make the same calls in the same
     order, also where a batch is empty. World size 1 communicates nothing.
@@ -91,11 +89,6 @@ class NormReducer:
         angle = 2 * pi * self.tensor.rank / self.tensor.size
         return cos(angle), sin(angle)
 
-    def counts(self, replicated: bool) -> bool:
-        """Returns whether this rank adds a parameter's norms: all do if the tensor axis shards it,
-        the first one if it is replicated (a norm's weight, a rowwise layer's bias)."""
-        return not replicated or self.tensor.rank == 0
-
     def check_same_samples(self, losses: Tensor) -> None:
         """Raises RuntimeError on every member if losses [B] differ over the tensor axis; blocks.
 
@@ -106,12 +99,8 @@ class NormReducer:
         what = f"{len(here)} losses"
         both = torch.cat([here, -here])
         highest, lowest = self.tensor.sum(both, what, "sync", dist.ReduceOp.MAX).wait().chunk(2)
-        if bool(
-            (
-                highest + lowest
-                > SAME_LOSS_TOLERANCE * (highest.abs() + lowest.abs()) + SAME_LOSS_TOLERANCE
-            ).any()
-        ):
+        apart, allowed = highest + lowest, SAME_LOSS * (highest.abs() + lowest.abs() + 1)
+        if bool((apart > allowed).any()):
             raise RuntimeError(
                 "ranks of one tensor-parallel axis have different losses for what should be the "
                 "same samples: deal the data out over data ranks only (num_replicas and rank of a "
@@ -236,9 +225,10 @@ class Layerwise:
     def add(self, key: Hashable) -> None:
         """Marks a key's norms as final, and launches the chunks that this completes."""
         assert key not in self._arrived, f"{key} has arrived twice in one backward"
-        assert not self._is_launched(key), f"{key} arrives after its chunk was launched"
+        chunk = self._chunk_of[key]
+        assert chunk >= self.launched, f"{key} arrives after its chunk was launched"
         self._arrived.add(key)
-        self._missing[self._chunk_of[key]] -= 1
+        self._missing[chunk] -= 1
         while self.launched < len(self._chunks) and not self._missing[self.launched]:
             self._launch()
 
@@ -247,9 +237,6 @@ class Layerwise:
         while self.launched < len(self._chunks):
             self._launch()
         return torch.stack([pending.wait() for pending in self._pending]).sum(0)
-
-    def _is_launched(self, key: Hashable) -> bool:
-        return self._chunk_of[key] < self.launched
 
     def _launch(self) -> None:
         keys = [key for key in self._chunks[self.launched] if key in self._arrived]

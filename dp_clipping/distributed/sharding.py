@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from dp_clipping.distributed.dtensor import is_sharded
+from dp_clipping.distributed.dtensor import is_sharded, size_of
 from dp_clipping.torch_compat import layout_of, with_layout
 
 
@@ -170,7 +170,6 @@ class Sharding:
         return reset is not None
 
     def describe(self) -> str:
-        groups = self.data_parallel_group, self.tensor_group
-        data, tensor = (1 if group is None else dist.get_world_size(group) for group in groups)
+        data, tensor = size_of(self.data_parallel_group), size_of(self.tensor_group)
         axes = f"{data} data-parallel" + (f" x {tensor} tensor-parallel" if tensor > 1 else "")
         return f"{self.api}: {axes} ranks; gradients are synchronised by dp_clipping alone"

@@ -35,21 +35,16 @@ class SplitNorms:
         self.is_split = reducer.splits_parameters
         self.differ: Tensor | None = None
 
-    def _counted(self, parameters: Iterable[Any]) -> set[Any]:
-        """Returns the parameters whose norms this rank adds: one rank does if several have them."""
-        if self._sharding is None:
-            return set(parameters)
-        parts, counts = self._sharding.parts, self._reducer.counts
-        return {p for p in parameters if counts(replicated=not parts[p.parameter].split)}
-
     def table(self, norms: Norms, parameters: Iterable[Any]) -> Tensor:
         """Returns this rank's table for some parameters, whose rows add up over ranks: [5, K, B].
 
         Squared norms; upper bounds of the squared norms of what will be summed; squared norms of
         shared parameters, as they are and with two weights.
         """
-        counted = norms.only(self._counted(parameters))
-        shared = norms.only(self._shared(parameters)).squared()
+        counts_shared = self._reducer.tensor.rank == 0  # one rank does, of those that have them
+        every, whole = set(parameters), self._shared(parameters)
+        counted = norms.only(every if counts_shared else every - whole)
+        shared = norms.only(whole).squared()
         across, along = self._reducer.contrasts
         rows = counted.squared(), counted.bounds(), shared, across * shared, along * shared
         return torch.stack(rows)

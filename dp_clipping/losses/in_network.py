@@ -122,10 +122,10 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_labels(kwargs: Mapping[str, Any]) -> bool:
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor) and ("label" in name or name.endswith("_positions")):
-            return True
-    return False
+    return any(
+        isinstance(value, Tensor) and ("label" in name or name.endswith("_positions"))
+        for name, value in kwargs.items()
+    )
 
 
 def _loss_of(outputs: Any) -> Any:

@@ -103,18 +103,25 @@ class AdaptiveThreshold:
         given = list(norms) if self._is_list else [norms]
         for limit in given:
             check_number("max_grad_norm", limit, "a finite number above 0, or a list of them")
-        for name, value in (
-            ("expected_batch_size", expected_batch_size), ("quantile", quantile),
-            ("learning_rate", learning_rate), ("lowest", lowest), ("highest", highest),
-            ("count_std", 0 if count_std is None else count_std),
+        self._first = [float(c) for c in given]
+        if not given or not all(0 < c < math.inf for c in self._first):
+            raise ValueError(f"max_grad_norm is {self._first}: give finite numbers above 0")
+        for name, value, fits, wanted in (
+            ("expected_batch_size", expected_batch_size, _is_positive, "a number above 0"),
+            ("quantile", quantile, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+            ("learning_rate", learning_rate, _is_positive, "a finite number above 0"),
+            ("count_std", 0 if count_std is None else count_std, lambda x: 0 <= x < math.inf,
+             "a finite number of 0 or more"),
+            ("lowest", lowest, lambda x: 0 < x <= 1, "a number above 0, at most 1"),
+            ("highest", highest, lambda x: 1 <= x < math.inf, "a finite number of 1 or more"),
         ):  # fmt: skip
             check_number(name, value, "a number")
-        self._first = [float(c) for c in given]
+            if not fits(value):
+                raise ValueError(f"{name} is {value}: give {wanted}")
         self.expected_batch_size = float(expected_batch_size)
         self.quantile, self.learning_rate = quantile, learning_rate
         self.count_std = self.expected_batch_size * DEFAULT_STD if count_std is None else count_std
         self.lowest, self.highest = lowest, highest
-        self._check()
         self.clip_norms = list(self._first)
         self.next_step = 0
 
@@ -189,22 +196,9 @@ class AdaptiveThreshold:
                     f"the adaptive threshold's {name} is {state[name]} in the saved run and "
                     f"{here[name]} here: resume with the settings of the saved run"
                 )
-        self.clip_norms, self.next_step = (
-            [float(c) for c in state["limits"]],
-            int(state["next_step"]),
-        )
+        self.clip_norms = [float(c) for c in state["limits"]]
+        self.next_step = int(state["next_step"])
 
-    def _check(self) -> None:
-        for name, ok, wanted in (
-            ("max_grad_norm", all(0 < c < math.inf for c in self._first) and self._first,
-             "finite numbers above 0"),
-            ("expected_batch_size", 0 < self.expected_batch_size < math.inf, "a number above 0"),
-            ("quantile", 0 <= self.quantile <= 1, "a number from 0 to 1"),
-            ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
-            ("count_std", 0 <= self.count_std < math.inf, "a finite number of 0 or more"),
-            ("lowest", 0 < self.lowest <= 1, "a number above 0, at most 1"),
-            ("highest", 1 <= self.highest < math.inf, "a finite number of 1 or more"),
-        ):  # fmt: skip
-            if not ok:
-                value = self._first if name == "max_grad_norm" else getattr(self, name)
-                raise ValueError(f"{name} is {value}: give {wanted}")
+
+def _is_positive(x: float) -> bool:
+    return 0 < x < math.inf

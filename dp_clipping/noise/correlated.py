@@ -124,7 +124,8 @@ class CorrelatedNoise:
         if steps < 0 or batches < 1:
             raise ValueError(f"give steps ≥ 0 and batches ≥ 1, got {steps} and {batches}")
         noise = self if self.epochs is None or self.batches else self.in_epochs_of(batches)
-        return _participation(noise, batches).norm(steps)
+        moved = _moved(noise.weights(noise.bands), steps, batches)
+        return math.sqrt(moved @ moved)
 
 
 @lru_cache(maxsize=64)
@@ -163,38 +164,17 @@ def _rests(steps: int) -> Iterator[float]:
 
 def _kept(weights: tuple[float, ...], steps: int, batches: int) -> float:
     """Returns the mean square of what sums of 1, ..., n steps keep of noise of μ = 1: s²‖AW‖²/n."""
-    from scipy.signal import lfilter  # takes a second
-
-    used = np.zeros(steps)
-    used[::batches] = 1.0
-    moved = lfilter([1.0], weights, used)
+    moved = _moved(weights, steps, batches)
     column = np.zeros(steps)
     column[: len(weights)] = weights[:steps]
     squares = np.cumsum(column) ** 2
     return float(moved @ moved * (squares @ np.arange(steps, 0, -1)) / steps)
 
 
-class _Participation:
-    """Computes what a unit in steps 0, B, 2B, ... adds up to in W⁻¹G: v = W⁻¹u, as far as asked.
+def _moved(weights: tuple[float, ...], steps: int, batches: int) -> np.ndarray:
+    """Returns W⁻¹u, what a unit in steps 0, B, 2B, ... moves: u is 1 in those and 0 in others."""
+    from scipy.signal import lfilter  # takes a second
 
-    u is 1 in those steps and 0 in others; W v = u, row by row: v_t = u_t - Σ_{j≥1} w_j v_{t-j}.
-    """
-
-    def __init__(self, noise: CorrelatedNoise, batches: int) -> None:
-        self._noise, self._batches = noise, batches
-        self._values: list[float] = []
-        self._squares = [0.0]  # of the first values, added up
-
-    def norm(self, steps: int) -> float:
-        values, squares = self._values, self._squares
-        weights = self._noise.weights(steps)[1:]
-        for t in range(len(values), steps):
-            value = float(t % self._batches == 0)
-            for weight, before in zip(weights, reversed(values), strict=False):
-                value -= weight * before
-            values.append(value)
-            squares.append(squares[-1] + value * value)
-        return math.sqrt(squares[steps])
-
-
-_participation = lru_cache(maxsize=16)(_Participation)
+    used = np.zeros(steps)
+    used[::batches] = 1.0
+    return lfilter([1.0], weights, used)  # v_t = u_t - Σ_{j≥1} w_j v_{t-j}

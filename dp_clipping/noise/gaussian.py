@@ -78,20 +78,32 @@ class NoiseStream(NamedTuple):
         Raises:
             ValueError: `secret` of another length, or a negative `step` or `share`.
         """
-        if len(secret) != SECRET_BYTES:
-            raise ValueError(f"the noise key has {len(secret)} bytes, expected {SECRET_BYTES}")
         if step < 0 or share < 0:
             raise ValueError(f"step and share must not be negative, got {step} and {share}")
         # Fixed widths first and the name last, so that no two messages are equal.
         start = step.to_bytes(8, "little") + share.to_bytes(8, "little")
-        common = hashlib.blake2b(start, digest_size=16, key=secret, person=b"noise")
-        digests = []
-        for parameter in parameters:
-            own = common.copy()
-            own.update(parameter.encode())
-            digests.append(own.digest())
+        digests = digests_of(secret, start, parameters, 16, b"noise")
         # The words of all at once, and no constructor in Python: a network has hundreds.
         return [tuple.__new__(cls, words) for words in words_of(b"".join(digests))]
+
+
+def digests_of(
+    secret: bytes, start: bytes, parameters: Iterable[str], size: int, person: bytes
+) -> list[bytes]:
+    """Returns `size` bytes of BLAKE2b keyed with `secret`, of `start` and each parameter's name.
+
+    Raises:
+        ValueError: `secret` of another length than `SECRET_BYTES`.
+    """
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"the noise key has {len(secret)} bytes, expected {SECRET_BYTES}")
+    common = hashlib.blake2b(start, digest_size=size, key=secret, person=person)
+    digests = []
+    for parameter in parameters:
+        own = common.copy()
+        own.update(parameter.encode())
+        digests.append(own.digest())
+    return digests
 
 
 def standard_normal(
@@ -114,30 +126,29 @@ def standard_normal(
 
 
 def add_noise_plain(
-    total: Tensor, out: Tensor, stream: NoiseStream, std: float, divisor: float, offset: int,
+    total: Tensor, out: Tensor, stream: NoiseStream, std: float, divisor: float,
     place: Place | None = None, values: Values | None = None,
     earlier: Sequence[tuple[float, NoiseStream]] = (),
 ) -> None:  # fmt: skip
     """Writes `out ← (total + std·(z + Σ w·z')) / divisor`; `total` and `out` contiguous, [n].
 
     Args:
+        place: where `total` lies in the parameter; None: it is the whole.
         values: how words become z; default: normal numbers.
         earlier: each w, and the stream of its z'.
     """
     values = values or GAUSSIAN
-    if std == 0:
-        torch.div(total, divisor, out=out)
-        return
-    place = (Span(0, offset, total.numel(), total.numel(), 1),) if place is None else place
+    place = (Span(0, 0, total.numel(), total.numel(), 1),) if place is None else place
     if earlier:
         stream = _joined([stream, *(of_earlier for _, of_earlier in earlier)], total.device)
     weights = torch.tensor([1.0, *(w for w, _ in earlier)], dtype=total.dtype, device=total.device)
-    for part, z in _chunks_of_place(place, stream, total.device, values):
-        noise = z.to(total.dtype)
-        if earlier:
-            noise = noise.mul_(weights[:, None]).sum(0)
-        noisy = noise.mul_(std).add_(total[part])
-        torch.div(noisy, divisor, out=out[part])
+    for run in place:
+        for part, z in _chunks_of_run(run, stream, total.device, values):
+            noise = z.to(total.dtype)
+            if earlier:
+                noise = noise.mul_(weights[:, None]).sum(0)
+            noisy = noise.mul_(std).add_(total[part])
+            torch.div(noisy, divisor, out=out[part])
 
 
 def add_noise_to_short(
@@ -204,9 +215,7 @@ def _chunks(
     first, last = offset // each, (offset + numel + each - 1) // each
     for begin in range(first, last, size):
         counters = torch.arange(begin, min(begin + size, last), device=device)
-        start = (
-            each * begin - offset
-        )  # negative where the first counter has values before the slice
+        start = each * begin - offset  # negative where a counter has values before the slice
         values = _values(counters, stream, made)[..., max(0, -start) : numel - start]
         start = max(0, start)
         yield slice(start, start + values.shape[-1]), values
@@ -223,14 +232,6 @@ def _values(counters: Tensor, stream: NoiseStream, made: Values) -> Tensor:
     w0, w1, w2, w3 = philox(counters, stream)
     values = made.of((w0.view(-1), w1.view(-1), w2.view(-1), w3.view(-1)))
     return values.view(*w0.shape[:-1], -1)
-
-
-def _chunks_of_place(
-    place: Place, stream: NoiseStream, device: torch.device | str, made: Values
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yields `_chunks` of all runs: pairs (where in the part, its values), in order."""
-    for run in place:
-        yield from _chunks_of_run(run, stream, device, made)
 
 
 def _chunks_of_run(

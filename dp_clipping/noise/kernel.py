@@ -11,19 +11,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
-from dp_clipping.kernels.launch.tiles import (
-    ceil_div,
-    kept_on_device,
-    launch,
-    table_on,
-    triton,
-)
+from dp_clipping.kernels.launch.tiles import ceil_div, kept_on_device, launch, table_on, triton
 
 if triton is not None:
     import triton.language as tl
@@ -38,21 +31,8 @@ EARLIER_WORDS = 4  # behind a row, for each earlier stream: seed, two counter wo
 LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bits
 
 
-class Stream(Protocol):
-    """A `gaussian.NoiseStream` as a launch takes it: four words below 2³²."""
-
-    @property
-    def key_0(self) -> int: ...
-
-    @property
-    def key_1(self) -> int: ...
-
-    @property
-    def counter_2(self) -> int: ...
-
-    @property
-    def counter_3(self) -> int: ...
-
+Stream = tuple[int, int, int, int]
+"""A `gaussian.NoiseStream` as a launch takes it: four words below 2³²."""
 
 Earlier = Sequence[tuple[float, Sequence[Stream]]]
 """Weights of earlier streams, and with each its streams: as many as there are totals."""
@@ -61,28 +41,6 @@ Earlier = Sequence[tuple[float, Sequence[Stream]]]
 def serves(total: Tensor) -> bool:
     """Returns whether this kernel, and not its reference, adds the noise to `total`."""
     return triton is not None and total.is_cuda and total.dtype == torch.float32
-
-
-def add_noise_kernel_launch(
-    total: Tensor, out: Tensor, stream: Stream, std: float, divisor: float, offset: int
-) -> None:
-    """Launches `out ← (total + std·z) / divisor`, cast last; `std` 0 adds nothing.
-
-    Args:
-        total: [n], float32, contiguous.
-        out: [n], any floating dtype, contiguous; may be `total` itself.
-        offset: the element of the stream that `total[0]` gets, at least 0.
-    """
-    n = total.numel()
-    if n == 0:
-        return
-    first, shift = divmod(offset, 4)
-    _add_noise_kernel[(ceil_div(shift + n, 4 * BLOCK),)](
-        total, out, n, first, shift,
-        _signed(stream.key_0 | stream.key_1 << 32, 64),
-        _signed(stream.counter_2, 32), _signed(stream.counter_3, 32),
-        float(std), float(divisor), 1 / divisor, ADD_NOISE=std != 0, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
 
 
 class StreamTable:
@@ -116,10 +74,10 @@ class StreamTable:
 
 
 def _words_in_rows(streams: Sequence[Stream]) -> list[tuple[int, int, int]]:
-    """Returns the last three words of each stream's row; `_signed` without a call for each."""
+    """Returns the last three words of each stream's row: the first one signed, as int64 is."""
     return [
-        ((s.key_0 | s.key_1 << 32) - (s.key_1 >> 31 << 64), s.counter_2, s.counter_3)
-        for s in streams
+        ((key_0 | key_1 << 32) - (key_1 >> 31 << 64), counter_2, counter_3)
+        for key_0, key_1, counter_2, counter_3 in streams
     ]
 
 
@@ -134,10 +92,13 @@ def _earlier_words(earlier: Earlier) -> list[list[int]]:
 
 
 def add_noise_to_all_kernel_launch(
-    totals: list[Tensor], outs: list[Tensor], streams: list[Stream], std: float, divisor: float,
-    make_table: Callable[[list[list[int]]], Tensor] | None = None, earlier: Earlier = (),
+    totals: list[Tensor], outs: list[Tensor], streams: Sequence[Stream], std: float,
+    divisor: float, make_table: Callable[[list[list[int]]], Tensor] | None = None,
+    earlier: Earlier = (),
 ) -> None:  # fmt: skip
-    """Launches `add_noise_kernel_launch` for many tensors, each from the start of its stream.
+    """Launches `out ← (total + std·(z + Σ w·z')) / divisor`, cast last, for many tensors.
+
+    Each gets z from the start of its stream.
 
     A network has hundreds of parameters, most of them small: one launch each would keep the GPU
     waiting for the host. Programs find their tensor by a table of addresses.
@@ -173,16 +134,17 @@ def add_noise_to_all_kernel_launch(
 
 
 def add_noise_to_parts_kernel_launch(
-    totals: list[Tensor], outs: list[Tensor], streams: list[Stream], places: list[Place],
+    totals: list[Tensor], outs: list[Tensor], streams: Sequence[Stream], places: list[Place],
     std: float, divisor: float, earlier: Earlier = (),
 ) -> None:  # fmt: skip
-    """Adds noise to parts of parameters: each element gets the value of its place in the whole.
+    """Does the same for parts of parameters: each element gets the z of its place in the whole.
 
     Each run of a part is a row of the table. Programs number its counters row by row of the run:
     counter j of row q holds values from 4(⌊(offset + q·stride) / 4⌋ + j) on. Where rows begin and
     end inside of a counter, those at both ends are generated for some of their values only. Where
     none does, elements lie as the counters do, and addresses need no row.
     """
+    words = _words_in_rows(streams)
     behind = _earlier_words(earlier) if earlier else [[]] * len(totals)
     runs = [(i, run) for i, place in enumerate(places) for run in within_reach(place)]
     for aligned in (True, False):
@@ -194,9 +156,7 @@ def add_noise_to_parts_kernel_launch(
             (
                 totals[i].data_ptr() + run.local_start * totals[i].element_size(),
                 outs[i].data_ptr() + run.local_start * outs[i].element_size(), run.numel,
-                _signed(streams[i].key_0 | streams[i].key_1 << 32, 64),
-                streams[i].counter_2, streams[i].counter_3,
-                run.count * width, run.length, width, run.stride, run.offset, *behind[i],
+                *words[i], run.count * width, run.length, width, run.stride, run.offset, *behind[i],
             )
             for (i, run), width in zip(alike, widths, strict=True)
         ]  # fmt: skip
@@ -252,31 +212,7 @@ def pieces_of(
     return torch.cat(pairs).to(device)
 
 
-def _signed(word: int, bits: int) -> int:
-    """Reinterprets a word as signed.
-
-    Triton chooses an argument's type by its value. Without a sign bit the type, and with it the
-    compiled kernel, would depend on the key.
-    """
-    return word - (1 << bits) if word >> (bits - 1) else word
-
-
 if triton is not None:
-    # The key and the counter change with every step: no compiled variant may depend on them, nor
-    # on whether a key happens to fit in 32 bits.
-    @triton.jit(do_not_specialize=["first", "seed", "c2", "c3"])
-    def _add_noise_kernel(
-        p_total, p_out, n, first, shift, seed: tl.int64, c2, c3, std, divisor, inverse,
-        ADD_NOISE: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        o_n = tl.program_id(0).to(tl.int64) * (4 * BLOCK) + tl.arange(0, 4 * BLOCK) - shift
-        m_n = (o_n >= 0) & (o_n < n)
-        b_sum = tl.load(p_total + o_n, mask=m_n, other=0)
-        if ADD_NOISE:
-            o_counter = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            b_sum += std * _noise_of(o_counter, seed, c2, c3, p_total, 0, 0, BLOCK)
-        b_out = _quotient(b_sum, divisor, inverse)
-        tl.store(p_out + o_n, b_out.to(p_out.dtype.element_ty), mask=m_n)
 
     @triton.jit(do_not_specialize=["n_earlier"])
     def _add_noise_to_all_kernel(

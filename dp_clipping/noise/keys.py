@@ -59,7 +59,7 @@ class Keys:
 
 def fresh_keys(group: dist.ProcessGroup | None, device: torch.device) -> Keys:
     """Returns new keys from the operating system's entropy, rank 0's on every rank of the group."""
-    return Keys(_from_rank_0(secrets.token_bytes(KEY_BYTES), group, device))
+    return Keys(from_rank_0(secrets.token_bytes(KEY_BYTES), group, device))
 
 
 def fixed_keys(
@@ -73,15 +73,14 @@ def fixed_keys(
     """
     seed = generator.initial_seed().to_bytes(16, "little", signed=True)
     master = hashlib.blake2b(seed, digest_size=KEY_BYTES).digest()
-    return Keys(_from_rank_0(master, group, device), fixed=True)
+    return Keys(from_rank_0(master, group, device), fixed=True)
 
 
-def _from_rank_0(
-    master: bytes, group: dist.ProcessGroup | None, device: torch.device | str
-) -> bytes:
+def from_rank_0(here: bytes, group: dist.ProcessGroup | None, device: torch.device | str) -> bytes:
+    """Returns the bytes that rank 0 has, on every rank of the group."""
     if group is None:
-        return master
-    message = torch.tensor(list(master), dtype=torch.uint8, device=device)
+        return here
+    message = torch.tensor(list(here), dtype=torch.uint8, device=device)
     dist.broadcast(message, group=group, group_src=0)
     return bytes(message.tolist())
 

@@ -195,10 +195,8 @@ def _check_epsilon(mechanism: NoiseMechanism) -> None:
             raise ValueError(f"{where} does not rise with {name}: {less:.4g}, then {more:.4g}")
     for sigma in SIGMAS:
         for delta in DELTAS:
-            stated, least = (
-                at((sigma, 1.0, 1), delta=delta),
-                lower_bound(mechanism.quantile, sigma, delta),
-            )
+            stated = at((sigma, 1.0, 1), delta=delta)
+            least = lower_bound(mechanism.quantile, sigma, delta)
             if stated < 0.999 * least and stated < math.inf:
                 raise ValueError(
                     f"{where} is {stated:.4g} for one step with noise_multiplier {sigma:g} and no "

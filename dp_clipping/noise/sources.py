@@ -1,6 +1,7 @@
 """Sources of noise: where the noise on the clipped sums of a step comes from."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -48,42 +49,19 @@ class NoiseSource(Protocol):
         ...
 
 
-class IndependentNoise:
-    """Noise that is drawn anew in each step, independently of all others.
+class AddressedNoise:
+    """Noise of `NoiseStream`s: that of a step alone, or with the noise of earlier steps.
 
     Args:
         values: how random words become noise; default: normal numbers.
+        correlated: how many earlier steps' noise is generated again, and with which weights.
     """
 
-    spans_steps = False
-
-    def __init__(self, values: Values = GAUSSIAN) -> None:
-        self.values = values
-
-    def add(
-        self, totals: list[Tensor], parameters: Sequence[str], *, key: bytes, step: int, std: float,
-        divisor: float, dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
-        table: StreamTable | None = None,
-    ) -> list[Tensor]:  # fmt: skip
-        """Returns `add_noise_to_all` of the totals with the streams of this step."""
-        return add_noise_to_all(
-            totals,
-            NoiseStream.derive_all(key, step=step, parameters=parameters, share=0),
-            std=std, divisor=divisor, dtypes=dtypes, places=places, table=table, values=self.values,
-        )  # fmt: skip
-
-
-class RegeneratedNoise:
-    """Correlated noise, for which each step generates the noise of the last steps again.
-
-    Args:
-        noise: how many steps, and their weights.
-    """
-
-    spans_steps = True
-
-    def __init__(self, noise: CorrelatedNoise) -> None:
-        self.noise = noise
+    def __init__(
+        self, values: Values = GAUSSIAN, correlated: CorrelatedNoise | None = None
+    ) -> None:
+        self.values, self.correlated = values, correlated
+        self.spans_steps = correlated is not None
 
     def add(
         self, totals: list[Tensor], parameters: Sequence[str], *, key: bytes, step: int, std: float,
@@ -91,14 +69,14 @@ class RegeneratedNoise:
         table: StreamTable | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """Returns (total + std·Σ_j w_j z_{step-j}) / divisor of each total; one pass over them."""
-        _, *weights = self.noise.weights(step + 1)
-        own, *others = (
-            NoiseStream.derive_all(key, step=step - j, parameters=parameters, share=0)
-            for j in range(1 + len(weights))
-        )
+        streams = partial(NoiseStream.derive_all, key, parameters=parameters, share=0)
+        earlier = []
+        if self.correlated is not None:
+            _, *weights = self.correlated.weights(step + 1)
+            earlier = [(weight, streams(step=step - j)) for j, weight in enumerate(weights, 1)]
         return add_noise_to_all(
-            totals, own, std=std, divisor=divisor, dtypes=dtypes, places=places, table=table,
-            earlier=list(zip(weights, others, strict=True)),
+            totals, streams(step=step), std=std, divisor=divisor, dtypes=dtypes, places=places,
+            table=table, values=self.values, earlier=earlier,
         )  # fmt: skip
 
 
@@ -109,6 +87,6 @@ def source_of(noise_mechanism: str | CorrelatedNoise) -> NoiseSource:
         ValueError: for a mechanism that was not registered.
     """
     if isinstance(noise_mechanism, CorrelatedNoise):
-        return RegeneratedNoise(noise_mechanism)
+        return AddressedNoise(correlated=noise_mechanism)
     mechanism = mechanism_of(noise_mechanism)
-    return IndependentNoise(GAUSSIAN if mechanism is None else mechanism.values)
+    return AddressedNoise(GAUSSIAN if mechanism is None else mechanism.values)

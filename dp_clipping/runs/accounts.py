@@ -5,19 +5,16 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from dp_clipping.accounting import pld
 from dp_clipping.accounting.history import History, joined
-from dp_clipping.accounting.ledger import Account, Release
+from dp_clipping.accounting.ledger import Account, Release, public_of, settings_of
 from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.accounting.pld import PLDAccountant, interface
-from dp_clipping.accounting.proofs import REGISTERED, covered_by, named
+from dp_clipping.accounting.proofs import options_of
 from dp_clipping.accounting.statement import PrivacyStatement, private_constants, statement_of
-from dp_clipping.accounting.target_epsilon import Plan, epsilon_at_end
+from dp_clipping.accounting.target_epsilon import Plan
 from dp_clipping.accounting.tradeoff import Curve, curve_of
 from dp_clipping.arguments.checks import check
 from dp_clipping.checkpoint.run import PrivateRun
@@ -127,7 +124,7 @@ class Accounts:
         if math.isinf(stated) or (self._mechanism.epsilon is None and not is_pld):
             return [(delta, stated)]
         if self._mechanism.curve is not None:
-            of = self._mechanism.curve(self._histories(), delta)
+            of = self._mechanism.curve(self._account.histories(), delta)
         elif self._mechanism.epsilon is None and self._account.certificate is None:
             of = pld.curve(self._account.history, delta)
         elif self._mechanism.epsilon is None:
@@ -137,10 +134,6 @@ class Accounts:
             )
         return curve_of(lambda at: stated if at == delta else of(at), delta)
 
-    def _histories(self) -> list[History]:
-        """Returns the steps of each key."""
-        return [part for _, part in self._account.parts().values() if part]
-
     def epsilon_at_end(self, optimizer: Any, steps: int, delta: float) -> float:
         """Returns ε after `steps` more steps of an optimizer that `make_private` has returned.
 
@@ -149,14 +142,15 @@ class Accounts:
         run = self._run_with(optimizer)
         if not run.keys.fixed:
             steps -= self._account.made_ahead(run.keys.fingerprint, optimizer.steps)
-        more = (optimizer.noise_multiplier, run.settings["sample_rate"], max(0, steps))
+        more = [(optimizer.noise_multiplier, run.settings["sample_rate"], steps)]
+        more = more if steps > 0 else []
         if run.certificate is not None:
-            return self._secure_epsilon([more] if steps > 0 else [], delta)
+            return self._secure_epsilon(more, delta)
         if self._mechanism.epsilon is None:
-            return epsilon_at_end(self.accountant, *more, delta)
+            return self._account.of_history(joined(self._account.history, more), delta)
         parts = self._account.parts()
         first, part = parts.get(run.keys.fingerprint, (0, []))
-        parts[run.keys.fingerprint] = first, joined(part, [more] if steps > 0 else [])
+        parts[run.keys.fingerprint] = first, joined(part, more)
         return self._mechanism.epsilon([part for _, part in parts.values()], delta)
 
     def _secure_epsilon(
@@ -167,8 +161,6 @@ class Accounts:
         if not certificate.additions:  # before the first step nothing is known of its parts
             certificate = certificate.as_a_whole()
         history = joined(self._account.history, more)
-        if not history:
-            return 0.0
         return certificate.epsilon(history, delta, account=account or self._account.of_history)
 
     @by_name("engine.privacy_statement(delta=1e-5)")
@@ -185,46 +177,27 @@ class Accounts:
         """
         self._refuse_before_a_run("privacy_statement")
         epsilon = self.get_epsilon(delta)
-        pages, unproved = covered_by([self._options_of(run) for run in self._runs])
+        name = self.accountant.mechanism()
         return statement_of(
             self._runs,
-            self._account.history,
-            mechanism=self._mechanism,
-            others=self._account.other_batches,
-            accountant=self.accountant.mechanism()
-            + (f", which {APPROXIMATE}" if self._approximates else ""),
+            self._account,
+            self._mechanism,
+            [self._options_of(run) for run in self._runs],
+            accountant=f"{name}, which {APPROXIMATE}" if self._approximates else name,
             epsilon=epsilon,
             delta=delta,
             secure=self._described_secure(),
             curve=self._privacy_curve(delta, epsilon),
-            histories=self._histories(),
-            proofs=pages,
-            unproved=unproved,
         )
 
     def _options_of(self, run: PrivateRun) -> dict[str, Any]:
-        """Returns the options of a run that a proof depends on, as `accounting.proofs` has them."""
-        settings, own = run.settings, self._mechanism.epsilon is None
-        layers = any(is_registered(module) for module in run.model.network.modules())
-        options = {
-            "accountant": self.accountant.mechanism() if own else "that of the sampling",
-            "sampling": settings["sampling"],
-            "poisson_sampling": settings["poisson_sampling"],
-            "noise_mechanism": named(settings["noise_mechanism"]),
-            "secure_mode": settings["secure_mode"],
-            "grad_sample_mode": settings["mode"],
-            "clipping": settings["clipping"],
-            "clipping_function": named(settings["clipping_function"]),
-            "layers": REGISTERED if layers else "built in",
-            "examples_per_unit": "1" if settings["examples_per_unit"] == 1 else "more",
-            "examples_per_step": "some" if settings["examples_per_step"] else "all",
-            "views": "any number",
-            "parts of a batch": "any number",
-            "ranks": "any number",
-        }
-        if run.optimizer.adaptive_threshold is not None:
-            options["adaptive_threshold with sampling"] = settings["sampling"]
-        return options
+        """Returns the options of a run that a proof depends on."""
+        own = self._mechanism.epsilon is None
+        return options_of(
+            run.settings, self.accountant.mechanism() if own else None,
+            own_layers=any(map(is_registered, run.model.network.modules())),
+            is_adaptive=run.optimizer.adaptive_threshold is not None,
+        )  # fmt: skip
 
     def on_step(
         self,
@@ -286,7 +259,7 @@ class Accounts:
             rate=run.settings["sample_rate"] * optimizer.accumulated_iterations,
             clip_norms=tuple(state.clip_norms) if is_private else (),
             batch_number=state.batch_number,
-            settings=(state.settings, _settings_of(optimizer), _public(run.criterion)),
+            settings=(state.settings, settings_of(optimizer), public_of(run.criterion)),
         )
         if step.batch_number is None and is_private and step.sigma:
             if run.poisson is not None and not self._account.other_batches:
@@ -304,10 +277,8 @@ class Accounts:
 
         With `stop=True` one after the planned ones raises RuntimeError.
         """
-        steps, noise_multiplier = (
-            run.optimizer.steps,
-            run.model.step_state.settings.noise_multiplier,
-        )
+        steps = run.optimizer.steps
+        noise_multiplier = run.model.step_state.settings.noise_multiplier
         if steps >= plan.steps:
             what = f"the {plan.steps} steps that target_epsilon={plan.epsilon:g} is for are taken"
             if plan.stop:
@@ -441,36 +412,6 @@ def is_approximate(accountant: "IAccountant") -> bool:
     from opacus.accountants import GaussianAccountant
 
     return isinstance(accountant, GaussianAccountant)
-
-
-def _settings_of(optimizer: Any) -> tuple:
-    """Returns the settings of an optimizer's groups, but for tensors on a GPU, which take time."""
-    found = []
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            if name not in ("params", "param_names", "initial_lr"):
-                found.append((name, repr(_plain(value) if isinstance(value, Tensor) else value)))
-    return tuple(found)
-
-
-def _public(criterion: Any) -> tuple:
-    """Returns the name of the user's criterion, and settings: a partial's, and of PyTorch's own."""
-    own, bound = criterion.criterion, []
-    while isinstance(own, partial):
-        bound += [*map(_plain, own.args), *own.keywords, *map(_plain, own.keywords.values())]
-        own = own.func
-    kind = own if isinstance(own, FunctionType) else type(own)
-    values = vars(own) if (kind.__module__ or "").startswith("torch.") else {}
-    values = values | values.get("_buffers", {})
-    names = [name for name in values if not name.startswith("_") and name != "training"]
-    return (kind.__qualname__, repr(bound), repr([(name, _plain(values[name])) for name in names]))
-
-
-def _plain(value: Any) -> Any:
-    """Returns a setting as what it can be compared by, which objects at an address are not."""
-    if isinstance(value, Tensor):
-        return value.tolist() if value.device.type == "cpu" else None
-    return value if isinstance(value, bool | int | float | str) else None
 
 
 def _additions(run: PrivateRun) -> int:

@@ -14,7 +14,7 @@ from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
-from dp_clipping.noise.sources import IndependentNoise, NoiseSource
+from dp_clipping.noise.sources import AddressedNoise, NoiseSource
 
 
 class GradientNoise:
@@ -35,7 +35,7 @@ class GradientNoise:
         source: NoiseSource | None = None,
     ):  # fmt: skip
         self.model, self.key, self.adaptive = model, key, adaptive
-        self.source = source or IndependentNoise()
+        self.source = source or AddressedNoise()
         self.table: StreamTable | None = None
         self._process = os.getpid()
         self._names: list[str] = []
@@ -69,7 +69,7 @@ class GradientNoise:
             )
 
     def streams(self, step: int) -> list[NoiseStream]:
-        """Returns the stream of each parameter that `IndependentNoise` takes, for a CUDA graph."""
+        """Returns the stream of each parameter that `AddressedNoise` takes, for a CUDA graph."""
         return NoiseStream.derive_all(self.key, step=step, parameters=self._names, share=0)
 
     def add(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,21 +59,21 @@ def private(
     **options,
 ) -> PrivateModel:
     """The network as `PrivacyEngine.make_private` wraps it."""
-    return PrivateModel(
-        network,
-        mode=mode,
-        policy=policy_of(
-            mode,
-            clipping_function=clipping_function,
-            gamma=GAMMA,
-            per_layer=clipping == "per_layer",
-            **policy or {},
-        ),
-        max_grad_norm=max_grad_norm,
-        clipping=clipping,
-        sharding=sharding_of(network, data_parallel_group),
-        **options,
+    policy = policy_of(
+        mode,
+        clipping_function=clipping_function,
+        gamma=GAMMA,
+        per_layer=clipping == "per_layer",
+        **policy or {},
     )
+    settings = {
+        "module": network, "grad_sample_mode": mode, "policy": policy, "clipping": clipping,
+        "max_grad_norm": max_grad_norm, "batch_first": True, "norm_reduction": "async",
+        "wrap_model": True, "loss_reduction": "mean", "rows_per_unit": 1, "views": 1,
+    }  # fmt: skip
+    settings |= {name: options.pop(name) for name in [*options] if name in settings}
+    sharding = sharding_of(network, data_parallel_group)
+    return PrivateModel(SimpleNamespace(**settings), sharding=sharding, **options)
 
 
 def skip_all_checks(model: PrivateModel) -> None:

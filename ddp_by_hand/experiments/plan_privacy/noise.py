@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dp_clipping.accounting.target_epsilon import LOWEST_OF_OPACUS as LOWEST
-from dp_clipping.accounting.target_epsilon import epsilon_at_end, noise_multiplier_for
+from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 
 ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(12, 64), 80, 100, 128, 192, 256, 512, 1024)
 """Rényi orders of the table: Opacus's, and higher ones, without which no ε below 0.3 is found."""
@@ -61,7 +61,8 @@ def exact_noise(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the best order may be the last that it tries
         rdp = create_accountant(mechanism="rdp")
-        if epsilon_at_end(rdp, LOWEST, rate, steps, delta) <= epsilon:
+        rdp.history = [(LOWEST, rate, steps)]
+        if rdp.get_epsilon(delta) <= epsilon:
             return LOWEST
         return noise_multiplier_for(
             target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=steps,

@@ -6,7 +6,6 @@ g is a power of two, so that sum / g and (n + k)·g are exact in float64, and s 
 is a function of the integer n + k alone: no bit of it tells more of the sum than n + k does.
 """
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.kernels.launch.tiles import triton
 from dp_clipping.noise.add_noise import check_scales
-from dp_clipping.noise.gaussian import SECRET_BYTES
+from dp_clipping.noise.gaussian import digests_of
 from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.noise.secure.certificate import grid_of
 from dp_clipping.noise.secure.kernel import add_integers_kernel_launch
@@ -94,17 +93,7 @@ def stream_keys(secret: bytes, step: int, parameters: Sequence[str]) -> list[byt
         step: the optimizer step, at least 0.
         parameters: their full names, the same on every rank.
     """
-    if len(secret) != SECRET_BYTES:
-        raise ValueError(f"the noise key has {len(secret)} bytes, expected {SECRET_BYTES}")
-    common = hashlib.blake2b(
-        step.to_bytes(8, "little"), digest_size=32, key=secret, person=b"secure noise"
-    )
-    keys = []
-    for parameter in parameters:
-        own = common.copy()
-        own.update(parameter.encode())
-        keys.append(own.digest())
-    return keys
+    return digests_of(secret, step.to_bytes(8, "little"), parameters, 32, b"secure noise")
 
 
 def _add(

@@ -6,7 +6,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus.accountants import RDPAccountant
 
+from dp_clipping.accounting.ledger import Account
 from tests.support.saved_runs import (
     build,
     data,
@@ -329,3 +331,12 @@ class TestAccount:
         train(one, 2)
         train(other, 2)
         assert one.engine.accountant.history == [(0.8, 1 / 6, 2), (0.9, 1 / 6, 2)]
+
+
+def test_epsilon_of_other_steps_counts_none():
+    account, expected = Account(RDPAccountant()), RDPAccountant()
+    account.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    expected.history = [(1.0, 0.1, 7)]
+    assert account.of_history([(1.0, 0.1, 7)], 1e-5) == expected.get_epsilon(1e-5)
+    assert account.of_history([], 1e-5) == 0.0
+    assert account.history == [(1.0, 0.1, 1)]

@@ -3,11 +3,10 @@
 import math
 
 import pytest
-from opacus.accountants import RDPAccountant
 from opacus.accountants.utils import get_noise_multiplier
 
 from dp_clipping.accounting.mechanism import Mechanism
-from dp_clipping.accounting.target_epsilon import epsilon_at_end, noise_multiplier_for
+from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 
 SETTING = {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 100}
 
@@ -43,19 +42,6 @@ def test_orders_and_tolerance_are_those_of_opacus():
         noise_multiplier_for(**{**arguments, "accountant": "prv"}, alphas=[2])
     with pytest.raises(ValueError, match="epsilon_tolerance is 0: give a finite number above 0"):
         noise_multiplier_for(**arguments, epsilon_tolerance=0)
-
-
-def test_epsilon_at_the_end_of_a_training():
-    """It is what the accountant says then; equal steps are one entry, and nothing is counted."""
-    accountant = RDPAccountant()
-    for _ in range(3):
-        accountant.step(noise_multiplier=1.0, sample_rate=0.1)
-    expected = RDPAccountant()
-    expected.history = [(1.0, 0.1, 7)]
-    assert epsilon_at_end(accountant, 1.0, 0.1, 4, 1e-5) == expected.get_epsilon(1e-5)
-    assert epsilon_at_end(accountant, 1.0, 0.1, -1, 1e-5) == accountant.get_epsilon(1e-5)
-    assert epsilon_at_end(RDPAccountant(), 1.0, 0.1, 0, 1e-5) == 0.0
-    assert accountant.history == [(1.0, 0.1, 3)]
 
 
 @pytest.mark.parametrize(

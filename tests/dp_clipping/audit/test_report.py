@@ -16,22 +16,22 @@ def gaussian(scale: float):
 
 def test_a_bound_has_its_part_of_the_error():
     good, bad = Guesses("a", "in", 100, 95, 0.5), Guesses("b", "in", 100, 50, 0.5)
-    found = bounds_of(1000, [bad, good], gaussian, 1e-5, 0.9)
+    found = bounds_of(1000, [bad, good], gaussian, 1e-5, 0.9, 3.0)
     level = 1 - 0.1 * 0.2 * 0.5
-    assert found.guesses is good
-    assert found.epsilon_lower_bound == epsilon_lower_bound(1000, 100, 95, 1e-5, level)
+    assert found["guesses"] is good
+    assert found["epsilon_lower_bound"] == epsilon_lower_bound(1000, 100, 95, 1e-5, level)
     # At the whole error it would be higher: the parts are paid for.
-    assert found.epsilon_lower_bound < epsilon_lower_bound(1000, 100, 95, 1e-5, 0.9)
+    assert found["epsilon_lower_bound"] < epsilon_lower_bound(1000, 100, 95, 1e-5, 0.9)
 
 
 def test_the_least_noise_that_guesses_refute():
     good = Guesses("a", "in", 100, 95, 1.0)
-    found = bounds_of(1000, [good], gaussian, 1e-5, 0.95)
-    assert (found.refuted_scale, found.curve_guesses) == (2.0, good)
+    found = bounds_of(1000, [good], gaussian, 1e-5, 0.95, 3.0)
+    assert (found["refuted_noise"], found["curve_guesses"]) == (6.0, good)
     assert 2.0 in MORE
     weak = Guesses("a", "in", 100, 51, 1.0)
-    found = bounds_of(1000, [weak], gaussian, 1e-5, 0.95)
-    assert (found.refuted_scale, found.curve_guesses) == (math.inf, None)
+    found = bounds_of(1000, [weak], gaussian, 1e-5, 0.95, 3.0)
+    assert (found["refuted_noise"], found["curve_guesses"]) == (math.inf, None)
 
 
 @pytest.fixture

@@ -545,7 +545,7 @@ def stopped_in_between(context: Context, path: Path, at: str, call: int) -> None
             raise Stop
         return original(*args, **options)
 
-    if context.rank == 0 or at == "write_tensors":
+    if context.rank == 0 or at == "digest_of":
         setattr(checkpoint_sharded, at, stops)
     try:
         with pytest.raises((Stop, RuntimeError)):
@@ -567,7 +567,7 @@ def found_again(context: Context, path: Path, steps: int) -> None:
 @pytest.mark.parametrize(
     ("at", "call", "steps"),
     [
-        *(pytest.param(at, 1, 1, marks=pytest.mark.slow) for at in ("write_tensors", "write_keys")),
+        *(pytest.param(at, 1, 1, marks=pytest.mark.slow) for at in ("digest_of", "write_keys")),
         ("write_sealed", 1, 1),
         ("write_keys", 2, 2),
     ],

@@ -10,7 +10,7 @@ import torch
 from dp_clipping import CorrelatedNoise
 from dp_clipping.distributed.placement import spans_of
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
-from dp_clipping.noise.sources import IndependentNoise, source_of
+from dp_clipping.noise.sources import AddressedNoise, source_of
 
 KEY = bytes(range(32))
 SHAPES = {"weight": (33, 35), "bias": (7,)}
@@ -64,7 +64,7 @@ def test_a_step_adds_its_row_of_the_dense_matrix(bands):
         for step in range(steps):
             exact = (total.double() + 3 * expected[step].view(shape)) / 7
             for dtype, error in ((torch.float32, 2e-6), (torch.float64, 1e-12)):
-                (found,) = added(bands, step, [total.to(dtype)], [name])
+                (found,) = added(bands, step, [total.to(dtype, copy=True)], [name])
                 assert found.dtype == dtype
                 torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=error)
 
@@ -85,7 +85,7 @@ def test_one_band_is_independent_noise_and_no_noise_is_none():
     total = torch.linspace(-1, 1, 7)
     options = {"key": KEY, "step": 4, "divisor": 2.0, "dtypes": [torch.float32]}
     (one,) = source_of(CorrelatedNoise(1)).add([total.clone()], ["bias"], std=0.5, **options)
-    (independent,) = IndependentNoise().add([total.clone()], ["bias"], std=0.5, **options)
+    (independent,) = AddressedNoise().add([total.clone()], ["bias"], std=0.5, **options)
     assert torch.equal(one, independent)
     (none,) = source_of(CorrelatedNoise(8)).add([total.clone()], ["bias"], std=0.0, **options)
     assert torch.equal(none, total / 2)

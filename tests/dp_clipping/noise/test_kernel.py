@@ -11,8 +11,9 @@ import torch
 from dp_clipping.distributed.placement import Span, spans_of
 from dp_clipping.noise import gaussian as noise
 from dp_clipping.noise import kernel as kernels
-from dp_clipping.noise.add_noise import add_noise, add_noise_to_all
+from dp_clipping.noise.add_noise import add_noise_to_all
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
+from tests.support.one_noise import add_noise
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -20,7 +21,7 @@ tl = pytest.importorskip("triton.language")
 PROGRAM = 4 * kernels.BLOCK
 SIZES = [0, 1, 2, 3, 4, 5, 127, PROGRAM - 1, PROGRAM, PROGRAM + 1, 3 * PROGRAM + 2]
 OFFSETS = [0, 1, 2, 3, 4, 2**31 - 2, 2**34 - 5, 2**40 + 3, 2**62 + 1]
-HALF_STEP = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+HALF_STEP = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 # Words with and without the sign bit, and ones that Triton would make constants of: 0, 1, 16.
 STREAMS = [
     NoiseStream.derive(bytes(32), step=5, parameter="weight", share=1),
@@ -40,8 +41,8 @@ def check_noise(device: str) -> None:
     ]
     for stream, offset, n in some if device == "cpu" else everything:
         guard = torch.full((n + 8,), torch.nan, device=device)
-        total = torch.zeros(n, device=device)
-        kernels.add_noise_kernel_launch(total, guard[:n], stream, 1.0, 1.0, offset)
+        total, place = torch.zeros(n, device=device), (Span(0, offset, n, n, 1),) if n else ()
+        kernels.add_noise_to_parts_kernel_launch([total], [guard[:n]], [stream], [place], 1.0, 1.0)
         expected = standard_normal(n, stream, offset=offset, device=device)
         torch.testing.assert_close(guard[:n], expected, rtol=0, atol=2e-6)
         assert guard[n:].isnan().all(), "written behind its end"
@@ -55,24 +56,26 @@ def check_result(device: str) -> None:
         if device == "cpu" and dtype == torch.bfloat16:
             half_step *= 2  # the interpreter cuts off where a GPU rounds
         for std, divisor in [(1.0, 1.0), (3.5, 256.0), (2 / 3, 3.0), (0.0, 7.0)]:
-            out = torch.full((n,), torch.nan, dtype=dtype, device=device)
-            kernels.add_noise_kernel_launch(total, out, stream, std, divisor, 6)
+            out = add_noise(total, stream, std=std, divisor=divisor, dtype=dtype, offset=6)
             z = standard_normal(n, stream, offset=6, device=device).double()
             exact = (total.double() + std * z) / divisor
             error = (out.double() - exact).abs()
             # float32 rounds the sum, the quotient and z, all of which the divisor shrinks
             bound = half_step * exact.abs() + (1.2e-5 + 2e-6 * std) / divisor
             assert (error <= 1.001 * bound).all(), (dtype, std, divisor)
-            if device != "cpu" and std == 0 and dtype == torch.float32:  # not fused on a CPU
-                assert torch.equal(out, exact.float())
-    in_place = total.clone()
-    kernels.add_noise_kernel_launch(in_place, in_place, stream, 2.0, 4.0, 3)
-    torch.testing.assert_close(in_place, plain(total, 2.0, 4.0, 3), rtol=1e-6, atol=2e-6)
+    sums = [total.clone(), total.clone()]
+    noisy = add_noise_to_all(
+        sums, [stream] * 2, std=2.0, divisor=4.0, dtypes=[total.dtype] * 2,
+        places=[None, (Span(0, 3, n, n, 1),)],
+    )  # fmt: skip
+    for offset, in_place, result in zip((0, 3), sums, noisy, strict=True):
+        assert result is in_place
+        torch.testing.assert_close(result, plain(total, 2.0, 4.0, offset), rtol=1e-6, atol=2e-6)
 
 
 def plain(total: torch.Tensor, std: float, divisor: float, offset: int) -> torch.Tensor:
-    out = torch.empty_like(total)
-    noise.add_noise_plain(total, out, STREAMS[0], std, divisor, offset)
+    out, n = torch.empty_like(total), total.numel()
+    noise.add_noise_plain(total, out, STREAMS[0], std, divisor, (Span(0, offset, n, n, 1),))
     return out
 
 
@@ -85,18 +88,16 @@ def check_layouts(device: str) -> None:
             expected = plain(total.reshape(-1), 2.0, 4.0, 7).view(total.shape)
             rounding = max(1e-6, 2 * HALF_STEP[dtype])
             torch.testing.assert_close(noisy.float(), expected, rtol=rounding, atol=2e-6)
-            out = torch.empty(total.T.shape, dtype=dtype, device=device).T
-            assert add_noise(total, STREAMS[0], std=2.0, divisor=4.0, offset=7, out=out) is out
-            assert torch.equal(out, noisy)
 
 
 def check_slices(device: str) -> None:
     """Values do not depend on where a launch begins: shards and replicas get equal bits."""
-    whole = torch.zeros(5000, device=device)
-    kernels.add_noise_kernel_launch(whole, whole, STREAMS[0], 1.5, 3.0, 2**33 + 1)
+    whole = add_noise(
+        torch.zeros(5000, device=device), STREAMS[0], std=1.5, divisor=3.0, offset=2**33 + 1
+    )
     for start, end in [(0, 5000), (1, 4), (1023, 1025), (2, 5000), (4999, 5000)]:
-        part = torch.zeros(end - start, device=device)
-        kernels.add_noise_kernel_launch(part, part, STREAMS[0], 1.5, 3.0, 2**33 + 1 + start)
+        zeros = torch.zeros(end - start, device=device)
+        part = add_noise(zeros, STREAMS[0], std=1.5, divisor=3.0, offset=2**33 + 1 + start)
         assert torch.equal(part, whole[start:end])
 
 
@@ -202,13 +203,12 @@ def check_earlier(device: str) -> None:
     place = (Span(0, 3, 5, 9, 7), Span(35, 2**34 - 9, 8, 12, 3), Span(59, 2**40, 300, 1, 1))
     pairs = [*product((EARLIER[:1], EARLIER), (torch.float32, torch.float16))]
     for earlier, dtype in pairs[::3] if device == "cpu" else pairs:
-        options = {"std": 3.0, "divisor": 7.0, "earlier": earlier, "place": None, "offset": 5}
+        options = {"std": 3.0, "divisor": 7.0, "earlier": earlier, "dtype": dtype}
         for total in totals:
-            guard = torch.full((total.numel() + 8,), torch.nan, dtype=dtype, device=device)
-            add_noise(total, STREAMS[0], out=guard[:-8], **options)
-            check_earlier_alone(guard[:-8], total, earlier, 5)
-            assert guard[-8:].isnan().all()
-        whole = add_noise(totals[2], STREAMS[0], **options | {"dtype": dtype, "offset": 0})
+            check_earlier_alone(
+                add_noise(total, STREAMS[0], offset=5, **options), total, earlier, 5
+            )
+        whole = add_noise(totals[2], STREAMS[0], **options)
         many = add_noise_to_all(
             [totals[1].clone(), totals[2].clone(), torch.zeros(359, device=device)],
             [STREAMS[4], STREAMS[0], STREAMS[0]], std=3.0, divisor=7.0, dtypes=[dtype] * 3,
@@ -271,25 +271,10 @@ def test_compiled_kernel(body):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_streams_share_one_compiled_kernel():
-    """A variant a key would compile in every step."""
-    total = torch.zeros(4096, device="cuda")
-    cache = kernels._add_noise_kernel.device_caches[torch.cuda.current_device()][0]
-    add_noise(total, STREAMS[0], std=1.0)
-    compiled = len(cache)
-    for stream in STREAMS:
-        for offset in (0, 4, 64, 400):
-            add_noise(total, stream, std=1.0, offset=offset)
-    assert len(cache) == compiled
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_more_elements_than_32_bits_count():
     n = 2**31 + 5
-    out = torch.full((n,), torch.nan, dtype=torch.bfloat16, device="cuda")
     total = torch.zeros(1, device="cuda").expand(n).contiguous()
-    add_noise(total, STREAMS[0], std=1.0, out=out)
+    (out,) = add_noise_to_all([total], [STREAMS[0]], std=1.0, divisor=1.0, dtypes=[torch.bfloat16])
     expected = standard_normal(1000, STREAMS[0], offset=n - 1000, device="cuda").bfloat16()
     torch.testing.assert_close(out[-1000:], expected)
     assert out.isfinite().all()

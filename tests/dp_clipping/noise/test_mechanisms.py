@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_clipping import PrivacyEngine, register_noise_mechanism
 from dp_clipping.distributed.placement import spans_of
 from dp_clipping.noise import mechanisms
-from dp_clipping.noise.add_noise import add_noise
 from dp_clipping.noise.gaussian import NoiseStream
 from tests.support import replicas, saved_runs
+from tests.support.one_noise import add_noise
 from tests.support.sharded_steps import whole_parameters
 
 STREAM = NoiseStream.derive(bytes(32), step=3, parameter="weight", share=0)

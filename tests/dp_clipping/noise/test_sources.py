@@ -5,7 +5,7 @@ import torch
 
 from dp_clipping.distributed.placement import spans_of
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
-from dp_clipping.noise.sources import IndependentNoise, source_of
+from dp_clipping.noise.sources import AddressedNoise, source_of
 
 KEY = bytes(range(32))
 HOW = {"key": KEY, "std": 2.0, "divisor": 4.0}
@@ -33,7 +33,7 @@ def test_each_parameter_gets_the_noise_of_its_name_and_step():
 
 def test_a_part_gets_the_noise_of_its_place():
     place = spans_of(((1, 2), (2, 3)), (4, 6))
-    (found,) = IndependentNoise().add(
+    (found,) = AddressedNoise().add(
         [torch.zeros(2, 3)], ["w"], step=1, dtypes=[torch.float32], places=[place], **HOW
     )
     torch.testing.assert_close(found, 0.5 * z("w", 1, 24).view(4, 6)[1:3, 2:5])

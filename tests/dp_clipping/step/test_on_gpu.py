@@ -1,6 +1,7 @@
 """What a step does on a GPU besides arithmetic: its thread, and no wait for the device."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,10 +45,11 @@ def test_a_step_does_not_wait_for_the_device(mode):
     batch = oracle.move(case.batch(4), device="cuda")
     model = private(network, mode)
     criterion = criterion_of(model, case.per_sample_loss)
-    optimizer = PrivateOptimizer(
-        torch.optim.AdamW(network.parameters(), fused=True), model=model, noise_multiplier=1.0,
-        expected_batch_size=4, noise_key=bytes(32),
+    settings = SimpleNamespace(
+        optimizer=torch.optim.AdamW(network.parameters(), fused=True), noise_multiplier=1.0,
+        expected_batch_size=4, loss_reduction="mean", adaptive_threshold=None, cuda_graph=False,
     )  # fmt: skip
+    optimizer = PrivateOptimizer(settings, model=model, noise_key=bytes(32))
     try:
         for step in range(3):
             if step == 2:  # the ones before look for layouts and mixing, and compile kernels

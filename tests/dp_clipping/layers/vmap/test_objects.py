@@ -30,7 +30,7 @@ SIZES = (4, 1, 6, 3)  # of batches one after another
 def assert_exact_in_each(network, shape, mode="bookkeeping", units=1, **options) -> None:
     """Several steps of other sizes, each compared with one ordinary backward a unit."""
     network = network.double()
-    model = private(copy.deepcopy(network), mode, examples_per_unit=units, **options)
+    model = private(copy.deepcopy(network), mode, rows_per_unit=units, **options)
     for size in SIZES:
         x = torch.randn(size * units, *shape, dtype=torch.float64)
         with torch.no_grad():

@@ -444,7 +444,7 @@ def test_samples_that_are_looked_for_in_the_wrong_place_are_noticed(run):
 def test_units_of_several_examples(name):
     build, shape = WITHOUT_VMAP[name]
     network, plain = twins(build)
-    model = private(network, "bookkeeping", 0.5, examples_per_unit=2)
+    model = private(network, "bookkeeping", 0.5, rows_per_unit=2)
     x = torch.randn(6, *shape, dtype=torch.float64)
     batch = x, torch.randn_like(plain(x))
     units = oracle.unit_gradients(oracle.per_sample_gradients(plain, batch, zoo.product), 2)

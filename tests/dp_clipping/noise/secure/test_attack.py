@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from dp_clipping.noise.secure.source import SecureNoise
-from dp_clipping.noise.sources import IndependentNoise
+from dp_clipping.noise.sources import AddressedNoise
 
 KEY = bytes(range(32))
 WIDTH = 64  # numbers that a person's contribution has, a row of an embedding
 TRIALS = 3000
-SOURCES = {"default": IndependentNoise(), "secure": SecureNoise(WIDTH)}
+SOURCES = {"default": AddressedNoise(), "secure": SecureNoise(WIDTH)}
 
 
 def results(source, present: bool, step: int, std: float, divisor: float) -> np.ndarray:
