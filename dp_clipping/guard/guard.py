@@ -365,15 +365,7 @@ class LayoutDiscovery:
                 failure = failure or error
         else:
             raise failure
-        self._is_settled = self._most(len(distinct)) == PLACES
-
-    def _most(self, count: int) -> int:
-        """Returns the largest count of all ranks that run the same forwards."""
-        if self._sharding is None:
-            return count
-        counts = [count] * dist.get_world_size(self._sharding.everyone)
-        dist.all_gather_object(counts, count, group=self._sharding.everyone)
-        return max(counts)
+        self._is_settled = max(self._company.of_all_ranks(len(distinct))) == PLACES
 
     # ---- state from batch to batch -----------------------------------------------------------
 
@@ -404,8 +396,7 @@ class LayoutDiscovery:
         if self._is_known and not self._is_provisional:
             return
         everyone = self._sharding.everyone
-        sizes: list[int] = [0] * dist.get_world_size(everyone)
-        dist.all_gather_object(sizes, batch.size, group=everyone)
+        sizes = self._company.of_all_ranks(batch.size)
         largest = max(sizes)
         if self._is_known and largest < FEW:
             return

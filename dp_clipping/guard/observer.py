@@ -134,10 +134,7 @@ class Observer:
             handle: LayerState = module._private
             if rounding is not None:
                 args, kwargs = _rounded_arguments(args, kwargs, rounding)
-            if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-                inputs = [local(args[0])]
-            else:
-                inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
+            inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
             key = tuple(x.dim() for x in inputs)
             dims.setdefault(module, []).append(key)
             layouts = handle.layouts.get(key, ())

@@ -29,8 +29,7 @@ from dp_clipping.clipping.accumulation import (
     product_squares,
     squared_norms,
     weighted_sum,
-    wide_bmm,
-    wide_mm,
+    wide_product,
 )
 from dp_clipping.clipping.norms import GRAM_PIECE, GRAM_ROUNDING, UNDERFLOW, Norm
 from dp_clipping.planning.cost_model import LONGEST_GRAM
@@ -159,7 +158,7 @@ class LinearFactors:
         if left.is_cuda and self.is_16_bit and not self.is_one_token:
             return self._sum_by_sample(left, right, weights.by_host)
         left = left.to(dtype) * weights.of_dtype(dtype)[:, None, None]
-        return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1).to(dtype))
+        return wide_product(left.flatten(0, 1).t(), right.flatten(0, 1).to(dtype))
 
     def _sum_by_sample(self, left: Tensor, right: Tensor, coefficients: list[float]) -> Tensor:
         shape = (left.shape[-1], right.shape[-1])
@@ -171,7 +170,7 @@ class LinearFactors:
     def dense(self) -> Tensor:
         """Returns G itself: the reference implementation."""
         left, right = self.operands
-        return wide_bmm(left.mT, right)
+        return wide_product(left.mT, right)
 
     def select(self, samples: slice) -> "LinearFactors":
         return LinearFactors(self.a[samples], self.y[samples], self.transposed)

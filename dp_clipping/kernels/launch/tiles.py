@@ -85,11 +85,6 @@ def holding(holder: list[Any]) -> Iterator[None]:
         _holders.pop()
 
 
-def is_holding() -> bool:
-    """Returns whether a graph is being captured in `holding`."""
-    return bool(_holders)
-
-
 def held(x: Any) -> Any:
     """Returns x, which lives as long as the graphs that are being captured."""
     for holder in _holders:
