@@ -252,12 +252,6 @@ class Search:
                 'network.set_experts_implementation("batched_mm") before make_private',
             )
 
-    def _note_derivatives(self, handle: LayerState, inputs: list[Tensor]) -> None:
-        """Notes a layer that is given dual numbers, of `torch.autograd.forward_ad`."""
-        is_dual = any(unpack_dual(x).tangent is not None for x in inputs)
-        if is_dual and not _can_be_differentiated(handle):
-            self.differentiated.add(handle)
-
     def _note_backwards(self, handle: LayerState, outputs: list[Tensor], hooks: ExitStack) -> None:
         """Notes a layer from which a backward passes while the network's forward still runs.
 
@@ -279,9 +273,13 @@ class Search:
             if is_in_backward():  # a checkpointed part of it is computed again
                 return None
             _refuse_packed(handle, module, (*args, *kwargs.values()))
-            inputs = [tensor_parallel.local(x) for x in handle.tensors((args, kwargs))]
+            given = handle.tensors((args, kwargs))
+            inputs = [tensor_parallel.local(x) for x in given]
             refuse_transforms(handle.name)
-            self._note_derivatives(handle, handle.tensors((args, kwargs)))
+            # Dual numbers are of `torch.autograd.forward_ad`.
+            is_dual = any(unpack_dual(x).tangent is not None for x in given)
+            if is_dual and not _can_be_differentiated(handle):
+                self.differentiated.add(handle)
             self.packs |= any(isinstance(x, PackedSequence) for x in args)
             dtype = product_dtype(inputs[0]) if inputs else None
             shapes = [_if_flattened(x, batch_size, handle) for x in inputs]

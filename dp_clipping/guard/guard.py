@@ -338,8 +338,9 @@ class LayoutDiscovery:
         """Returns the number of the check; None: a sample alone has no company."""
         if self._sharding is None and batch.size < FEW:
             return None
-        carries = partial(self._refuse_carried, batch)
         places, alone = not self._is_settled, self._sharding is None
+        # Not on sharded ranks, of which one may have no samples.
+        carries = (lambda: self.carried.refuse(batch.with_samples(FEW))) if alone else None
         with restored(self.carried.state, carries, is_of_runs=alone):
             number, is_whole = self._schedule.next_check(batch.size)
             if places:
@@ -347,11 +348,6 @@ class LayoutDiscovery:
             else:
                 self._company.check_batch(batch, number, is_whole)
         return number if batch.size >= FEW else None
-
-    def _refuse_carried(self, batch: Batch) -> None:
-        """Refuses carried data. Not on sharded ranks, of which one may have no samples."""
-        if self._sharding is None:
-            self.carried.refuse(batch.with_samples(FEW))
 
     def _check_places(self, batch: Batch) -> None:
         distinct = batch.distinct(PLACES)

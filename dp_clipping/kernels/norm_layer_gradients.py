@@ -74,12 +74,13 @@ class Normalized(NamedTuple):
     def kind(self) -> tuple:
         """Returns the key that uses in one launch share.
 
-        It has in it whether rows may be read 16 bytes at a time.
+        It has in it whether all are readable, and whether rows may be read 16 bytes at a time.
         """
-        x, y = self.x, self.y
-        dtypes = y.dtype, x.dtype, self.rstd.dtype, None if self.mean is None else self.mean.dtype
+        x, y, rstd, mean = self.x, self.y, self.rstd, self.mean
+        dtypes = y.dtype, x.dtype, rstd.dtype, None if mean is None else mean.dtype
+        is_row = rstd.is_contiguous(), mean is None or mean.is_contiguous()
         is_aligned = y.data_ptr() % ALIGNMENT == x.data_ptr() % ALIGNMENT == 0
-        return (y.shape, y.stride(), x.stride(), dtypes, self.with_bias, is_aligned)
+        return (y.shape, y.stride(), x.stride(), dtypes, is_row, self.with_bias, is_aligned)
 
 
 def norm_layer_gradients(
@@ -95,11 +96,8 @@ def norm_layer_gradients(
         alike.setdefault(use.kind, []).append(number)
     for numbers in alike.values():
         some = [uses[n] for n in numbers]
-        for use in some:
-            is_row = use.rstd.is_contiguous() and (use.mean is None or use.mean.is_contiguous())
-            if not (is_row and use.y.stride(2) == use.x.stride(2) == 1):
-                some = [one.readable() for one in some]
-                break
+        if some[0].readable() is not some[0]:
+            some = [one.readable() for one in some]
         total = _launch(some)
         for number, result in zip(numbers, total.unbind(0), strict=True):
             weight, *bias = result.unbind(0)

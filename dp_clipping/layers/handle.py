@@ -14,11 +14,7 @@ from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves
 from dp_clipping.trials.schedule import Schedule
 
 # What arrives at the slots of a linear layer in a compiled region: see linear.py.
-GRADIENT_SLOTS = (
-    "gradient",
-    "squares",
-    "count",
-)
+GRADIENT_SLOTS = ("gradient", "squares", "count")
 FACTOR_SLOTS = ("y", "a", "count")
 
 FIRST = Layout()  # samples are counted by the first dimension

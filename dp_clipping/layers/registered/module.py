@@ -57,11 +57,8 @@ class Use:
         handle: LayerState = vars(module)["_private"]
         self.module, self.handle, self.structure = module, handle, structure
         self.step: Any = handle.private_step
-        self.title, self.rows, self.arithmetic = (
-            handle.title(module),
-            handle.rows,
-            arithmetic_of(module),
-        )
+        self.title, self.rows = handle.title(module), handle.rows
+        self.arithmetic = arithmetic_of(module)
         self.places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[n] for n in self.places]
         self.layouts, (self.of_output, *others) = handle.layouts_of_examples(tensors)

@@ -38,8 +38,6 @@ from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import squared_norms, squares_of_vectors
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
-from dp_clipping.layers.embedding.factors import TiedFactors
-from dp_clipping.layers.embedding.tied import TiedTokens
 from dp_clipping.layers.recorder import (
     DENSE,
     FACTORS,
@@ -201,10 +199,8 @@ class Fused:
         of_tables: list[Trainable] = []
         while lefts:
             left = lefts.pop()
-            (record,), value = left.records, left.value
-            is_tied = type(value) is TiedFactors
-            use: Any = TiedTokens.of(value) if is_tied else value.on_kernels()
-            del left, value
+            (record,), use = left.records, left.value.on_kernels()
+            del left
             if isinstance(use, Tokens):
                 tables.append(use)
                 of_tables.append(record)
@@ -379,10 +375,7 @@ class Fused:
             elif left.kind is DENSE:
                 add(left.records[0], left.value[0], left)
             elif left.kind is FACTORS:
-                value = left.value
-                is_tied = type(value) is TiedFactors
-                use = TiedTokens.of(value) if is_tied else value.on_kernels()
-                add(left.records[0], use, left)
+                add(left.records[0], left.value.on_kernels(), left)
         return records, found
 
     def sums(self, records: Sequence[Trainable], values: list[Any]) -> list[Tensor]:

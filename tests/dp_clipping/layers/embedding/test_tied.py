@@ -13,8 +13,8 @@ from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.clipping.norms import Norm, Norms
 from dp_clipping.layers import embedding
 from dp_clipping.layers.embedding import tied
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
-from dp_clipping.layers.embedding.tied import TiedTokens, cross_terms
+from dp_clipping.layers.embedding.factors import EmbeddingFactors
+from dp_clipping.layers.embedding.tied import TiedFactors, TiedTokens, cross_terms
 from dp_clipping.layers.linear_factors import LinearFactors
 from tests.dp_clipping.conftest import MODES, clipped_sums, private_loss, trained, unchecked
 from tests.support import zoo
@@ -29,7 +29,7 @@ def factors_of(y: Tensor, a: Tensor, ids: Tensor, e: Tensor) -> TiedFactors:
 
 
 def tokens_of(*operands: Tensor) -> TiedTokens:
-    return TiedTokens.of(factors_of(*operands))
+    return factors_of(*operands).on_kernels()
 
 
 def drawn(
