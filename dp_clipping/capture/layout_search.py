@@ -59,17 +59,12 @@ class Search:
     def __init__(self, capture: CapturedNetwork, joins_all: bool = False):
         self.capture, self._joins_all = capture, joins_all
         self._uses: dict[Trainable, int] = {}
-        self._routing: set[str] = set()
+        self.routing: set[str] = set()  # operators that pick or sort rows by their values
         self.differentiated: set[LayerState] = set()  # by the network's own forward
         self.packs = False  # sequences, for a recurrent layer
         self.checks_values = False  # a GPU may stop at numbers that are out of range
         self.output_layouts: dict[tuple[int, ...], list[Layout | None]] = {}
         self.last_outputs: tuple[int, ...] = ()
-
-    @property
-    def routes(self) -> bool:
-        """Returns whether the network picks or sorts rows by their values."""
-        return bool(self._routing)
 
     def forget(self) -> None:
         """Discards where the samples are and how often parameters are used."""
@@ -111,7 +106,7 @@ class Search:
             routing = Routing()
             with routing:
                 runs = [self.observe(*few, FEW)]
-            self._routing = routing.operators
+            self.routing = routing.operators
             self.checks_values |= routing.checks_values
             runs += [self.observe(*more, MORE), self.observe(*other, FEW)]
             uses: dict[Trainable, int] = {}
@@ -225,7 +220,7 @@ class Search:
                     for n, (a, b, c) in enumerate(zip(*tensors, strict=True))
                 )
             except ValueError as error:
-                if not self._routing and not isinstance(error, FitsBothOrders):
+                if not self.routing and not isinstance(error, FitsBothOrders):
                     raise
                 raise NeedsVmap(handle.name, str(error)) from error
             self._refuse_routed(handle.name, name, layouts)
@@ -242,11 +237,11 @@ class Search:
 
     def _refuse_routed(self, layer: str, name: str, layouts: tuple[Layout, ...]) -> None:
         """Refuses flattened samples where rows are picked by value: they may fit by chance."""
-        if self._routing and any(x.kind in ("sample_major", "time_major") for x in layouts):
+        if self.routing and any(x.kind in ("sample_major", "time_major") for x in layouts):
             raise NeedsVmap(
                 layer,
                 f"{name} gets its samples flattened, in a network that picks or sorts rows by "
-                f"their values ({', '.join(sorted(self._routing))}): how many rows each sample has "
+                f"their values ({', '.join(sorted(self.routing))}): how many rows each sample has "
                 "there differs from batch to batch; give the layer [batch, tokens, features] and "
                 "mask its output; for mixtures of experts of transformers call "
                 'network.set_experts_implementation("batched_mm") before make_private',

@@ -301,7 +301,7 @@ class LayoutDiscovery:
         try:
             refuse_expansion = partial(refuse_other_results, capture, few)
             self._search.establish(few, more, other, refuse_expansion)
-            return unfit_modules(capture, few, more, self._search.routes)
+            return unfit_modules(capture, few, more, bool(self._search.routing))
         except CalledDifferently:
             raise
         except ValueError as error:

@@ -27,9 +27,8 @@ BLOCK = 128  # samples of a program
 
 
 def clip_coefficients(
-    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, clip_norms: Tensor, margin:
-        float,
-    gamma: float | None, bad: Tensor,
+    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, clip_norms: Tensor,
+    margin: float, gamma: float | None, bad: Tensor,
 ) -> Tensor:  # fmt: skip
     """Returns coefficients [K, B] float32.
 
@@ -55,9 +54,8 @@ def clip_coefficients(
 
 
 def clip_coefficients_plain(
-    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, clip_norms: Tensor, margin:
-        float,
-    gamma: float | None, bad: Tensor,
+    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, clip_norms: Tensor,
+    margin: float, gamma: float | None, bad: Tensor,
 ) -> Tensor:  # fmt: skip
     """Reference implementation of `clip_coefficients`, in float64, rounded once."""
     bounds = squared_bounds(squares, scales, errors, starts.tolist())

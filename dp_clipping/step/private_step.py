@@ -73,17 +73,13 @@ class PrivateStep:
             fewer than k examples.
         is_compiled: a part of the network is compiled.
 
-    Attributes:
-        batch_size: samples of the batch.
-        is_looked_at: the batch is checked, so the host may wait for the device.
+    Attributes (beside those of `Recorder`):
         is_empty: the batch has no sample; its one row is padding.
         is_through: its inputs have gradients: another network may be trained through this one.
-        leaves: parameter -> the gathered tensor that FSDP uses in its place in this forward.
         seen: the samples of the forward, a `Batch`.
         watched: the outputs, if the losses are to be checked.
         lengths: compare padded samples with themselves alone, if some are to be.
         checks: what is called after the backward, when its graph is freed, and may raise.
-        slots: name of a layer -> parameter's name -> slot, for slots made before the forward.
         padding: bool for each row, True for padding, if a CUDA graph captures the step: the
             same graph serves batches with other real rows. None: `real` says it.
         slices: where the samples are in memory, if they are a part of what the loader has yielded.

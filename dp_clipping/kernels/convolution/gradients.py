@@ -1,8 +1,6 @@
 """Computes per-sample gradients of convolutions, norms and clipped sums on matrix units.
 
-    G_i[o, c, k] = Σ_l y_i[l, o] · x_i[l·stride + k·dilation, c]
-
-x is the padded input. All taps together are one linear layer, whose matrix of inputs is never
+All taps together are one linear layer, whose matrix of inputs is never
 written: its row l and its column (k, c) are at the sum of two offsets in x, one of l and one of
 (k, c).
 

@@ -6,8 +6,8 @@ gradients; e [B, S, d] are those of what ids [B, S] have looked up:
     G_i = L_i + E_i,   L_i = Σ_t y_it a_itᵀ,   E_i = Σ_s 1[id_is] e_isᵀ
     ‖G_i‖² = ‖L_i‖² + ‖E_i‖² + 2 x_i,   x_i = ⟨L_i, E_i⟩ = Σ_{t,s} y_it[id_is] (a_it · e_is)
 
-On kernels G [B, V, d] is never formed. x takes T·S numbers of y and as many products of a and e. The sum is
-that of the products and that of the look-ups, added up.
+On kernels G [B, V, d] is never formed. x takes T·S numbers of y and as many products of a and e.
+The sum is that of the products and that of the look-ups, added up.
 
 **Rounding.** The terms of ‖G_i‖² may cancel, so their errors are allowed for, each beside what it
 is relative to: let X = Σ_{t,s} |y_t[id_s]| ‖a_t‖‖e_s‖ and S = Σ_t ‖a_t‖‖y_t‖. Sums over T tokens

@@ -93,7 +93,7 @@ class Use:
 
         Where there are two functions, the factors with which they are called.
         """
-        if self.arithmetic.forms_gradients:
+        if self.arithmetic.gradients is not None:
             found = self._run(self.arithmetic.gradients, tensors, gradient)
             self._refuse_shapes(found, len(gradient))
             return found
@@ -190,7 +190,7 @@ class Use:
 
         It is asked with one sample and a gradient of zeros, once for samples of each shape.
         """
-        if not self.arithmetic.forms_gradients:
+        if self.arithmetic.gradients is None:
             return {}
         rows = [
             x if at.kind == "shared" else x[:1]

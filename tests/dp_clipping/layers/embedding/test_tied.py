@@ -75,7 +75,7 @@ def bound_of(norm: Norm) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("elements", [1, 1 << 20], ids=["one sample at a time", "all"])
 def test_in_plain_pytorch(dtype, elements, monkeypatch):
-    monkeypatch.setattr(embedding.factors, "PIECE_ELEMENTS", elements)
+    monkeypatch.setattr(embedding.tied, "PIECE_ELEMENTS", elements)
     operands = drawn(Place("cpu", dtype, None, [], []), (3, 4, 11, 5), 7)
     factors, gradients = factors_of(*operands), dense(*operands)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
