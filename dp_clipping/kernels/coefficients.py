@@ -18,10 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import launch, triton
-
-if triton is not None:
-    import triton.language as tl
+from dp_clipping.kernels.launch.tiles import launch, tl, triton
 
 BLOCK = 128  # samples of a program
 

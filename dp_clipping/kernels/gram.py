@@ -32,13 +32,12 @@ from dp_clipping.kernels.launch.tiles import (
     kept_on_device,
     kept_table_on,
     launch,
+    tl,
     triton,
 )
 from dp_clipping.kernels.launch.tuning import best, name_of
 
 if triton is not None:
-    import triton.language as tl
-
     from dp_clipping.kernels.launch.tiles import _load_tile
 
 CHUNK = GRAM_PIECE  # features that are summed in one chain

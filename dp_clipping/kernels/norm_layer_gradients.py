@@ -26,11 +26,9 @@ from dp_clipping.kernels.launch.tiles import (
     launch,
     next_power_of_two,
     readable,
+    tl,
     triton,
 )
-
-if triton is not None:
-    import triton.language as tl
 
 BLOCK = 128  # features of a program
 ELEMENTS = 2048  # values of y that a program loads at a time
@@ -67,8 +65,20 @@ class Normalized(NamedTuple):
             readable(self.y), readable(self.x), self.rstd.contiguous(), mean, self.with_bias
         )
 
-    def plain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return norm_layer_gradients_plain(self, dtype)
+    def plain(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor | None]:
+        """Returns the gradients [B, d] of weight and bias by reference: in float64, rounded once.
+
+        Args:
+            dtype: that it is computed in; another one is that of the results, too.
+        """
+        y, normalized = self.y.to(dtype), self.x.to(dtype)
+        if self.mean is not None:
+            normalized = normalized - self.mean.to(dtype)[..., None]
+        weight = (y * (normalized * self.rstd.to(dtype)[..., None])).sum(1)
+        bias = y.sum(1) if self.with_bias else None
+        if dtype == torch.float64 and self.y.dtype != dtype:
+            return weight.float(), None if bias is None else bias.float()
+        return weight, bias
 
     @property
     def kind(self) -> tuple:
@@ -138,24 +148,6 @@ def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
     wanted, loads = -(-PROGRAMS // programs), -(-tokens // rows)
     piece = rows * max(-(-loads // wanted), LEAST_STEPS)
     return piece, -(-tokens // piece)
-
-
-def norm_layer_gradients_plain(
-    use: Normalized, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the same of one layer in PyTorch: by default, by reference, in float64, rounded once.
-
-    Args:
-        dtype: that it is computed in; another one is that of the results, too.
-    """
-    y, normalized = use.y.to(dtype), use.x.to(dtype)
-    if use.mean is not None:
-        normalized = normalized - use.mean.to(dtype)[..., None]
-    weight = (y * (normalized * use.rstd.to(dtype)[..., None])).sum(1)
-    bias = y.sum(1) if use.with_bias else None
-    if dtype == torch.float64 and use.y.dtype != dtype:
-        return weight.float(), None if bias is None else bias.float()
-    return weight, bias
 
 
 if triton is not None:

@@ -54,13 +54,8 @@ class Grams:
             and version_of(self._of) == version_of(a)
         )
         if not same:
-            self._of, self._gram = a, gram(a)
+            self._of, self._gram = a, inner_products(a, a)
         return self._gram
-
-
-def gram(x: Tensor) -> Tensor:
-    """Returns x xᵀ [B, T, T] of 16-bit x."""
-    return inner_products(x, x)
 
 
 def inner_products(left: Tensor, right: Tensor) -> Tensor:
@@ -119,7 +114,7 @@ class LinearFactors:
             return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
         if self.is_one_token:
             return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
-        gram_a, gram_y = (grams or Grams()).of(self.a), gram(self.y)
+        gram_a, gram_y = (grams or Grams()).of(self.a), inner_products(self.y, self.y)
         squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)
         for each in (gram_a, gram_y):  # a factor whose square is infinite: see `product_squares`
             is_large = each.diagonal(dim1=1, dim2=2).amax(1) > torch.finfo(torch.float32).max

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients_plain
+from dp_clipping.kernels.norm_layer_gradients import Normalized
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import FIRST, LayerState, forward_of, norm_operands
@@ -111,7 +111,7 @@ class Norm(torch.autograd.Function):
         rstd, mean = rstd.flatten(1), None if mean is None else mean.flatten(1)
         if site is None:
             use = Normalized(y, x, rstd, mean, has_bias)
-            formed = norm_layer_gradients_plain(use, accumulation_dtype(x.dtype))
+            formed = use.plain(accumulation_dtype(x.dtype))
             of_slots = zip(formed, ctx.wants, strict=True)
             slots = [g.view(batch_size, *shape) if wanted else None for g, wanted in of_slots]
             return gx, None, None, *slots, None

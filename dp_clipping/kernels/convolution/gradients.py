@@ -24,11 +24,9 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.kernels.convolution.geometry import UNSPECIALIZED, VECTOR, Geometry, numbers
 from dp_clipping.kernels.convolution.packing import EXPONENT, SMALLEST, Operand
-from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, triton
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, tl, triton
 
 if triton is not None:
-    import triton.language as tl
-
     from dp_clipping.kernels.convolution.geometry import _column_offsets, _row_pixels
     from dp_clipping.kernels.convolution.packing import _product_of_scales
 

@@ -28,11 +28,9 @@ from dp_clipping.kernels.convolution.geometry import (
     patches,
 )
 from dp_clipping.kernels.convolution.packing import Operand, scale_of
-from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, triton
+from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, tl, triton
 
 if triton is not None:
-    import triton.language as tl
-
     from dp_clipping.kernels.convolution.geometry import _column_offsets, _row_pixels
 
 MOST = 128  # positions of a sample

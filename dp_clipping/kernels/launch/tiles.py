@@ -24,7 +24,7 @@ try:
     from triton.knobs import runtime
     from triton.runtime import driver
 except ImportError:  # no Triton on this platform: reference implementations serve
-    triton, TRITON_DTYPES = None, {}
+    triton, tl, TRITON_DTYPES = None, None, {}
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes, of addresses and strides that the bulk copy engine takes
