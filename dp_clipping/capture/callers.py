@@ -9,12 +9,10 @@ from torch import nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.capture.network import Arguments, CapturedNetwork
 from dp_clipping.capture.ownership import owned
 from dp_clipping.torch_compat import tensors_in
 from dp_clipping.trials.draws import without_dropout
-
-Arguments = tuple[tuple, dict]
 
 
 def callers_of(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from dp_clipping.capture.network import CapturedNetwork, LayerCall
+from dp_clipping.capture.network import Arguments, CapturedNetwork, LayerCall
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.batch_layout import FEW, MORE
@@ -24,7 +24,6 @@ from dp_clipping.layers.recorder import DENSE, LINEAR, Trainable
 from dp_clipping.planning.cost_model import INSTANTIATE, LinearShape
 from dp_clipping.torch_compat import tree_flatten
 
-Arguments = tuple[tuple, dict]
 Observe = Callable[[tuple, dict, int], dict[str, list[LayerCall]]]
 
 

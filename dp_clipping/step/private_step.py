@@ -14,7 +14,7 @@ nothing and run backward a second time. Neither computes a non-private weight gr
 Layers call `PrivateStep`, which runs the phases. `work` decides when norms and sums are formed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -30,6 +30,7 @@ from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import Slice
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
+from dp_clipping.step.sums.work import Accumulate, Work
 from dp_clipping.torch_compat import (
     apply_directly,
     flush_ready_nodes,
@@ -53,9 +54,6 @@ OF_SOMETHING_ELSE = (
 )
 
 
-Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
-
-
 class PrivateStep:
     """A private step: forward, backward, norms and clipped sums of one batch.
 
@@ -66,7 +64,7 @@ class PrivateStep:
     Args:
         context: what all steps of the model have in common.
         rows: number of rows in the batch that the network gets.
-        work: takes norms and forms sums: a `sums.work.Work`.
+        work: takes norms and forms sums.
         real: how many of the rows are examples or fill, the first ones; None: all are.
         examples_per_unit: k; so many rows, side by side, are one sample of the step.
         fill: [B] bool, True for rows that fill up a sample, or are padding; None: no sample has
@@ -86,7 +84,7 @@ class PrivateStep:
     """
 
     def __init__(
-        self, context: StepContext, rows: int, work: Any, real: int | None = None,
+        self, context: StepContext, rows: int, work: Work, real: int | None = None,
         examples_per_unit: int = 1, fill: Tensor | None = None, is_compiled: bool = False,
     ):  # fmt: skip
         self.context, self.rows, self.work = context, rows, work

@@ -263,3 +263,9 @@ if triton is not None:
         i_first = i_tile // n_group * GROUP
         n_own = min(n_rows - i_first, GROUP)
         return i_first + i_tile % n_group % n_own, i_tile % n_group // n_own
+
+    @triton.jit
+    def _token_norms(b_gram, m_own, features, LOST: tl.constexpr):
+        """Returns norms of rows from their Gram matrix, with what may be lost of it."""
+        b_squares = tl.sum(tl.where(m_own, b_gram, 0.0), axis=1)
+        return tl.sqrt(tl.maximum(b_squares, 0.0)) + tl.sqrt(features.to(tl.float32)) * LOST

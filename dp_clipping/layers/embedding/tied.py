@@ -45,10 +45,10 @@ from dp_clipping.clipping.accumulation import (
     weighted_sum,
     wide_product,
 )
-from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
+from dp_clipping.clipping.norms import GRAM_ROUNDING, LOST, Norm
 from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums
 from dp_clipping.kernels.gradient import gradient_and_squares
-from dp_clipping.kernels.gram import LOST, gram_squares
+from dp_clipping.kernels.gram import gram_squares
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.layers.embedding.factors import EmbeddingFactors

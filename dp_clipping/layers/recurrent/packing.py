@@ -1,6 +1,7 @@
 """Maps tokens of packed sequences to those of padded ones, [T, N, ..]."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,13 +54,13 @@ class Packing:
         """Returns states [D, N, ..], in the order of the batch, by length."""
         if self.order is None:
             return states
-        return [x.index_select(1, self.order) for x in states]
+        return list(map(partial(torch.index_select, dim=1, index=self.order), states))
 
     def by_batch(self, states: list[Tensor]) -> list[Tensor]:
         """Returns the inverse of `by_length`."""
         if self.places is None:
             return states
-        return [x.index_select(1, self.places) for x in states]
+        return list(map(partial(torch.index_select, dim=1, index=self.places), states))
 
     def running(self) -> Tensor:
         """Returns which sequences run in each time step: [T, N, 1]."""

@@ -180,8 +180,7 @@ class Work:
             self._is_in_backward = False
             if self._departures is not None:
                 self._departures.deferred = False
-        if self._departures is not None:
-            self._departures.launch_ready()
+        self._send()
 
     def take(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
@@ -368,7 +367,7 @@ class Work:
             self._form(here, [self.kept.pop(record) for record in here])
 
     def _send(self) -> None:
-        """Sends the sums that have been formed, at a sync point."""
+        """Sends the sums that have been formed, at a sync point or the end of a backward."""
         self._complete = 0
         if self._departures is not None:
             self._departures.launch_ready()
