@@ -223,7 +223,7 @@ class Largest(TorchDispatchMode):
 def check_no_tensor_of_all_gradients(mode: str, clipping: str, device: str) -> None:
     ids, targets = (x.to(device) for x in batch())
     model = unchecked(zoo.seeded(Translator).to(device), mode, clipping=clipping)
-    with patch.object(embedding.factors, "PIECE_ELEMENTS", 1):
+    with patch.object(embedding.tied, "PIECE_ELEMENTS", 1):
         clipped_sums(model, (ids, targets))
         with Largest() as made:
             clipped_sums(model, (ids, targets))
