@@ -50,7 +50,7 @@ def weights_read_elsewhere(
 
     def note(module: nn.Module, running: list[nn.Module]) -> None:
         if (handle := vars(module).get("_private")) is not None:
-            called.update((one.parameter, module) for one in handle.parameters().values())
+            called.update((one.parameter, module) for one in handle.records.values())
 
     args, kwargs = arguments
     with (
@@ -127,5 +127,5 @@ class _Reads(TorchFunctionMode):
             parameter is own.parameter
             for handle in handles
             if handle is not None
-            for own in handle.parameters().values()
+            for own in handle.records.values()
         )

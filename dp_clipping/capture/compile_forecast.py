@@ -62,7 +62,7 @@ class CompiledShapes:
 
     def slots(self, private_step: Any, handle: LayerState, algorithm: str) -> dict[str, Tensor]:
         """Returns the slots of a layer's weight."""
-        parameter, batch_size = handle.parameter("weight"), private_step.batch_size
+        parameter, batch_size = handle.records["weight"], private_step.batch_size
         use, dtype = self.uses[parameter], self.dtypes[parameter]
         transposed = handle.kind == "conv1d"
         if algorithm == INSTANTIATE:
@@ -167,7 +167,7 @@ class Forecaster:
             is_linear = handle.kind in ("linear", "conv1d") and "weight" in handle.trainable
             if not is_linear or len(of_layer) != 1:
                 continue
-            parameter = handle.parameter("weight")
+            parameter = handle.records["weight"]
             if parameter.joint is not None:
                 continue
             x, dtype = of_layer[0].inputs[0], of_layer[0].product_dtype

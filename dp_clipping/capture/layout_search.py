@@ -119,7 +119,7 @@ class Search:
                 except NeedsVmap as error:
                     failures.append(error)
                     continue
-                for parameter in handle.parameters().values():
+                for parameter in handle.records.values():
                     uses[parameter] = uses.get(parameter, 0) + len(calls)
             if failures:
                 failures[0].layers.update(*(error.layers for error in failures))
@@ -136,7 +136,7 @@ class Search:
         others: set[Trainable] = set()
         joints: list[set[Trainable]] = []
         for handle in self.capture.handles:
-            own = set(handle.parameters().values())
+            own = set(handle.records.values())
             is_embedding = handle.kind in ("embedding", "embedding_bag")
             if is_embedding:
                 looked_up |= own

@@ -145,7 +145,7 @@ class PrivateStep:
         """Returns the slots made beforehand for a layer in a region where none can be made."""
         slots = self.plans.slots_of(self, handle)
         if slots is None:
-            slots = {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
+            slots = {name: self.slot(parameter) for name, parameter in handle.records.items()}
         return slots
 
     def trigger(self, record: Trainable) -> Tensor:

@@ -113,12 +113,12 @@ class FusedPlans:
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
         """Returns a linear layer's slots in a compiled region; None: one for each parameter."""
         forecast = self._forecast
-        parameter = handle.parameters().get("weight")
+        parameter = handle.records.get("weight")
         if forecast is None or parameter is None or parameter not in forecast.uses:
             return None
         slots = forecast.slots(private_step, handle, self.ahead[parameter.name].algorithm)
         if "bias" in handle.trainable:
-            slots["bias"] = private_step.slot(handle.parameter("bias"))
+            slots["bias"] = private_step.slot(handle.records["bias"])
         return slots
 
     @cached_property
