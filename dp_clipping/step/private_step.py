@@ -24,13 +24,12 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
 from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.recorder import DENSE, Joint, Trainable
+from dp_clipping.layers.recorder import DENSE, Accumulate, Joint, Trainable
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import Slice
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.step.sums.work import Accumulate, Work
 from dp_clipping.torch_compat import (
     apply_directly,
     flush_ready_nodes,
@@ -64,7 +63,7 @@ class PrivateStep:
     Args:
         context: what all steps of the model have in common.
         rows: number of rows in the batch that the network gets.
-        work: takes norms and forms sums.
+        work: takes norms and forms sums: a `sums.work.Work`.
         real: how many of the rows are examples or fill, the first ones; None: all are.
         examples_per_unit: k; so many rows, side by side, are one sample of the step.
         fill: [B] bool, True for rows that fill up a sample, or are padding; None: no sample has
@@ -84,7 +83,7 @@ class PrivateStep:
     """
 
     def __init__(
-        self, context: StepContext, rows: int, work: Work, real: int | None = None,
+        self, context: StepContext, rows: int, work: Any, real: int | None = None,
         examples_per_unit: int = 1, fill: Tensor | None = None, is_compiled: bool = False,
     ):  # fmt: skip
         self.context, self.rows, self.work = context, rows, work

@@ -4,6 +4,7 @@ Tokens that repeat within a sample add up before the norm is taken: the squared 
 over the distinct tokens of the sample, of the squared norm of that sum.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -16,12 +17,14 @@ from dp_clipping.clipping.accumulation import (
     accumulation_dtype,
     only,
     squared_norms,
+    weighted_sum,
 )
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.embedding import Tokens
 from dp_clipping.kernels.small_table import is_small, table_gradients
 from dp_clipping.kernels.squared_norms import squared_norms as norms_on_kernels
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.linear_factors import PIECE_ELEMENTS, LinearFactors
 
 
 def without_padding(ids: Tensor, gy: Tensor, padding_idx: int | None) -> Tensor:
@@ -162,3 +165,53 @@ class EmbeddingFactors:
         """Returns zeros for the samples that are not `good` [B]."""
         y = only(self.y, good if self.samples is None else good[self.samples])
         return EmbeddingFactors(self.ids, y, self.vocabulary, self.samples, self.batch_size)
+
+
+class TiedFactors:
+    """Factors of a weight [V, d] that is in products too, as that of a language model's head.
+
+    G of a few samples is formed at a time, normed, and summed, as `LinearFactors` of many tokens;
+    `tied` forms none.
+
+    Args:
+        products: a [B, T, d], and output gradients y [B, T, V].
+    """
+
+    held = attrgetter("products.a", "products.y", "look_ups.ids", "look_ups.y")
+
+    def __init__(self, products: LinearFactors, look_ups: EmbeddingFactors):
+        self.products, self.look_ups = products, look_ups
+
+    def norm(self, _grams: object = None) -> Norm:
+        """Returns ‖G_i‖² of exactly what `weighted_sum` adds."""
+        return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
+
+    def weighted_sum(self, weights: Weights) -> Tensor:
+        """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
+        pieces = self._pieces()
+        part, gradients = next(pieces)
+        total = weighted_sum(weights.only(part), gradients)
+        for part, gradients in pieces:
+            total += weighted_sum(weights.only(part), gradients)
+        return total
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields samples and their G [n, V, d] in `accumulation_dtype(dtype)`: always the same."""
+        sums, samples, tokens = self.look_ups.distinct()
+        count, values = self.look_ups.batch_size, self.look_ups.vocabulary * sums.shape[1]
+        each = max(1, PIECE_ELEMENTS // max(1, values))
+        for first in range(0, max(1, count), each):
+            part = slice(first, first + each)
+            gradients = self.products.select(part).dense()
+            mine = (samples >= first) & (samples < first + each)
+            rows = samples[mine] - first, tokens[mine]
+            own = sums[mine].to(gradients.dtype)
+            yield part, gradients.index_put_(rows, own, accumulate=True)
+
+    def dense(self) -> Tensor:
+        """Returns G itself: the reference implementation."""
+        return torch.cat([gradients for _, gradients in self._pieces()])
+
+    def only(self, good: Tensor) -> "TiedFactors":
+        """Returns zeros for the samples that are not `good` [B]."""
+        return TiedFactors(self.products.only(good), self.look_ups.only(good))

@@ -1,4 +1,4 @@
-"""A weight that embeds ids and takes part in products too, as a language model's head.
+"""A weight that embeds ids and takes part in products too, as a language model's head, on kernels.
 
 W [V, d] looks up ids and multiplies inputs a [B, T, d] into outputs, of which y [B, T, V] are the
 gradients; e [B, S, d] are those of what ids [B, S] have looked up:
@@ -6,8 +6,8 @@ gradients; e [B, S, d] are those of what ids [B, S] have looked up:
     G_i = L_i + E_i,   L_i = Σ_t y_it a_itᵀ,   E_i = Σ_s 1[id_is] e_isᵀ
     ‖G_i‖² = ‖L_i‖² + ‖E_i‖² + 2 x_i,   x_i = ⟨L_i, E_i⟩ = Σ_{t,s} y_it[id_is] (a_it · e_is)
 
-On kernels G [B, V, d] is never formed. x takes T·S numbers of y and as many products of a and e.
-The sum is that of the products and that of the look-ups, added up.
+G [B, V, d] is never formed. x takes T·S numbers of y and as many products of a and e. The sum is
+that of the products and that of the look-ups, added up.
 
 **Rounding.** The terms of ‖G_i‖² may cancel, so their errors are allowed for, each beside what it
 is relative to: let X = Σ_{t,s} |y_t[id_s]| ‖a_t‖‖e_s‖ and S = Σ_t ‖a_t‖‖y_t‖. Sums over T tokens
@@ -32,86 +32,24 @@ and `Norm.scale` is that bound less n, so that no term is relative to more than 
 to T‖L‖², while X has of y only what was looked up.
 """
 
-from collections.abc import Iterator
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from dp_clipping.clipping.accumulation import (
-    SUM_ROUNDING,
-    Weights,
-    squared_norms,
-    weighted_sum,
-    wide_product,
-)
+from dp_clipping.clipping.accumulation import SUM_ROUNDING, wide_product
 from dp_clipping.clipping.norms import GRAM_ROUNDING, LOST, Norm
 from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import gram_squares
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_product
-from dp_clipping.layers.embedding.factors import EmbeddingFactors
-from dp_clipping.layers.linear_factors import PIECE_ELEMENTS, LinearFactors, inner_products
+from dp_clipping.layers.embedding.factors import TiedFactors
+from dp_clipping.layers.linear_factors import inner_products
 from dp_clipping.planning.cost_model import LONGEST_GRAM
 
 ADDED = 2.0**-22  # what c times L, c times E and their sum lose
 PAIRS = 1 << 21  # of tokens t and s, whose products are held at a time
-
-
-class TiedFactors:
-    """Factors of a weight [V, d] that is in products too, as that of a language model's head.
-
-    G of a few samples is formed at a time, normed, and summed, as `LinearFactors` of many tokens;
-    on kernels none is formed.
-
-    Args:
-        products: a [B, T, d], and output gradients y [B, T, V].
-    """
-
-    held = attrgetter("products.a", "products.y", "look_ups.ids", "look_ups.y")
-
-    def __init__(self, products: LinearFactors, look_ups: EmbeddingFactors):
-        self.products, self.look_ups = products, look_ups
-
-    def norm(self, _grams: object = None) -> Norm:
-        """Returns ‖G_i‖² of exactly what `weighted_sum` adds."""
-        return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
-
-    def weighted_sum(self, weights: Weights) -> Tensor:
-        """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
-        pieces = self._pieces()
-        part, gradients = next(pieces)
-        total = weighted_sum(weights.only(part), gradients)
-        for part, gradients in pieces:
-            total += weighted_sum(weights.only(part), gradients)
-        return total
-
-    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields samples and their G [n, V, d] in `accumulation_dtype(dtype)`: always the same."""
-        sums, samples, tokens = self.look_ups.distinct()
-        count, values = self.look_ups.batch_size, self.look_ups.vocabulary * sums.shape[1]
-        each = max(1, PIECE_ELEMENTS // max(1, values))
-        for first in range(0, max(1, count), each):
-            part = slice(first, first + each)
-            gradients = self.products.select(part).dense()
-            mine = (samples >= first) & (samples < first + each)
-            rows = samples[mine] - first, tokens[mine]
-            own = sums[mine].to(gradients.dtype)
-            yield part, gradients.index_put_(rows, own, accumulate=True)
-
-    def dense(self) -> Tensor:
-        """Returns G itself: the reference implementation."""
-        return torch.cat([gradients for _, gradients in self._pieces()])
-
-    def only(self, good: Tensor) -> "TiedFactors":
-        """Returns zeros for the samples that are not `good` [B]."""
-        return TiedFactors(self.products.only(good), self.look_ups.only(good))
-
-    def on_kernels(self) -> "TiedTokens":
-        """Returns the same for the kernels."""
-        ids, e = self.look_ups.ids, self.look_ups.y
-        return TiedTokens(*self.products.operands, Tokens(ids, e, self.look_ups.vocabulary))
 
 
 class TiedTokens:
@@ -128,6 +66,12 @@ class TiedTokens:
     def __init__(self, y: Tensor, a: Tensor, tokens: Tokens):
         self.y, self.a, self._tokens = y, a, tokens
         self._sums: TokenSums | None = None
+
+    @classmethod
+    def of(cls, factors: TiedFactors) -> "TiedTokens":
+        look_ups = factors.look_ups
+        tokens = Tokens(look_ups.ids, look_ups.y, look_ups.vocabulary)
+        return cls(*factors.products.operands, tokens)
 
     def _sum_look_ups(self) -> TokenSums:
         """Returns the sums of each sample's equal tokens, which are kept in their place."""

@@ -38,6 +38,8 @@ from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import squared_norms, squares_of_vectors
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
+from dp_clipping.layers.embedding.factors import TiedFactors
+from dp_clipping.layers.embedding.tied import TiedTokens
 from dp_clipping.layers.recorder import (
     DENSE,
     FACTORS,
@@ -199,8 +201,10 @@ class Fused:
         of_tables: list[Trainable] = []
         while lefts:
             left = lefts.pop()
-            (record,), use = left.records, left.value.on_kernels()
-            del left
+            (record,), value = left.records, left.value
+            is_tied = type(value) is TiedFactors
+            use: Any = TiedTokens.of(value) if is_tied else value.on_kernels()
+            del left, value
             if isinstance(use, Tokens):
                 tables.append(use)
                 of_tables.append(record)
@@ -375,7 +379,10 @@ class Fused:
             elif left.kind is DENSE:
                 add(left.records[0], left.value[0], left)
             elif left.kind is FACTORS:
-                add(left.records[0], left.value.on_kernels(), left)
+                value = left.value
+                is_tied = type(value) is TiedFactors
+                use = TiedTokens.of(value) if is_tied else value.on_kernels()
+                add(left.records[0], use, left)
         return records, found
 
     def sums(self, records: Sequence[Trainable], values: list[Any]) -> list[Tensor]:

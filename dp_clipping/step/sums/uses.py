@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import ACCUMULATED, accumulation_dtype, stored_dtype
-from dp_clipping.layers.embedding.factors import EmbeddingFactors
-from dp_clipping.layers.embedding.tied import TiedFactors
+from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
 from dp_clipping.layers.handle import Site
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.projection import Linear, gradients_of

@@ -19,7 +19,7 @@ PyTorch.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -28,15 +28,13 @@ from torch import Tensor
 from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.launch.tiles import AT_ONCE
-from dp_clipping.layers.recorder import DENSE, FACTORS, Joint, Left, Summand, Trainable
+from dp_clipping.layers.recorder import DENSE, FACTORS, Accumulate, Joint, Left, Summand, Trainable
 from dp_clipping.planning.cost_model import SUM_BYTES
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.step_norms import StepNorms
 from dp_clipping.step.sums.uses import Uses, gradients_left
 from dp_clipping.torch_compat import allocated, current_stream, version_of
 from dp_clipping.trials.randomness import RandomStates
-
-Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
 
 PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
 MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
