@@ -266,7 +266,7 @@ ROWS = [
      "gy.masked_fill((ids == padding_idx).unsqueeze(-1), 0)", "gy", OPS,
      "test_reference and embedding_padding"),
     ("a norm layer's bias is weighted by its input", "kernels/norm_layer_gradients.py",
-     "normalized = normalized - use.mean.to(dtype)[..., None]", "pass", OPS,
+     "normalized = normalized - self.mean.to(dtype)[..., None]", "pass", OPS,
      "test_reference and layer_norm"),
     ("an input gradient without its mean", "layers/norm.py",
      "(rstd * (scaled - normalized * mean)).to(x.dtype)", "(rstd * scaled).to(x.dtype)", OPS,
