@@ -9,12 +9,10 @@ from torch import nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.capture.network import Arguments, CapturedNetwork
 from dp_clipping.capture.ownership import owned
 from dp_clipping.torch_compat import tensors_in
 from dp_clipping.trials.draws import without_dropout
-
-Arguments = tuple[tuple, dict]
 
 
 def callers_of(
@@ -52,7 +50,7 @@ def weights_read_elsewhere(
 
     def note(module: nn.Module, running: list[nn.Module]) -> None:
         if (handle := vars(module).get("_private")) is not None:
-            called.update((one.parameter, module) for one in handle.parameters().values())
+            called.update((one.parameter, module) for one in handle.records.values())
 
     args, kwargs = arguments
     with (
@@ -129,5 +127,5 @@ class _Reads(TorchFunctionMode):
             parameter is own.parameter
             for handle in handles
             if handle is not None
-            for own in handle.parameters().values()
+            for own in handle.records.values()
         )

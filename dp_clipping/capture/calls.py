@@ -24,11 +24,7 @@ from dp_clipping.torch_compat import (
 
 def let_copies_be_plain(module: nn.Module) -> None:
     """Makes copies and pickles of a module omit the attributes `ADDED`."""
-
-    def reduced(protocol: Any) -> Any:
-        return _without_what_was_added(module, protocol)
-
-    module.__dict__["__reduce_ex__"] = reduced
+    module.__dict__["__reduce_ex__"] = partial(_without_what_was_added, module)
 
 
 def let_copies_be(module: nn.Module) -> None:

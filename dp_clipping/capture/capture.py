@@ -121,8 +121,8 @@ class Capture(CapturedNetwork):
         read = self._widened.get(module, ())
         owns = is_apart or kind == "registered"
         names = trainable_names(module, takes_all, owns, read, under_vmap)
-        parameters = {n: self.record[self._originals[owner_of(module, n)]] for n in names}
-        handle = LayerState(name, kind, module, names, parameters)
+        records = {n: self.record[self._originals[owner_of(module, n)]] for n in names}
+        handle = LayerState(name, kind, module, records)
         handle.children_apart = is_apart
         if under_vmap:
             handle.operations = None
@@ -140,7 +140,7 @@ class Capture(CapturedNetwork):
         let_copies_be_plain(module)
         self.handles.append(handle)
         if kind == "vectorized":
-            for own, parameter in handle.parameters().items():
+            for own, parameter in handle.records.items():
                 self.copied[parameter] = owner_of(module, own)
 
     def _uninstall(self) -> None:
@@ -168,7 +168,7 @@ class Capture(CapturedNetwork):
 
     def widen(self, modules: Collection[nn.Module], layers: Collection[str]) -> bool:
         mine = [handle for handle in self.handles if handle.name in layers]
-        weights = [one.parameter for handle in mine for one in handle.parameters().values()]
+        weights = [one.parameter for handle in mine for one in handle.records.values()]
         is_known = all(module in self._whole for module in modules)
         if self.sharding is not None or not modules or is_known:
             return False

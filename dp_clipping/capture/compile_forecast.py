@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from dp_clipping.capture.network import CapturedNetwork, LayerCall
+from dp_clipping.capture.network import Arguments, CapturedNetwork, LayerCall
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.batch_layout import FEW, MORE
@@ -32,7 +32,6 @@ from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
 from dp_clipping.planning.cost_model import INSTANTIATE, LinearShape
 from dp_clipping.torch_compat import tree_flatten
 
-Arguments = tuple[tuple, dict]
 Observe = Callable[[tuple, dict, int], dict[str, list[LayerCall]]]
 
 
@@ -80,7 +79,7 @@ class CompiledShapes:
         Args:
             algorithm_of: name of a linear layer's weight -> what is planned for it.
         """
-        weight = handle.parameters().get("weight")
+        weight = handle.records.get("weight")
         if weight in self.look_ups:
             batch = private_step.batch_size
             names, ids = LOOK_UP_SLOTS, (batch, self.look_ups[weight])
@@ -202,7 +201,7 @@ class Forecaster:
     def _once_used(self, calls: dict[str, list[LayerCall]], held: int) -> CompiledShapes:
         found = CompiledShapes({}, {}, held)
         for handle in self._capture.handles:
-            weight, of_layer = handle.parameters().get("weight"), calls[handle.name]
+            weight, of_layer = handle.records.get("weight"), calls[handle.name]
             if weight is None or weight.joint is not None or len(of_layer) != 1:
                 continue
             x = of_layer[0].inputs[0]

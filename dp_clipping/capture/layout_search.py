@@ -59,17 +59,12 @@ class Search:
     def __init__(self, capture: CapturedNetwork, joins_all: bool = False):
         self.capture, self._joins_all = capture, joins_all
         self._uses: dict[Trainable, int] = {}
-        self._routing: set[str] = set()
+        self.routing: set[str] = set()  # operators that pick or sort rows by their values
         self.differentiated: set[LayerState] = set()  # by the network's own forward
         self.packs = False  # sequences, for a recurrent layer
         self.checks_values = False  # a GPU may stop at numbers that are out of range
         self.output_layouts: dict[tuple[int, ...], list[Layout | None]] = {}
         self.last_outputs: tuple[int, ...] = ()
-
-    @property
-    def routes(self) -> bool:
-        """Returns whether the network picks or sorts rows by their values."""
-        return bool(self._routing)
 
     def forget(self) -> None:
         """Discards where the samples are and how often parameters are used."""
@@ -109,7 +104,7 @@ class Search:
             if known:
                 refuse_expansion()
             routing = Routing()
-            self._routing = routing.operators
+            self.routing = routing.operators
             with routing:
                 runs = [self.observe(*few, FEW)]
             self.checks_values |= routing.checks_values
@@ -124,7 +119,7 @@ class Search:
                 except NeedsVmap as error:
                     failures.append(error)
                     continue
-                for parameter in handle.parameters().values():
+                for parameter in handle.records.values():
                     uses[parameter] = uses.get(parameter, 0) + len(calls)
             if failures:
                 failures[0].layers.update(*(error.layers for error in failures))
@@ -141,7 +136,7 @@ class Search:
         others: set[Trainable] = set()
         joints: list[set[Trainable]] = []
         for handle in self.capture.handles:
-            own = set(handle.parameters().values())
+            own = set(handle.records.values())
             is_embedding = handle.kind in ("embedding", "embedding_bag")
             if is_embedding:
                 looked_up |= own
@@ -225,7 +220,7 @@ class Search:
                     for n, (a, b, c) in enumerate(zip(*tensors, strict=True))
                 )
             except ValueError as error:
-                if not self._routing and not isinstance(error, FitsBothOrders):
+                if not self.routing and not isinstance(error, FitsBothOrders):
                     raise
                 raise NeedsVmap(handle.name, str(error)) from error
             _refuse_routed(handle.name, name, layouts, routed)
@@ -239,12 +234,6 @@ class Search:
             given, made = handle.layouts[dims], handle.output_layouts[dims]
             if all(x.kind == "shared" for x in given) and any(x.kind != "shared" for x in made):
                 raise rows_unknown(handle.name)
-
-    def _note_derivatives(self, handle: LayerState, inputs: list[Tensor]) -> None:
-        """Notes a layer that is given dual numbers, of `torch.autograd.forward_ad`."""
-        is_dual = any(unpack_dual(x).tangent is not None for x in inputs)
-        if is_dual and not _can_be_differentiated(handle):
-            self.differentiated.add(handle)
 
     def _note_backwards(self, handle: LayerState, outputs: list[Tensor], hooks: ExitStack) -> None:
         """Notes a layer from which a backward passes while the network's forward still runs.
@@ -267,13 +256,17 @@ class Search:
             if is_in_backward():  # a checkpointed part of it is computed again
                 return None
             _refuse_packed(handle, module, (*args, *kwargs.values()))
-            inputs = [tensor_parallel.local(x) for x in handle.tensors((args, kwargs))]
+            given = handle.tensors((args, kwargs))
+            inputs = [tensor_parallel.local(x) for x in given]
             refuse_transforms(handle.name)
-            self._note_derivatives(handle, handle.tensors((args, kwargs)))
+            # Dual numbers are of `torch.autograd.forward_ad`.
+            is_dual = any(unpack_dual(x).tangent is not None for x in given)
+            if is_dual and not _can_be_differentiated(handle):
+                self.differentiated.add(handle)
             self.packs |= any(isinstance(x, PackedSequence) for x in args)
             dtype = product_dtype(inputs[0]) if inputs else None
             shapes = [_if_flattened(x, batch_size, handle) for x in inputs]
-            call = LayerCall(shapes, [], dtype, frozenset(self._routing))
+            call = LayerCall(shapes, [], dtype, frozenset(self.routing))
             calls.setdefault(handle.name, []).append(call)
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
             return expanded_input(handle, layouts, inputs, batch_size)
@@ -283,7 +276,7 @@ class Search:
             if is_in_backward():
                 return output
             call = calls[handle.name][-1]
-            call.routed_after = frozenset(self._routing)
+            call.routed_after = frozenset(self.routing)
             self._note_backwards(handle, tensors_of(output), hooks)  # of packed sequences, too
             outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
             call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]

@@ -32,6 +32,8 @@ from dp_clipping.torch_compat import (
 from dp_clipping.trials.draws import without_dropout
 from dp_clipping.trials.randomness import same_randomness
 
+Arguments = tuple[tuple, dict]  # of a forward
+
 
 class Attached:
     """A context in which layers' calls belong to a private step (None: to none)."""

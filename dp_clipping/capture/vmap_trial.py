@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.network import CapturedNetwork, plain_run, trials
+from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run, trials
 from dp_clipping.capture.samples.batch import map_tensors
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, is_close
@@ -54,8 +54,6 @@ from dp_clipping.torch_compat import (
     version_of,
 )
 from dp_clipping.trials.randomness import RandomStates
-
-Arguments = tuple[tuple, dict]
 
 MOST = 16  # operators one after another of parameters and tensors that all samples share
 

@@ -88,30 +88,18 @@ def doubled(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
 
 
-def wide_bmm(left: Tensor, right: Tensor) -> Tensor:
-    """Returns [B, m, k] @ [B, k, n], accumulated and in `accumulation_dtype(dtype)`."""
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns [m, k] @ [k, n], or [B, m, k] @ [B, k, n], in `accumulation_dtype(dtype)`."""
+    multiply = torch.bmm if left.ndim == 3 else torch.mm
     dtype = ACCUMULATED.get(left.dtype, torch.float32)
     if left.dtype == dtype:
         if _is_full:
-            return torch.bmm(left, right)
+            return multiply(left, right)
         with full_float32():
-            return torch.bmm(left, right)
+            return multiply(left, right)
     if left.is_cuda:
-        return torch.bmm(left, right, out_dtype=dtype)
-    return torch.bmm(left.to(dtype), right.to(dtype))
-
-
-def wide_mm(left: Tensor, right: Tensor) -> Tensor:
-    """Returns [m, k] @ [k, n], accumulated and in `accumulation_dtype(dtype)`."""
-    dtype = ACCUMULATED.get(left.dtype, torch.float32)
-    if left.dtype == dtype:
-        if _is_full:
-            return torch.mm(left, right)
-        with full_float32():
-            return torch.mm(left, right)
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=dtype)
-    return torch.mm(left.to(dtype), right.to(dtype))
+        return multiply(left, right, out_dtype=dtype)
+    return multiply(left.to(dtype), right.to(dtype))
 
 
 def sum_of_pictures(sums: Tensor, batch_size: int) -> Tensor:
@@ -168,7 +156,7 @@ def sum_of_one_token(left: Tensor, right: Tensor, c: Tensor) -> Tensor:
     """
     good = c > 0
     scaled = only(left[:, 0].float(), good) * c[:, None]
-    return wide_mm(scaled.t(), only(right[:, 0].float(), good))
+    return wide_product(scaled.t(), only(right[:, 0].float(), good))
 
 
 def product_squares(left: Tensor, right: Tensor) -> Tensor:
@@ -271,5 +259,5 @@ def _sum_by_pieces(weights: Weights, rows: Tensor) -> Tensor:
     while numel % (8 * pieces) and pieces > 1:
         pieces //= 2
     block, factor = weights.block(rows.dtype, pieces)
-    total = wide_mm(block, rows.view(batch_size * pieces, numel // pieces)).view(-1)
+    total = wide_product(block, rows.view(batch_size * pieces, numel // pieces)).view(-1)
     return total if factor == 1 else total.mul_(factor)

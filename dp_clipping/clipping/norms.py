@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 UNDERFLOW = 2.0**9  # u above
+LOST = UNDERFLOW * torch.finfo(torch.float32).tiny ** 0.5  # u√τ
 # Relative to S², what the rounding of two 16-bit Gram matrices and of their product may be: chains
 # of GRAM_PIECE products, 16 of them at a time in a matrix unit, which cuts off and does not round.
 GRAM_ROUNDING = 2.0**-16

@@ -301,7 +301,7 @@ class LayoutDiscovery:
         try:
             refuse_expansion = partial(refuse_other_results, capture, few)
             self._search.establish(few, more, other, refuse_expansion)
-            return unfit_modules(capture, few, more, self._search.routes)
+            return unfit_modules(capture, few, more, bool(self._search.routing))
         except CalledDifferently:
             raise
         except ValueError as error:
@@ -338,8 +338,9 @@ class LayoutDiscovery:
         """Returns the number of the check; None: a sample alone has no company."""
         if self._sharding is None and batch.size < FEW:
             return None
-        carries = partial(self._refuse_carried, batch)
         places, alone = not self._is_settled, self._sharding is None
+        # Not on sharded ranks, of which one may have no samples.
+        carries = (lambda: self.carried.refuse(batch.with_samples(FEW))) if alone else None
         with restored(self.carried.state, carries, is_of_runs=alone):
             number, is_whole = self._schedule.next_check(batch.size)
             if places:
@@ -347,11 +348,6 @@ class LayoutDiscovery:
             else:
                 self._company.check_batch(batch, number, is_whole)
         return number if batch.size >= FEW else None
-
-    def _refuse_carried(self, batch: Batch) -> None:
-        """Refuses carried data. Not on sharded ranks, of which one may have no samples."""
-        if self._sharding is None:
-            self.carried.refuse(batch.with_samples(FEW))
 
     def _check_places(self, batch: Batch) -> None:
         distinct = batch.distinct(PLACES)
@@ -365,15 +361,7 @@ class LayoutDiscovery:
                 failure = failure or error
         else:
             raise failure
-        self._is_settled = self._most(len(distinct)) == PLACES
-
-    def _most(self, count: int) -> int:
-        """Returns the largest count of all ranks that run the same forwards."""
-        if self._sharding is None:
-            return count
-        counts = [count] * dist.get_world_size(self._sharding.everyone)
-        dist.all_gather_object(counts, count, group=self._sharding.everyone)
-        return max(counts)
+        self._is_settled = max(self._company.of_all_ranks(len(distinct))) == PLACES
 
     # ---- state from batch to batch -----------------------------------------------------------
 
@@ -404,8 +392,7 @@ class LayoutDiscovery:
         if self._is_known and not self._is_provisional:
             return
         everyone = self._sharding.everyone
-        sizes: list[int] = [0] * dist.get_world_size(everyone)
-        dist.all_gather_object(sizes, batch.size, group=everyone)
+        sizes = self._company.of_all_ranks(batch.size)
         largest = max(sizes)
         if self._is_known and largest < FEW:
             return

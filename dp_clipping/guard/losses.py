@@ -89,7 +89,8 @@ class Watched:
         for stays in patterns if self.number == 0 else patterns[:1]:
             stays = torch.tensor(stays, device=losses.device)
             weights = torch.where(stays, 1.0, -3.0).to(losses.dtype)
-            if _any_differs(base, self._gradients(losses, weights), stays):
+            both = zip(base, self._gradients(losses, weights), strict=True)
+            if any(differ([pair for pair in both if None not in pair], stays)):
                 raise ValueError(OF_OUTPUTS)
 
     def _are_apart(self, losses: Tensor) -> bool:
@@ -127,13 +128,6 @@ class Watched:
 
 def _is_of_all(layout: Layout | None) -> bool:
     return layout is None or layout.kind == "shared"
-
-
-def _any_differs(
-    first: Sequence[Summary | None], second: Sequence[Summary | None], stays: Tensor
-) -> bool:
-    both = zip(first, second, strict=True)
-    return any(differ([pair for pair in both if None not in pair], stays))
 
 
 class Shapes:

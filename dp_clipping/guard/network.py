@@ -5,6 +5,7 @@ network that centres its inputs by the batch's mean violates this, and no module
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,15 +117,16 @@ class Company:
         raise LayoutUnknown(handles[0].name)
 
     def _on_any_rank(self, flag: bool) -> bool:
-        return any(self._of_all_ranks(flag))
+        return any(self.of_all_ranks(flag))
 
     def _refuse(self, found: str | None) -> None:
         """Raises ValueError on all ranks if one of them has found something, with its message."""
-        for one in self._of_all_ranks(found):
+        for one in self.of_all_ranks(found):
             if one is not None:
                 raise ValueError(one)
 
-    def _of_all_ranks(self, mine: bool | str | None) -> list:
+    def of_all_ranks(self, mine: Any) -> list:
+        """Returns an object of each rank that runs the same forwards."""
         sharding = self._capture.sharding
         if sharding is None:
             return [mine]

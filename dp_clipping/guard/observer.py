@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.capture.checks.summaries import summary
-from dp_clipping.capture.network import CapturedNetwork, trials
+from dp_clipping.capture.network import Arguments, CapturedNetwork, trials
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded, owner_of
@@ -33,8 +33,6 @@ from dp_clipping.torch_compat import (
 )
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.seen import Seen, Summary
-
-Arguments = tuple[tuple, dict]
 
 
 class Observer:
@@ -134,10 +132,7 @@ class Observer:
             handle: LayerState = module._private
             if rounding is not None:
                 args, kwargs = _rounded_arguments(args, kwargs, rounding)
-            if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-                inputs = [local(args[0])]
-            else:
-                inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
+            inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
             key = tuple(x.dim() for x in inputs)
             dims.setdefault(module, []).append(key)
             layouts = handle.layouts.get(key, ())

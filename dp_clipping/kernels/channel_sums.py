@@ -17,11 +17,9 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import sum_of_pictures
 from dp_clipping.kernels.launch.grouped_launch import MOST_ROWS
-from dp_clipping.kernels.launch.tiles import kept_table_on, launch, triton
+from dp_clipping.kernels.launch.tiles import kept_table_on, launch, tl, triton
 
 if triton is not None:
-    import triton.language as tl
-
     from dp_clipping.kernels.launch.tiles import _row_of
 
 MOST = 1024  # pixels that a program loads at a time

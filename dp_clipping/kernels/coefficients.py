@@ -18,18 +18,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import launch, triton
-
-if triton is not None:
-    import triton.language as tl
+from dp_clipping.kernels.launch.tiles import launch, tl, triton
 
 BLOCK = 128  # samples of a program
 
 
 def clip_coefficients(
-    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, clip_norms: Tensor, margin:
-        float,
-    gamma: float | None, bad: Tensor,
+    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, clip_norms: Tensor,
+    margin: float, gamma: float | None, bad: Tensor,
 ) -> Tensor:  # fmt: skip
     """Returns coefficients [K, B] float32.
 
@@ -55,9 +51,8 @@ def clip_coefficients(
 
 
 def clip_coefficients_plain(
-    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, clip_norms: Tensor, margin:
-        float,
-    gamma: float | None, bad: Tensor,
+    squares: Tensor, scales: Tensor, errors: Tensor, starts: Tensor, clip_norms: Tensor,
+    margin: float, gamma: float | None, bad: Tensor,
 ) -> Tensor:  # fmt: skip
     """Reference implementation of `clip_coefficients`, in float64, rounded once."""
     bounds = squared_bounds(squares, scales, errors, starts.tolist())

@@ -34,13 +34,12 @@ from dp_clipping.kernels.launch.tiles import (
     launch,
     next_power_of_two,
     readable,
+    tl,
     triton,
 )
 from dp_clipping.torch_compat import set_to_zero
 
 if triton is not None:
-    import triton.language as tl
-
     from dp_clipping.kernels.launch.tiles import _row_of
 
 BLOCK = 256  # features of a program: most runs are one row, which one warp loads at once

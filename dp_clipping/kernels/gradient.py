@@ -31,12 +31,10 @@ from dp_clipping.kernels.launch.grouped_launch import (
     operands_of,
     table,
 )
-from dp_clipping.kernels.launch.tiles import ALIGNMENT, Tile, ceil_div, launch, triton
+from dp_clipping.kernels.launch.tiles import ALIGNMENT, Tile, ceil_div, launch, tl, triton
 from dp_clipping.kernels.launch.tuning import best_for_pairs
 
 if triton is not None:
-    import triton.language as tl
-
     from dp_clipping.kernels.launch.grouped_launch import _open
     from dp_clipping.kernels.launch.tiles import _load_tile, _row_of, _tile_of
 

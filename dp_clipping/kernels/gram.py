@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dp_clipping.clipping.norms import GRAM_PIECE, UNDERFLOW
+from dp_clipping.clipping.norms import GRAM_PIECE, LOST
 from dp_clipping.kernels.launch.grouped_launch import allocate
 from dp_clipping.kernels.launch.tiles import (
     Tile,
@@ -32,17 +32,15 @@ from dp_clipping.kernels.launch.tiles import (
     kept_on_device,
     kept_table_on,
     launch,
+    tl,
     triton,
 )
 from dp_clipping.kernels.launch.tuning import best, name_of
 
 if triton is not None:
-    import triton.language as tl
-
-    from dp_clipping.kernels.launch.tiles import _load_tile
+    from dp_clipping.kernels.launch.tiles import _load_tile, _token_norms
 
 CHUNK = GRAM_PIECE  # features that are summed in one chain
-LOST = UNDERFLOW * torch.finfo(torch.float32).tiny ** 0.5
 TILES = {
     2: (Tile(128, 128, 128, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 64, 128, 4, 3)),
     4: (Tile(64, 64, 32, 4, 2), Tile(32, 32, 32, 4, 2)),
@@ -165,12 +163,6 @@ if triton is not None:
             tl.store(p_own + n_results, 0.0)
             total *= 2
         tl.store(p_own, total)
-
-    @triton.jit
-    def _token_norms(b_gram, m_own, features, LOST: tl.constexpr):
-        """Returns norms of tokens from their Gram tile, with what may be lost of it."""
-        b_squares = tl.sum(tl.where(m_own, b_gram, 0.0), axis=1)
-        return tl.sqrt(tl.maximum(b_squares, 0.0)) + tl.sqrt(features.to(tl.float32)) * LOST
 
     @triton.jit
     def _add_gram(

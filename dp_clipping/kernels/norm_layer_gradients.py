@@ -26,11 +26,9 @@ from dp_clipping.kernels.launch.tiles import (
     launch,
     next_power_of_two,
     readable,
+    tl,
     triton,
 )
-
-if triton is not None:
-    import triton.language as tl
 
 BLOCK = 128  # features of a program
 ELEMENTS = 2048  # values of y that a program loads at a time
@@ -67,19 +65,32 @@ class Normalized(NamedTuple):
             readable(self.y), readable(self.x), self.rstd.contiguous(), mean, self.with_bias
         )
 
-    def plain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return norm_layer_gradients_plain(self, dtype)
+    def plain(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor | None]:
+        """Returns the gradients [B, d] of weight and bias by reference: in float64, rounded once.
+
+        Args:
+            dtype: that it is computed in; another one is that of the results, too.
+        """
+        y, normalized = self.y.to(dtype), self.x.to(dtype)
+        if self.mean is not None:
+            normalized = normalized - self.mean.to(dtype)[..., None]
+        weight = (y * (normalized * self.rstd.to(dtype)[..., None])).sum(1)
+        bias = y.sum(1) if self.with_bias else None
+        if dtype == torch.float64 and self.y.dtype != dtype:
+            return weight.float(), None if bias is None else bias.float()
+        return weight, bias
 
     @property
     def kind(self) -> tuple:
         """Returns the key that uses in one launch share.
 
-        It has in it whether rows may be read 16 bytes at a time.
+        It has in it whether all are readable, and whether rows may be read 16 bytes at a time.
         """
-        x, y = self.x, self.y
-        dtypes = y.dtype, x.dtype, self.rstd.dtype, None if self.mean is None else self.mean.dtype
+        x, y, rstd, mean = self.x, self.y, self.rstd, self.mean
+        dtypes = y.dtype, x.dtype, rstd.dtype, None if mean is None else mean.dtype
+        is_row = rstd.is_contiguous(), mean is None or mean.is_contiguous()
         is_aligned = y.data_ptr() % ALIGNMENT == x.data_ptr() % ALIGNMENT == 0
-        return (y.shape, y.stride(), x.stride(), dtypes, self.with_bias, is_aligned)
+        return (y.shape, y.stride(), x.stride(), dtypes, is_row, self.with_bias, is_aligned)
 
 
 def norm_layer_gradients(
@@ -95,11 +106,8 @@ def norm_layer_gradients(
         alike.setdefault(use.kind, []).append(number)
     for numbers in alike.values():
         some = [uses[n] for n in numbers]
-        for use in some:
-            is_row = use.rstd.is_contiguous() and (use.mean is None or use.mean.is_contiguous())
-            if not (is_row and use.y.stride(2) == use.x.stride(2) == 1):
-                some = [one.readable() for one in some]
-                break
+        if some[0].readable() is not some[0]:
+            some = [one.readable() for one in some]
         total = _launch(some)
         for number, result in zip(numbers, total.unbind(0), strict=True):
             weight, *bias = result.unbind(0)
@@ -140,24 +148,6 @@ def _split(tokens: int, rows: int, programs: int) -> tuple[int, int]:
     wanted, loads = -(-PROGRAMS // programs), -(-tokens // rows)
     piece = rows * max(-(-loads // wanted), LEAST_STEPS)
     return piece, -(-tokens // piece)
-
-
-def norm_layer_gradients_plain(
-    use: Normalized, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the same of one layer in PyTorch: by default, by reference, in float64, rounded once.
-
-    Args:
-        dtype: that it is computed in; another one is that of the results, too.
-    """
-    y, normalized = use.y.to(dtype), use.x.to(dtype)
-    if use.mean is not None:
-        normalized = normalized - use.mean.to(dtype)[..., None]
-    weight = (y * (normalized * use.rstd.to(dtype)[..., None])).sum(1)
-    bias = y.sum(1) if use.with_bias else None
-    if dtype == torch.float64 and use.y.dtype != dtype:
-        return weight.float(), None if bias is None else bias.float()
-    return weight, bias
 
 
 if triton is not None:

@@ -13,10 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import ceil_div, launch, triton
-
-if triton is not None:
-    import triton.language as tl
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, tl, triton
 
 SIGNS = 4
 PIECE, PIECES = 1 << 12, 1 << 20

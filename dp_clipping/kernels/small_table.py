@@ -16,10 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, triton
-
-if triton is not None:
-    import triton.language as tl
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, tl, triton
 
 MOST = 128  # rows of the table
 TOKENS = 4  # that there are at least for each of them

@@ -13,10 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import available, launch, triton
-
-if triton is not None:
-    import triton.language as tl
+from dp_clipping.kernels.launch.tiles import available, launch, tl, triton
 
 MOST = 128  # samples, of which each program compares all with all
 

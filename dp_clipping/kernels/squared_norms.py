@@ -13,10 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import kept_table_on, launch, triton
-
-if triton is not None:
-    import triton.language as tl
+from dp_clipping.kernels.launch.tiles import kept_table_on, launch, tl, triton
 
 BLOCK = 4096
 SHORT = 1024  # of vectors

@@ -38,13 +38,11 @@ from dp_clipping.kernels.launch.grouped_launch import (
     operands_of,
     table,
 )
-from dp_clipping.kernels.launch.tiles import Tile, ceil_div, launch, triton
+from dp_clipping.kernels.launch.tiles import Tile, ceil_div, launch, tl, triton
 from dp_clipping.kernels.launch.tuning import best_for_pairs
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 
 if triton is not None:
-    import triton.language as tl
-
     from dp_clipping.kernels.launch.grouped_launch import _open
     from dp_clipping.kernels.launch.tiles import _load_tile, _row_of, _tile_of
 

@@ -16,11 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import kept_table_on, launch, triton
+from dp_clipping.kernels.launch.tiles import kept_table_on, launch, tl, triton
 
 if triton is not None:
-    import triton.language as tl
-
     from dp_clipping.kernels.launch.tiles import _row_of
 
 BLOCK = 2048

@@ -179,7 +179,8 @@ class LayerState:
         whole_because: why it cannot run on the whole batch, and what to do; or "".
         is_unseen: it has called operators there that the search before had not seen.
         is_misfit: `inner` is set, and it has computed with its parameters otherwise.
-        trainable: names of the parameters it captures, relative to the module.
+        records: name, relative to the module -> the parameter, of all that it captures;
+            `trainable` has the names.
         has_last: for a bag: its offsets end with the number of ids.
         schedule: for a registered layer: of the comparisons of its function with single samples.
         products: for a registered layer: shapes of a sample -> the parameters for which its
@@ -196,16 +197,9 @@ class LayerState:
         layouts: number of dimensions of each input -> their layouts.
     """
 
-    def __init__(
-        self,
-        name: str,
-        kind: str,
-        module: nn.Module,
-        trainable: tuple[str, ...],
-        parameters: dict[str, Trainable] | None = None,
-    ):
-        self.name, self.kind, self.trainable = name, kind, trainable
-        self._parameters = {} if parameters is None else parameters
+    def __init__(self, name: str, kind: str, module: nn.Module, records: dict[str, Trainable]):
+        self.name, self.kind, self.records = name, kind, records
+        self.trainable = tuple(records)
         self.has_last = bool(getattr(module, "include_last_offset", False))
         before = vars(module).get("_private")  # of an earlier private model, which is not its own
         self.own_forward: Callable[..., Any] | None = (
@@ -249,18 +243,12 @@ class LayerState:
         leaves = [of_packed(x) if isinstance(x, PackedSequence) else x for x in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def parameter(self, name: str) -> Trainable:
-        return self._parameters[name]
-
-    def parameters(self) -> dict[str, Trainable]:
-        return self._parameters
-
     def slot(self, name: str) -> Tensor | None:
         """Returns the slot at which G of this parameter arrives; None for a frozen parameter."""
-        if name not in self._parameters:
+        if name not in self.records:
             return None
         if name not in self.slots:
-            self.slots[name] = self.private_step.slot(self._parameters[name])
+            self.slots[name] = self.private_step.slot(self.records[name])
         return self.slots[name]
 
     def site(
@@ -277,7 +265,7 @@ class LayerState:
         site: Site | None = None if more else self.sites.get(key)
         if site is None:
             is_first = layout.kind == "dimension" and not layout.dim
-            weight, bias = map(self._parameters.get, names)
+            weight, bias = map(self.records.get, names)
             site = Site(function, weight, bias, None if is_first else layout, cast, **more)
             if not more:
                 self.sites[key] = site

@@ -29,8 +29,7 @@ from dp_clipping.clipping.accumulation import (
     product_squares,
     squared_norms,
     weighted_sum,
-    wide_bmm,
-    wide_mm,
+    wide_product,
 )
 from dp_clipping.clipping.norms import GRAM_PIECE, GRAM_ROUNDING, UNDERFLOW, Norm
 from dp_clipping.planning.cost_model import LONGEST_GRAM
@@ -55,13 +54,8 @@ class Grams:
             and version_of(self._of) == version_of(a)
         )
         if not same:
-            self._of, self._gram = a, gram(a)
+            self._of, self._gram = a, inner_products(a, a)
         return self._gram
-
-
-def gram(x: Tensor) -> Tensor:
-    """Returns x xᵀ [B, T, T] of 16-bit x."""
-    return inner_products(x, x)
 
 
 def inner_products(left: Tensor, right: Tensor) -> Tensor:
@@ -120,7 +114,7 @@ class LinearFactors:
             return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
         if self.is_one_token:
             return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
-        gram_a, gram_y = (grams or Grams()).of(self.a), gram(self.y)
+        gram_a, gram_y = (grams or Grams()).of(self.a), inner_products(self.y, self.y)
         squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)
         for each in (gram_a, gram_y):  # a factor whose square is infinite: see `product_squares`
             is_large = each.diagonal(dim1=1, dim2=2).amax(1) > torch.finfo(torch.float32).max
@@ -159,7 +153,7 @@ class LinearFactors:
         if left.is_cuda and self.is_16_bit and not self.is_one_token:
             return self._sum_by_sample(left, right, weights.by_host)
         left = left.to(dtype) * weights.of_dtype(dtype)[:, None, None]
-        return wide_mm(left.flatten(0, 1).t(), right.flatten(0, 1).to(dtype))
+        return wide_product(left.flatten(0, 1).t(), right.flatten(0, 1).to(dtype))
 
     def _sum_by_sample(self, left: Tensor, right: Tensor, coefficients: list[float]) -> Tensor:
         shape = (left.shape[-1], right.shape[-1])
@@ -171,7 +165,7 @@ class LinearFactors:
     def dense(self) -> Tensor:
         """Returns G itself: the reference implementation."""
         left, right = self.operands
-        return wide_bmm(left.mT, right)
+        return wide_product(left.mT, right)
 
     def select(self, samples: slice) -> "LinearFactors":
         return LinearFactors(self.a[samples], self.y[samples], self.transposed)

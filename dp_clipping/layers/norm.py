@@ -8,14 +8,13 @@ tokens (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for LayerNorm).
 from collections.abc import Callable
 from math import prod
 from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients_plain
+from dp_clipping.kernels.norm_layer_gradients import Normalized
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import FIRST, LayerState, forward_of, norm_operands
@@ -96,36 +95,31 @@ class Norm(torch.autograd.Function):
                 gx = _layer_norm_backward(gy, x, shape, mean, rstd, weight, bias, only_x)[0]
         site, private_step = ctx.rest[:2]
         if site is None:
-            return gx, None, None, *_gradients_of_slots(ctx, gy, x, rstd, mean), None
-        y, layout = gy, site.layout
+            kind, dim, batch_size = private_step
+            layout, has_bias = Layout(kind, dim), ctx.wants[1]
+        else:
+            layout, batch_size = site.layout, private_step.batch_size
+            has_bias = site.bias is not None
+        y = gy
         if layout is None and y.ndim != 3:
-            rows = (private_step.batch_size, -1, prod(shape))
+            rows = (batch_size, -1, prod(shape))
             y, x = y.reshape(rows), x.reshape(rows)
         elif layout is not None or len(shape) != 1:
-            where = (layout or FIRST, private_step.batch_size, len(shape))
+            where = (layout or FIRST, batch_size, len(shape))
             y, x, rstd = (by_token(t, *where) for t in (y, x, rstd))
             mean = None if mean is None else by_token(mean, *where)
         rstd, mean = rstd.flatten(1), None if mean is None else mean.flatten(1)
+        if site is None:
+            use = Normalized(y, x, rstd, mean, has_bias)
+            formed = use.plain(accumulation_dtype(x.dtype))
+            of_slots = zip(formed, ctx.wants, strict=True)
+            slots = [g.view(batch_size, *shape) if wanted else None for g, wanted in of_slots]
+            return gx, None, None, *slots, None
         # `Normalized(..)` would call a function in Python.
-        use = tuple.__new__(Normalized, (y, x, rstd, mean, site.bias is not None))
+        use = tuple.__new__(Normalized, (y, x, rstd, mean, has_bias))
         value = use, (site.weight, site.bias)
         private_step.take(NORMALIZED, site.records, value, (y, x, rstd))
         return gx, None, None, None, None, None
-
-
-def _gradients_of_slots(
-    ctx: Any, gy: Tensor, x: Tensor, rstd: Tensor, mean: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of a normalisation's slots in a compiled region."""
-    kind, dim, batch_size = ctx.rest[1]
-    where = (Layout(kind, dim), batch_size, len(ctx.shape))
-    y, x, rstd = (by_token(t, *where) for t in (gy, x, rstd))
-    mean = None if mean is None else by_token(mean, *where).flatten(1)
-    wants_weight, wants_bias = ctx.wants
-    use = Normalized(y, x, rstd.flatten(1), mean, wants_bias)
-    weights, biases = norm_layer_gradients_plain(use, accumulation_dtype(x.dtype))
-    shape = (batch_size, *ctx.shape)
-    return weights.view(shape) if wants_weight else None, biases.view(shape) if wants_bias else None
 
 
 def copied(kind: str, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

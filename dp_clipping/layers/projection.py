@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_clipping.clipping.accumulation import wide_bmm
+from dp_clipping.clipping.accumulation import wide_product
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState
@@ -31,7 +31,7 @@ def project(
 def gradients_of(left: Tensor, right: Tensor) -> Tensor:
     """Returns G_i = left_iᵀ right_i."""
     # In float16 a sum over tokens may exceed the largest number.
-    multiply = wide_bmm if left.dtype == torch.float16 else torch.bmm
+    multiply = wide_product if left.dtype == torch.float16 else torch.bmm
     return multiply(left.mT, right)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -82,6 +82,8 @@ class Left(NamedTuple):
 
 Summand = tuple[Any, tuple[Tensor, ...], tuple[int, ...]]
 """G, or its factors, of one parameter; the tensors that it is made of, and their versions."""
+Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
+"""Takes clipped sums; None is zeros."""
 
 
 class Recorder(Protocol):

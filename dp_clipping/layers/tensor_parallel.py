@@ -78,8 +78,9 @@ class ShardedCall:
         if placement.is_shard():
             placement = Shard(y.dim() - 1)
         shape = torch.Size((*y.shape[:-1], self.width))
+        stride = torch.empty(shape, device="meta").stride()  # of a contiguous tensor
         y = DTensor.from_local(
-            y, self.mesh, (placement,), run_check=False, shape=shape, stride=_strides(shape)
+            y, self.mesh, (placement,), run_check=False, shape=shape, stride=stride
         )
         if self.late_bias is None:
             return y
@@ -307,12 +308,3 @@ def _refuse_placement(layer: Layer, what: str, placement: Placement) -> NoReturn
         f"{layer.name or 'the network'} ({layer.kind}): its {what} is placed {placement}, for "
         "which per-sample gradients are not to be had: use ColwiseParallel or RowwiseParallel"
     )
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Returns the strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))

@@ -82,18 +82,16 @@ def _is_rate(value: object) -> bool:
 
 @lru_cache(maxsize=8)
 def rates_of(device: torch.device) -> Rates:
-    """Returns a device's rates: those that are kept, or an H200's by its multiprocessors."""
+    """Returns a device's rates: those that are kept, or an H200's by its multiprocessors.
+
+    If none are kept they are measured now, where the environment asks for it.
+    """
     if device.type != "cuda":
         return Rates()
-    return known(device) or default_rates(device)
-
-
-def known(device: torch.device) -> Rates | None:
-    """Returns the rates that are kept for a device, measured now if the environment asks for it."""
     rates = stored(device)
     if rates is None and os.environ.get("DP_CLIPPING_CALIBRATE") == "1":
         rates = calibrate(device)
-    return rates
+    return rates or default_rates(device)
 
 
 def calibrate(device: torch.device) -> Rates:

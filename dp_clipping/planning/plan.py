@@ -89,9 +89,6 @@ class Plan:
                 self._recompute(options, budget)
         self._number = {use.name: n for n, use in enumerate(self.uses)}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._number
-
     def __getitem__(self, name: str) -> LayerPlan:
         return self.choices[self._number[name]]
 

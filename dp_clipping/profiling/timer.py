@@ -1,7 +1,4 @@
-"""The phases of a private step, as they are labelled in a trace and timed by the profiling switch.
-
-Which `Timer` a step has was settled when its model was made.
-"""
+"""The phases of a private step: labelled in a trace, and timed by the profiling switch."""
 
 from __future__ import annotations
 
@@ -17,50 +14,30 @@ from dp_clipping.torch_compat import is_profiling
 
 
 class Timer:
-    """Labels the phases in the trace that a profiler records, and times nothing (switch off)."""
+    """Labels the phases in the trace that a profiler records, and times them with the switch on.
+
+    Args:
+        profile: the profile of the model's steps; None: the switch is off.
+    """
+
+    def __init__(self, profile: Profile | None):
+        self._profile = profile
 
     def phase(self, name: str) -> AbstractContextManager:
         """Returns a context for a phase of a step, which has a label while a profiler records."""
+        if self._profile is not None:
+            return self._profile.range(name)
         return record_function(name) if is_profiling() else NOTHING
 
     def part(self, name: str) -> AbstractContextManager:
         """Times a part of a phase; without the switch it has no label of its own."""
-        return NOTHING
+        return NOTHING if self._profile is None else self._profile.range(name)
 
     def around_each(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
-        """Returns a function that takes several things, timed as `part` times; here itself."""
-        return function
+        """Returns a function that takes several things, timed as `part` times."""
+        if self._profile is None:
+            return function
 
-    def labels_layers(self) -> bool:
-        """Returns whether `layers` does anything now."""
-        return is_profiling()
-
-    def layers(self, what: str, *parameters: Any) -> AbstractContextManager:
-        """Labels work `{what}/{layer}` (`+` between layers) while a profiler records."""
-        return record_function(self._label(what, parameters)) if is_profiling() else NOTHING
-
-    def note_norms(self, own: Callable[[], Tensor | None], squared: Tensor) -> None:
-        """Records nothing. `squared`: norms [K, B]; `own`: those of this rank's parts."""
-
-    def abandon(self) -> None:
-        """Drops the step that is under way: it has failed, or its sums are dropped."""
-
-    def _label(self, what: str, parameters: tuple[Any, ...]) -> str:
-        return f"{what}/{'+'.join(p.name for p in parameters)}"
-
-
-class ProfileTimer(Timer):
-    """Times every phase and part: the switch is on."""
-
-    def __init__(self, profile: Profile):
-        self._profile = profile
-
-    def phase(self, name: str) -> Any:
-        return self._profile.range(name)
-
-    part = phase
-
-    def around_each(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
         def timed(several: Iterable[Any]) -> None:
             for one in several:  # which may be formed only now
                 with self.part(name):
@@ -69,18 +46,19 @@ class ProfileTimer(Timer):
         return timed
 
     def labels_layers(self) -> bool:
-        return True
+        """Returns whether `layers` does anything now."""
+        return self._profile is not None or is_profiling()
 
-    def layers(self, what: str, *parameters: Any) -> Any:
-        return self._profile.range(self._label(what, parameters))
+    def layers(self, what: str, *parameters: Any) -> AbstractContextManager:
+        """Labels and times work `{what}/{layer}` (`+` between layers), as a phase."""
+        return self.phase(f"{what}/{'+'.join(p.name for p in parameters)}")
 
     def note_norms(self, own: Callable[[], Tensor | None], squared: Tensor) -> None:
-        self._profile.note_norms(own(), squared)
+        """Records norms [K, B] with the switch on; `own`: those of this rank's parts."""
+        if self._profile is not None:
+            self._profile.note_norms(own(), squared)
 
     def abandon(self) -> None:
-        self._profile.abandon()
-
-
-def timer_of(profile: Profile | None) -> Timer:
-    """Returns the timer of a model with this profile; None: the switch is off."""
-    return Timer() if profile is None else ProfileTimer(profile)
+        """Drops the step that is under way: it has failed, or its sums are dropped."""
+        if self._profile is not None:
+            self._profile.abandon()

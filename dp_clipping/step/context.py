@@ -17,7 +17,7 @@ from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.modes import Policy
 from dp_clipping.planning.plan import Plans
 from dp_clipping.profiling.profile import Profile, profile_of
-from dp_clipping.profiling.timer import Timer, timer_of
+from dp_clipping.profiling.timer import Timer
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StepContext:
     @cached_property
     def timer(self) -> Timer:
         """Returns the timer of a step's ranges."""
-        return timer_of(self.profile)
+        return Timer(self.profile)
 
     @cached_property
     def sharding(self) -> Sharding | None:

@@ -370,8 +370,8 @@ class ForwardBackward:
 
     def drop(self) -> None:
         """Drops gradients, as `zero_grad` does; they may be float32 again."""
-        if self.state.is_open and self.context.profile is not None:
-            self.context.profile.abandon()
+        if self.state.is_open:
+            self.context.timer.abandon()
         self.state.drop()
         self._gradients.clear()
 
@@ -479,8 +479,7 @@ class ForwardBackward:
             say_plain(context.mode)
             is_fused = False
         if not is_fused:
-            plans = PlainPlans(context, samples)
-            return Work(context, samples, Plain(context, samples, padding), plans)
+            return Work(context, samples, Plain(context, samples, padding), PlainPlans())
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
         if context.sharding is None and compiled:
             forecast = self._establishment.forecast(batch).of_units(each)

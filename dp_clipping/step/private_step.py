@@ -14,7 +14,7 @@ nothing and run backward a second time. Neither computes a non-private weight gr
 Layers call `PrivateStep`, which runs the phases. `work` decides when norms and sums are formed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
 from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.recorder import DENSE, Joint, Trainable
+from dp_clipping.layers.recorder import DENSE, Accumulate, Joint, Trainable
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import Slice
@@ -53,9 +53,6 @@ OF_SOMETHING_ELSE = (
 )
 
 
-Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
-
-
 class PrivateStep:
     """A private step: forward, backward, norms and clipped sums of one batch.
 
@@ -73,17 +70,13 @@ class PrivateStep:
             fewer than k examples.
         is_compiled: a part of the network is compiled.
 
-    Attributes:
-        batch_size: samples of the batch.
-        is_looked_at: the batch is checked, so the host may wait for the device.
+    Attributes (beside those of `Recorder`):
         is_empty: the batch has no sample; its one row is padding.
         is_through: its inputs have gradients: another network may be trained through this one.
-        leaves: parameter -> the gathered tensor that FSDP uses in its place in this forward.
         seen: the samples of the forward, a `Batch`.
         watched: the outputs, if the losses are to be checked.
         lengths: compare padded samples with themselves alone, if some are to be.
         checks: what is called after the backward, when its graph is freed, and may raise.
-        slots: name of a layer -> parameter's name -> slot, for slots made before the forward.
         padding: bool for each row, True for padding, if a CUDA graph captures the step: the
             same graph serves batches with other real rows. None: `real` says it.
         slices: where the samples are in memory, if they are a part of what the loader has yielded.
@@ -151,7 +144,7 @@ class PrivateStep:
         """Returns the slots made beforehand for a layer in a region where none can be made."""
         slots = self.plans.slots_of(self, handle)
         if slots is None:
-            slots = {name: self.slot(parameter) for name, parameter in handle.parameters().items()}
+            slots = {name: self.slot(parameter) for name, parameter in handle.records.items()}
         return slots
 
     def trigger(self, record: Trainable) -> Tensor:

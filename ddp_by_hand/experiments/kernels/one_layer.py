@@ -164,11 +164,11 @@ class OneLayer:
     # ---- their times ----------------------------------------------------------------------------
 
     def time_pieces(self, rounds: int) -> Samples:
-        return interleaved(self.pieces(), self.device, rounds, {"gram": GRAM_LAYERS})
+        return _of_one_layer("gram", interleaved(self.pieces(), self.device, rounds))
 
     def time_algorithms(self, rounds: int) -> Samples:
         calls = {"ordinary": self.ordinary, **self.algorithms()}
-        return interleaved(calls, self.device, rounds, {GRAM: GRAM_LAYERS})
+        return _of_one_layer(GRAM, interleaved(calls, self.device, rounds))
 
     # ---- are they right -------------------------------------------------------------------------
 
@@ -218,3 +218,8 @@ def judge_plan(shape: Shape, rates: Rates, measured: Mapping[str, float]) -> dic
     chosen = Plan([use], rates).choices[0].algorithm
     best = min(allowed(use, "auto"), key=lambda algorithm: measured[algorithm])
     return {"chosen": chosen, "best": best, "excess": measured[chosen] / measured[best] - 1}
+
+
+def _of_one_layer(name: str, samples: Samples) -> Samples:
+    """Returns times of which those of one call, that `GRAM_LAYERS` layers share, are divided."""
+    return samples | {name: [ms / GRAM_LAYERS for ms in samples[name]]}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.checks.summaries import summary
-from dp_clipping.capture.network import CapturedNetwork, plain_run
+from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run
 from dp_clipping.capture.samples.batch import map_tensors, tensors_of
 from dp_clipping.clipping.accumulation import doubled, full_float32, network_in_float64
 from dp_clipping.layers.batch_layout import FEW, Layout
@@ -32,8 +32,6 @@ from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.torch_compat import flush_ready_nodes, is_in_backward
 from dp_clipping.trials.seen import Summary, differ
 from dp_clipping.trials.tolerances import BESIDE
-
-Arguments = tuple[tuple, dict]
 
 FAILURES = (RuntimeError, ValueError, IndexError)  # of code that is given a dimension more
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable, MutableMapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -112,6 +113,17 @@ class Batch:
     def _dim(self, x: Tensor) -> int:
         return 0 if self._batch_first or x.dim() == 1 else 1
 
+    @cached_property
+    def _dims(self) -> list[int | None]:
+        """Returns the dimension of each leaf that counts the samples; None: it has none."""
+        return [
+            self._dim(x) if n not in self._in_bags and self._has_samples(x) else None
+            for n, x in enumerate(self.leaves)
+        ]
+
+    def _has_samples(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[self._dim(x)] == self.size
+
     def _map(
         self,
         change: Callable[[Tensor, int], Tensor],
@@ -123,11 +135,8 @@ class Batch:
             change: takes a tensor, and the dimension that counts the samples.
             in_bags: leaf -> the tensor in its place.
         """
-        leaves = list(self.leaves)
-        for n, x in enumerate(leaves):
-            if isinstance(x, Tensor) and x.dim() and n not in self._in_bags:
-                dim = self._dim(x)
-                leaves[n] = change(x, dim) if x.shape[dim] == self.size else x
+        pairs = zip(self.leaves, self._dims, strict=True)
+        leaves = [x if dim is None else change(x, dim) for x, dim in pairs]
         for one in self.bags:
             for n, x in in_bags(one).items():
                 leaves[n] = x
@@ -140,12 +149,8 @@ class Batch:
             change: takes a leaf's number, the leaf, and the dimension that counts its samples;
                 None: it has none.
         """
-        leaves = []
-        for n, x in enumerate(self.leaves):
-            has_dims = isinstance(x, Tensor) and x.dim()
-            dim = self._dim(x) if has_dims and x.shape[self._dim(x)] == self.size else None
-            leaves.append(change(n, x, dim))
-        return tree_unflatten(leaves, self._structure)
+        triples = zip(range(len(self.leaves)), self.leaves, self._dims, strict=True)
+        return tree_unflatten([change(*one) for one in triples], self._structure)
 
     def with_samples(self, count: int) -> tuple[tuple, dict]:
         """Returns arguments of the first `count` samples, repeated if there are fewer."""
@@ -174,26 +179,14 @@ class Batch:
 
     def rows(self) -> list[tuple[Tensor, int]]:
         """Returns each tensor with a row for each sample, and the dimension that counts them."""
-        found: list[tuple[Tensor, int]] = []
-
-        def note(x: Tensor, dim: int) -> Tensor:
-            found.append((x, dim))
-            return x
-
-        self._map(note)
-        return found
+        pairs = zip(self.leaves, self._dims, strict=True)
+        return [(x, dim) for x, dim in pairs if dim is not None]
 
     @property
     def has_floats(self) -> bool:
         """Returns whether any of the samples' tensors has floating-point numbers."""
-        found: list[bool] = []
-
-        def note(x: Tensor, dim: int) -> Tensor:
-            found.append(x.is_floating_point())
-            return x
-
-        self._map(note)
-        return any(found) or any(one.weights is not None for one in self.bags)
+        found = any(x.is_floating_point() for x, _ in self.rows())
+        return found or any(one.weights is not None for one in self.bags)
 
     def distinct(self, count: int) -> list[int]:
         """Returns the first `count` samples that differ from each other, or all that there are.
@@ -201,18 +194,12 @@ class Batch:
         Looks at the first `LOOKED_AT` samples only; on a GPU the host waits.
         """
         rows: list[list[Tensor]] = []
-
-        def note(x: Tensor, dim: int) -> Tensor:
+        for x, dim in self.rows():
             first = x.detach().movedim(dim, 0)[:LOOKED_AT]
             rows.append([row.nan_to_num() if row.is_floating_point() else row for row in first])
-            return x
-
-        def note_bags(bags: Bags) -> dict[int, Tensor]:
-            for of_leaf in bags.rows(self.leaves, LOOKED_AT):
+        for one in self.bags:
+            for of_leaf in one.rows(self.leaves, LOOKED_AT):
                 rows.append([x.detach().nan_to_num() for x in of_leaf])
-            return {}
-
-        self._map(note, note_bags)
         found: list[int] = []
         for i in range(min(self.size, LOOKED_AT)):
             if len(found) < count and not any(

@@ -8,6 +8,7 @@ lengths. In others a dimension of the batch's length is one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,44 +136,40 @@ class Padded:
             return []
         numbers = any(self._is_unknown(x) for x in batch.leaves)
         return [
-            batch.with_leaves(self._Shortened(self, known, which, are_lengths))
+            batch.with_leaves(partial(self._shortened, known, which, are_lengths))
             for which in (slice(None), slice(1), slice(-1, None))
             for are_lengths in (True, False)
             if (which == slice(None) or any(len(own) > 1 for own in others))
             and (numbers or are_lengths)
         ]
 
-    @dataclass(frozen=True)
-    class _Shortened:
-        """Makes a leaf of the arguments that of the sample alone, twice.
+    def _shortened(
+        self, known: list[tuple[Sizes, Tensor | None] | None], which: slice, are_lengths: bool,
+        n: int, x: Any, dim: int | None,
+    ) -> Any:  # fmt: skip
+        """Returns a leaf of the arguments as it is for the sample alone, twice.
 
-        Attributes:
+        Args:
             known: of each leaf; see `_known`.
             which: of the dimensions with the size of a length are lengths.
             are_lengths: numbers that are equal to a length are lengths, too.
+            n, x, dim: number of the leaf, the leaf, and its dimension that counts samples.
         """
-
-        padded: "Padded"
-        known: list[tuple[Sizes, Tensor | None] | None]
-        which: slice
-        are_lengths: bool
-
-        def __call__(self, n: int, x: Any, dim: int | None) -> Any:
-            padded, known = self.padded, self.known[n]
-            if type(x) is int:
-                is_length = self.are_lengths and padded._is_unknown(x)
-                return padded.sizes[x] if is_length else padded._numbers.get(x, x)
-            if not isinstance(x, Tensor):
-                return x
-            if known is not None and known[1] is not None:
-                return known[1] if dim is None else torch.cat((known[1], known[1]), dim)
-            dims = [d for d, n in enumerate(x.shape) if d != dim and n in padded.sizes]
-            sizes = {d: (x.shape[d], padded.sizes[x.shape[d]]) for d in dims[self.which]}
-            sizes = sizes if known is None else known[0]
-            if dim is None:
-                return cut(x, sizes, at_end=False).clone()
-            twice = torch.tensor([padded.row, padded.row], device=x.device)
-            return cut(x.index_select(dim, twice), sizes, padded.at_end)
+        if type(x) is int:
+            is_length = are_lengths and self._is_unknown(x)
+            return self.sizes[x] if is_length else self._numbers.get(x, x)
+        if not isinstance(x, Tensor):
+            return x
+        own = known[n]
+        if own is not None and own[1] is not None:
+            return own[1] if dim is None else torch.cat((own[1], own[1]), dim)
+        dims = [d for d, size in enumerate(x.shape) if d != dim and size in self.sizes]
+        sizes = {d: (x.shape[d], self.sizes[x.shape[d]]) for d in dims[which]}
+        sizes = sizes if own is None else own[0]
+        if dim is None:
+            return cut(x, sizes, at_end=False).clone()
+        twice = torch.tensor([self.row, self.row], device=x.device)
+        return cut(x.index_select(dim, twice), sizes, self.at_end)
 
     def _is_unknown(self, x: Any) -> bool:
         """Returns whether a leaf of the arguments is a number that may be a length."""

@@ -10,10 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import triton
-
-if triton is not None:
-    import triton.language as tl
+from dp_clipping.kernels.launch.tiles import tl, triton
 
 NARROW = 16  # inputs times outputs of a group, up to which matrix units are left alone
 VECTOR = 16  # channels side by side in memory that a thread's loads may count on, if divisible

@@ -1,8 +1,6 @@
 """Computes per-sample gradients of convolutions, norms and clipped sums on matrix units.
 
-    G_i[o, c, k] = Σ_l y_i[l, o] · x_i[l·stride + k·dilation, c]
-
-x is the padded input. All taps together are one linear layer, whose matrix of inputs is never
+All taps together are one linear layer, whose matrix of inputs is never
 written: its row l and its column (k, c) are at the sum of two offsets in x, one of l and one of
 (k, c).
 
@@ -26,11 +24,9 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.kernels.convolution.geometry import UNSPECIALIZED, VECTOR, Geometry, numbers
 from dp_clipping.kernels.convolution.packing import EXPONENT, SMALLEST, Operand
-from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, triton
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, tl, triton
 
 if triton is not None:
-    import triton.language as tl
-
     from dp_clipping.kernels.convolution.geometry import _column_offsets, _row_pixels
     from dp_clipping.kernels.convolution.packing import _product_of_scales
 

@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from dp_clipping.clipping.norms import GRAM_PIECE, UNDERFLOW
+from dp_clipping.clipping.norms import GRAM_PIECE, LOST
 from dp_clipping.kernels.convolution.geometry import (
     UNSPECIALIZED,
     VECTOR,
@@ -28,18 +28,16 @@ from dp_clipping.kernels.convolution.geometry import (
     patches,
 )
 from dp_clipping.kernels.convolution.packing import Operand, scale_of
-from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, triton
+from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, tl, triton
 
 if triton is not None:
-    import triton.language as tl
-
     from dp_clipping.kernels.convolution.geometry import _column_offsets, _row_pixels
+    from dp_clipping.kernels.launch.tiles import _token_norms
 
 MOST = 128  # positions of a sample
 PAYS = 2  # operations of forming G, relative to those of the matrices, from which these are formed
 CHUNK = GRAM_PIECE
 DEPTH = 128  # columns of a step
-LOST = UNDERFLOW * torch.finfo(torch.float32).tiny ** 0.5
 
 
 @lru_cache(maxsize=1024)
@@ -154,11 +152,6 @@ if triton is not None:
         m_both = m_l[:, None] & m_l[None, :]
         tl.store(p_found + i_b, tl.sum(tl.where(m_both, b_x * b_y, 0.0)))
         m_own = m_both & (o_l[:, None] == o_l[None, :])
-        b_norms = _norms(b_x, m_own, n_columns, LOST) * _norms(b_y, m_own, n_outputs, LOST)
+        b_norms = _token_norms(b_x, m_own, n_columns, LOST)
+        b_norms *= _token_norms(b_y, m_own, n_outputs, LOST)
         tl.store(p_found + batch_size + i_b, tl.sum(tl.where(m_l, b_norms, 0.0)))
-
-    @triton.jit
-    def _norms(b_gram, m_own, features, LOST: tl.constexpr):
-        """Returns norms of rows from their Gram matrix, with what may be lost of it."""
-        b_squares = tl.sum(tl.where(m_own, b_gram, 0.0), axis=1)
-        return tl.sqrt(tl.maximum(b_squares, 0.0)) + tl.sqrt(features.to(tl.float32)) * LOST

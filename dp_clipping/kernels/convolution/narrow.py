@@ -22,10 +22,7 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import sum_of_pictures
 from dp_clipping.kernels.convolution.geometry import Geometry
 from dp_clipping.kernels.convolution.packing import pack
-from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, triton
-
-if triton is not None:
-    import triton.language as tl
+from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, tl, triton
 
 PAIRS = 64  # of channels, per program, at most
 ELEMENTS = 512  # pairs times lines that a program walks along at once

@@ -18,10 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, triton
-
-if triton is not None:
-    import triton.language as tl
+from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, tl, triton
 
 EXPONENT = 14  # of the largest value in float16
 SMALLEST = -100  # exponent of a sample's largest value, below which it is scaled no further

@@ -18,10 +18,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import is_aligned, kept_table_on, readable, triton
+from dp_clipping.kernels.launch.tiles import is_aligned, kept_table_on, readable, tl, triton
 
 if triton is not None:
-    import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_ROWS = 128

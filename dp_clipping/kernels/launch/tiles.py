@@ -24,7 +24,7 @@ try:
     from triton.knobs import runtime
     from triton.runtime import driver
 except ImportError:  # no Triton on this platform: reference implementations serve
-    triton, TRITON_DTYPES = None, {}
+    triton, tl, TRITON_DTYPES = None, None, {}
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes, of addresses and strides that the bulk copy engine takes
@@ -83,11 +83,6 @@ def holding(holder: list[Any]) -> Iterator[None]:
         yield
     finally:
         _holders.pop()
-
-
-def is_holding() -> bool:
-    """Returns whether a graph is being captured in `holding`."""
-    return bool(_holders)
 
 
 def held(x: Any) -> Any:
@@ -268,3 +263,9 @@ if triton is not None:
         i_first = i_tile // n_group * GROUP
         n_own = min(n_rows - i_first, GROUP)
         return i_first + i_tile % n_group % n_own, i_tile % n_group // n_own
+
+    @triton.jit
+    def _token_norms(b_gram, m_own, features, LOST: tl.constexpr):
+        """Returns norms of rows from their Gram matrix, with what may be lost of it."""
+        b_squares = tl.sum(tl.where(m_own, b_gram, 0.0), axis=1)
+        return tl.sqrt(tl.maximum(b_squares, 0.0)) + tl.sqrt(features.to(tl.float32)) * LOST

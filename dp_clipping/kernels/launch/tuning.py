@@ -187,23 +187,18 @@ def _runs(run: Launch, tile: Tile) -> bool:
 
 
 def interleaved(
-    calls: Mapping[str, TimedCall],
-    device: torch.device,
-    rounds: int,
-    parts: Mapping[str, int] | None = None,
+    calls: Mapping[str, TimedCall], device: torch.device, rounds: int
 ) -> dict[str, list[float]]:
     """Returns name -> milliseconds of one call, a sample a round; each second one backward.
 
     Each is called before, once to be compiled and then WARM_UP times. What a call returns is freed.
-    The time of a call that does several things of one kind is divided by their number in `parts`.
     """
     sizes = {name: _sample_size(call, device) for name, call in calls.items()}
     samples = {name: [] for name in calls}
     for number in range(rounds):
         names = list(calls) if number % 2 == 0 else list(reversed(calls))
         for name in names:
-            elapsed = _sample(calls[name], *sizes[name], device)
-            samples[name].append(elapsed / (parts or {}).get(name, 1))
+            samples[name].append(_sample(calls[name], *sizes[name], device))
     return samples
 
 

@@ -105,7 +105,6 @@ def _run(
 class Bag(torch.autograd.Function):
     """Runs `F.embedding_bag`; its backward leaves ids and their output gradients.
 
-    An id's output gradient is that of its bag, times its weight; of a mean, over their number.
     `rest` has the site and the private step. In a compiled region it has None, where samples are,
     and options: there backward returns G [B, V, d] as the gradient of the slot.
     """

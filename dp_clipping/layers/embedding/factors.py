@@ -69,11 +69,6 @@ class TableGradients:
     held = staticmethod(lambda _: ())  # nobody else has it
     may_be_recomputed = False
 
-    @classmethod
-    def of(cls, ids: Tensor, y: Tensor, vocabulary: int) -> "TableGradients":
-        """Returns G of ids [B, T] and output gradients y [B, T, d]; see `table_gradients`."""
-        return cls(table_gradients(ids, y, vocabulary))
-
     def take_norm(self, _keep: bool) -> Norm:
         """Returns ‖G_i‖² of exactly what is summed."""
         return Norm(norms_on_kernels(self.gradients.flatten(1)))
@@ -163,7 +158,7 @@ class EmbeddingFactors:
         if self.samples is not None:
             return Tokens(self.ids[:, None], self.y[:, None], self.vocabulary, self.samples)
         if is_small(self.vocabulary, self.ids.shape[1]):
-            return TableGradients.of(self.ids, self.y, self.vocabulary)
+            return TableGradients(table_gradients(self.ids, self.y, self.vocabulary))
         return Tokens(self.ids, self.y, self.vocabulary)
 
     def only(self, good: Tensor) -> "EmbeddingFactors":

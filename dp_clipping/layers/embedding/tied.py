@@ -37,11 +37,11 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from dp_clipping.clipping.accumulation import SUM_ROUNDING, wide_bmm
-from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
+from dp_clipping.clipping.accumulation import SUM_ROUNDING, wide_product
+from dp_clipping.clipping.norms import GRAM_ROUNDING, LOST, Norm
 from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums
 from dp_clipping.kernels.gradient import gradient_and_squares
-from dp_clipping.kernels.gram import LOST, gram_squares
+from dp_clipping.kernels.gram import gram_squares
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.layers.embedding.factors import TiedFactors
@@ -128,7 +128,7 @@ def cross_terms(y: Tensor, a: Tensor, ids: Tensor, e: Tensor) -> tuple[Tensor, T
             rows = own_y.gather(2, places[:, None].expand(-1, tokens, -1))
             products = inner_products(own_a, own_e)
             found[0, part] += (rows * products).sum((1, 2), dtype=torch.float64)
-            of_a = wide_bmm(_token_norms(own_a)[:, None], rows.abs().float())
+            of_a = wide_product(_token_norms(own_a)[:, None], rows.abs().float())
             found[1, part] += (of_a[:, 0] * _token_norms(own_e)).sum(1, dtype=torch.float64)
     return found[0], found[1]
 

@@ -132,15 +132,9 @@ class Direction:
         return x.chunk(self.states.h.shape[0], 2)[int(self.reverse)]
 
     def deliver(self, g: Tensor, gates: Any) -> None:
-        hidden, projection, private_step = (
-            self.part.hidden,
-            self.part.projection,
-            self.run.private_step,
-        )
-        before = self._before()
-        k = g
-        if self.run.layer.mode == "GRU":
-            k = self._of_hidden(g, gates, before)
+        hidden, projection = self.part.hidden, self.part.projection
+        before, private_step = self._before(), self.run.private_step
+        k = self._of_hidden(g, gates, before) if self.run.layer.mode == "GRU" else g
         if hidden.records:
             private_step.take(LINEAR, hidden.records, (k, before, hidden), (k, before))
         if projection.records:

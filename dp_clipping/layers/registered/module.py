@@ -31,7 +31,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if handle.private_step is None:
         return plain_forward(self, *args, **kwargs)
     leaves, structure = tree_flatten((args, kwargs))
-    use, records = Use(self, leaves, structure), handle.parameters()
+    use, records = Use(self, leaves, structure), handle.records
     tensors = [leaves[n] for n in use.places]
     y = use.run({name: p.detach() for name, p in use.trainable.items()}, leaves)
     for name, product in use.products(y, tensors).items():
@@ -57,11 +57,8 @@ class Use:
         handle: LayerState = vars(module)["_private"]
         self.module, self.handle, self.structure = module, handle, structure
         self.step: Any = handle.private_step
-        self.title, self.rows, self.arithmetic = (
-            handle.title(module),
-            handle.rows,
-            arithmetic_of(module),
-        )
+        self.title, self.rows = handle.title(module), handle.rows
+        self.arithmetic = arithmetic_of(module)
         self.places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[n] for n in self.places]
         self.layouts, (self.of_output, *others) = handle.layouts_of_examples(tensors)
@@ -73,7 +70,7 @@ class Use:
             )
         for x, layout in zip(tensors, self.layouts, strict=True):
             check_size(x, layout, handle, self.rows)
-        self.trainable = {name: one.parameter for name, one in handle.parameters().items()}
+        self.trainable = {name: one.parameter for name, one in handle.records.items()}
         # Tensors are saved by autograd, which notices what is changed in place.
         self.leaves = [None if isinstance(x, Tensor) else x for x in leaves]
 
@@ -96,7 +93,7 @@ class Use:
 
         Where there are two functions, the factors with which they are called.
         """
-        if self.arithmetic.forms_gradients:
+        if self.arithmetic.gradients is not None:
             found = self._run(self.arithmetic.gradients, tensors, gradient)
             self._refuse_shapes(found, len(gradient))
             return found
@@ -193,7 +190,7 @@ class Use:
 
         It is asked with one sample and a gradient of zeros, once for samples of each shape.
         """
-        if not self.arithmetic.forms_gradients:
+        if self.arithmetic.gradients is None:
             return {}
         rows = [
             x if at.kind == "shared" else x[:1]
@@ -223,7 +220,7 @@ class Use:
         rows = self.of_output.batch_first(gradient, self.rows)
         found = self.call(rows, self.batch_first(tensors))
         refuse_wrong(self, gradient, tensors, found)
-        for name, record in self.handle.parameters().items():
+        for name, record in self.handle.records.items():
             g = found[name]
             if isinstance(g, LinearProduct):
                 a, y = (_units(x, k).flatten(1, 2) for x in (g.activations, g.gradients))

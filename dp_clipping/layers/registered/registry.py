@@ -38,10 +38,6 @@ class Arithmetic:
     norm: NormFunction | None
     weighted_sum: SumFunction | None
 
-    @property
-    def forms_gradients(self) -> bool:
-        return self.gradients is not None
-
 
 _REGISTERED: dict[type, Arithmetic] = {}
 

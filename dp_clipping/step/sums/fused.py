@@ -210,10 +210,7 @@ class Fused:
                 of_tables.append(record)
                 continue
             keep = not (two_passes and use.may_be_recomputed)
-            if self._labels_layers:
-                with self._label("norm/factors", (record,)):
-                    norm = use.take_norm(keep)
-            else:
+            with self._label("norm/factors", (record,)) if self._labels_layers else NOTHING:
                 norm = use.take_norm(keep)
             if norm.scale is None:
                 records.append(record)
@@ -443,10 +440,7 @@ class Fused:
         for n, (record, one) in enumerate(zip(records, values, strict=True)):
             if totals[n] is None:
                 c = scale.values[rows[n]]
-                if self._labels_layers:
-                    with label("sum", (record,)):
-                        totals[n] = one.weighted_sum(c)
-                else:
+                with label("sum", (record,)) if self._labels_layers else NOTHING:
                     totals[n] = one.weighted_sum(c)
         values.clear()
         return totals

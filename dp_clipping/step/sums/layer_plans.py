@@ -1,8 +1,8 @@
 """Plans how each linear layer of a step is handled, by its uses in forward."""
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,15 +12,13 @@ from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Trainable
-from dp_clipping.modes import Policy
 from dp_clipping.planning.calibration import rates_of
 from dp_clipping.planning.cost_model import INSTANTIATE, LayerPlan, LinearShape
 from dp_clipping.planning.plan import Plan
 from dp_clipping.torch_compat import allocated
 
-MEMORY_FRACTION = (
-    0.93  # of an ordinary step's memory: the rest is for what backward holds in passing
-)
+# Of an ordinary step's memory: the rest is for what backward holds in passing.
+MEMORY_FRACTION = 0.93
 
 Call = tuple[Trainable, torch.Size, torch.dtype, int]
 """A use of a linear layer: its weight, its input's shape [.., p] and dtype, and its outputs."""
@@ -39,46 +37,23 @@ class MeasuredCalls(list[Call]):
 
 
 class PlainPlans:
-    """Plans of a step without kernels: a linear layer keeps the smaller of G and its factors.
-
-    Args:
-        context: what all steps of the model have in common, a `context.StepContext`.
-        batch_size: samples of the batch.
+    """The plans of a step without kernels: none, as `Plain` chooses by what has arrived.
 
     Attributes:
         calls: uses of linear layers in forward, in order.
-        planned: their weights.
         kept_as_they_are: weights whose factors are kept until their sums are formed.
         gradient_bytes: weight -> bytes of a G that is formed of what it leaves.
     """
 
     runs_twice = False
+    kept_as_they_are: Collection[Trainable] = ()
+    gradient_bytes: Mapping[Trainable, int] = MappingProxyType({})
 
-    def __init__(self, context: Any, batch_size: int):
-        self._policy: Policy = context.policy
-        self._known, self._batch_size = context.plans.of_calls, max(1, batch_size)
+    def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.kept_as_they_are: Collection[Trainable] = ()
-        self.planned: Collection[Trainable] = ()
-        self.gradient_bytes: Mapping[Trainable, int] = {}
 
     def make(self) -> None:
-        """Plans what becomes of the uses, after the forward has called all layers."""
-        if self._policy.two_passes or self._policy.dense_always:
-            return
-        calls, self.calls = self.calls, []
-        key = (self._batch_size, *calls)
-        known = self._known.get(key)
-        if known is None:
-            tokens: Counter[Trainable] = Counter()  # of all uses of a weight
-            for record, shape, _, _ in calls:
-                tokens[record] += shape[:-1].numel() // self._batch_size
-            kept = {
-                record for record, shape, _, outputs in calls
-                if not self.prefers_dense(tokens[record], outputs, shape[-1])
-            }  # fmt: skip
-            known = self._known[key] = kept, tokens.keys()
-        self.kept_as_they_are, self.planned = known
+        """Does nothing: nothing is planned."""
 
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
         """Returns None: a layer in a compiled region has a slot for each parameter."""
@@ -87,10 +62,6 @@ class PlainPlans:
     def foresaw_too_much(self) -> bool:
         """Returns False: nothing depends on what a forward saves."""
         return False
-
-    def prefers_dense(self, tokens: int, outputs: int, inputs: int) -> bool:
-        """Returns whether G [d, p] is kept rather than its factors."""
-        return not self._policy.two_passes and tokens * (outputs + inputs) >= outputs * inputs
 
 
 class FusedPlans:
@@ -146,7 +117,7 @@ class FusedPlans:
             return None
         slots = forecast.slots(private_step, handle, lambda name: self.ahead[name].algorithm)
         if slots is not None and "bias" in handle.trainable:
-            slots["bias"] = private_step.slot(handle.parameter("bias"))
+            slots["bias"] = private_step.slot(handle.records["bias"])
         return slots
 
     @cached_property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +17,7 @@ from dp_clipping.clipping.accumulation import (
 )
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
 from dp_clipping.layers.linear_factors import Grams, LinearFactors
-from dp_clipping.layers.recorder import (
-    DENSE,
-    FACTORS,
-    LINEAR,
-    Left,
-    Summand,
-    Trainable,
-)
+from dp_clipping.layers.recorder import FACTORS, LINEAR, Left, Summand, Trainable
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
@@ -63,24 +55,18 @@ class Plain:
         dense: list[tuple[Trainable, Tensor | None]] = []
         two_passes, label = self.context.policy.two_passes, self._label
         with full_float32():
-            for record, value, left in self._each(lefts, work.plans):
+            for record, value, left in self._each(lefts):
                 if isinstance(value, Tensor):
+                    dense.append((record, value))
                     if value.ndim == 2:
                         vectors.setdefault((value.shape, value.dtype), []).append((record, value))
-                    else:
-                        if label is None:
-                            own = squared_norms(value)
-                        else:
-                            with label("norm/dense", record):
-                                own = squared_norms(value)
-                        alone.setdefault(own.dtype, []).append((record, own))
-                    dense.append((record, value))
+                        continue
+                    with NOTHING if label is None else label("norm/dense", record):
+                        own = squared_norms(value)
+                    alone.setdefault(own.dtype, []).append((record, own))
                     continue
-                if label is None:
+                with NOTHING if label is None else label("norm/factors", record):
                     norm = value.norm(self._grams)
-                else:
-                    with label("norm/factors", record):
-                        norm = value.norm(self._grams)
                 if norm.scale is None:
                     alone.setdefault(norm.squared.dtype, []).append((record, norm.squared))
                 else:
@@ -101,38 +87,31 @@ class Plain:
         else:
             work.keep_gradients(dense)
 
-    def _each(self, lefts: list[Left], plans: Any) -> list[tuple[Trainable, Any, Left]]:
+    def _each(self, lefts: list[Left]) -> list[tuple[Trainable, Any, Left]]:
         """Returns G or factors of each parameter, with what they are of.
 
-        Args:
-            plans: say which weights keep G rather than its factors; None: none does.
+        Of a linear layer's weight that is the smaller of both, and factors where nothing is kept.
         """
         found: list[tuple[Trainable, Any, Left]] = []
-        kept = () if plans is None else plans.kept_as_they_are
+        two_passes = self.context.policy.two_passes
         for left in lefts:
             kind, records, value = left.kind, left.records, left.value
-            if kind is FACTORS or kind is DENSE:
-                found.append((records[0], value if kind is FACTORS else value[0], left))
+            if kind is FACTORS:
+                found.append((records[0], value, left))
                 continue
             if kind is LINEAR:
                 y, a, site = value
                 if y.ndim != 3 or site.layout is not None:
                     y, a = site.tokens(y, a, self.batch_size)
-                weight = site.weight
-                is_kept = weight is not None and (plans is None or weight in kept)
-                if weight is not None and not is_kept and weight not in plans.planned:
-                    # Its forward was not seen.
-                    is_kept = not plans.prefers_dense(y.shape[1], y.shape[2], a.shape[2])
-                if is_kept:
-                    found.append((weight, LinearFactors(a, y, site.transposed), left))
+                tokens, outputs, inputs = y.shape[1], y.shape[2], a.shape[2]
+                is_smaller = tokens * (outputs + inputs) < outputs * inputs
+                if site.weight is not None and (two_passes or is_smaller):
+                    found.append((site.weight, LinearFactors(a, y, site.transposed), left))
                     records = records[1:]
-            if records:
-                if kind is LINEAR:
-                    own = gradients_of_tokens(records, y, a, value[2])
-                else:
-                    own = gradients_left(kind, records, value, self.batch_size)
-                for record, gradients in own:
-                    found.append((record, gradients, left))
+                own = gradients_of_tokens(records, y, a, site)
+            else:
+                own = gradients_left(kind, records, value, self.batch_size)
+            found += [(record, gradients, left) for record, gradients in own]
         return found
 
     # ---- coefficients ---------------------------------------------------------------------------
@@ -165,7 +144,7 @@ class Plain:
         """Returns what a second backward has left for the sums of parameters not `taken` yet."""
         found = [
             (record, (self._only_good(value), left.tensors, left.versions))
-            for record, value, left in self._each(lefts, None)
+            for record, value, left in self._each(lefts)
             if record not in taken
         ]
         return [record for record, _ in found], [summand for _, summand in found]
@@ -182,16 +161,12 @@ class Plain:
         label = self._label
         for record in records:
             weights, value = self._weights[record.group], values.pop()
-            if isinstance(value, Tensor):
-                form = partial(weighted_sum, weights, value)
-            else:
-                form = partial(value.weighted_sum, weights)
-            if label is None:
-                total = form()
-            else:
-                with label("sum", record):
-                    total = form()
-            del value, form
+            with NOTHING if label is None else label("sum", record):
+                if isinstance(value, Tensor):
+                    total = weighted_sum(weights, value)
+                else:
+                    total = value.weighted_sum(weights)
+            del value
             yield total
 
     def _only_good(self, value: Any) -> Any:

@@ -19,7 +19,7 @@ PyTorch.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -28,15 +28,13 @@ from torch import Tensor
 from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.launch.tiles import AT_ONCE
-from dp_clipping.layers.recorder import DENSE, FACTORS, Joint, Left, Summand, Trainable
+from dp_clipping.layers.recorder import DENSE, FACTORS, Accumulate, Joint, Left, Summand, Trainable
 from dp_clipping.planning.cost_model import SUM_BYTES
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.step_norms import StepNorms
 from dp_clipping.step.sums.uses import Uses, gradients_left
 from dp_clipping.torch_compat import allocated, current_stream, version_of
 from dp_clipping.trials.randomness import RandomStates
-
-Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
 
 PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
 MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
@@ -180,8 +178,7 @@ class Work:
             self._is_in_backward = False
             if self._departures is not None:
                 self._departures.deferred = False
-        if self._departures is not None:
-            self._departures.launch_ready()
+        self._send()
 
     def take(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
@@ -368,7 +365,7 @@ class Work:
             self._form(here, [self.kept.pop(record) for record in here])
 
     def _send(self) -> None:
-        """Sends the sums that have been formed, at a sync point."""
+        """Sends the sums that have been formed, at a sync point or the end of a backward."""
         self._complete = 0
         if self._departures is not None:
             self._departures.launch_ready()

@@ -13,8 +13,7 @@ from dp_clipping.clipping.accumulation import (
     round_down,
     squared_norms,
     weighted_sum,
-    wide_bmm,
-    wide_mm,
+    wide_product,
 )
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -30,8 +29,8 @@ def test_products_are_accumulated_in_float32_or_float64(dtype):
     left, right = normal(3, 4, 50, dtype=dtype), normal(3, 50, 5, dtype=dtype, seed=1)
     expected = left.double() @ right.double()
     for found, exact in (
-        (wide_bmm(left, right), expected),
-        (wide_mm(left[0], right[0]), expected[0]),
+        (wide_product(left, right), expected),
+        (wide_product(left[0], right[0]), expected[0]),
     ):
         assert found.dtype == accumulation_dtype(dtype)
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)

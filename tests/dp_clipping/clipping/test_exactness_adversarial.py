@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dp_clipping.clipping.accumulation import full_float32, squared_norms, wide_mm
+from dp_clipping.clipping.accumulation import full_float32, squared_norms, wide_product
 from tests.dp_clipping.conftest import MODES, private, private_loss, unchecked
 from tests.support import zoo
 
@@ -132,7 +132,7 @@ def test_products_are_float32_whatever_the_precision_settings():
             assert torch.backends.cuda.matmul.fp32_precision == "ieee"
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
         torch.testing.assert_close(
-            wide_mm(a, b).double(), a.double() @ b.double(), atol=1e-4, rtol=0
+            wide_product(a, b).double(), a.double() @ b.double(), atol=1e-4, rtol=0
         )
     finally:
         torch.backends.cuda.matmul.fp32_precision = before

@@ -41,7 +41,7 @@ def test_norm_layers(place: Place) -> None:
     for use, found, by_itself in zip(
         uses, norm_layer_gradients.norm_layer_gradients(uses), alone, strict=True
     ):
-        expected = norm_layer_gradients.norm_layer_gradients_plain(use)
+        expected = use.plain()
         x, y, rstd = use.x.double(), use.y.double(), use.rstd.double()[..., None]
         shift = 0 if use.mean is None else use.mean.double().abs()[..., None]
         magnitudes = ((y.abs() * (x.abs() + shift) * rstd).sum(1), y.abs().sum(1))
@@ -61,5 +61,5 @@ def test_norm_layers_of_two_dtypes(place: Place) -> None:
     y, x = place.normal(2, 20, 24, seed=1), place.normal(2, 20, 24, seed=2).float() / 3
     use = Normalized(y, x, torch.ones(2, 20, device=place.device))
     found, _ = norm_layer_gradients.norm_layer_gradients([use])[0]
-    expected, _ = norm_layer_gradients.norm_layer_gradients_plain(use)
+    expected, _ = use.plain()
     assert_squares(found.square().sum(1), expected.double().square().sum(1))

@@ -37,8 +37,8 @@ def recorded(found: dict[str, Tensor]) -> Iterator[None]:
     """Inside, G of every parameter is also put here, whichever way it is handed over."""
     right = Plain._each
 
-    def seen(self, lefts, prefers_dense):
-        each = right(self, lefts, prefers_dense)
+    def seen(self, lefts):
+        each = right(self, lefts)
         for record, value, _ in each:
             is_dense = isinstance(value, Tensor)
             found[record.name] = value.clone() if is_dense else value.dense()

@@ -122,7 +122,7 @@ class Step:
             two_passes=two_passes, per_layer=len(members) > 1, dense_always=False
         )
         context = SimpleNamespace(
-            capture=capture, policy=policy, reducer=NormReducer(), timer=Timer(),
+            capture=capture, policy=policy, reducer=NormReducer(), timer=Timer(None),
             sharding=None if modules is None else sharding_of(everyone, modules),
             departures=None, sums=None if modules is None else Shards(self.events),
         )  # fmt: skip
