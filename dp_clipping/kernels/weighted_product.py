@@ -104,9 +104,7 @@ def _launch(
         name, pairs, described, tiles,
         lambda tile: _launch(operands, weights, groups, tile),
     )  # fmt: skip
-    counts = [-(-d // tile.rows) * -(-p // tile.columns) for d, p in shapes]
-    share = _share(sum(counts), batch_size, tokens)
-    splits = ceil_div(batch_size, share)
+    counts, share, splits, aligned = _division(tuple(shapes), batch_size, tokens, tile)
     parts = [y.new_empty(splits, *shape, dtype=torch.float32) for shape in shapes]
     shared = dict(
         EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows, BLOCK_P=tile.columns,
@@ -122,15 +120,17 @@ def _launch(
         )  # fmt: skip
     else:
         rows = table(operands, parts, counts, groups)
-        aligned = all(p % ALIGNED == 0 for _, p in shapes)
         launch(
             _weighted_products_kernel, (rows.programs, splits), (rows.words, rows.starts, *ordered),
             (len(pairs), batch_size, tokens, share), DTYPE=y.dtype, DESCRIBED=described,
-            ALIGNED=ALIGNED if aligned else 1, MOST=MOST_ROWS, WORDS=WORDS, **shared,
+            ALIGNED=aligned, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
-    return [one[0] if splits == 1 else one.sum(0) for one in parts]
+    if splits == 1:
+        return [one[0] for one in parts]
+    return [one.sum(0) for one in parts]
 
 
+@lru_cache(maxsize=1024)
 def _candidates(tokens: int, size: int) -> tuple[str, dict[int, tuple[Tile, ...]]]:
     """Returns a name for samples of T tokens, and their tiles; the first needs no tuning.
 
@@ -146,6 +146,19 @@ def _candidates(tokens: int, size: int) -> tuple[str, dict[int, tuple[Tile, ...]
 
 
 @lru_cache(maxsize=1024)
+def _division(
+    shapes: tuple[tuple[int, int], ...], batch_size: int, tokens: int, tile: Tile
+) -> tuple[list[int], int, int, int]:
+    """Returns the tiles of each result [d, p], the samples of a share, the shares, and `ALIGNED`.
+
+    The last one is 1 where results do not start at multiples of it.
+    """
+    counts = [ceil_div(d, tile.rows) * ceil_div(p, tile.columns) for d, p in shapes]
+    share = _share(sum(counts), batch_size, tokens)
+    aligned = all(p % ALIGNED == 0 for _, p in shapes)
+    return counts, share, ceil_div(batch_size, share), ALIGNED if aligned else 1
+
+
 def _share(programs: int, batch_size: int, tokens: int) -> int:
     """Returns how many samples a program sums: that with the least predicted time.
 

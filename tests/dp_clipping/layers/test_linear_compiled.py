@@ -122,7 +122,7 @@ def units_of_several_examples(
         network = build()
         policy = {"norm_algorithm": "auto" if algorithm == "gradient" else algorithm}
         model = private(
-            network, MODES[0], LIMIT, policy={"tile_size": 16} | policy, examples_per_unit=2
+            network, MODES[0], LIMIT, policy={"tile_size": 16} | policy, rows_per_unit=2
         )
         network.compile(backend="aot_eager", fullgraph=True)
         for count in counts:
