@@ -23,6 +23,7 @@ from tests.support.beside import (
     whole_values,
 )
 from tests.support.differences import is_divided
+from tests.support.on_ranks import on_ranks
 
 
 def strides_of_the_parameter(context: Context, name: str) -> None:
@@ -150,19 +151,17 @@ def test_forward_between_finish_and_step(ranks, implementation):
     ranks.run(2, forward_before_the_step, implementation)
 
 
-def discarded_with_a_warning(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", ["ddp", "ddp_bucketed"])
+@on_ranks(2)
+def test_a_discarded_step_is_said(context: Context, name: str) -> None:
     model = wrap(name, Branches(2).to(context.device), process_group=context.group)
     branches_loss(0, lambda r: [0])(model, context.rank).backward()
     with pytest.warns(UserWarning, match="discarded.*branches.1.weight, branches.1.bias"):
         branches_loss(1, lambda r: [0, 1])(model, context.rank)
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp_bucketed"])
-def test_a_discarded_step_is_said(cpu_ranks, name):
-    cpu_ranks.run(2, discarded_with_a_warning, name)
-
-
-def tuned_under_no_sync(context: Context) -> None:
+@on_ranks(2)
+def test_tuned_torch_ddp_learns_its_graph_first(context: Context) -> None:
     model = wrap("torch_ddp_tuned", FailingChain().to(context.device), process_group=context.group)
     with model.no_sync(), pytest.raises(RuntimeError, match=r"first training step .* no_sync"):
         chain_loss(0)(model, context.rank)
@@ -170,10 +169,6 @@ def tuned_under_no_sync(context: Context) -> None:
         chain_loss(step)(model, context.rank).backward()
         model.finish_gradient_synchronization()
         model.zero_grad()
-
-
-def test_tuned_torch_ddp_learns_its_graph_first(cpu_ranks):
-    cpu_ranks.run(2, tuned_under_no_sync)
 
 
 def gradients_outlive_the_wrapper(context: Context, name: str) -> None:

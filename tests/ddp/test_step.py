@@ -22,6 +22,7 @@ from tests.support.beside import (
     whole_gradients,
 )
 from tests.support.differences import any_order
+from tests.support.on_ranks import on_ranks
 
 
 class Failing(torch.autograd.Function):
@@ -74,7 +75,8 @@ def test_a_failed_backward_does_not_poison_the_next_step(ranks, hand_built, plac
     ranks.run(2, failed_backward, hand_built, places, unused)
 
 
-def fails_at_once(context: Context) -> None:
+@on_ranks(1)
+def test_a_backward_that_fails_before_its_first_gradient_is_seen(context: Context) -> None:
     """It is seen, until the next training forward discards it; one that ends well is none."""
     model = wrap("ddp_bucketed", FailingChain(), process_group=context.group)
     for place in (4, None, 4):
@@ -88,10 +90,6 @@ def fails_at_once(context: Context) -> None:
             with pytest.raises(ArithmeticError):
                 loss.backward()
         assert model.step.has_failed() is (place is not None)
-
-
-def test_a_backward_that_fails_before_its_first_gradient_is_seen(cpu_ranks):
-    cpu_ranks.run(1, fails_at_once)
 
 
 def failed_backward_in_torch(context: Context, name: str) -> None:
