@@ -14,14 +14,7 @@ from scipy.stats import norm
 from dp_clipping.sampling import poisson as sampling
 from dp_clipping.step.sums import plain
 from tests.dp_clipping.conftest import MODES
-from tests.support.audit import (
-    DELTA,
-    EXPERIMENTS,
-    Setting,
-    audit,
-    clopper_pearson,
-    epsilon_bound,
-)
+from tests.support.audit import DELTA, EXPERIMENTS, Setting, audit, clopper_pearson, epsilon_bound
 
 CERTAIN = 1 - 1e-5
 RUNS = 20  # 5000 experiments on each side

@@ -10,14 +10,7 @@ from torch import nn
 
 from ddp_by_hand.experiments.matrix import page
 from ddp_by_hand.experiments.matrix.__main__ import FAMILIES, NEEDS, main
-from ddp_by_hand.experiments.matrix.trial import (
-    SAMPLES,
-    Outcome,
-    Row,
-    Subject,
-    subject_of,
-    try_row,
-)
+from ddp_by_hand.experiments.matrix.trial import SAMPLES, Outcome, Row, Subject, subject_of, try_row
 
 PAGE = Path(__file__).parents[2] / "docs/matrix.md"
 

@@ -16,17 +16,7 @@ from torch import nn
 from dp_clipping.checkpoint.file_format import _Hashing, key_path
 from dp_clipping.noise.keys import read_keys
 from tests.support import engine
-from tests.support.saved_runs import (
-    adamw,
-    build,
-    data,
-    edit,
-    keys_of,
-    load,
-    save,
-    state,
-    train,
-)
+from tests.support.saved_runs import adamw, build, data, edit, keys_of, load, save, state, train
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -6,12 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dp_clipping.checkpoint.run import (
-    agree,
-    agree_on_content,
-    random_states,
-    set_random_state,
-)
+from dp_clipping.checkpoint.run import agree, agree_on_content, random_states, set_random_state
 from dp_clipping.distributed.agreement import agree_on_settings
 from tests.support.on_ranks import on_ranks
 from tests.support.saved_runs import build, train

@@ -17,15 +17,7 @@ import torch
 
 from tests.support import turns, zoo
 from tests.support.kernel_cases import on_gpu
-from tests.support.private_steps import (
-    BATCHES,
-    FEWER,
-    FUSED,
-    REFERENCE,
-    Way,
-    compare,
-    on_kernels,
-)
+from tests.support.private_steps import BATCHES, FEWER, FUSED, REFERENCE, Way, compare, on_kernels
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),

@@ -19,16 +19,7 @@ from tests.support import zoo
 from tests.support.beside import small_buckets
 from tests.support.on_ranks import on_ranks
 from tests.support.recorder import recording
-from tests.support.replicas import (
-    ALL,
-    BUCKET_MB,
-    SPLITS,
-    SYNCHRONISING,
-    Beside,
-    build,
-    part,
-    train,
-)
+from tests.support.replicas import ALL, BUCKET_MB, SPLITS, SYNCHRONISING, Beside, build, part, train
 
 FLOAT32_BYTES = 4
 

@@ -54,8 +54,7 @@ def test_collectives(context: Context) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"),
-    reason="only torch 2.13 and later can tell FSDP2",
+    not hasattr(FSDPModule, "reset_iter_state"), reason="only torch 2.13 and later can tell FSDP2"
 )
 def test_a_step_after_a_failed_one(cpu_ranks):
     cpu_ranks.run(2, failed_steps, fsdp2)

@@ -4,11 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
@@ -22,11 +18,7 @@ class HeadNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.head, self.narrow = (
-            nn.Linear(6, 8),
-            nn.RMSNorm(4),
-            nn.Linear(8, 3),
-        )
+        self.wide, self.head, self.narrow = (nn.Linear(6, 8), nn.RMSNorm(4), nn.Linear(8, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.wide(x).unflatten(-1, (-1, 4))

@@ -10,12 +10,7 @@ pytest.importorskip("triton")
 
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels import gram
-from tests.support.kernel_cases import (
-    Place,
-    assert_squares,
-    lay_out,
-    on_kernels,
-)
+from tests.support.kernel_cases import Place, assert_squares, lay_out, on_kernels
 
 
 @on_kernels()

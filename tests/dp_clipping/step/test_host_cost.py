@@ -15,10 +15,7 @@ from tests.support.host_cost import NETWORKS
 pytestmark = pytest.mark.skipif(not IS_CHECKED, reason="this Triton launches by itself: more calls")
 
 LAYERS = 4
-LIMITS = {
-    "transformer": (545, 35),
-    "convolutional": (485, 53),
-}  # of one layer; of a further one
+LIMITS = {"transformer": (545, 35), "convolutional": (485, 53)}  # of one layer; of a further one
 # Small ones of ddp_by_hand.experiments.networks whose private step calls so few functions on the
 # host. In the one that is left out, three layers are little beside what a step costs once.
 SMALL = (

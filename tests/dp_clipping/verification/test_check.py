@@ -439,9 +439,7 @@ def test_a_norm_of_one_group(monkeypatch):
     """What is a small part of the whole norm may be all of a group's."""
     squared_norms = plain.squared_norms
     monkeypatch.setattr(
-        plain,
-        "squared_norms",
-        lambda g: squared_norms(g) * (1.21 if g.shape[1:] == (3,) else 1),
+        plain, "squared_norms", lambda g: squared_norms(g) * (1.21 if g.shape[1:] == (3,) else 1)
     )
 
     def network() -> nn.Module:

@@ -15,11 +15,7 @@ from triton.runtime import driver
 from dp_clipping.kernels.launch import tiles
 from dp_clipping.kernels.launch.tiles import Tile, ceil_div, is_aligned, readable, tile_of
 from tests.support.host_cost import NoDevice
-from tests.support.kernel_cases import (
-    Place,
-    lay_out,
-    on_kernels,
-)
+from tests.support.kernel_cases import Place, lay_out, on_kernels
 
 
 @on_kernels()

@@ -149,8 +149,7 @@ def test_in_the_interpreter_and_on_the_cpu(monkeypatch, timed):
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [(tuning, "is_current_stream_capturing"), (torch.compiler, "is_compiling")],
+    ("module", "name"), [(tuning, "is_current_stream_capturing"), (torch.compiler, "is_compiling")]
 )
 def test_later_if_not_now(monkeypatch, timed, module, name):
     with monkeypatch.context() as patch:
