@@ -118,7 +118,6 @@ def test_on_a_cpu_nothing_is_launched():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_bounds_on_a_gpu():
     device = torch.device("cuda")
     training, batch = training_of("flash_bookkeeping", ROWS["table"], True, device)
@@ -133,7 +132,6 @@ def test_bounds_on_a_gpu():
 
 # ---- steps as CUDA graphs ------------------------------------------------------------------------
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GRAPHED = ("ordinary", "flash_bookkeeping")
 
 
@@ -219,7 +217,6 @@ def test_without_a_gpu_graphs_are_refused(capsys):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("name", ["table", "bert_base", "wide_resnet_16_4"])
 def test_graphs_on_a_gpu(name):
     for found in graphed(name, *GRAPHED):
@@ -230,7 +227,6 @@ def test_graphs_on_a_gpu(name):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_step_that_waits_is_a_cell_and_the_next_is_measured():
     for variant in GRAPHED:
         (found,) = graphed("lstm_packed", variant)
@@ -239,7 +235,6 @@ def test_a_step_that_waits_is_a_cell_and_the_next_is_measured():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_pinned_inputs():
     _, batch = training_of("ordinary", ROWS["table"], True, torch.device("cuda"))
     (numbers, bags), targets = in_pinned_memory(batch)

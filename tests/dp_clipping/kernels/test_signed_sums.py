@@ -22,7 +22,6 @@ def test_in_the_interpreter(interpreter, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_compiled(dtype):
     check("cuda", dtype)

@@ -370,7 +370,6 @@ def test_compiled_networks():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu(dtype):
     """Batches come from the loader's CPU; TensorFloat-32 is not used."""
