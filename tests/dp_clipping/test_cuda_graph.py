@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ddp_by_hand.experiments.networks.models import (
     LSTMClassifier,
     TransformerClassifier,
     WideResNet,
 )
-from dp_clipping import BatchMemoryManager, PrivacyEngine, cuda_graph
+from dp_clipping import BatchMemoryManager, cuda_graph
 from dp_clipping.cuda_graph import EAGER, GraphedStep, as_in_a_capture, refuse
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable, add_noise_to_all_kernel_launch
 from dp_clipping.sampling.usage import Ticket
-from tests.support import zoo
+from tests.support import engine, zoo
 
 gpu = pytest.mark.gpu
 ROWS, BATCH, COUNT = 12, 6, 60
@@ -40,21 +40,14 @@ def build(
             if device == "cuda"
             else torch.optim.SGD(network.parameters(), lr=1e-2)  # AdamW there is no capture's
         )
-    arguments = {
-        "noise_multiplier": 0.8, "max_grad_norm": 0.5, "cuda_graph": True,
-        "noise_generator": torch.Generator().manual_seed(3),
-    }  # fmt: skip
-    engine = PrivacyEngine(accountant="rdp")
     reduction = changes.get("loss_reduction", "mean")
-    model, private, criterion, loader = engine.make_private(
+    options = {"noise_multiplier": 0.8, "cuda_graph": True, "noise_generator": engine.fixed(3)}
+    run = engine.build(
         module=network, optimizer=optimizer, criterion=zoo.Criterion(zoo.cross_entropy, reduction),
-        data_loader=DataLoader(TensorDataset(*data), batch_size=BATCH),
-        **arguments | changes,
+        dataset=TensorDataset(*data), batch_size=BATCH, **options | changes,
     )  # fmt: skip
-    return SimpleNamespace(
-        engine=engine, model=model, optimizer=private, criterion=criterion, loader=loader,
-        device=device,
-    )  # fmt: skip
+    run.device = device
+    return run
 
 
 def transformer(dropout: float = 0.0) -> nn.Module:

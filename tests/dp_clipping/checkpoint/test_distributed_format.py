@@ -6,24 +6,22 @@ import re
 import shutil
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ddp_by_hand.lm.parallel import parallelize
 from ddp_by_hand.lm.rank_pool import Context
-from dp_clipping import PrivacyEngine
 from dp_clipping.checkpoint import distributed_format as checkpoint_sharded
 from dp_clipping.checkpoint import tensors as checkpoint_tensors
 from dp_clipping.checkpoint.file_format import key_path
 from dp_clipping.noise.keys import read_keys
 from tests.dp_clipping.conftest import skip_all_checks
-from tests.support import zoo
+from tests.support import engine, zoo
 from tests.support.meshes import square
 from tests.support.on_ranks import on_ranks
 from tests.support.replicas import build, train
@@ -438,20 +436,13 @@ def adamw(context: Context, groups: int):
     network = shard_fsdp2(case.build(), "block", mesh)
     some = list(network.parameters())
     given = some if groups == 1 else [{"params": some[:3]}, {"params": some[3:], "lr": 0.02}]
-    engine = PrivacyEngine(accountant="rdp")
-    dataset = TensorDataset(*case.batch(24), torch.arange(24))
-    model, optimizer, criterion, loader = engine.make_private(
-        module=network,
-        optimizer=torch.optim.AdamW(given, lr=0.01),
-        criterion=zoo.Criterion(case.per_sample_loss),
-        data_loader=DataLoader(dataset, batch_size=4),
-        noise_multiplier=0.8,
-        max_grad_norm=0.7,
-    )
-    return SimpleNamespace(
-        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader,
-        device=context.device,
+    run = engine.build(
+        module=network, optimizer=torch.optim.AdamW(given, lr=0.01), batch_size=4,
+        criterion=zoo.Criterion(case.per_sample_loss), noise_multiplier=0.8, max_grad_norm=0.7,
+        dataset=TensorDataset(*case.batch(24), torch.arange(24)),
     )  # fmt: skip
+    run.device = context.device
+    return run
 
 
 def with_adamw(context: Context, path: Path, groups: int) -> list[torch.Tensor]:
