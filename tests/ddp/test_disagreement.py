@@ -26,10 +26,13 @@ from tests.support.differences import is_divided
 from tests.support.on_ranks import on_ranks
 
 
-def strides_of_the_parameter(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_gradients_have_the_strides_of_their_parameters(
+    context: Context, implementation: str
+) -> None:
     """A fused optimizer pairs elements by their place in memory."""
     network = nn.Conv2d(2, 3, 3).to(context.device, memory_format=torch.channels_last)
-    pair = Beside(context, name, network)
+    pair = Beside(context, implementation, network)
 
     def loss(model, rank):
         return model(numbers(2, 2, 5, 5, seed=3, rank=rank, like=model)).square().sum()
@@ -46,10 +49,6 @@ def strides_of_the_parameter(context: Context, name: str) -> None:
         pair.zero_grad(set_to_none=True)
     for p, q in zip(whole_values(pair.model), pair.reference.parameters(), strict=True):
         torch.testing.assert_close(p, q)
-
-
-def test_gradients_have_the_strides_of_their_parameters(ranks, implementation):
-    ranks.run(2, strides_of_the_parameter, implementation)
 
 
 def failed_microbatch(context: Context, name: str) -> None:
@@ -138,17 +137,14 @@ def test_a_rank_without_a_loss_in_one_microbatch(ranks, implementation):
     ranks.run(2, nothing_in_the_first, implementation)
 
 
-def forward_before_the_step(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_forward_between_finish_and_step(context: Context, implementation: str) -> None:
     """Finished sums stay sums, whatever is computed before the optimizer uses them."""
-    pair = Beside(context, name, FailingChain(), reduce="sum")
+    pair = Beside(context, implementation, FailingChain(), reduce="sum")
     pair.backward(chain_loss(1))
     pair.finish()
     chain_loss(2)(pair.model, context.rank)
     pair.compare()
-
-
-def test_forward_between_finish_and_step(ranks, implementation):
-    ranks.run(2, forward_before_the_step, implementation)
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp_bucketed"])
@@ -171,9 +167,10 @@ def test_tuned_torch_ddp_learns_its_graph_first(context: Context) -> None:
         model.zero_grad()
 
 
-def gradients_outlive_the_wrapper(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_gradients_outlive_the_wrapper(context: Context, implementation: str) -> None:
     network = FailingChain().to(context.device)
-    model = wrap(name, network, process_group=context.group)
+    model = wrap(implementation, network, process_group=context.group)
     chain_loss(0)(model, context.rank).backward()
     model.finish_gradient_synchronization()
     before = [p.grad.clone() for p in network.parameters()]
@@ -184,10 +181,6 @@ def gradients_outlive_the_wrapper(context: Context, name: str) -> None:
     for p, expected in zip(network.parameters(), before, strict=True):
         torch.testing.assert_close(p.grad, expected, rtol=0, atol=0, equal_nan=True)
         p.grad.zero_()
-
-
-def test_gradients_outlive_the_wrapper(ranks, implementation):
-    ranks.run(2, gradients_outlive_the_wrapper, implementation)
 
 
 def test_a_plugin_is_loaded_again_only_if_its_file_has_changed(tmp_path):
