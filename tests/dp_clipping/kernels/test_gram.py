@@ -2,11 +2,8 @@
 
 from itertools import product
 
-import pytest
 import torch
 from torch import Tensor
-
-pytest.importorskip("triton")
 
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels import gram

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from dp_clipping.kernels.signed_sums import PIECE, SIGNS, signed_sums, signed_sums_plain
 
 

@@ -3,10 +3,7 @@
 from itertools import product
 from unittest.mock import patch
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels import weighted_product
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients

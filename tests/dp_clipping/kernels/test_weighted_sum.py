@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from dp_clipping.kernels import weighted_sum as weighted_sum_file
 from dp_clipping.kernels.weighted_sum import weighted_sum, weighted_sum_plain
 from tests.support.kernel_cases import SUM_BOUND, Place, assert_within, on_kernels, poison

@@ -1,9 +1,6 @@
 """G, its norm and the clipped sum, against the reference implementation in float64."""
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels.convolution.geometry import Geometry
 from dp_clipping.kernels.convolution.gradients import gradients_and_squares, weighted_sum

@@ -3,13 +3,9 @@
 import weakref
 from unittest.mock import patch
 
-import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import driver
 
 from dp_clipping.kernels.launch import tiles
