@@ -2,7 +2,7 @@
 
 import json
 import re
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +18,7 @@ from ddp_by_hand.experiments.rounds import report
 from ddp_by_hand.measure.options import parse_options
 from ddp_by_hand.measure.runs import cells_of, read_cells
 from dp_clipping.cuda_graph import EAGER
+from tests.dp_clipping.test_cuda_graph import Graph, captured_by_nobody
 from tests.support.wrong_input import is_one_line
 
 CPU = torch.device("cpu")
@@ -143,23 +144,11 @@ def graphed(network: str, *variants: str) -> list[dict]:
     return run_all(options, torch.device("cuda"))
 
 
-class Graph:
-    """A graph that launches nothing."""
-
-    replays = 0
-
-    def replay(self):
-        Graph.replays += 1
-
-
-@contextmanager
-def captured_by_nobody(graph, capture_error_mode):
-    yield
-
-
 @pytest.fixture
 def no_device(monkeypatch):
     """What these steps ask of a GPU, on a CPU."""
+    import transformers.models.bert.modeling_bert  # noqa: F401 - it needs what is replaced
+
     stream = SimpleNamespace(wait_stream=lambda other: None)
     fakes = {
         "graph": captured_by_nobody, "CUDAGraph": Graph, "Stream": lambda: stream,
