@@ -54,6 +54,9 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with the longest files: a process that began one last would end alone."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
 
 

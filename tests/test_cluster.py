@@ -20,10 +20,9 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from ddp import wrap
-from dp_clipping import PrivacyEngine
+from tests.support.engine import build
 from tests.test_documents import check as check_command
 
 ROOT = Path(__file__).parents[1]
@@ -231,16 +230,8 @@ def network(width: int = 8) -> nn.Module:
 
 
 def private(module: nn.Module, noise_multiplier: float = 1.0) -> tuple:
-    data = TensorDataset(torch.randn(16, 4), torch.randint(2, (16,)))
-    engine = PrivacyEngine(accountant="rdp")
-    return engine, *engine.make_private(
-        module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=8),
-        criterion=nn.CrossEntropyLoss(),
-        noise_multiplier=noise_multiplier,
-        max_grad_norm=1.0,
-    )
+    run = build(module=module, noise_multiplier=noise_multiplier)
+    return run.engine, run.model, run.optimizer, run.criterion, run.loader
 
 
 def mistakes(rank: int, folder: Path) -> dict[str, object]:

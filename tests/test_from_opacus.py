@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import opacus
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
-opacus = pytest.importorskip("opacus")
 PAGE = Path(__file__).parents[1] / "docs/from_opacus.md"
 STATES = ("same", "keep", "apart", "other", "refused", "inside")
 ARGUMENTS_OF = "PrivacyEngine.", "BatchMemoryManager"

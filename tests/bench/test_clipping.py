@@ -184,7 +184,7 @@ def test_a_private_row_is_compared_with_its_own_mode_and_has_an_overhead(tmp_pat
         *("1.600", "[1.600,", "1.600]", "1.200", "0.800", "[0.800,", "0.800]", "2", "1.0", "–"),
     ]
     assert lines_of(text)["ddp", "none"].split()[7:13] == [
-        *("50.00", "–", "1.500", "1.250", "[1.250,", "1.250]"),
+        *("50.00", "–", "1.500", "1.250", "[1.250,", "1.250]")
     ]
     ((rows, _, options),) = pictures
     assert [row["label"] for row in rows][:4] == ["none", "none:bookkeeping", "ddp",

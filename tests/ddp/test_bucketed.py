@@ -5,9 +5,11 @@ from torch import nn
 
 from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.on_ranks import on_ranks
 
 
-def gradients_are_views(context: Context) -> None:
+@on_ranks(2)
+def test_gradients_are_slices_of_one_buffer(context: Context) -> None:
     network = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     model = wrap("ddp_bucketed", network, process_group=context.group, bucket_size_mb=None)
     for set_to_none in (False, True, True):
@@ -20,7 +22,3 @@ def gradients_are_views(context: Context) -> None:
     model(torch.ones(1, 2)).sum().backward()
     model.finish_gradient_synchronization()
     assert model.stats() == {"collectives": 1, "bytes": 4 * 13, "buckets": 1}
-
-
-def test_gradients_are_slices_of_one_buffer(cpu_ranks):
-    cpu_ranks.run(2, gradients_are_views)

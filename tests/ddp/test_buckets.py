@@ -6,13 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from ddp.buckets import (
-    ALIGNMENT_BYTES,
-    SMALLEST_TAIL_BYTES,
-    Bucket,
-    Gradient,
-    plan_buckets,
-)
+from ddp.buckets import ALIGNMENT_BYTES, SMALLEST_TAIL_BYTES, Bucket, Gradient, plan_buckets
 from ddp.internals.options import mebibytes
 
 SIZES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float64": 8}

@@ -8,6 +8,7 @@ from torch.autograd.graph import get_gradient_edge
 from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Branches, branches_loss, small_buckets
+from tests.support.on_ranks import on_ranks
 from tests.support.recorder import Event, RecordingGroup, recording
 
 WIDTH = 16
@@ -70,7 +71,8 @@ def several_buckets(name: str) -> dict:
 # ---- what each variant does --------------------------------------------------------------------
 
 
-def synchronous(context: Context) -> None:
+@on_ranks(2)
+def test_ddp_reduces_each_gradient_after_backward(context: Context) -> None:
     @with_steps
     def check(steps: Steps) -> None:
         for _ in range(3):
@@ -87,7 +89,8 @@ def synchronous(context: Context) -> None:
     check(context, "ddp")
 
 
-def individual(context: Context) -> None:
+@on_ranks(2)
+def test_individual_launches_each_gradient_as_it_arrives(context: Context) -> None:
     @with_steps
     def check(steps: Steps) -> None:
         for _ in range(3):
@@ -105,7 +108,9 @@ def individual(context: Context) -> None:
     check(context, "ddp_individual")
 
 
-def planned(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", PLANNED)
+@on_ranks(2)
+def test_collectives_are_those_of_the_plan(context: Context, name: str) -> None:
     @with_steps
     def check(steps: Steps) -> None:
         for _ in range(3):
@@ -122,7 +127,9 @@ def planned(context: Context, name: str) -> None:
     check(context, name, **several_buckets(name))
 
 
-def overlapping(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", OVERLAPPING)
+@on_ranks(2)
+def test_launches_overlap_backward(context: Context, name: str) -> None:
     """The first launch precedes the last hook, and nothing is waited for before finish."""
 
     @with_steps
@@ -161,7 +168,8 @@ def forward_order_observed(context: Context, name: str) -> list:
     return check(context, name, **several_buckets(name))
 
 
-def silent(context: Context) -> None:
+@on_ranks(2)
+def test_none_is_silent(context: Context) -> None:
     @with_steps
     def check(steps: Steps) -> None:
         for _ in range(2):
@@ -178,7 +186,9 @@ def silent(context: Context) -> None:
     check(context, "none")
 
 
-def stats_are_true(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", ["ddp", *OVERLAPPING, "torch_ddp"])
+@on_ranks(2)
+def test_stats_equal_what_was_recorded(context: Context, name: str) -> None:
     """Collectives and bytes are those recorded; under no_sync nothing travels."""
 
     @with_steps
@@ -199,7 +209,9 @@ def stats_are_true(context: Context, name: str) -> None:
     check(context, name)
 
 
-def launches_are_true(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", ["ddp", *OVERLAPPING])
+@on_ranks(2)
+def test_launches_equal_what_was_recorded(context: Context, name: str) -> None:
     """`launches()` tells when each recorded collective left, and with whose gradients."""
 
     @with_steps
@@ -220,39 +232,7 @@ def launches_are_true(context: Context, name: str) -> None:
     check(context, name, **several_buckets(name))
 
 
-@pytest.mark.parametrize("name", ["ddp", *OVERLAPPING])
-def test_launches_equal_what_was_recorded(cpu_ranks, name):
-    cpu_ranks.run(2, launches_are_true, name)
-
-
-def test_ddp_reduces_each_gradient_after_backward(cpu_ranks):
-    cpu_ranks.run(2, synchronous)
-
-
-def test_individual_launches_each_gradient_as_it_arrives(cpu_ranks):
-    cpu_ranks.run(2, individual)
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_collectives_are_those_of_the_plan(cpu_ranks, name):
-    cpu_ranks.run(2, planned, name)
-
-
-@pytest.mark.parametrize("name", OVERLAPPING)
-def test_launches_overlap_backward(cpu_ranks, name):
-    cpu_ranks.run(2, overlapping, name)
-
-
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_one_order_on_every_rank(cpu_ranks, name):
     answers = cpu_ranks.run(3, forward_order_observed, name)
     assert answers[0] == answers[1] == answers[2]
-
-
-def test_none_is_silent(cpu_ranks):
-    cpu_ranks.run(2, silent)
-
-
-@pytest.mark.parametrize("name", ["ddp", *OVERLAPPING, "torch_ddp"])
-def test_stats_equal_what_was_recorded(cpu_ranks, name):
-    cpu_ranks.run(2, stats_are_true, name)

@@ -15,6 +15,7 @@ from ddp import IMPLEMENTATIONS, Unavailable, implementation, options_of, wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets
 from tests.support.forked import run_forked
+from tests.support.on_ranks import on_ranks
 
 TABLE_ORDER = ["none", "ddp", "ddp_individual", "ddp_individual_v2", "ddp_bucketed"]
 
@@ -166,13 +167,10 @@ def test_construction(ranks, implementation, body):
     ranks.run(min(3, ranks.size), body, implementation)
 
 
-def copy_engine_on_cpu(context: Context) -> None:
+@on_ranks(3)
+def test_copy_engine_says_why_it_is_unavailable(context: Context) -> None:
     with pytest.raises(Unavailable, match=r"needs NVIDIA GPUs of one host with peer access.*cpu"):
         wrap("ddp_copy_engine", nn.Linear(2, 2), process_group=context.group)
-
-
-def test_copy_engine_says_why_it_is_unavailable(cpu_ranks):
-    cpu_ranks.run(3, copy_engine_on_cpu)
 
 
 PLUG_IN = '''

@@ -14,6 +14,7 @@ from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import PrivacyEngine
 from tests.support.beside import numbers
+from tests.support.on_ranks import on_ranks
 from tests.support.recorder import recording
 
 EVERY, OUTER_LR, OUTER_MOMENTUM = 3, 0.6, 0.8
@@ -103,7 +104,8 @@ def test_two_rounds_on_gpus(gpu_ranks):
     gpu_ranks.run(2, two_rounds, partial(ADAMW, fused=True), 3, 0.7, 0.9)
 
 
-def shorter_last_round(context: Context) -> None:
+@on_ranks(2)
+def test_the_last_round_may_be_shorter(context: Context) -> None:
     model, optimizer = wrapped(context)
     train(context, model, optimizer, range(1, 6))
     with pytest.warns(
@@ -118,11 +120,8 @@ def shorter_last_round(context: Context) -> None:
     model.state_dict()
 
 
-def test_the_last_round_may_be_shorter(cpu_ranks):
-    cpu_ranks.run(2, shorter_last_round)
-
-
-def fewer_steps_here(context: Context) -> None:
+@on_ranks(2)
+def test_ranks_with_fewer_steps_join_in_the_end(context: Context) -> None:
     """Rank 1 leaves a step out, as a gradient scaler does for one rank alone; they meet later."""
     model, optimizer = wrapped(context, every=2)
     train(context, model, optimizer, range(1, 3 - context.rank))
@@ -133,11 +132,8 @@ def fewer_steps_here(context: Context) -> None:
     assert torch.equal(*everyone)
 
 
-def test_ranks_with_fewer_steps_join_in_the_end(cpu_ranks):
-    cpu_ranks.run(2, fewer_steps_here)
-
-
-def what_is_sent(context: Context) -> None:
+@on_ranks(2)
+def test_a_local_step_sends_nothing(context: Context) -> None:
     """Nothing in a local step, with unused parameters too; each parameter once in an outer one."""
     with recording(context.group) as group:
         model, optimizer = wrapped(context, find_unused_parameters=True, process_group=group)
@@ -154,11 +150,8 @@ def what_is_sent(context: Context) -> None:
         assert len(model.schedule.buckets) > 1
 
 
-def test_a_local_step_sends_nothing(cpu_ranks):
-    cpu_ranks.run(2, what_is_sent)
-
-
-def several_optimizers(context: Context) -> None:
+@on_ranks(2)
+def test_several_optimizers(context: Context) -> None:
     """Both count. One that takes fewer steps puts the outer step off until the next forward."""
     model, _ = wrapped(context, every=2)
     first, second = (model.make_optimizer(SGD, layer.parameters()) for layer in model.module[::4])
@@ -177,11 +170,8 @@ def several_optimizers(context: Context) -> None:
     assert not torch.equal(values, start)
 
 
-def test_several_optimizers(cpu_ranks):
-    cpu_ranks.run(2, several_optimizers)
-
-
-def buffers_follow(context: Context) -> None:
+@on_ranks(2)
+def test_buffers_are_those_of_rank_0_after_an_outer_step(context: Context) -> None:
     """Rank 0's, from each outer step on, and a rank's own in between."""
     network = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
     network.register_buffer("mark", torch.zeros(1))
@@ -202,11 +192,8 @@ def buffers_follow(context: Context) -> None:
         assert torch.equal(*everyone) is is_outer
 
 
-def test_buffers_are_those_of_rank_0_after_an_outer_step(cpu_ranks):
-    cpu_ranks.run(2, buffers_follow)
-
-
-def frozen_later(context: Context) -> None:
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_later_stays(context: Context) -> None:
     """Momentum alone does not move it."""
     model, optimizer = wrapped(context)
     train(context, model, optimizer, range(1, EVERY + 1))
@@ -217,10 +204,6 @@ def frozen_later(context: Context) -> None:
     model.find_unused_parameters = True
     train(context, model, optimizer, range(1, EVERY + 1))
     assert torch.equal(model.module[4].weight, before)
-
-
-def test_a_parameter_that_is_frozen_later_stays(cpu_ranks):
-    cpu_ranks.run(2, frozen_later)
 
 
 # ---- state -------------------------------------------------------------------------------------
@@ -275,7 +258,8 @@ def test_a_state_loads_on_any_number_of_ranks(cpu_ranks, world_size):
     cpu_ranks.run(world_size, on_other_ranks, states)
 
 
-def to_and_from_a_plain_optimizer(context: Context) -> None:
+@on_ranks(2)
+def test_states_of_plain_optimizers(context: Context) -> None:
     model, optimizer = wrapped(context, ADAMW)
     train(context, model, optimizer, range(1, EVERY + 1))
     state = optimizer.state_dict()
@@ -289,14 +273,11 @@ def to_and_from_a_plain_optimizer(context: Context) -> None:
         optimizer.load_state_dict(wrong)
 
 
-def test_states_of_plain_optimizers(cpu_ranks):
-    cpu_ranks.run(2, to_and_from_a_plain_optimizer)
-
-
 # ---- what is refused ---------------------------------------------------------------------------
 
 
-def refused_options(context: Context) -> None:
+@on_ranks(3)
+def test_options_that_are_refused_on_every_rank(context: Context) -> None:
     for options, message in [
         ({"every": 0}, r"every: 0 is not a number of steps, give 1 or more"),
         ({"every": 2.5}, r"every: 2\.5 is not"),
@@ -313,11 +294,8 @@ def refused_options(context: Context) -> None:
         wrap("diloco", network(), process_group=context.group, reduce="sum")
 
 
-def test_options_that_are_refused_on_every_rank(cpu_ranks):
-    cpu_ranks.run(3, refused_options)
-
-
-def unknown_optimizer(context: Context) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_is_not_counted_is_refused(context: Context) -> None:
     model = wrap("diloco", network(), process_group=context.group)
     optimizer = SGD(trainable(model))
     train(context, model, optimizer, range(1, 2))
@@ -325,11 +303,8 @@ def unknown_optimizer(context: Context) -> None:
         loss_of(model, 2, context.rank)
 
 
-def test_an_optimizer_that_is_not_counted_is_refused(cpu_ranks):
-    cpu_ranks.run(2, unknown_optimizer)
-
-
-def private(context: Context) -> None:
+@on_ranks(2)
+def test_private_training_is_refused_by_name(context: Context) -> None:
     model = wrap("diloco", nn.Linear(5, 2), process_group=context.group)
     with pytest.raises(ValueError, match=r"DilocoDDP.*diloco steps.*wrap\(\"ddp_bucketed\", net"):
         PrivacyEngine().make_private(
@@ -339,10 +314,6 @@ def private(context: Context) -> None:
             noise_multiplier=1.0,
             max_grad_norm=1.0,
         )
-
-
-def test_private_training_is_refused_by_name(cpu_ranks):
-    cpu_ranks.run(2, private)
 
 
 def alone(context: Context) -> None:

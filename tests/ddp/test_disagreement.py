@@ -23,12 +23,16 @@ from tests.support.beside import (
     whole_values,
 )
 from tests.support.differences import is_divided
+from tests.support.on_ranks import on_ranks
 
 
-def strides_of_the_parameter(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_gradients_have_the_strides_of_their_parameters(
+    context: Context, implementation: str
+) -> None:
     """A fused optimizer pairs elements by their place in memory."""
     network = nn.Conv2d(2, 3, 3).to(context.device, memory_format=torch.channels_last)
-    pair = Beside(context, name, network)
+    pair = Beside(context, implementation, network)
 
     def loss(model, rank):
         return model(numbers(2, 2, 5, 5, seed=3, rank=rank, like=model)).square().sum()
@@ -45,10 +49,6 @@ def strides_of_the_parameter(context: Context, name: str) -> None:
         pair.zero_grad(set_to_none=True)
     for p, q in zip(whole_values(pair.model), pair.reference.parameters(), strict=True):
         torch.testing.assert_close(p, q)
-
-
-def test_gradients_have_the_strides_of_their_parameters(ranks, implementation):
-    ranks.run(2, strides_of_the_parameter, implementation)
 
 
 def failed_microbatch(context: Context, name: str) -> None:
@@ -137,32 +137,27 @@ def test_a_rank_without_a_loss_in_one_microbatch(ranks, implementation):
     ranks.run(2, nothing_in_the_first, implementation)
 
 
-def forward_before_the_step(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_forward_between_finish_and_step(context: Context, implementation: str) -> None:
     """Finished sums stay sums, whatever is computed before the optimizer uses them."""
-    pair = Beside(context, name, FailingChain(), reduce="sum")
+    pair = Beside(context, implementation, FailingChain(), reduce="sum")
     pair.backward(chain_loss(1))
     pair.finish()
     chain_loss(2)(pair.model, context.rank)
     pair.compare()
 
 
-def test_forward_between_finish_and_step(ranks, implementation):
-    ranks.run(2, forward_before_the_step, implementation)
-
-
-def discarded_with_a_warning(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", ["ddp", "ddp_bucketed"])
+@on_ranks(2)
+def test_a_discarded_step_is_said(context: Context, name: str) -> None:
     model = wrap(name, Branches(2).to(context.device), process_group=context.group)
     branches_loss(0, lambda r: [0])(model, context.rank).backward()
     with pytest.warns(UserWarning, match="discarded.*branches.1.weight, branches.1.bias"):
         branches_loss(1, lambda r: [0, 1])(model, context.rank)
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp_bucketed"])
-def test_a_discarded_step_is_said(cpu_ranks, name):
-    cpu_ranks.run(2, discarded_with_a_warning, name)
-
-
-def tuned_under_no_sync(context: Context) -> None:
+@on_ranks(2)
+def test_tuned_torch_ddp_learns_its_graph_first(context: Context) -> None:
     model = wrap("torch_ddp_tuned", FailingChain().to(context.device), process_group=context.group)
     with model.no_sync(), pytest.raises(RuntimeError, match=r"first training step .* no_sync"):
         chain_loss(0)(model, context.rank)
@@ -172,13 +167,10 @@ def tuned_under_no_sync(context: Context) -> None:
         model.zero_grad()
 
 
-def test_tuned_torch_ddp_learns_its_graph_first(cpu_ranks):
-    cpu_ranks.run(2, tuned_under_no_sync)
-
-
-def gradients_outlive_the_wrapper(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_gradients_outlive_the_wrapper(context: Context, implementation: str) -> None:
     network = FailingChain().to(context.device)
-    model = wrap(name, network, process_group=context.group)
+    model = wrap(implementation, network, process_group=context.group)
     chain_loss(0)(model, context.rank).backward()
     model.finish_gradient_synchronization()
     before = [p.grad.clone() for p in network.parameters()]
@@ -189,10 +181,6 @@ def gradients_outlive_the_wrapper(context: Context, name: str) -> None:
     for p, expected in zip(network.parameters(), before, strict=True):
         torch.testing.assert_close(p.grad, expected, rtol=0, atol=0, equal_nan=True)
         p.grad.zero_()
-
-
-def test_gradients_outlive_the_wrapper(ranks, implementation):
-    ranks.run(2, gradients_outlive_the_wrapper, implementation)
 
 
 def test_a_plugin_is_loaded_again_only_if_its_file_has_changed(tmp_path):

@@ -19,6 +19,7 @@ from tests.support.beside import (
     whole_gradients,
 )
 from tests.support.differences import keeps_strides, sends_gradients_alone
+from tests.support.on_ranks import on_ranks
 from tests.support.recorder import RecordingGroup, recording
 
 ODD = 1 + 2**-12  # rounded away in 16 bits
@@ -299,14 +300,17 @@ def test_autograd_accumulates_in_the_gradient_dtype(ranks, implementation):
     ranks.run(2, by_autograd, implementation)
 
 
-def refused_by_torch(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", ["torch_ddp", TUNED])
+@on_ranks(2)
+def test_the_reducer_of_torch_refuses_another_type(context: Context, name: str) -> None:
     model = wrap(name, Mixed().to(context.device), process_group=context.group)
     model.gradient_dtype = torch.float32
     with pytest.raises(RuntimeError, match=r"gradient_dtype is for gradients .* gradient_ready"):
         mixed_loss(model, 0, context.rank).backward()
 
 
-def tuned_by_hand(context: Context) -> None:
+@on_ranks(2)
+def test_tuned_torch_ddp_by_hand(context: Context) -> None:
     float32_sums(context, TUNED)
     model = wrap(TUNED, Mixed().to(context.device), process_group=context.group, reduce="sum")
     torch.autograd.grad(mixed_loss(model, 0, context.rank), trainable(model))
@@ -316,16 +320,8 @@ def tuned_by_hand(context: Context) -> None:
         mixed_loss(model, 1, context.rank).backward()
 
 
-@pytest.mark.parametrize("name", ["torch_ddp", TUNED])
-def test_the_reducer_of_torch_refuses_another_type(cpu_ranks, name):
-    cpu_ranks.run(2, refused_by_torch, name)
-
-
-def test_tuned_torch_ddp_by_hand(cpu_ranks):
-    cpu_ranks.run(2, tuned_by_hand)
-
-
-def none_by_hand(context: Context) -> None:
+@on_ranks(2)
+def test_none_by_hand(context: Context) -> None:
     """The floor adds up what this rank hands over, and takes nothing back."""
     model = wrap("none", Mixed().to(context.device), process_group=context.group, reduce="sum")
     model.gradient_dtype = torch.float32
@@ -336,7 +332,3 @@ def none_by_hand(context: Context) -> None:
         for p, s in zip(trainable(model), clipped(trainable(model), 0, context.rank), strict=True):
             assert torch.equal(p.grad, 2 * s)
         model.zero_grad()
-
-
-def test_none_by_hand(cpu_ranks):
-    cpu_ranks.run(2, none_by_hand)

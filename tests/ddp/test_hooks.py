@@ -20,6 +20,7 @@ from tests.support.beside import (
     whole_gradients,
     whole_parameters,
 )
+from tests.support.on_ranks import on_ranks
 
 
 def replaced(parameter: nn.Parameter) -> None:
@@ -178,17 +179,20 @@ def none_loss(model: nn.Module, seed: int, rank: int, has_none: bool) -> Tensor:
     return model(numbers(4, 6, seed=seed, rank=rank, like=model), has_none).square().sum()
 
 
-def none_counts_as_zero(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_a_gradient_of_none_counts_as_zero(context: Context, implementation: str) -> None:
     """`plans[backward][rank]`: does it return None? Zero then; unused, if that is allowed."""
     plans = [[[True, False]], [[True, True]], [[True, False], [True, False]]]
     plans += [[[True, True], [False, True]], [[False, False], [True, False]]]
     for reduce in ("mean", "sum"):
         for unused in (False, True):
-            options = dict(small_buckets(name), find_unused_parameters=unused, reduce=reduce)
+            options = dict(
+                small_buckets(implementation), find_unused_parameters=unused, reduce=reduce
+            )
             network = WithNone().to(context.device)
-            model = wrap(name, network, process_group=context.group, **options)
+            model = wrap(implementation, network, process_group=context.group, **options)
             for step, plan in enumerate(plans):
-                if unused and len(plan) > 1 and is_torch(name):
+                if unused and len(plan) > 1 and is_torch(implementation):
                     continue  # PyTorch keeps what only another rank used in an earlier backward
                 expected = None if unused else torch.zeros_like(network.scale)
                 for turn, has_none in enumerate(plan):
@@ -207,7 +211,3 @@ def none_counts_as_zero(context: Context, name: str) -> None:
                 else:
                     torch.testing.assert_close(got, expected)
                 network.zero_grad()
-
-
-def test_a_gradient_of_none_counts_as_zero(ranks, implementation):
-    ranks.run(2, none_counts_as_zero, implementation)

@@ -5,9 +5,11 @@ from torch import nn
 
 from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.on_ranks import on_ranks
 
 
-def launches_one_each(context: Context) -> None:
+@on_ranks(2)
+def test_every_gradient_leaves_as_it_is_ready(context: Context) -> None:
     network = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     model = wrap("ddp_individual", network, process_group=context.group)
     for _ in range(2):
@@ -18,7 +20,3 @@ def launches_one_each(context: Context) -> None:
         model.zero_grad()
     assert [launch.ready for launch in model.launches()] == [1, 2, 3, 4]
     assert model.stats() == {"collectives": 4, "bytes": 4 * 13, "buckets": 4}
-
-
-def test_every_gradient_leaves_as_it_is_ready(cpu_ranks):
-    cpu_ranks.run(2, launches_one_each)

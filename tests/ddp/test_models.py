@@ -17,6 +17,7 @@ from tests.support.beside import (
     whole_parameters,
 )
 from tests.support.differences import any_order
+from tests.support.on_ranks import on_ranks
 
 
 class MixedTypes(nn.Module):
@@ -80,11 +81,16 @@ class Transposed(nn.Module):
         return self.conv((x @ self.weight).view(1, 2, 4, 4))
 
 
-def other_layouts(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_layouts_that_differ_between_ranks(context: Context, hand_built: str) -> None:
+    """PyTorch's DDP refuses strides that differ."""
+
     def loss(model, rank):
         return model(numbers(8, 6, seed=3, rank=rank, like=model).double()).square().sum()
 
-    pair = Beside(context, name, Transposed(context.rank).double(), **small_buckets(name))
+    pair = Beside(
+        context, hand_built, Transposed(context.rank).double(), **small_buckets(hand_built)
+    )
     for step in range(3):
         pair.step(loss, set_to_none=step % 2 == 0)
 
@@ -101,18 +107,22 @@ def another_order_on_each_rank(context: Context, name: str) -> None:
         pair.step(branches_loss(step, order), set_to_none=step % 2 == 0)
 
 
-def one_rank(context: Context, name: str) -> None:
+@on_ranks(1, "ranks")
+def test_world_size_one(context: Context, implementation: str) -> None:
     for reduce in ("mean", "sum"):
-        pair = Beside(context, name, Chain(), reduce=reduce, **small_buckets(name))
+        pair = Beside(
+            context, implementation, Chain(), reduce=reduce, **small_buckets(implementation)
+        )
         for step in range(3):
             pair.backward(chain_loss(step), synchronise=False)
             pair.step(chain_loss(step + 5))
 
 
-def plain_module_outside(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_what_the_wrapper_looks_like(context: Context, implementation: str) -> None:
     """An nn.Module: `.module` is the network, and checkpoints have the keys of PyTorch's DDP."""
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model = wrap(name, module.to(context.device), process_group=context.group)
+    model = wrap(implementation, module.to(context.device), process_group=context.group)
     assert isinstance(model, nn.Module)
     assert model.module is module
     assert list(model.state_dict()) == [f"module.{key}" for key in module.state_dict()]
@@ -130,25 +140,12 @@ def test_networks(ranks, implementation, body):
     ranks.run(2, body, implementation)
 
 
-def test_layouts_that_differ_between_ranks(ranks, hand_built):
-    """PyTorch's DDP refuses strides that differ."""
-    ranks.run(2, other_layouts, hand_built)
-
-
 @pytest.mark.parametrize(
     "body",
     [another_order_on_each_rank, pytest.param(mixed_types, marks=pytest.mark.slow)],  # as on two
 )
 def test_networks_on_more_ranks(ranks, implementation, body):
     ranks.run(min(3, ranks.size), body, implementation)
-
-
-def test_world_size_one(ranks, implementation):
-    ranks.run(1, one_rank, implementation)
-
-
-def test_what_the_wrapper_looks_like(ranks, implementation):
-    ranks.run(2, plain_module_outside, implementation)
 
 
 class SparseEmbedding(nn.Module):

@@ -22,6 +22,7 @@ from tests.support.beside import (
     whole_gradients,
 )
 from tests.support.differences import any_order
+from tests.support.on_ranks import on_ranks
 
 
 class Failing(torch.autograd.Function):
@@ -74,7 +75,8 @@ def test_a_failed_backward_does_not_poison_the_next_step(ranks, hand_built, plac
     ranks.run(2, failed_backward, hand_built, places, unused)
 
 
-def fails_at_once(context: Context) -> None:
+@on_ranks(1)
+def test_a_backward_that_fails_before_its_first_gradient_is_seen(context: Context) -> None:
     """It is seen, until the next training forward discards it; one that ends well is none."""
     model = wrap("ddp_bucketed", FailingChain(), process_group=context.group)
     for place in (4, None, 4):
@@ -88,10 +90,6 @@ def fails_at_once(context: Context) -> None:
             with pytest.raises(ArithmeticError):
                 loss.backward()
         assert model.step.has_failed() is (place is not None)
-
-
-def test_a_backward_that_fails_before_its_first_gradient_is_seen(cpu_ranks):
-    cpu_ranks.run(1, fails_at_once)
 
 
 def failed_backward_in_torch(context: Context, name: str) -> None:
@@ -130,11 +128,14 @@ def alive(kind: type) -> int:
     return sum(isinstance(thing, kind) for thing in gc.get_objects())
 
 
-def fifty_steps(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_nothing_leaks_over_fifty_steps(context: Context, implementation: str) -> None:
     """As many handles and tensors after fifty steps as after five."""
     torch.manual_seed(0)
     module = Chain().to(context.device)
-    model = wrap(name, module, process_group=context.group, **small_buckets(name))
+    model = wrap(
+        implementation, module, process_group=context.group, **small_buckets(implementation)
+    )
     optimizer = make_optimizer(model, torch.optim.SGD, lr=0.01, momentum=0.9)
     counts = []
     for step in range(50):
@@ -172,10 +173,13 @@ def hooks_of(module: nn.Module) -> int:
     ) + sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in module.modules())
 
 
-def goes_without_a_trace(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_a_wrapper_leaves_no_trace(context: Context, implementation: str) -> None:
     module = Chain().to(context.device)
     for turn in range(3):  # the same network, wrapped again and again
-        model = wrap(name, module, process_group=context.group, **small_buckets(name))
+        model = wrap(
+            implementation, module, process_group=context.group, **small_buckets(implementation)
+        )
         loss = chain_loss(turn)
         for _ in range(2):
             loss(model, context.rank).backward()
@@ -195,23 +199,12 @@ def goes_without_a_trace(context: Context, name: str) -> None:
         module.zero_grad()
 
 
-def test_nothing_leaks_over_fifty_steps(ranks, implementation):
-    ranks.run(2, fifty_steps, implementation)
-
-
-def test_a_wrapper_leaves_no_trace(ranks, implementation):
-    ranks.run(2, goes_without_a_trace, implementation)
-
-
-def frozen_behind_the_wrapper(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_parameters_frozen_later_are_named(context: Context, implementation: str) -> None:
     """A parameter frozen after wrapping gets no gradient: the error names it."""
-    pair = Beside(context, name, Branches(count=2), **small_buckets(name))
+    pair = Beside(context, implementation, Branches(count=2), **small_buckets(implementation))
     pair.model.module.branches[1].requires_grad_(False)
     x = numbers(3, 5, seed=0, rank=context.rank, like=pair.model)
     pair.model(x, [0, 1]).sum().backward()
     with pytest.raises(RuntimeError, match=r"branches\.1\.weight, branches\.1\.bias"):
         pair.model.finish_gradient_synchronization()
-
-
-def test_parameters_frozen_later_are_named(ranks, implementation):
-    ranks.run(2, frozen_behind_the_wrapper, implementation)

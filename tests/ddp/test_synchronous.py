@@ -9,6 +9,7 @@ from torch import nn
 from ddp import options_of, wrap
 from ddp.synchronous import NaiveDDP, SynchronousDDP
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.on_ranks import on_ranks
 
 NAIVE = "ddp/synchronous.py:NaiveDDP"
 
@@ -17,7 +18,8 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
 
 
-def naive_beside_robust(context: Context) -> None:
+@on_ranks(4)
+def test_the_naive_version_equals_the_robust_one(context: Context) -> None:
     """From different initial values on, both train alike, bit for bit."""
     models = []
     for cls in (NaiveDDP, SynchronousDDP):
@@ -37,10 +39,6 @@ def naive_beside_robust(context: Context) -> None:
             assert torch.equal(p, q)
 
 
-def test_the_naive_version_equals_the_robust_one(cpu_ranks):
-    cpu_ranks.run(cpu_ranks.size, naive_beside_robust)
-
-
 def wrapped_by_path(context: Context) -> None:
     model = wrap(NAIVE, nn.Linear(2, 1, bias=False))
     model(torch.full((1, 2), float(context.rank))).sum().backward()
@@ -53,7 +51,8 @@ def test_the_naive_version_is_a_plug_in(cpu_ranks):
     assert options_of(NaiveDDP) == ()
 
 
-def skips_a_parameter(context: Context) -> None:
+@on_ranks(4)
+def test_only_the_robust_version_names_what_is_missing(context: Context) -> None:
     """Where they differ: one names the parameter that got no gradient."""
     outcome = {}
     for cls in (NaiveDDP, SynchronousDDP):
@@ -65,7 +64,3 @@ def skips_a_parameter(context: Context) -> None:
             outcome[cls] = str(error)
     assert "idle" not in outcome[NaiveDDP]
     assert "idle.weight, idle.bias got no gradient" in outcome[SynchronousDDP]
-
-
-def test_only_the_robust_version_names_what_is_missing(cpu_ranks):
-    cpu_ranks.run(cpu_ranks.size, skips_a_parameter)

@@ -15,6 +15,7 @@ from torch.autograd import Variable
 from ddp import torch_compat
 from ddp.sharded import torch_compat as sharded_compat
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.on_ranks import on_ranks
 from tests.support.private_torch import imported_by, private_uses
 
 
@@ -123,7 +124,8 @@ def test_the_coalesced_all_reduce_is_there():
         torch_compat.coalesced_all_reduce([], dist.ReduceOp.SUM, SimpleNamespace())
 
 
-def scatter_and_gather(context: Context) -> None:
+@on_ranks(2)
+def test_reduce_scatter_and_all_gather(context: Context) -> None:
     """In place and not, by the names of torch 2.13 and of before."""
     for missing in ((), ("reduce_scatter_single", "all_gather_single")):
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -140,10 +142,6 @@ def scatter_and_gather(context: Context) -> None:
                 assert flat.tolist() == [10, 12, 14, 16]
 
 
-def test_reduce_scatter_and_all_gather(cpu_ranks):
-    cpu_ranks.run(2, scatter_and_gather)
-
-
 def test_symmetric_memory(monkeypatch):
     memory = torch_compat.symmetric_memory()
     assert callable(memory.empty)
@@ -154,7 +152,8 @@ def test_symmetric_memory(monkeypatch):
         torch_compat.symmetric_memory()
 
 
-def gathered_on_hosts(context: Context) -> None:
+@on_ranks(4)
+def test_cpu_tensors_are_gathered_in_any_group(context: Context) -> None:
     """A group for CUDA tensors alone gets gloo beside it, once, with its ranks and timeout.
 
     Its ranks are in unequal numbers of groups here.
@@ -179,7 +178,3 @@ def gathered_on_hosts(context: Context) -> None:
     del group
     gc.collect()
     assert len(known) == before - 1  # and with it, its sockets and threads have gone
-
-
-def test_cpu_tensors_are_gathered_in_any_group(cpu_ranks):
-    cpu_ranks.run(4, gathered_on_hosts)

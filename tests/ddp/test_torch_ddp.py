@@ -6,6 +6,7 @@ from torch import nn
 
 from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.on_ranks import on_ranks
 
 
 class Boom(RuntimeError):
@@ -16,7 +17,8 @@ def raise_boom(_parameter: torch.Tensor) -> None:
     raise Boom
 
 
-def fails_in_a_hook(context: Context) -> None:
+@on_ranks(1)
+def test_after_a_failed_hook_pytorch_raises_its_own_error(context: Context) -> None:
     """PyTorch's reducer, which has not finished, raises its own error in the next forward."""
     model = wrap("torch_ddp", nn.Linear(2, 1), process_group=context.group)
     handle = model.module.weight.register_post_accumulate_grad_hook(raise_boom)
@@ -27,11 +29,8 @@ def fails_in_a_hook(context: Context) -> None:
         model(torch.ones(1, 2))
 
 
-def test_after_a_failed_hook_pytorch_raises_its_own_error(cpu_ranks):
-    cpu_ranks.run(1, fails_in_a_hook)
-
-
-def tuned_refuses_no_sync_first(context: Context) -> None:
+@on_ranks(1)
+def test_the_tuned_variant_learns_its_graph_in_a_step_that_synchronises(context: Context) -> None:
     model = wrap("torch_ddp_tuned", nn.Linear(2, 1), process_group=context.group)
     with model.no_sync(), pytest.raises(RuntimeError, match="first training step"):
         model(torch.ones(1, 2))
@@ -39,7 +38,3 @@ def tuned_refuses_no_sync_first(context: Context) -> None:
     model.finish_gradient_synchronization()
     assert (model.module.weight.grad == 1).all()
     assert model.stats()["collectives"] == 1
-
-
-def test_the_tuned_variant_learns_its_graph_in_a_step_that_synchronises(cpu_ranks):
-    cpu_ranks.run(1, tuned_refuses_no_sync_first)

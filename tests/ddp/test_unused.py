@@ -15,6 +15,7 @@ from tests.support.beside import (
     whole_values,
 )
 from tests.support.differences import any_order
+from tests.support.on_ranks import on_ranks
 
 
 def pair_of(context: Context, name: str, reduce: str = "mean", **options) -> Beside:
@@ -63,14 +64,16 @@ def untouched_where_nobody_used_it(context: Context, name: str) -> None:
     pair.finish()
 
 
-def in_the_second_backward_only(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_two_backwards_that_use_different_parameters(context: Context, hand_built: str) -> None:
+    """PyTorch's reducer would keep, on one rank, what was first used in the second backward."""
     for reduce in ("mean", "sum"):
         for first, second in [
             (lambda r: [0], lambda r: [0, 1]),
             (lambda r: [r], lambda r: [1 - r if r < 2 else 2]),  # each what the other had first
             (lambda r: [1] if r else [], lambda r: [] if r else [1]),
         ]:
-            pair = pair_of(context, name, reduce)
+            pair = pair_of(context, hand_built, reduce)
             for step in range(3):
                 pair.backward(branches_loss(2 * step, first))
                 pair.backward(branches_loss(2 * step + 1, second))
@@ -113,11 +116,6 @@ def test_unused_on_three_ranks(ranks, implementation):
     ranks.run(min(3, ranks.size), different_on_each_rank, implementation)
 
 
-def test_two_backwards_that_use_different_parameters(ranks, hand_built):
-    """PyTorch's reducer would keep, on one rank, what was first used in the second backward."""
-    ranks.run(2, in_the_second_backward_only, hand_built)
-
-
 class Hidden(torch.autograd.Function):
     """Runs a layer's backward inside its own: the graph does not show the layer's parameters."""
 
@@ -148,10 +146,11 @@ class HiddenLayer(nn.Module):
         return self.last(Hidden.apply(x, self.hidden) if which else x)
 
 
-def hidden_from_the_graph(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_parameters_that_the_graph_does_not_show(context: Context, hand_built: str) -> None:
     """As in reentrant checkpointing: its gradient arrives although no path seemed to lead there."""
-    options = dict(small_buckets(name), find_unused_parameters=True)
-    pair = Beside(context, name, HiddenLayer(), reduce="sum", **options)
+    options = dict(small_buckets(hand_built), find_unused_parameters=True)
+    pair = Beside(context, hand_built, HiddenLayer(), reduce="sum", **options)
     for step in range(4):
         loss = branches_loss(step, lambda r, s=step: [1] if (r + s) % 2 else [])
         loss(pair.model, context.rank).backward()
@@ -161,12 +160,9 @@ def hidden_from_the_graph(context: Context, name: str) -> None:
         pair.zero_grad(set_to_none=step % 2 == 0)
 
 
-def test_parameters_that_the_graph_does_not_show(ranks, hand_built):
-    ranks.run(2, hidden_from_the_graph, hand_built)
-
-
-def named_at_finish(context: Context, name: str) -> None:
-    pair = pair_of(context, name, find_unused_parameters=False)
+@on_ranks(2, "ranks")
+def test_unfinished_reduction_names_the_parameters(context: Context, implementation: str) -> None:
+    pair = pair_of(context, implementation, find_unused_parameters=False)
     for step in range(2):
         branches_loss(step, lambda r: [0, 2])(pair.model, context.rank).backward()
         with pytest.raises(RuntimeError) as error:
@@ -176,26 +172,19 @@ def named_at_finish(context: Context, name: str) -> None:
                 full = f"branches.{i}.{parameter_name}"
                 assert (full in str(error.value)) == (i in (1, 3)), error.value
         assert "common" not in str(error.value)
-        if is_torch(name):  # it needs a new wrapper: its next forward raises
+        if is_torch(implementation):  # it needs a new wrapper: its next forward raises
             return
         pair.zero_grad(set_to_none=step == 0)
         pair.step(branches_loss(7, lambda r: [3, 2, 1, 0]))
 
 
-def test_unfinished_reduction_names_the_parameters(ranks, implementation):
-    ranks.run(2, named_at_finish, implementation)
-
-
-def differs_between_ranks(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_ranks_that_miss_different_parameters(context: Context, hand_built: str) -> None:
     """Each rank misses another parameter: both raise, and the next step is right again."""
-    pair = pair_of(context, name, find_unused_parameters=False)
+    pair = pair_of(context, hand_built, find_unused_parameters=False)
     for step in range(2):
         branches_loss(step, lambda r: [0, 1, 2 + r])(pair.model, context.rank).backward()
         with pytest.raises(RuntimeError, match=rf"branches\.{3 - context.rank}\.weight"):
             pair.model.finish_gradient_synchronization()
         pair.zero_grad(set_to_none=step == 0)
         pair.step(branches_loss(7 + step, lambda r: [3, 2, 1, 0]))
-
-
-def test_ranks_that_miss_different_parameters(ranks, hand_built):
-    ranks.run(2, differs_between_ranks, hand_built)

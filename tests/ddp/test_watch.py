@@ -11,6 +11,7 @@ from torch import nn
 from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, is_sharded, numbers, small_buckets
+from tests.support.on_ranks import on_ranks
 
 FORGOTTEN = r"weight|bias.* changed after its backward .* call finish_gradient_synchronization\(\)"
 
@@ -212,10 +213,13 @@ def test_parameters_that_change(ranks, implementation, body):
     ranks.run(2, body, implementation)
 
 
-def forward_decides(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_no_sync_is_decided_by_the_forward(context: Context, implementation: str) -> None:
     """`no_sync` around a forward alone, a backward alone, or one of two forwards."""
     for reduce in ("mean", "sum"):
-        pair = Beside(context, name, Chain(), reduce=reduce, **small_buckets(name))
+        pair = Beside(
+            context, implementation, Chain(), reduce=reduce, **small_buckets(implementation)
+        )
         model, own = pair.model, copy.deepcopy(pair.reference)
         for step in range(2):
             with model.no_sync():
@@ -245,10 +249,13 @@ def forward_decides(context: Context, name: str) -> None:
             pair.zero_grad(set_to_none=step == 0)
 
 
-def trained_in_eval_mode(context: Context, name: str) -> None:
+@on_ranks(2, "ranks")
+def test_a_network_is_trained_in_eval_mode(context: Context, implementation: str) -> None:
     """As in fine-tuning without dropout: gradients are reduced, also after a local backward."""
     for reduce in ("mean", "sum"):
-        pair = Beside(context, name, Chain(), reduce=reduce, **small_buckets(name))
+        pair = Beside(
+            context, implementation, Chain(), reduce=reduce, **small_buckets(implementation)
+        )
         for step in range(3):
             pair.model.eval()
             pair.step(chain_loss(step), set_to_none=False)
@@ -269,11 +276,3 @@ def trained_in_eval_mode(context: Context, name: str) -> None:
             pair.reference_backward(chain_loss(step))
             pair.finish()
             pair.zero_grad(set_to_none=True)
-
-
-def test_a_network_is_trained_in_eval_mode(ranks, implementation):
-    ranks.run(2, trained_in_eval_mode, implementation)
-
-
-def test_no_sync_is_decided_by_the_forward(ranks, implementation):
-    ranks.run(2, forward_decides, implementation)

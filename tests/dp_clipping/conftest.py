@@ -108,9 +108,7 @@ def private_loss(
 
 
 def clipped_sums(
-    model: PrivateModel,
-    batch: oracle.Batch,
-    per_sample_loss: oracle.PerSampleLoss = zoo.product,
+    model: PrivateModel, batch: oracle.Batch, per_sample_loss: oracle.PerSampleLoss = zoo.product
 ) -> dict[str, Tensor]:
     """Name of a trainable parameter -> Σ_i c_i g_i, as one step leaves it in `.grad`."""
     model.clear_gradients()

@@ -10,7 +10,6 @@ from dp_clipping.build import (
     build_criterion,
     build_loader,
     build_model,
-    build_optimizer,
     keys_for,
     ranks_of,
 )
@@ -25,20 +24,6 @@ def parts(given):
     keys = keys_for(given, ranks)
     loader = build_loader(given, ranks, keys)
     return ranks, keys, loader, given.with_batch_size(ranks.data_ranks)
-
-
-def test_a_process_alone_has_no_groups():
-    ranks = ranks_of(settings())
-    assert (ranks.sharding, ranks.data_parallel_group, ranks.everyone) == (None, None, None)
-    assert (ranks.data_rank, ranks.data_ranks, ranks.device.type) == (0, 1, "cpu")
-
-
-def test_keys_are_drawn_unless_a_generator_is_given():
-    ranks = ranks_of(settings())
-    assert not keys_for(settings(), ranks).fixed
-    assert keys_for(settings(), ranks) != keys_for(settings(), ranks)
-    given = settings(noise_generator=engine.fixed())
-    assert keys_for(given, ranks) == keys_for(given, ranks)
 
 
 def test_a_model_takes_batches_from_a_poisson_loader():
@@ -56,17 +41,6 @@ def test_a_model_knows_the_batch_size_of_another_loader():
     assert loader is given.data_loader
     model = build_model(given, ranks, loader, hide_unprotected=False)
     assert model.step_state.usage.batch_size == engine.BATCH
-
-
-def test_steps_are_counted_by_what_was_given():
-    ranks, keys, loader, given = parts(settings())
-    model = build_model(given, ranks, loader, hide_unprotected=False)
-    criterion, counted = build_criterion(given, model), []
-    optimizer = build_optimizer(given, ranks, model, keys, counted.append)
-    x, y = engine.data()[:5]
-    criterion(model(x), y).backward()
-    optimizer.step()
-    assert counted == [optimizer]
 
 
 def test_what_does_not_fit_leaves_the_network_as_it_was():

@@ -9,22 +9,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ddp_by_hand.experiments.networks.models import (
     LSTMClassifier,
     TransformerClassifier,
     WideResNet,
 )
-from dp_clipping import BatchMemoryManager, PrivacyEngine, cuda_graph
+from dp_clipping import BatchMemoryManager, cuda_graph
 from dp_clipping.cuda_graph import EAGER, GraphedStep, as_in_a_capture, refuse
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable, add_noise_to_all_kernel_launch
 from dp_clipping.sampling.usage import Ticket
-from tests.support import zoo
+from tests.support import engine, zoo
 
 gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROWS, BATCH, COUNT = 12, 6, 60
 
 
@@ -41,21 +40,14 @@ def build(
             if device == "cuda"
             else torch.optim.SGD(network.parameters(), lr=1e-2)  # AdamW there is no capture's
         )
-    arguments = {
-        "noise_multiplier": 0.8, "max_grad_norm": 0.5, "cuda_graph": True,
-        "noise_generator": torch.Generator().manual_seed(3),
-    }  # fmt: skip
-    engine = PrivacyEngine(accountant="rdp")
     reduction = changes.get("loss_reduction", "mean")
-    model, private, criterion, loader = engine.make_private(
+    options = {"noise_multiplier": 0.8, "cuda_graph": True, "noise_generator": engine.fixed(3)}
+    run = engine.build(
         module=network, optimizer=optimizer, criterion=zoo.Criterion(zoo.cross_entropy, reduction),
-        data_loader=DataLoader(TensorDataset(*data), batch_size=BATCH),
-        **arguments | changes,
+        dataset=TensorDataset(*data), batch_size=BATCH, **options | changes,
     )  # fmt: skip
-    return SimpleNamespace(
-        engine=engine, model=model, optimizer=private, criterion=criterion, loader=loader,
-        device=device,
-    )  # fmt: skip
+    run.device = device
+    return run
 
 
 def transformer(dropout: float = 0.0) -> nn.Module:
@@ -122,7 +114,6 @@ def weights(run: SimpleNamespace) -> torch.Tensor:
 
 
 @gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("zero_first", [False, True])
 def test_twenty_steps_are_those_of_an_eager_run(dtype, zero_first):
@@ -190,7 +181,6 @@ def full_float32():
 
 
 @gpu
-@needs_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_of_kinds_of_network_are_those_of_an_eager_run(kind, full_float32):
     runs = [build_kind(kind) for _ in range(3)]
@@ -204,7 +194,6 @@ def test_graphs_of_kinds_of_network_are_those_of_an_eager_run(kind, full_float32
 
 
 @gpu
-@needs_gpu
 def test_graphs_of_several_views_are_those_of_an_eager_run():
     runs = [build(transformer(), views=2, sample_rate=1 / 20) for _ in range(2)]
     graphed, eager = (train(run, 20, run is runs[0], zero_first=True) for run in runs)
@@ -215,7 +204,6 @@ def test_graphs_of_several_views_are_those_of_an_eager_run():
 
 
 @gpu
-@needs_gpu
 @pytest.mark.parametrize("sampling", ["truncated_poisson", "balls_in_bins", "cyclic"])
 def test_graphs_of_other_samplings_are_those_of_an_eager_run(sampling):
     options = {"max_batch_size": 7} if sampling == "truncated_poisson" else {}
@@ -245,7 +233,6 @@ class Masked(nn.Module):
 
 
 @gpu
-@needs_gpu
 def test_an_eager_step_is_told_what_the_capture_will_be():
     run = build(Masked())
     seen = [seen for *_, seen in train(run, 12, True)]
@@ -298,7 +285,6 @@ def test_eager_runs_of_these_kinds_repeat(kind):
 
 
 @gpu
-@needs_gpu
 def test_packed_sequences_are_refused_by_the_line_that_waits():
     """What follows in the program can draw numbers, allocate and be captured."""
 
@@ -316,7 +302,6 @@ def test_packed_sequences_are_refused_by_the_line_that_waits():
 
 
 @gpu
-@needs_gpu
 def test_the_noise_of_a_replay_is_that_of_its_step():
     """Without a gradient the steps of SGD are the noise alone."""
 
@@ -335,7 +320,6 @@ def test_the_noise_of_a_replay_is_that_of_its_step():
 
 
 @gpu
-@needs_gpu
 def test_dropout_is_another_in_each_replay():
     run = build(transformer(0.5), noise_multiplier=0.0)
     seen = []
@@ -359,7 +343,6 @@ def test_dropout_is_another_in_each_replay():
 
 
 @gpu
-@needs_gpu
 def test_a_sample_that_is_not_finite_poisons_no_replay():
     torch.manual_seed(0)
     run = build(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)))
@@ -383,7 +366,6 @@ def test_a_sample_that_is_not_finite_poisons_no_replay():
 
 
 @gpu
-@needs_gpu
 def test_what_has_changed_is_refused():
     run = build(transformer())
     train(run, 6, True)
@@ -431,7 +413,6 @@ def test_what_has_changed_is_refused():
 
 
 @gpu
-@needs_gpu
 def test_a_body_that_waits_is_refused():
     run = build(transformer())
     own = run.model.network.forward

@@ -55,7 +55,7 @@ def test_a_wrong_type_is_a_value_error_too():
 
 def test_how_values_are_shown():
     assert [shown(x) for x in ("a", 1, None, [1, 2], int)] == [
-        *("'a'", "1", "None", "a list", "the class int"),
+        *("'a'", "1", "None", "a list", "the class int")
     ]
 
 

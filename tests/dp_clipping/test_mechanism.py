@@ -144,9 +144,7 @@ class TestNoise:
             assert_noise(flat(difference(noisy, noiseless)), SIGMA * C / SAMPLES)
 
     @pytest.mark.parametrize(
-        ("limit", "std"),
-        [(C, C), ([0.3, 0.4], 0.5)],
-        ids=["one threshold", "a threshold a module"],
+        ("limit", "std"), [(C, C), ([0.3, 0.4], 0.5)], ids=["one threshold", "a threshold a module"]
     )
     def test_per_layer_is_calibrated_to_all_thresholds_together(self, limit, std):
         options = {"clipping": "per_layer", "max_grad_norm": limit}

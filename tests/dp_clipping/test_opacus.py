@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support import zoo
 
-opacus = pytest.importorskip("opacus")
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore:Secure RNG turned off"),

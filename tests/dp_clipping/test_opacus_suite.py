@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("opacus")
-pytest.importorskip("hypothesis")
-
 from dp_clipping.step.sums.plain import Plain
 from tests.support import opacus_suite
 from tests.support.opacus_suite import MODES, Case, Expected, Run

@@ -1,34 +1,21 @@
 """`PrivateOptimizer.pre_step`: noise is added once, and never left out, whoever asks for it."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from dp_clipping import PrivacyEngine
+from tests.support.engine import fixed, on_any_batches
 
 
 @pytest.fixture
 def private():
     """Model, optimizer and criterion, and the engine that counts."""
     torch.manual_seed(0)
-    engine, network = PrivacyEngine(), nn.Linear(3, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = engine.make_private(
-            module=network,
-            optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
-            criterion=nn.CrossEntropyLoss(),
-            data_loader=DataLoader(range(4), batch_size=2),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            poisson_sampling=False,
-            grad_sample_mode="bookkeeping",
-            noise_generator=torch.Generator().manual_seed(1),
-        )
-    return *made[:3], engine
+    run = on_any_batches(
+        module=nn.Linear(3, 2), lr=1.0, dataset=range(4), batch_size=2, max_grad_norm=1.0,
+        grad_sample_mode="bookkeeping", noise_generator=fixed(1), accountant="pld",
+    )  # fmt: skip
+    return run.model, run.optimizer, run.criterion, run.engine
 
 
 def backward(model, criterion):

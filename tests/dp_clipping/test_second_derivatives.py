@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import warnings
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
-from dp_clipping import PrivacyEngine
 from tests.dp_clipping.conftest import MODES, assert_close
+from tests.support.engine import on_any_batches
 from tests.support.turns import in_turn
 
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -253,16 +251,11 @@ def loss(outputs, targets):
 
 
 def trained(network, mode, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return PrivacyEngine().make_private(
-            module=network, criterion=loss, loss_reduction="sum", grad_sample_mode=mode,
-            optimizer=torch.optim.SGD(
-                [p for p in network.parameters() if p.requires_grad], lr=0.0
-            ),
-            data_loader=DataLoader(TensorDataset(*data()), batch_size=4), noise_multiplier=0.0,
-            poisson_sampling=False, **{"max_grad_norm": CLIP} | options,
-        )  # fmt: skip
+    run = on_any_batches(
+        module=network, criterion=loss, loss_reduction="sum", grad_sample_mode=mode, lr=0.0,
+        noise_multiplier=0.0, batch_size=4, **{"max_grad_norm": CLIP} | options,
+    )  # fmt: skip
+    return run.model, run.optimizer, run.criterion, run.loader
 
 
 def sums_of(network, mode, **options):

@@ -12,12 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from tests.dp_clipping.conftest import (
-    assert_close,
-    clipped_sums,
-    gradients_of,
-    unchecked,
-)
+from tests.dp_clipping.conftest import assert_close, clipped_sums, gradients_of, unchecked
 from tests.support import zoo
 
 pytestmark = [

@@ -1,17 +1,16 @@
 """`views`: the mean gradient of several draws of a sample is clipped, and ε is as without."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from dp_clipping import MODES, BatchMemoryManager, PrivacyEngine
+from dp_clipping import MODES, BatchMemoryManager
 from tests.dp_clipping.conftest import assert_close
+from tests.support import engine as runs
 from tests.support import zoo
 
 SAMPLES, CLASSES, V, C = 9, 3, 3, 0.2
@@ -47,19 +46,15 @@ def network():
 
 def build(engine=None, data=None, batch_size=SAMPLES // 3, lr=0.0, **options):
     net = network()
-    engine = engine or PrivacyEngine(accountant="rdp")
     reduction = options.setdefault("loss_reduction", "mean")
     data = data or Augmented()
-    options = {"views": V, "noise_multiplier": 0.0, "max_grad_norm": C, **options}
-    model, optimizer, criterion, loader = engine.make_private(
-        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=lr),
+    run = runs.build(
+        engine=engine, module=net, dataset=data, batch_size=batch_size, lr=lr,
         criterion=nn.CrossEntropyLoss(reduction=reduction),
-        data_loader=DataLoader(data, batch_size=batch_size), **options,
+        **{"views": V, "noise_multiplier": 0.0, "max_grad_norm": C, **options},
     )  # fmt: skip
-    return SimpleNamespace(
-        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader,
-        data=data, network=net,
-    )  # fmt: skip
+    run.data = data
+    return run
 
 
 def numbers(x):
@@ -215,14 +210,13 @@ class TestSteps:
         net = Adapted().double()
         net.weight.requires_grad_(False)
         net.bias.requires_grad_(False)
-        model, _, criterion, loader = PrivacyEngine().make_private(
-            module=net, optimizer=torch.optim.SGD([net.a.weight, net.b.weight], lr=0.0),
-            data_loader=DataLoader(Augmented(), batch_size=3), sample_rate=1.0, steps=1,
+        run = runs.build(
+            module=net, dataset=Augmented(), batch_size=3, sample_rate=1.0, steps=1,
             noise_multiplier=0.0, max_grad_norm=C, views=V,
         )  # fmt: skip
-        ((x, y),) = loader
-        criterion(model(x), y).backward()
-        for i, norm in enumerate(model.per_sample_gradient_norms):
+        ((x, y),) = run.loader
+        run.criterion(run.model(x), y).backward()
+        for i, norm in enumerate(run.model.per_sample_gradient_norms):
             own = slice(V * i, V * i + V)
             loss = F.cross_entropy(net(x[own]), y[own])
             found = torch.autograd.grad(loss, [net.a.weight, net.b.weight])

@@ -7,18 +7,25 @@ from ddp.torch_compat import all_gather, reduce_scatter
 from ddp_by_hand.exercises.sharded import GatheredUnit, Sharded, Unit, blocks_of, in_buckets
 
 
-class StateShardedDDP(Sharded):
+class Begun(Sharded):
+    """Begins with rank 0's parameters and buffers."""
+
     def __init__(self, module):
         super().__init__()
         self.module = module
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
-        self.trained = [p for p in module.parameters() if p.requires_grad]
-        self.units = [self]
-        self.flatten_parameters()
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
+
+
+class StateShardedDDP(Begun):
+    def __init__(self, module):
+        super().__init__(module)
+        self.trained = [p for p in module.parameters() if p.requires_grad]
+        self.units = [self]
+        self.flatten_parameters()
 
     @torch.no_grad()
     def flatten_parameters(self):
@@ -76,22 +83,16 @@ class StateShardedDDP(Sharded):
         }
 
 
-class GradientShardedDDP(Sharded):
+class GradientShardedDDP(Begun):
     on_the_wire = 2
 
     def __init__(self, module, *, bucket_size_mb=25):
-        super().__init__()
-        self.module = module
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+        super().__init__(module)
         self.units = [Unit(bucket) for bucket in in_buckets(module, bucket_size_mb)]
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.gradient_ready)
         self.begin_step()
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
 
     def make_optimizer(self, cls, **options):
         optimizer = cls([unit.own for unit in self.units], **options)
@@ -119,7 +120,7 @@ class GradientShardedDDP(Sharded):
         while len(self.in_flight) >= self.on_the_wire:
             self.finish_oldest()
         flat = self.take_gradients(unit)
-        own = self.receiver(unit, flat)
+        own = torch.empty_like(unit.own)
         handle = reduce_scatter(own, flat, dist.ReduceOp.SUM, dist.group.WORLD)
         self.in_flight.append((handle, unit, own, flat))
 
@@ -128,9 +129,6 @@ class GradientShardedDDP(Sharded):
         for parameter in unit.trained:
             parameter.grad = None
         return flat
-
-    def receiver(self, unit, flat):
-        return torch.empty_like(unit.own)
 
     def finish_oldest(self):
         handle, unit, own, _ = self.in_flight.pop(0)
@@ -163,14 +161,11 @@ class MyUnit(GatheredUnit):
         self.values.untyped_storage().resize_(0)
 
 
-class FullyShardedDDP(Sharded):
+class FullyShardedDDP(Begun):
     unit_type = MyUnit
 
     def __init__(self, module):
-        super().__init__()
-        self.module = module
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+        super().__init__(module)
         modules, rest = blocks_of(module)
         self.blocks = [self.unit_type(block.parameters()) for block in modules]
         self.root = self.unit_type(rest)

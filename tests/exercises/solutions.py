@@ -1,4 +1,4 @@
-"""A solution of each exercise, in the order of the exercises."""
+"""A solution of each exercise but 10 to 12, in the order of the exercises."""
 
 from contextlib import contextmanager
 from itertools import pairwise
@@ -30,22 +30,13 @@ class AverageDDP(nn.Module):
                 parameter.grad /= dist.get_world_size()
 
 
-class OverlapDDP(nn.Module):
+class OverlapDDP(AverageDDP):
     def __init__(self, module):
-        super().__init__()
-        self.module = module
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+        super().__init__(module)
         self.handles = []
         for parameter in module.parameters():
             if parameter.requires_grad:
-                self.watch(parameter)
-
-    def watch(self, parameter):
-        parameter.register_post_accumulate_grad_hook(self.start_reduction)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
+                parameter.register_post_accumulate_grad_hook(self.start_reduction)
 
     @torch.no_grad()
     def start_reduction(self, parameter):
@@ -118,12 +109,9 @@ def last_that_pays(step_on, counts, limit):
     return last
 
 
-class OrderedDDP(nn.Module):
+class OrderedDDP(AverageDDP):
     def __init__(self, module):
-        super().__init__()
-        self.module = module
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+        super().__init__(module)
         self.order = [p for p in reversed(list(module.parameters())) if p.requires_grad]
         self.begin_step()
         for parameter in self.order:
@@ -132,9 +120,6 @@ class OrderedDDP(nn.Module):
     def begin_step(self):
         self.ready = set()
         self.handles = []
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
 
     @torch.no_grad()
     def gradient_ready(self, parameter):
@@ -153,20 +138,14 @@ class OrderedDDP(nn.Module):
         self.begin_step()
 
 
-class AccumulatingDDP(nn.Module):
+class AccumulatingDDP(AverageDDP):
     def __init__(self, module):
-        super().__init__()
-        self.module = module
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+        super().__init__(module)
         self.synchronizing = True
         self.handles = []
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.start_reduction)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self):
@@ -190,16 +169,7 @@ class AccumulatingDDP(nn.Module):
         self.handles.clear()
 
 
-class UnusedDDP(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
+class UnusedDDP(AverageDDP):
     @torch.no_grad()
     def finish_gradient_synchronization(self):
         parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -237,21 +207,13 @@ def pass_on(mine, theirs):
     return received
 
 
-class FlatDDP(nn.Module):
-    tail_share = 0.25
-
+class FlatDDP(AverageDDP):
     def __init__(self, module, *, bucket_size_mb=25):
-        super().__init__()
-        self.module = module
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+        super().__init__(module)
         self.make_buckets(int(bucket_size_mb * (1 << 20)))
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.gradient_ready)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
 
     def make_buckets(self, capacity):
         parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -260,7 +222,7 @@ class FlatDDP(nn.Module):
             [str(p.dtype) for p in parameters],
             list(reversed(range(len(parameters)))),
             capacity,
-            tail=int(capacity * self.tail_share),
+            tail=capacity // 4,
         )
         self.buckets = [[parameters[i] for i in members] for members in plan]
         self.flats = [torch.empty(sum(p.numel() for p in b)).to(b[0]) for b in self.buckets]
@@ -298,20 +260,15 @@ class FlatDDP(nn.Module):
         self.begin_step()
 
 
-class LocalStepsDDP(torch.nn.Module):
+class LocalStepsDDP(AverageDDP):
     def __init__(self, module, every, outer_lr=0.7, outer_momentum=0.9):
-        super().__init__()
-        self.module, self.every = module, every
+        super().__init__(module)
+        self.every = every
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
         self.trained = [p for p in module.parameters() if p.requires_grad]
         self.steps = 0
         self.momentum = [torch.zeros_like(p) for p in self.trained]
         self.start = self.positions()
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self):
         pass
@@ -336,8 +293,5 @@ class LocalStepsDDP(torch.nn.Module):
             delta = start - parameter
             dist.all_reduce(delta)
             delta /= dist.get_world_size()
-            self.step_parameter(parameter, start, momentum, delta)
-
-    def step_parameter(self, parameter, start, momentum, delta):
-        momentum.mul_(self.outer_momentum).add_(delta)
-        parameter.copy_(start - self.outer_lr * (delta + self.outer_momentum * momentum))
+            momentum.mul_(self.outer_momentum).add_(delta)
+            parameter.copy_(start - self.outer_lr * (delta + self.outer_momentum * momentum))

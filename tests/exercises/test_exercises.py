@@ -1,5 +1,6 @@
 """Every solution passes; every starter and every usual mistake fails, and is told why."""
 
+import importlib
 import inspect
 import os
 import subprocess
@@ -24,7 +25,6 @@ from ddp_by_hand.exercises.judge import (
     load_check,
     patience,
 )
-from tests.exercises import fsdp_mistakes, sharded_mistakes  # noqa: F401 - add to MISTAKES
 from tests.exercises.mistakes import MISTAKES
 
 HERE = Path(__file__).parent
@@ -42,12 +42,11 @@ CLASSES = {
     "diloco": "LocalStepsDDP",
 }
 
-FUNCTIONS = {"measure": "measure", "plan": "plan_buckets", "ring": "ring_all_reduce"}
-PREDICT = {  # of the exercise with three functions: first argument -> function
-    "nbytes": "all_reduce_seconds",
-    "pieces": "step_seconds",
-    "step_on": "last_that_pays",
-}
+PARTS = {name: (kind,) for name, kind in CLASSES.items()} | {
+    "measure": ("measure", "covered"), "plan": ("plan_buckets",),
+    "predict": ("all_reduce_seconds", "step_seconds", "last_that_pays"),
+    "ring": ("ring_all_reduce", "pass_on"), "fsdp": ("MyUnit", "FullyShardedDDP"),
+}  # fmt: skip
 SOLUTIONS = HERE / "solutions.py"
 SHARDED_SOLUTIONS = HERE / "sharded_solutions.py"  # of exercises 10 to 12
 FAST_PER_EXERCISE = 1
@@ -66,23 +65,31 @@ def solution_of(name: str) -> Path:
 
 def write_mistake(name: str, folder: Path) -> Path:
     """A learner's file that makes this mistake."""
-    exercise, code = MISTAKES[name].exercise, MISTAKES[name].code
+    exercise, _, _, *changes = MISTAKES[name]
+    module = importlib.import_module(f"tests.exercises.{solution_of(exercise).stem}")
+    text = "\n\n".join(inspect.getsource(getattr(module, part)) for part in PARTS[exercise])
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        text = replace_once(text, old, new)
     path = folder / f"{name}.py"
-    right = "from tests.exercises.solutions import *\n" if exercise == "predict" else ""
-    replaced = (CLASSES | FUNCTIONS).get(exercise) or PREDICT[
-        next(iter(inspect.signature(code).parameters))
-    ]
-    path.write_text(
-        f"{right}from {code.__module__} import *\n\n\n{inspect.getsource(code)}\n\n"
-        f"{replaced} = {name}\n"
-    )
+    path.write_text(f"from {module.__name__} import *\n\n\n{text}")
     return path
+
+
+def replace_once(text: str, old: str, new: str) -> str:
+    """The text with other lines, which are indented as those that they replace."""
+    first = next(line for line in text.splitlines() if old.splitlines()[0] in line)
+    old, new = (
+        lines.replace("\n", "\n" + first[: len(first) - len(first.lstrip())])
+        for lines in (old, new)
+    )
+    assert text.count(old) == 1, old
+    return text.replace(old, new)
 
 
 def mistakes() -> list:
     """The first of each exercise in every run, the others as slow ones."""
     cases = []
-    for _, group in groupby(MISTAKES, lambda name: MISTAKES[name].exercise):
+    for _, group in groupby(MISTAKES, lambda name: MISTAKES[name][0]):
         for place, name in enumerate(group):
             marks = [pytest.mark.slow] if place >= FAST_PER_EXERCISE else []
             cases.append(pytest.param(name, marks=marks))
@@ -144,7 +151,7 @@ def test_starter_is_told_what_to_fill_in(ranks, name):
 
 @pytest.mark.parametrize("name", mistakes())
 def test_mistake_is_told(ranks, tmp_path, name):
-    exercise, text, why, _ = MISTAKES[name]
+    exercise, text, why, *_ = MISTAKES[name]
     path = write_mistake(name, tmp_path)
     result = first_wrong(judge(EXERCISES[exercise], path, ranks, patience_s=2))
     assert result.text.startswith(text)
@@ -153,7 +160,7 @@ def test_mistake_is_told(ranks, tmp_path, name):
 
 def test_each_exercise_has_two_mistakes():
     for name in EXERCISES:
-        assert sum(mistake.exercise == name for mistake in MISTAKES.values()) >= 2
+        assert sum(exercise == name for exercise, *_ in MISTAKES.values()) >= 2
 
 
 def test_after_a_stall_the_rest_is_skipped_and_the_pool_still_works(ranks, tmp_path):

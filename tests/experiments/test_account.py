@@ -309,7 +309,6 @@ def test_without_a_gpu(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["bert_base", "resnet18"])
 def test_on_a_gpu(name):
     (cell,) = account.run_all(account.Options(networks=(name,), small=True), torch.device("cuda"))

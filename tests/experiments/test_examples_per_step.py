@@ -7,7 +7,6 @@ import torch
 
 from ddp_by_hand.experiments import correlated_noise
 from ddp_by_hand.experiments.examples_per_step import Options, main, units_of_pictures
-from ddp_by_hand.measure.options import parser_of
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 
 SMALL = (
@@ -45,8 +44,3 @@ def test_units_differ_in_size():
     assert sum(sizes.values()) == 4096
     assert set(sizes.values()) >= {1, 2, 3}
     assert 32 < max(sizes.values()) <= 64
-
-
-def test_options_say_their_defaults():
-    actions = parser_of(Options, prog="examples_per_step")._actions
-    assert all("(default: " in action.help for action in actions if action.dest != "help")

@@ -7,6 +7,7 @@ import pytest
 from ddp_by_hand.experiments.local_steps import main, split
 from ddp_by_hand.lm.data import open_data
 from ddp_by_hand.measure.picture import read_picture
+from tests.support.wrong_input import is_one_line
 
 
 def test_it_trains_prints_and_draws(tmp_path, capsys):
@@ -36,6 +37,4 @@ def test_held_out_text_is_not_trained_on():
 
 @pytest.mark.parametrize("option", ["--every", "--steps"])
 def test_sizes_are_positive(option, capsys):
-    with pytest.raises(SystemExit):
-        main([option, "0"])
-    assert "give a positive" in capsys.readouterr().err
+    is_one_line(main, [option, "0"], "give a positive", capsys)

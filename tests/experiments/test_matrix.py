@@ -10,14 +10,8 @@ from torch import nn
 
 from ddp_by_hand.experiments.matrix import page
 from ddp_by_hand.experiments.matrix.__main__ import FAMILIES, NEEDS, main
-from ddp_by_hand.experiments.matrix.trial import (
-    SAMPLES,
-    Outcome,
-    Row,
-    Subject,
-    subject_of,
-    try_row,
-)
+from ddp_by_hand.experiments.matrix.trial import SAMPLES, Outcome, Row, Subject, subject_of, try_row
+from tests.support.wrong_input import is_one_line
 
 PAGE = Path(__file__).parents[2] / "docs/matrix.md"
 
@@ -148,10 +142,7 @@ def test_wrong_commands(tmp_path, capsys):
         (["--families", "keras"], "keras"),
         (["--names", "gpt2", "--output", str(tmp_path / "x.md")], "leave out --names"),
     ):
-        with pytest.raises(SystemExit) as end:
-            main(words)
-        assert end.value.code == 2
-        assert says in capsys.readouterr().err
+        is_one_line(main, words, says, capsys)
 
 
 def test_a_name_that_no_row_has_is_said(capsys):

@@ -11,6 +11,7 @@ from ddp_by_hand.experiments.price_sharded import main, parse, run_all
 from ddp_by_hand.experiments.rounds import report
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.alone import Watching, worker_of
+from tests.support.wrong_input import is_one_line
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = ["ordinary", "flash_bookkeeping_per_layer"]
@@ -62,7 +63,4 @@ def test_a_rehearsal(tmp_path):
     ],
 )
 def test_wrong_options(arguments, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+    is_one_line(main, arguments, arguments[0], capsys)

@@ -23,26 +23,6 @@ WITH_VMAP = [case.name for case in zoo.CASES if not case.needs and case.name not
 # The loss depends on a padding embedding, whose gradient is zero by definition.
 WITHOUT_DERIVATIVE = {"padding_idx", "padding_idx_tied"}
 WITH_DERIVATIVE = [case.name for case in zoo.CASES if case.name not in WITHOUT_DERIVATIVE]
-WITH_OPACUS = [
-    "mlp",
-    "mlp_p_is_b",
-    "tokens",
-    "tokens_t_is_b",
-    "four_axes",
-    "half_frozen",
-    "reused",
-    "embedding",
-    "embedding_without_tokens",
-    "layer_norm",
-    "rms_norm",
-    "group_norm",
-    "conv1d",
-    "conv1d_all",
-    "conv2d",
-    "conv2d_stride_padding",
-    "conv2d_groups",
-    "conv2d_depthwise",
-]
 
 
 def losses_of(case, model, batch):
@@ -124,22 +104,6 @@ def test_beside_vmap(case):
 
     with oracle.Widened(torch.float64):
         expected = vmap(grad(loss), in_dims=(None, 0, 0))(trainable, inputs, targets)
-    assert_same(gradients_of(case), expected)
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("case", zoo.parameters(*WITH_OPACUS))
-def test_beside_opacus(case):
-    opacus = pytest.importorskip("opacus")
-    model, batch = in_float64(case)
-    model = opacus.GradSampleModule(model, loss_reduction="sum")
-    losses_of(case, model, batch).sum().backward()
-    prefix = "_module."
-    expected = {
-        name.removeprefix(prefix): p.grad_sample
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
     assert_same(gradients_of(case), expected)
 
 

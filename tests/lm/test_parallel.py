@@ -12,6 +12,7 @@ from ddp_by_hand.lm.model import ModelConfig, Transformer, forward_loss
 from ddp_by_hand.lm.parallel import DATA, TENSOR, materialize, parallelize, plan_of
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.meshes import square
+from tests.support.on_ranks import on_ranks
 
 ODD = ModelConfig(vocab_size=37, d_model=24, num_layers=2, num_heads=4, d_ff=20, context_length=11)
 TIED = ModelConfig(**{**vars(ODD), "tie_embeddings": True})
@@ -68,40 +69,31 @@ def test_tensor_parallel(cpu_ranks, ranks, config):
     cpu_ranks.run(ranks, tensor_parallel, config)
 
 
-def fully_sharded(context: Context) -> None:
+@on_ranks(2)
+def test_fully_sharded(context: Context) -> None:
     for wrap, config in (("leaf", ODD), ("block", ODD), ("root", ODD), ("block", TIED)):
         network = parallelize(make(config), mesh_of(context, DATA), wrap=wrap)
         assert isinstance(network.head.weight, DTensor)
         beside_one_process(network, config, context.world_size, context.rank)
 
 
-def test_fully_sharded(cpu_ranks):
-    cpu_ranks.run(2, fully_sharded)
-
-
-def both(context: Context, config) -> None:
+@pytest.mark.parametrize("config", [ODD, TIED])
+@on_ranks(4)
+def test_both(context: Context, config) -> None:
     mesh = mesh_of(context, DATA, TENSOR)
     network = parallelize(make(config), mesh)
     assert network.head.weight.device_mesh.mesh_dim_names == (DATA, TENSOR)
     beside_one_process(network, config, 2, mesh[DATA].get_local_rank())
 
 
-@pytest.mark.parametrize("config", [ODD, TIED])
-def test_both(cpu_ranks, config):
-    cpu_ranks.run(4, both, config)
-
-
-def computes_in_bfloat16(context: Context) -> None:
+@on_ranks(2)
+def test_mixed_precision(context: Context) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     network = parallelize(make().float(), mesh_of(context, DATA), mixed_precision=policy)
     (batch, *_) = batches(1)
     assert network(batch[0]).dtype == torch.bfloat16
     forward_loss(network, batch).backward()
     assert network.head.weight.grad.dtype == torch.float32
-
-
-def test_mixed_precision(cpu_ranks):
-    cpu_ranks.run(2, computes_in_bfloat16)
 
 
 def from_meta(context: Context, axes: tuple[str, ...]) -> None:
@@ -198,7 +190,8 @@ def test_llama_from_the_meta_device(cpu_ranks, axes):
 # ---- refusals -----------------------------------------------------------------------------------
 
 
-def refused(context: Context) -> None:
+@on_ranks(2)
+def test_what_is_refused(context: Context) -> None:
     with pytest.raises(ValueError, match="axes \\('rows',\\)"):
         parallelize(make(), mesh_of(context, "rows"))
     with pytest.raises(ValueError, match="choose one of leaf, block, root"):
@@ -207,10 +200,6 @@ def refused(context: Context) -> None:
         parallelize(make(TIED), mesh_of(context, DATA), wrap="leaf")
     with pytest.raises(ValueError, match="no tensor-parallel plan is known for Linear"):
         parallelize(nn.Linear(2, 2), mesh_of(context, TENSOR))
-
-
-def test_what_is_refused(cpu_ranks):
-    cpu_ranks.run(2, refused)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(3, "num_heads is 4"), (4, None), (8, "num_heads")])

@@ -45,12 +45,7 @@ def test_plain_keys_as_columns_and_text_left():
     table = format_table(
         ["a", "b", "c"], [{"a": "x", "b": 1.0, "c": "left"}, {"a": "yy", "c": "l"}]
     )
-    assert table.splitlines() == [
-        "a      b  c",
-        "--  ----  ----",
-        "x   1.00  left",
-        "yy     –  l",
-    ]
+    assert table.splitlines() == ["a      b  c", "--  ----  ----", "x   1.00  left", "yy     –  l"]
 
 
 def test_failure_keeps_every_text_column_before_the_numbers():

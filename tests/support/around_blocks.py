@@ -199,7 +199,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 REFUSED: dict[str, Callable[[], nn.Module]] = {
-    "handed": lambda: network(handed, table=Parameter(torch.randn(TOKENS, WIDTH))),
+    "handed": lambda: network(handed, table=Parameter(torch.randn(TOKENS, WIDTH)))
 }
 """What blocks that ranks gather by themselves cannot be."""
 

@@ -1,4 +1,4 @@
-"""An empirical audit: train on data with and without one sample, and guess which it was.
+"""Scores of an empirical audit: training on data with and without one sample.
 
 Runs of the real engine (loader, capture, clipping, noise, optimizer) train a linear model without
 bias, whose gradients are known in advance: the network computes w·x and the loss is y·(w·x), so a
@@ -8,15 +8,8 @@ at random, a canary. Samples are clipped one by one and noise is drawn coordinat
 experiments of one run do not touch each other, and a run is as good as many with one canary each.
 What leaves a run is the parameters; the score of an experiment is how far its coordinate has moved.
 
-Guessing "canary" where the score is above a threshold is wrong with rates α (there was none) and β
-(one was missed). An (ε, δ) mechanism allows no guess with α < (1 − δ − β)·e^(−ε), nor with α and β
-exchanged, so measured rates bound ε from below. Rates are not probabilities: upper confidence
-limits stand in for them (C. Clopper and E. Pearson, 1934), each failing half as often as the bound
-may: for a confidence of 95 %, each holds with 97.5 %. The guess is chosen on half of experiments
-and judged on the others; otherwise the best of many would look better than it is.
-
-An audit finds mechanisms that are broken. It does not prove that one is right: the bound says what
-this guess could tell, not what the best one could.
+What the scores of the two halves tell is in `divergences.py`. That finds mechanisms that are broken
+and proves none to be right: it says what these samples show, not what the worst ones would.
 
 Sources: M. Jagielski, J. Ullman and A. Oprea, Auditing differentially private machine learning
 (2020); M. Nasr et al., Adversary instantiation: lower bounds for differentially private machine
@@ -24,29 +17,22 @@ learning (2021); T. Steinke, M. Nasr and M. Jagielski, Privacy auditing with one
 (2023), for many canaries in one run.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import scipy.stats
 import torch
-from opacus.accountants import create_accountant
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_clipping import PrivacyEngine
 from dp_clipping.optimizer import PrivateOptimizer
 from tests.dp_clipping.conftest import skip_all_checks
 from tests.support import zoo
-
-DELTA = 1e-2
-"""Far above what one would train with: the larger δ, the smaller the ε that holds with it, and the
-fewer runs show that it does not. A Gaussian mechanism's noise decides ε at every δ."""
+from tests.support.engine import build, step
 
 EXPERIMENTS = 500  # of one run
-CONFIDENCE = 0.95
-THRESHOLDS = 200
 
 
 @dataclass(frozen=True)
@@ -75,12 +61,6 @@ class Setting:
     copies: int = 1
     clips_units: bool = True
 
-    def claimed_epsilon(self, delta: float = DELTA) -> float:
-        """ε of one run, from Opacus's accountant."""
-        accountant = create_accountant("prv")
-        accountant.history = [(self.noise_multiplier, 1 / self.batches, self.steps)]
-        return accountant.get_epsilon(delta)
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -97,8 +77,8 @@ class Samples:
         return DataLoader(TensorDataset(x, y), batch_size=-(-len(x) // batches))
 
 
-Break = Callable[[PrivateOptimizer, Samples], None]
-"""How a broken mechanism differs from the one that `make_private` returned."""
+Break = Callable[[PrivateOptimizer, Samples, Callable], None]
+"""How a mechanism differs from that of `make_private`; the last argument patches it for a run."""
 
 
 def draw_samples(setting: Setting) -> Samples:
@@ -130,74 +110,26 @@ def _one_run(setting: Setting, samples: Samples, broken: Break | None) -> Tensor
     network = nn.Linear(EXPERIMENTS, 1, bias=False)
     loader = samples.loader(setting.batches, setting.copies)
     units = {"examples_per_unit": setting.copies} if setting.clips_units else {}
-    model, optimizer, criterion, draws = PrivacyEngine(accountant="rdp").make_private(
-        module=network,
-        optimizer=torch.optim.SGD(
-            network.parameters(), lr=loader.batch_size / units.get("examples_per_unit", 1)
-        ),
-        criterion=zoo.Criterion(zoo.product, "mean"),
-        data_loader=loader,
-        noise_multiplier=setting.noise_multiplier,
-        max_grad_norm=1.0,
-        grad_sample_mode=setting.mode,
-        clipping=setting.clipping,
-        clipping_function=setting.clipping_function,
-        **units,
-    )
-    skip_all_checks(model)
-    if broken is not None:
-        broken(optimizer, samples)
-    start = network.weight.detach().clone()
-    while optimizer.steps < setting.steps:
-        for inputs, targets in draws:
-            criterion(model(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if optimizer.steps == setting.steps:
-                break
+    run = build(
+        module=network, data_loader=loader, criterion=zoo.Criterion(zoo.product, "mean"),
+        lr=loader.batch_size / units.get("examples_per_unit", 1), max_grad_norm=1.0,
+        noise_multiplier=setting.noise_multiplier, grad_sample_mode=setting.mode,
+        clipping=setting.clipping, clipping_function=setting.clipping_function, **units,
+    )  # fmt: skip
+    skip_all_checks(run.model)
+    with pytest.MonkeyPatch.context() as patches:
+        if broken is not None:
+            broken(run.optimizer, samples, patches.setattr)
+        start = network.weight.detach().clone()
+        while run.optimizer.steps < setting.steps:
+            for batch in run.loader:
+                step(run, batch)
+                if run.optimizer.steps == setting.steps:
+                    break
     return (start - network.weight.detach())[0].double()
-
-
-def audit(
-    setting: Setting, runs: int, broken: Break | None = None, confidence: float = CONFIDENCE
-) -> float:
-    """A lower bound of ε, which is right in at least a share `confidence` of audits."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return epsilon_bound(*scores(setting, runs, broken), DELTA, confidence)
-
-
-def epsilon_bound(
-    without: Tensor, with_canary: Tensor, delta: float, confidence: float = CONFIDENCE
-) -> float:
-    """The lower bound from the scores of as many experiments without a canary as with one."""
-    half = len(without) // 2
-    clip_norms_of = torch.cat([without[:half], with_canary[:half]]).quantile(
-        torch.linspace(0, 1, THRESHOLDS, dtype=without.dtype)
-    )
-    bounds = _bounds(without[:half], with_canary[:half], clip_norms_of, delta, confidence)
-    threshold, way = np.unravel_index(np.argmax(bounds), bounds.shape)
-    judged = _bounds(without[half:], with_canary[half:], clip_norms_of, delta, confidence)
-    return float(judged[threshold, way])
-
-
-def _bounds(
-    without: Tensor, with_canary: Tensor, clip_norms_of: Tensor, delta: float, confidence: float
-) -> np.ndarray:
-    """log((1 − δ − β) / α) of each threshold, and with α and β exchanged: [THRESHOLDS, 2].
-
-    0 where that says nothing.
-    """
-    each = (1 + confidence) / 2
-    false_alarms = (without[:, None] > clip_norms_of).sum(0).numpy()
-    missed = (with_canary[:, None] <= clip_norms_of).sum(0).numpy()
-    alpha = clopper_pearson(false_alarms, len(without), each)
-    beta = clopper_pearson(missed, len(with_canary), each)
-    ratios = np.stack([(1 - delta - beta) / alpha, (1 - delta - alpha) / beta], axis=1)
-    return np.log(ratios.clip(min=1))
 
 
 def clopper_pearson(counts: np.ndarray, trials: int, confidence: float) -> np.ndarray:
     """Upper limits of probabilities after `counts` of `trials`."""
-    clip_norms = scipy.stats.beta.ppf(confidence, counts + 1, np.maximum(trials - counts, 1))
-    return np.where(counts == trials, 1.0, clip_norms)
+    limits = scipy.stats.beta.ppf(confidence, counts + 1, np.maximum(trials - counts, 1))
+    return np.where(counts == trials, 1.0, limits)

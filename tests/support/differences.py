@@ -28,7 +28,7 @@ REFUSED = {
         "not_at_once": DIVIDED,
         "on_one_trunk": DIVIDED,
         "in_a_loop": DIVIDED,
-        "goes_without_a_trace": "because the wrapper that has divided it is deleted",
+        "test_a_wrapper_leaves_no_trace": "because the wrapper that has divided it is deleted",
         "created_graphs": "create_graph=True through a block",
         "loaded_by_assignment": "give assign=False",
         "by_another_variant": DIVIDED,
@@ -42,10 +42,10 @@ REFUSED = {
 }
 
 REDUCED = {  # behaviours that compare with a gradient, or buffers, that all ranks share
-    "train_beside_reference", "one_loop", "goes_without_a_trace", "in_turn", "in_a_loop",
+    "train_beside_reference", "one_loop", "test_a_wrapper_leaves_no_trace", "in_turn", "in_a_loop",
     "refusals", "deep_copies", "nothing_in_the_first",
     "post_accumulate", "hook_that_raises", "created_graphs", "retained_graphs",
-    "none_counts_as_zero",
+    "test_a_gradient_of_none_counts_as_zero",
     "driven_by_hand", "accumulated_by_hand", "by_hand_and_by_autograd", "incomplete",
     "rounds_by_hand", "failed_by_hand", "autograd_behind_by_hand",
     "float32_sums", "by_autograd", "unused", "refused_dtypes", "types_of_the_user",

@@ -1,6 +1,7 @@
 """Small private runs through `make_private`, and single steps of them."""
 
 import math
+import warnings
 from types import SimpleNamespace
 
 import torch
@@ -27,13 +28,14 @@ def fixed(seed=5):
     return torch.Generator().manual_seed(seed)
 
 
-def arguments(**changes):
+def arguments(*, dataset=None, batch_size=BATCH, lr=0.1, **changes):
     """For `make_private`, of any engine."""
-    net = changes.pop("module", None) or network()
+    module = changes.pop("module", None) or network()
+    trained = [p for p in module.parameters() if p.requires_grad]
     return {
-        "module": net,
-        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
-        "data_loader": DataLoader(data(), batch_size=BATCH),
+        "module": module,
+        "optimizer": torch.optim.SGD(trained, lr=lr),
+        "data_loader": DataLoader(dataset or data(), batch_size=batch_size),
         "noise_multiplier": 1.0,
         "max_grad_norm": 0.5,
         **changes,
@@ -42,10 +44,19 @@ def arguments(**changes):
 
 def build(*, engine=None, accountant="rdp", hide_unprotected=False, **changes):
     engine = engine or PrivacyEngine(accountant=accountant, hide_unprotected=hide_unprotected)
-    model, optimizer, criterion, loader = engine.make_private(**arguments(**changes))
+    given = arguments(**changes)
+    model, optimizer, criterion, loader = engine.make_private(**given)
     return SimpleNamespace(
-        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader
-    )
+        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader,
+        network=given["module"],
+    )  # fmt: skip
+
+
+def on_any_batches(**changes):
+    """A run on batches that do not come from its loader, which it is not warned of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "poisson_sampling=False")
+        return build(poisson_sampling=False, **changes)
 
 
 def backward(run, batch):

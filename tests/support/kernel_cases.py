@@ -41,10 +41,7 @@ SHAPES = [
 ]
 FEATURES = [(16, 24), (33, 7), (40, 16), (1, 1), (64, 48), (24, 16)]  # d, p; more than one table's
 TILE = Tile(32, 32, 32, 4, 2)  # of the interpreter
-NEEDS_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+on_gpu = pytest.mark.gpu
 LARGE = [(3, 1000, 768, 520), (2, 1024, 1024, 3072), (9, 257, 513, 129), (64, 1, 1024, 1000)]
 
 
@@ -166,7 +163,7 @@ def on_kernels(dtypes: Iterable[torch.dtype] = tuple(SUM_BOUND), tf32: bool = Fa
                 place = Place("cpu", dtype, TILE, SHAPES, layouts, is_tf32)
                 places.append(pytest.param(place, id=f"interpreted-{name}"))
             place = Place("cuda", dtype, None, SHAPES + LARGE, LAYOUTS, is_tf32)
-            places.append(pytest.param(place, id=f"compiled-{name}", marks=NEEDS_GPU))
+            places.append(pytest.param(place, id=f"compiled-{name}", marks=pytest.mark.gpu))
 
         @pytest.mark.parametrize("place", places)
         def test(place: Place, request: pytest.FixtureRequest) -> None:
@@ -188,10 +185,3 @@ def _run(module: str, name: str, place: Place) -> None:
     chunk = nullcontext() if place.device == "cuda" else patch.object(gram, "CHUNK", 64)
     with poisoned_memory(), chunk:
         getattr(import_module(module), name).body(place)
-
-
-def on_gpu(test: Callable) -> Callable:
-    """Marks a test that needs a GPU."""
-    for mark in NEEDS_GPU:
-        test = mark(test)
-    return test

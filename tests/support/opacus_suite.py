@@ -34,9 +34,9 @@ from opacus.utils.per_sample_gradients_utils import (
 )
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from dp_clipping import PrivacyEngine
+from tests.support.engine import on_any_batches
 
 hypothesis.settings.register_profile(
     "opacus_suite",
@@ -187,18 +187,13 @@ class Private:
         network = clone_module(case.module)
         self.parameters = dict(network.named_parameters())
         rows = max(1, case.size)
-        self.model, self.optimizer, self.criterion, _ = PrivacyEngine().make_private(
-            module=network,
-            optimizer=torch.optim.SGD(network.parameters(), lr=0.0),
-            criterion=Losses(case.batch_first),
-            data_loader=DataLoader(TensorDataset(torch.zeros(rows, 1)), batch_size=rows),
-            noise_multiplier=0.0,
-            max_grad_norm=max_grad_norm,
-            batch_first=case.batch_first,
+        run = on_any_batches(
+            module=network, lr=0.0, criterion=Losses(case.batch_first), noise_multiplier=0.0,
+            dataset=TensorDataset(torch.zeros(rows, 1)), batch_size=rows, grad_sample_mode=mode,
+            max_grad_norm=max_grad_norm, batch_first=case.batch_first,
             loss_reduction=case.reduction,
-            poisson_sampling=False,
-            grad_sample_mode=mode,
-        )
+        )  # fmt: skip
+        self.model, self.optimizer, self.criterion = run.model, run.optimizer, run.criterion
         self.scale = rows if case.reduction == "mean" else 1
 
     def step(self, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

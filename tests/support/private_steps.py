@@ -214,11 +214,7 @@ def full_precision() -> Iterator[None]:
 
 
 def compare(
-    case: zoo.Case,
-    way: Way,
-    *,
-    is_checked: bool = False,
-    batches: tuple[range, ...] = BATCHES,
+    case: zoo.Case, way: Way, *, is_checked: bool = False, batches: tuple[range, ...] = BATCHES
 ) -> SimpleNamespace | None:
     """Makes a run, and compares each of its steps with the definition.
 

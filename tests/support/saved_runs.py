@@ -1,15 +1,14 @@
 """A small private run with everything that a checkpoint holds, for the tests of checkpoints."""
 
-from types import SimpleNamespace
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp import wrap
-from dp_clipping import BatchMemoryManager, PrivacyEngine
+from dp_clipping import BatchMemoryManager
 from dp_clipping.checkpoint.file_format import write_sealed
 from tests.dp_clipping.conftest import skip_all_checks
+from tests.support import engine as runs
 
 SAMPLES, BATCH = 24, 4  # 6 draws an epoch
 
@@ -51,19 +50,14 @@ def build(
     network.first.weight.requires_grad_(not frozen)
     optimizer = make(network.parameters())
     module = network if group is None else wrap("ddp_bucketed", network, process_group=group)
-    engine = engine or PrivacyEngine(accountant=accountant)
-    arguments = {"noise_multiplier": 0.8, "max_grad_norm": 0.7, **changes}
-    model, optimizer, criterion, loader = engine.make_private(
-        module=module,
-        optimizer=optimizer,
+    run = runs.build(
+        engine=engine, accountant=accountant, module=module, optimizer=optimizer,
         data_loader=DataLoader(dataset or data(count), batch_size=BATCH, num_workers=workers),
-        **arguments,
-    )
+        **{"noise_multiplier": 0.8, "max_grad_norm": 0.7, **changes},
+    )  # fmt: skip
     if changes.get("grad_sample_mode") != "no_dp":
-        skip_all_checks(optimizer.model)  # which take longer than the steps
-    return SimpleNamespace(
-        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader
-    )
+        skip_all_checks(run.optimizer.model)  # which take longer than the steps
+    return run
 
 
 def batches(run, microbatch=None):

@@ -47,7 +47,6 @@ def test_kernel_in_the_interpreter(interpreter):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compiled_kernel():
     kinds = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
     check([*SIZES, 1_000_003], kinds, [(1, 0.5), (3, 0.25), (7, 1.0)], "cuda")

@@ -10,6 +10,7 @@ from ddp.sharded.internals.agreement import ToldError, agree, status_of
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, loss_of
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets, whole_values
+from tests.support.on_ranks import on_ranks
 from tests.support.turns import in_turn
 
 NAMES = ["zero1", "zero2", "fsdp"]
@@ -54,7 +55,16 @@ def where_it_begins(pair: Beside, optimizer: torch.optim.Optimizer) -> None:
         del pair.model.begin_step
 
 
-def step_fails(context: Context, name: str, fail: Callable) -> None:
+FAILURES = {
+    fail.__name__: fail for fail in (in_a_hook, where_it_begins, in_the_closure, refused)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fail"), in_turn(NAMES, FAILURES, fast=2))
+@on_ranks(2)
+def test_a_step_that_fails_on_one_rank_changes_nothing(
+    context: Context, name: str, fail: Callable
+) -> None:
     """In the first step, in later ones, on one rank or on both; a schedule wraps `step` too."""
     pair = Beside(context, name, Chain(), **small_buckets(name))
     ours = pair.model.make_optimizer(torch.optim.AdamW, lr=0.1)
@@ -85,16 +95,6 @@ def step_fails(context: Context, name: str, fail: Callable) -> None:
         pair.zero_grad(set_to_none=True)
 
 
-FAILURES = {
-    fail.__name__: fail for fail in (in_a_hook, where_it_begins, in_the_closure, refused)
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "fail"), in_turn(NAMES, FAILURES, fast=2))
-def test_a_step_that_fails_on_one_rank_changes_nothing(cpu_ranks, name, fail):
-    cpu_ranks.run(2, step_fails, name, fail)
-
-
 class FailingAdam(torch.optim.Adam):
     """Fails while it steps; `treats_elements_alone` and others may step it."""
 
@@ -106,7 +106,9 @@ class FailingAdam(torch.optim.Adam):
         return super().step(closure)
 
 
-def fails_late(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(2)
+def test_a_step_that_fails_late_is_named_in_the_next_one(context: Context, name: str) -> None:
     """Where others step already: they do not wait, and all refuse to go on without a checkpoint."""
     pair = Beside(context, name, Chain(), **small_buckets(name))
     optimizer = pair.model.make_optimizer(FailingAdam, lr=0.1)
@@ -133,11 +135,6 @@ def fails_late(context: Context, name: str) -> None:
         torch.testing.assert_close(p, q)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_that_fails_late_is_named_in_the_next_one(cpu_ranks, name):
-    cpu_ranks.run(2, fails_late, name)
-
-
 def test_who_does_something_else_or_cannot_is_named():
     step, other = "optimizer.step() behind reduction 4", "optimizer.step() behind reduction 8"
     agree(lambda mine: [mine, mine], step)
@@ -151,7 +148,8 @@ def test_who_does_something_else_or_cannot_is_named():
         agree(lambda mine: [mine, status_of(step)], step, "it has failed")
 
 
-def two_optimizers(context: Context) -> None:
+@on_ranks(2)
+def test_steps_of_two_optimizers(context: Context) -> None:
     """One rank leaves the second one's step out, and another begins one with a closure."""
     model = HandBuiltFSDP(Network(), process_group=context.group)
     parts = [*model.module.blocks.parameters()], [*model.module.head.parameters()]
@@ -180,7 +178,3 @@ def two_optimizers(context: Context) -> None:
             second.step()
     for optimizer in (first, second):
         optimizer.step(closure)
-
-
-def test_steps_of_two_optimizers(cpu_ranks):
-    cpu_ranks.run(2, two_optimizers)

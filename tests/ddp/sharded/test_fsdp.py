@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.on_ranks import on_ranks
 from tests.support.turns import in_turn
 
 
@@ -169,7 +170,8 @@ def test_two_optimizers(cpu_ranks):
         cpu_ranks.run(2, two_optimizers, turn)
 
 
-def two_optimizers_of_one_unit(context: Context) -> None:
+@on_ranks(2)
+def test_two_optimizers_of_one_unit(context: Context) -> None:
     """Both step a part of it, and what the first one has gathered is not whole."""
     torch.manual_seed(0)
     pair = Pair(context, Network())
@@ -187,10 +189,6 @@ def two_optimizers_of_one_unit(context: Context) -> None:
     pair.finish()
 
 
-def test_two_optimizers_of_one_unit(cpu_ranks):
-    cpu_ranks.run(2, two_optimizers_of_one_unit)
-
-
 def frozen() -> nn.Module:
     network = Network()
     network.embedding.weight.requires_grad_(False)
@@ -203,7 +201,10 @@ def test_frozen_parameters(cpu_ranks):
     cpu_ranks.run(2, trains, frozen)
 
 
-def accumulates(context: Context, reduce: str, param_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_accumulation(context: Context, reduce: str, param_dtype: torch.dtype | None) -> None:
     """Several backwards in a step, zeroed in both ways or not at all, and a failed one."""
     options = {"reduce": reduce, "param_dtype": param_dtype}
     pair = Pair(context, Network(), **options)
@@ -223,13 +224,8 @@ def accumulates(context: Context, reduce: str, param_dtype: torch.dtype | None) 
             pair.other.zero_grad()
 
 
-@pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_accumulation(cpu_ranks, reduce, param_dtype):
-    cpu_ranks.run(2, accumulates, reduce, param_dtype)
-
-
-def mixed_precision(context: Context) -> None:
+@on_ranks(2)
+def test_mixed_precision(context: Context) -> None:
     """Computes in bfloat16; slices, their gradients and what is saved are float32."""
     pair, seen = Pair(context, Network(), param_dtype=torch.bfloat16), set()
     block = pair.model.module.blocks[0]
@@ -248,10 +244,6 @@ def mixed_precision(context: Context) -> None:
     assert any((v != v.bfloat16()).any() for v in state.values())
     with pytest.raises(ValueError, match="param_dtype"):
         HandBuiltFSDP(Network(), process_group=context.group, param_dtype=torch.int32)
-
-
-def test_mixed_precision(cpu_ranks):
-    cpu_ranks.run(2, mixed_precision)
 
 
 class Watched(HandBuiltFSDP):
@@ -294,7 +286,9 @@ class Watched(HandBuiltFSDP):
         return super().launch(bucket)
 
 
-def overlaps(context: Context, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+@on_ranks(2)
+def test_gathers_and_reductions_overlap(context: Context, checkpointing: bool) -> None:
     network = Network(depth=5, checkpointed=checkpointing)
     model = Watched(network, process_group=context.group)
     optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
@@ -327,12 +321,8 @@ def overlaps(context: Context, checkpointing: bool) -> None:
     )  # published; 5 blocks, 2 of no block
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gathers_and_reductions_overlap(cpu_ranks, checkpointing):
-    cpu_ranks.run(2, overlaps, checkpointing)
-
-
-def fails(context: Context) -> None:
+@on_ranks(2)
+def test_failures(context: Context) -> None:
     """A failed backward, one that never comes, and evaluation before a backward."""
     pair = Pair(context, Network())
     for step, fail in enumerate((0, 1, 2)):
@@ -355,11 +345,8 @@ def fails(context: Context) -> None:
         pair.model.finish_gradient_synchronization()
 
 
-def test_failures(cpu_ranks):
-    cpu_ranks.run(2, fails)
-
-
-def by_hand(context: Context) -> None:
+@on_ranks(2)
+def test_gradients_by_hand(context: Context) -> None:
     """A private engine: `autograd.grad`, then whole sums by hand, each reduced and freed."""
     pair = Pair(context, Network(), reduce="sum")
     parameters = list(pair.model.parameters())
@@ -383,11 +370,8 @@ def by_hand(context: Context) -> None:
         pair.step()
 
 
-def test_gradients_by_hand(cpu_ranks):
-    cpu_ranks.run(2, by_hand)
-
-
-def is_freed(context: Context) -> None:
+@on_ranks(2)
+def test_a_network_is_freed_with_its_wrapper(context: Context) -> None:
     """The network goes with its wrapper, also after steps whose graphs had hooks."""
     pair = Pair(context, Network())
     for step in range(2):
@@ -400,11 +384,8 @@ def is_freed(context: Context) -> None:
     assert network() is None
 
 
-def test_a_network_is_freed_with_its_wrapper(cpu_ranks):
-    cpu_ranks.run(2, is_freed)
-
-
-def refuses_a_plain_optimizer(context: Context) -> None:
+@on_ranks(2)
+def test_a_plain_optimizer_is_refused(context: Context) -> None:
     pair = Pair(context, Network())
     pair.backward(0)
     pair.finish()
@@ -415,11 +396,8 @@ def refuses_a_plain_optimizer(context: Context) -> None:
     pair.step()
 
 
-def test_a_plain_optimizer_is_refused(cpu_ranks):
-    cpu_ranks.run(2, refuses_a_plain_optimizer)
-
-
-def cleared_between(context: Context) -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_cleared_behind_no_sync(context: Context) -> None:
     """A gradient of before, which a backward under `no_sync` was added to, is set to None."""
     torch.manual_seed(0)
     pair = Pair(context, Network())
@@ -432,7 +410,3 @@ def cleared_between(context: Context) -> None:
         pair.backward(step + 2)
         pair.finish()
         pair.step()
-
-
-def test_a_gradient_that_is_cleared_behind_no_sync(cpu_ranks):
-    cpu_ranks.run(2, cleared_between)

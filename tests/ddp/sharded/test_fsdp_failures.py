@@ -13,6 +13,7 @@ from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, Pair, loss_of, tokens
 from tests.ddp.test_step import Failing
+from tests.support.on_ranks import on_ranks
 from tests.support.turns import in_turn
 
 
@@ -46,7 +47,14 @@ def fail(pair: Pair, step: int, places: list[int], phase: str = "backward") -> N
     network.at = None
 
 
-def backward_fails(context: Context, places: list[int], options: dict) -> None:
+@pytest.mark.parametrize(
+    ("places", "options"),
+    in_turn([[3, 0], [0, 2], [1, 1], [2, 1], [4, 1]], [{}, {"find_unused_parameters": True}]),
+)
+@on_ranks(2)
+def test_a_backward_fails_in_another_place_on_each_rank(
+    context: Context, places: list[int], options: dict
+) -> None:
     """In the first step, in later ones, and under `no_sync`; evaluation or a step comes next."""
     pair = Pair(context, FailingNetwork(checkpointed=places[0] == 2), **options)
     for step in range(4):
@@ -64,15 +72,8 @@ def backward_fails(context: Context, places: list[int], options: dict) -> None:
         pair.step()
 
 
-@pytest.mark.parametrize(
-    ("places", "options"),
-    in_turn([[3, 0], [0, 2], [1, 1], [2, 1], [4, 1]], [{}, {"find_unused_parameters": True}]),
-)
-def test_a_backward_fails_in_another_place_on_each_rank(cpu_ranks, places, options):
-    cpu_ranks.run(2, backward_fails, places, options)
-
-
-def forward_fails(context: Context) -> None:
+@on_ranks(2)
+def test_a_forward_fails(context: Context) -> None:
     """On all ranks in the same place, before the first step and behind it."""
     pair = Pair(context, FailingNetwork())
     for step, place in enumerate((1, 0, 3)):
@@ -80,10 +81,6 @@ def forward_fails(context: Context) -> None:
         pair.backward(step)
         pair.finish()
         pair.step()
-
-
-def test_a_forward_fails(cpu_ranks):
-    cpu_ranks.run(2, forward_fails)
 
 
 def alone(context: Context) -> None:
@@ -111,7 +108,16 @@ class WithStatistics(Network):
         self.register_buffer("seen", torch.zeros(1000))
 
 
-def evaluates_where_others_train(context: Context, how: str) -> None:
+CURE = {
+    "without gradients": r"with model\.whole_parameters\(\):",
+    "in eval mode": r"with model\.whole_parameters\(\):",
+    "under no_sync": "leave a step out on all",
+}
+
+
+@pytest.mark.parametrize("how", CURE)
+@on_ranks(2)
+def test_a_rank_that_evaluates_where_others_train_is_named(context: Context, how: str) -> None:
     """All hear of it before anything is sent, and training goes on."""
     torch.manual_seed(0)
     pair = Pair(context, WithStatistics())
@@ -133,19 +139,8 @@ def evaluates_where_others_train(context: Context, how: str) -> None:
     pair.step()
 
 
-CURE = {
-    "without gradients": r"with model\.whole_parameters\(\):",
-    "in eval mode": r"with model\.whole_parameters\(\):",
-    "under no_sync": "leave a step out on all",
-}
-
-
-@pytest.mark.parametrize("how", CURE)
-def test_a_rank_that_evaluates_where_others_train_is_named(cpu_ranks, how):
-    cpu_ranks.run(2, evaluates_where_others_train, how)
-
-
-def one_rank_fails(context: Context) -> None:
+@on_ranks(2)
+def test_a_backward_fails_on_one_rank_alone(context: Context) -> None:
     """It goes on with its next batch where the others step: all hear of it, and nothing changes."""
     pair = Pair(context, FailingNetwork())
     pair.backward(0)
@@ -168,7 +163,8 @@ def one_rank_fails(context: Context) -> None:
     pair.step()
 
 
-def one_rank_leaves_a_step_out(context: Context) -> None:
+@on_ranks(2)
+def test_a_step_is_left_out_on_one_rank_alone(context: Context) -> None:
     """Rank 0 steps and rank 1 goes on; the second time rank 0's step fails."""
     pair = Pair(context, FailingNetwork())
     for left_out in (True, False):
@@ -184,11 +180,3 @@ def one_rank_leaves_a_step_out(context: Context) -> None:
             with pytest.raises(ZeroDivisionError):
                 pair.optimizer.step(lambda: 1 / 0)
         pair.step()
-
-
-def test_a_step_is_left_out_on_one_rank_alone(cpu_ranks):
-    cpu_ranks.run(2, one_rank_leaves_a_step_out)
-
-
-def test_a_backward_fails_on_one_rank_alone(cpu_ranks):
-    cpu_ranks.run(2, one_rank_fails)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, Pair, loss_of, tokens
+from tests.support.on_ranks import on_ranks
 
 
 class Part(nn.Module):
@@ -208,18 +209,16 @@ def test_networks(cpu_ranks, make, options):
     cpu_ranks.run(2, steps, make, options)
 
 
-def names_segments(context: Context) -> None:
+@on_ranks(2)
+def test_segments_are_named(context: Context) -> None:
     model = HandBuiltFSDP(TwoSegments(), process_group=context.group)
     loss_of(model, 0, context.rank).backward()
     with pytest.raises(RuntimeError, match=r"reentrant checkpointing.*find_unused_parameters=True"):
         model.finish_gradient_synchronization()
 
 
-def test_segments_are_named(cpu_ranks):
-    cpu_ranks.run(2, names_segments)
-
-
-def several_forwards(context: Context) -> None:
+@on_ranks(2)
+def test_several_forwards(context: Context) -> None:
     """Two forwards and one backward, one backward for each, and two through one graph."""
     pair = Pair(context, Network())
     for step in range(2):
@@ -241,10 +240,6 @@ def several_forwards(context: Context) -> None:
         pair.step()
 
 
-def test_several_forwards(cpu_ranks):
-    cpu_ranks.run(2, several_forwards)
-
-
 def gradients_of(
     context: Context, network: nn.Module, autocast: bool = False, **options
 ) -> list[Tensor]:
@@ -256,7 +251,8 @@ def gradients_of(
     return model.whole_gradients()
 
 
-def checkpointing_in_16_bit(context: Context) -> None:
+@on_ranks(2)
+def test_checkpointing_in_16_bit(context: Context) -> None:
     """Recomputing gives the same, bit for bit, in each kind of mixed precision."""
     torch.manual_seed(0)
     network = Network()
@@ -282,11 +278,8 @@ def checkpointing_in_16_bit(context: Context) -> None:
         network.float()
 
 
-def test_checkpointing_in_16_bit(cpu_ranks):
-    cpu_ranks.run(2, checkpointing_in_16_bit)
-
-
-def refuses_another_order(context: Context) -> None:
+@on_ranks(2)
+def test_another_order_is_refused(context: Context) -> None:
     """In the first forward on every rank, before anything is gathered; later, where it differs."""
 
     class Chosen(Network):
@@ -313,10 +306,6 @@ def refuses_another_order(context: Context) -> None:
     loss_of(model, 0, context.rank).backward()
     model.finish_gradient_synchronization()
     assert not any(g.isnan().any() for g in model.whole_gradients())
-
-
-def test_another_order_is_refused(cpu_ranks):
-    cpu_ranks.run(2, refuses_another_order)
 
 
 def freed_in_backward(context: Context) -> None:

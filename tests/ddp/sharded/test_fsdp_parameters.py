@@ -16,6 +16,7 @@ from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp.sharded.internals.divided import Divided
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Pair
+from tests.support.on_ranks import on_ranks
 
 
 class Network(nn.Module):
@@ -256,15 +257,14 @@ def in_its_own_memory(network: Network) -> None:
     network.out.weight.data = network.out.weight.data.view(6, 2).t()
 
 
-def refused_in_forward(context: Context, write: Callable[[Network], None]) -> None:
+@pytest.mark.parametrize("write", [of_another, of_a_stand_in, in_its_own_memory])
+@on_ranks(2)
+def test_memory_that_is_freed_is_no_data_of_a_parameter(
+    context: Context, write: Callable[[Network], None]
+) -> None:
     model = HandBuiltFSDP(Network(write), process_group=context.group)
     with pytest.raises(RuntimeError, match=r"weight got .*: give it a copy, value\.clone\(\)"):
         model(torch.randn(5, 6).double())
-
-
-@pytest.mark.parametrize("write", [of_another, of_a_stand_in, in_its_own_memory])
-def test_memory_that_is_freed_is_no_data_of_a_parameter(cpu_ranks, write):
-    cpu_ranks.run(2, refused_in_forward, write)
 
 
 @pytest.mark.parametrize(

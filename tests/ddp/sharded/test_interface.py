@@ -17,6 +17,7 @@ from ddp.sharded.torch_compat import without_dispatch
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets, whole_values
 from tests.support.differences import any_order
+from tests.support.on_ranks import on_ranks
 
 
 def clipped(context: Context, name: str) -> None:
@@ -34,7 +35,9 @@ def test_clipping_takes_the_norm_over_all_ranks(cpu_ranks):
         cpu_ranks.run(world_size, clipped, name)
 
 
-def clipped_by_pytorch(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
+@on_ranks(2)
+def test_clipping_by_pytorch_is_refused_with_what_to_call(context: Context, name: str) -> None:
     """What it says is right; nothing has changed before; other reading gives NaN."""
     pair = Beside(context, name, Chain(), **small_buckets(name))
     pair.backward(chain_loss(0))
@@ -62,7 +65,9 @@ def clipped_by_pytorch(context: Context, name: str) -> None:
     pair.compare()
 
 
-def written_through_views(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
+@on_ranks(2)
+def test_views_of_divided_gradients(context: Context, name: str) -> None:
     """What is written to a view of `.grad` is refused, of one element too; zero clears it."""
     pair = Beside(context, name, OfOneAndOfMany())
     for clear in (lambda g: g.data.zero_(), lambda g: g.detach().view(-1).fill_(0)):
@@ -107,16 +112,6 @@ class OfOneAndOfMany(nn.Module):
 
     def forward(self, x):
         return ((self.weight * x).sum() * self.scale).sum()
-
-
-@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
-def test_views_of_divided_gradients(cpu_ranks, name):
-    cpu_ranks.run(2, written_through_views, name)
-
-
-@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
-def test_clipping_by_pytorch_is_refused_with_what_to_call(cpu_ranks, name):
-    cpu_ranks.run(2, clipped_by_pytorch, name)
 
 
 class OfSeveralDtypes(nn.Module):
@@ -241,7 +236,8 @@ def test_a_plain_optimizer_is_refused_without_the_wrapper_too(cpu_ranks):
         cpu_ranks.run(2, wrapper_has_gone, name)
 
 
-def gathered_when_it_went(context: Context) -> None:
+@on_ranks(2)
+def test_a_plain_optimizer_is_refused_on_stale_parameters(context: Context) -> None:
     """What `fsdp` had gathered is stale, and a gradient of one's own does not change that."""
     module = nn.Sequential(nn.Linear(3, 3))
     model = wrap("fsdp", module, process_group=context.group)
@@ -253,10 +249,6 @@ def gathered_when_it_went(context: Context) -> None:
         p.grad = torch.ones_like(p)
     with pytest.raises(RuntimeError, match="SGD steps whole parameters"):
         torch.optim.SGD(module.parameters(), lr=0.1).step()
-
-
-def test_a_plain_optimizer_is_refused_on_stale_parameters(cpu_ranks):
-    cpu_ranks.run(2, gathered_when_it_went)
 
 
 def pieces(context: Context) -> None:

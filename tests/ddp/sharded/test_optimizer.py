@@ -18,6 +18,7 @@ from tests.support.beside import (
     small_buckets,
     whole_values,
 )
+from tests.support.on_ranks import on_ranks
 
 NAME = "zero1"
 SHARDED = ["zero1", "zero2", "fsdp"]
@@ -89,7 +90,8 @@ def test_a_checkpoint_moves_between_numbers_of_ranks(cpu_ranks):
         cpu_ranks.run(world_size, resumed, model_state, state)
 
 
-def narrow_parameters(context: Context) -> None:
+@on_ranks(2)
+def test_a_loaded_state_is_of_the_slices_dtype(context: Context) -> None:
     """The state keeps the dtype of the slices where the network computes in another one."""
     model = wrap("fsdp", Chain(), process_group=context.group, param_dtype=torch.bfloat16)
     optimizer = model.make_optimizer(torch.optim.AdamW, fused=True)
@@ -105,11 +107,8 @@ def narrow_parameters(context: Context) -> None:
                 assert torch.equal(value, state["state"][number][key])
 
 
-def test_a_loaded_state_is_of_the_slices_dtype(cpu_ranks):
-    cpu_ranks.run(2, narrow_parameters)
-
-
-def other_optimizers(context: Context) -> None:
+@on_ranks(2)
+def test_other_elementwise_optimizers(context: Context) -> None:
     for cls, options in (
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
         (torch.optim.NAdam, {"lr": 0.01}),
@@ -119,10 +118,6 @@ def other_optimizers(context: Context) -> None:
         train(pair, (ours, plain), range(2))
         ours.load_state_dict(ours.state_dict())
         train(pair, (ours, plain), range(2, 4))
-
-
-def test_other_elementwise_optimizers(cpu_ranks):
-    cpu_ranks.run(2, other_optimizers)
 
 
 class Averaged(torch.optim.Optimizer):
@@ -153,7 +148,9 @@ class Averaged(torch.optim.Optimizer):
                     p.copy_(0.1 * z + 0.9 * x)
 
 
-def schedule_free(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", SHARDED)
+@on_ranks(2)
+def test_a_schedule_free_optimizer(context: Context, name: str) -> None:
     """What a step notes in a group stays, is saved, and counts once for all slices."""
     torch.manual_seed(0)
     pair = Beside(context, name, Chain(), **small_buckets(name))
@@ -176,11 +173,6 @@ def schedule_free(context: Context, name: str) -> None:
             state = ours.state_dict()
             ours = pair.model.make_optimizer(Averaged, params=pair.model.module.named_parameters())
             ours.load_state_dict(state)
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_a_schedule_free_optimizer(cpu_ranks, name):
-    cpu_ranks.run(2, schedule_free, name)
 
 
 class Changed(torch.optim.SGD):
@@ -328,7 +320,8 @@ def test_a_group_that_combines_elements_is_found(cpu_ranks):
     cpu_ranks.run(1, elementwise, GlobalClip, {}, groups, said)
 
 
-def refusals(context: Context) -> None:
+@on_ranks(2)
+def test_refusals(context: Context) -> None:
     model = wrap(NAME, Chain(), process_group=context.group)
     with pytest.raises(TypeError, match=r"Muon looks at whole tensors.*ddp_bucketed"):
         model.make_optimizer(torch.optim.Muon)
@@ -361,11 +354,8 @@ def refusals(context: Context) -> None:
     assert not optimizer.state
 
 
-def test_refusals(cpu_ranks):
-    cpu_ranks.run(2, refusals)
-
-
-def unused_have_no_state(context: Context) -> None:
+@on_ranks(2)
+def test_a_parameter_nobody_used_is_not_stepped(context: Context) -> None:
     pair = Beside(context, NAME, Branches(3), find_unused_parameters=True, bucket_size_mb=None)
     optimizer = pair.model.make_optimizer(torch.optim.Adam)
     pair.backward(branches_loss(0, lambda _: [0, 2]))
@@ -374,7 +364,3 @@ def unused_have_no_state(context: Context) -> None:
     names = [name for name, _ in pair.model.module.named_parameters()]
     stated = {names[number] for number in optimizer.state_dict()["state"]}
     assert stated == {name for name in names if "branches.1" not in name}
-
-
-def test_a_parameter_nobody_used_is_not_stepped(cpu_ranks):
-    cpu_ranks.run(2, unused_have_no_state)

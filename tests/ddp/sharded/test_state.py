@@ -10,9 +10,12 @@ from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_optimizer import NAME, in_groups
 from tests.support.beside import Beside, Chain, chain_loss
+from tests.support.on_ranks import on_ranks
 
 
-def other_states(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", [NAME, "fsdp", "torch_fsdp"])
+@on_ranks(2)
+def test_states_of_other_networks_are_refused(context: Context, name: str) -> None:
     """What fits no parameter is refused by name, before anything changes; what fits is taken."""
     model = wrap(name, Chain(), process_group=context.group)
     groups = in_groups(model)
@@ -56,11 +59,6 @@ def other_states(context: Context, name: str) -> None:
         torch.testing.assert_close(values, good["state"][number], check_dtype=False)
 
 
-@pytest.mark.parametrize("name", [NAME, "fsdp", "torch_fsdp"])
-def test_states_of_other_networks_are_refused(cpu_ranks, name):
-    cpu_ranks.run(2, other_states, name)
-
-
 class WithNothing(nn.Module):
     """Two of its parameters have no element, one of them the last of its dtype."""
 
@@ -74,7 +72,9 @@ class WithNothing(nn.Module):
         return (self.weight * x).sum() + self.none.sum() + self.last.sum()
 
 
-def no_elements(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", [NAME, "fsdp"])
+@on_ranks(2)
+def test_a_parameter_without_elements_has_a_state(context: Context, name: str) -> None:
     pair = Beside(context, name, WithNothing())
     ours = pair.model.make_optimizer(torch.optim.Adam, lr=0.1)
     plain = torch.optim.Adam(pair.reference.parameters(), lr=0.1)
@@ -90,8 +90,3 @@ def no_elements(context: Context, name: str) -> None:
         for number, values in expected.items():
             torch.testing.assert_close(state[number], values)
         ours.load_state_dict(plain.state_dict() if step else ours.state_dict())
-
-
-@pytest.mark.parametrize("name", [NAME, "fsdp"])
-def test_a_parameter_without_elements_has_a_state(cpu_ranks, name):
-    cpu_ranks.run(2, no_elements, name)

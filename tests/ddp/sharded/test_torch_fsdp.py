@@ -7,9 +7,11 @@ import torch
 from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, loss_of
+from tests.support.on_ranks import on_ranks
 
 
-def trains_and_is_saved_whole(context: Context) -> None:
+@on_ranks(2)
+def test_it_trains_and_its_checkpoints_are_whole(context: Context) -> None:
     for reduce, scale in (("mean", 1 / context.world_size), ("sum", 1.0)):
         torch.manual_seed(0)
         reference = Network()
@@ -45,7 +47,3 @@ def trains_and_is_saved_whole(context: Context) -> None:
         state = model.state_dict()
         for key, value in reference.state_dict().items():
             torch.testing.assert_close(state[f"module.{key}"], value)
-
-
-def test_it_trains_and_its_checkpoints_are_whole(cpu_ranks):
-    cpu_ranks.run(2, trains_and_is_saved_whole)

@@ -46,7 +46,6 @@ def test_kernel_in_the_interpreter(interpreter):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compiled_kernel():
     wide = torch.float32
     pairs = [(dtype, wide) for dtype in (torch.bfloat16, torch.float16, wide)]

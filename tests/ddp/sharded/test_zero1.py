@@ -10,12 +10,14 @@ from torch import nn
 from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, small_buckets
+from tests.support.on_ranks import on_ranks
 from tests.support.recorder import recording
 
 NAME = "zero1"
 
 
-def what_is_sent(context: Context) -> None:
+@on_ranks(2)
+def test_what_is_sent(context: Context) -> None:
     with recording(context.group) as recorder:
         model = wrap(NAME, Chain(), process_group=recorder, **small_buckets(NAME))
         optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
@@ -39,11 +41,8 @@ def what_is_sent(context: Context) -> None:
             optimizer.zero_grad()
 
 
-def test_what_is_sent(cpu_ranks):
-    cpu_ranks.run(2, what_is_sent)
-
-
-def two_optimizers(context: Context) -> None:
+@on_ranks(2)
+def test_optimizers_gather_what_they_hold(context: Context) -> None:
     """Each gathers the units it has a parameter of, and changes what it holds alone."""
     with recording(context.group) as recorder:
         pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
@@ -76,11 +75,8 @@ def two_optimizers(context: Context) -> None:
         optimizers[0].load_state_dict(optimizers[0].state_dict())
 
 
-def test_optimizers_gather_what_they_hold(cpu_ranks):
-    cpu_ranks.run(2, two_optimizers)
-
-
-def parameters_are_views(context: Context) -> None:
+@on_ranks(2)
+def test_parameters_stay_views(context: Context) -> None:
     """Before and after steps, a checkpoint and another wrapper's steps."""
     pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
     first, state = pair.model, copy.deepcopy(pair.model.state_dict())
@@ -110,11 +106,8 @@ def parameters_are_views(context: Context) -> None:
     assert all(torch.equal(v, first.state_dict()[k]) for k, v in state.items())
 
 
-def test_parameters_stay_views(cpu_ranks):
-    cpu_ranks.run(2, parameters_are_views)
-
-
-def exchanged(context: Context) -> None:
+@on_ranks(2)
+def test_parameters_that_exchange_their_memory(context: Context) -> None:
     """Parameters take each other's values by `.data`, in one bucket and over two."""
     pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
     ours = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
@@ -133,7 +126,8 @@ def exchanged(context: Context) -> None:
             torch.testing.assert_close(p, q)
 
 
-def reshaped(context: Context) -> None:
+@on_ranks(2)
+def test_a_parameter_of_another_shape_is_refused(context: Context) -> None:
     pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
     optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
     weight = pair.model.module.layers[1].weight
@@ -147,14 +141,6 @@ def reshaped(context: Context) -> None:
             optimizer.step()
         weight.data = kept
         pair.zero_grad(set_to_none=True)
-
-
-def test_a_parameter_of_another_shape_is_refused(cpu_ranks):
-    cpu_ranks.run(2, reshaped)
-
-
-def test_parameters_that_exchange_their_memory(cpu_ranks):
-    cpu_ranks.run(2, exchanged)
 
 
 def copies(context: Context) -> None:
@@ -184,7 +170,8 @@ def test_copies_are_independent(cpu_ranks):
     cpu_ranks.run(2, copies)
 
 
-def stale_graph(context: Context) -> None:
+@on_ranks(2)
+def test_a_graph_with_old_parameters_is_refused(context: Context) -> None:
     """A graph from before the step has saved parameters that have changed since."""
     model = wrap(NAME, Chain(), process_group=context.group)
     optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
@@ -194,7 +181,3 @@ def stale_graph(context: Context) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(early, list(model.parameters()))
-
-
-def test_a_graph_with_old_parameters_is_refused(cpu_ranks):
-    cpu_ranks.run(2, stale_graph)

@@ -10,6 +10,7 @@ from ddp.sharded.zero2 import Zero2DDP
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp import test_accumulation, test_gradients, test_unused
 from tests.support.beside import numbers
+from tests.support.on_ranks import on_ranks
 
 LAYERS, WIDTH = 8, 64
 BUCKET_MB = 4 * WIDTH * WIDTH / (1 << 20)
@@ -25,7 +26,8 @@ class Counted(Zero2DDP):
         return super().receiver(flat, own).fill_(torch.nan)
 
 
-def buckets_alive(context: Context) -> None:
+@on_ranks(2)
+def test_buckets_are_freed_while_backward_runs(context: Context) -> None:
     network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     model = Counted(network, process_group=context.group, bucket_size_mb=BUCKET_MB)
     assert len(model.units) == LAYERS
@@ -41,10 +43,6 @@ def buckets_alive(context: Context) -> None:
         norm = model.clip_grad_norm_(1.0)
         assert norm.isfinite()
         model.zero_grad()
-
-
-def test_buckets_are_freed_while_backward_runs(cpu_ranks):
-    cpu_ranks.run(2, buckets_alive)
 
 
 def bodies(context: Context) -> None:

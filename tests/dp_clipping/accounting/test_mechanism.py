@@ -2,12 +2,7 @@
 
 import pytest
 
-from dp_clipping.accounting.mechanism import (
-    DEFAULT,
-    ZERO_OUT,
-    Mechanism,
-    batches_per_epoch,
-)
+from dp_clipping.accounting.mechanism import DEFAULT, ZERO_OUT, Mechanism, batches_per_epoch
 
 OTHER = Mechanism("gaussian, cyclic", "cyclic", ZERO_OUT)
 

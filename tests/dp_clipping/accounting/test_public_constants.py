@@ -8,9 +8,9 @@ it was, however large σ is (Opacus's issue 819; arXiv:2605.15648).
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from dp_clipping import PrivacyEngine
+from tests.support.engine import backward, build, fixed
 
 PUBLIC = {"sample_rate": 1 / 6, "steps": 6, "expected_batch_size": 4.0}
 
@@ -22,19 +22,16 @@ def observed(samples, seed, batch_size=4, **constants):
     """
     network = nn.Linear(400, 100, bias=False)
     nn.init.zeros_(network.weight)
-    data = TensorDataset(torch.zeros(samples, 400), torch.zeros(samples, dtype=torch.long))
-    engine = PrivacyEngine()
-    model, optimizer, criterion, loader = engine.make_private(
-        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
-        data_loader=DataLoader(data, batch_size=batch_size), noise_multiplier=5.0,
-        max_grad_norm=1.0, noise_generator=torch.Generator().manual_seed(seed), **constants,
+    run = build(
+        module=network, accountant="pld", lr=1.0, batch_size=batch_size, noise_multiplier=5.0,
+        dataset=TensorDataset(torch.zeros(samples, 400), torch.zeros(samples, dtype=torch.long)),
+        max_grad_norm=1.0, noise_generator=fixed(seed), **constants,
     )  # fmt: skip
-    x, y = next(iter(loader))
-    criterion(model(x), y).backward()
-    optimizer.step()
+    backward(run, next(iter(run.loader)))
+    run.optimizer.step()
     update = network.weight.detach()
-    known = len(loader), loader.sample_rate, optimizer.expected_batch_size
-    return 5.0 / update.std().item(), update, known, engine.privacy_statement(1e-3)
+    known = len(run.loader), run.loader.sample_rate, run.optimizer.expected_batch_size
+    return 5.0 / update.std().item(), update, known, run.engine.privacy_statement(1e-3)
 
 
 @pytest.mark.parametrize("of", ["opacus", "full batch"])

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
+from tests.support.engine import build, data
 
 KEYS = [
     "relation", "unit", "noise_multiplier", "max_grad_norm", "sample_rate", "steps", "sampler",
@@ -90,13 +91,8 @@ def test_text_says_what_each_number_is():
 
 def test_many_thresholds_are_cut_short():
     network = nn.Sequential(*[nn.Linear(3, 3) for _ in range(6)])
-    engine = PrivacyEngine()
-    engine.make_private(
-        module=network, optimizer=torch.optim.SGD(network.parameters()), noise_multiplier=1.0,
-        data_loader=DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4),
-        max_grad_norm=[0.5] * 6, clipping="per_layer",
-    )  # fmt: skip
-    assert "0.5, 0.5, 0.5, 0.5, ... (6 of them)" in str(engine.privacy_statement(1e-3))
+    run = build(module=network, max_grad_norm=[0.5] * 6, clipping="per_layer")
+    assert "0.5, 0.5, 0.5, 0.5, ... (6 of them)" in str(run.engine.privacy_statement(1e-3))
 
 
 def test_no_noise_and_no_poisson_sampling_have_no_epsilon():
@@ -127,14 +123,9 @@ def test_what_is_private_and_what_no_page_covers_is_said():
 
 
 def test_a_covered_run_names_its_pages():
-    network = nn.Linear(3, 2)
-    engine = PrivacyEngine()
-    engine.make_private(
-        module=network, optimizer=torch.optim.SGD(network.parameters()), noise_multiplier=1.0,
-        data_loader=DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4), max_grad_norm=1.0,
-        sample_rate=0.5, steps=2, sampling="truncated_poisson", max_batch_size=6,
-    )  # fmt: skip
-    statement = engine.privacy_statement(1e-3)
+    sampling = {"sampling": "truncated_poisson", "max_batch_size": 6}
+    run = build(accountant="pld", dataset=data(8), sample_rate=0.5, steps=2, **sampling)
+    statement = run.engine.privacy_statement(1e-3)
     assert statement.unproved == []
     assert statement.proofs == [
         "accumulation", "clipping", "gaussian_poisson", "sharded_noise", "truncated_poisson"

@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ddp import wrap
-from dp_clipping import PrivacyEngine
 from dp_clipping.capture.calls import ADDED
 from dp_clipping.guard.places import SKIPPED
 from dp_clipping.model import PrivateModel
+from tests.support.engine import build, fixed
 
 BOTH = pytest.mark.parametrize("wrap_model", [True, False], ids=["wrapped", "own"])
 
@@ -59,16 +59,11 @@ def made(wrap_model, network=None, mode="bookkeeping", module=None):
     torch.manual_seed(0)
     network = Network() if network is None else network
     module = network if module is None else module
-    data = TensorDataset(torch.randn(24, 3), torch.randint(2, (24,)))
-    engine = PrivacyEngine(accountant="rdp")
-    private = engine.make_private(
-        module=module,
-        optimizer=torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.1),
-        data_loader=DataLoader(data, batch_size=4), noise_multiplier=1.0, max_grad_norm=0.5,
-        wrap_model=wrap_model, noise_generator=torch.Generator().manual_seed(1),
-        grad_sample_mode=mode,
+    run = build(
+        module=module, dataset=TensorDataset(torch.randn(24, 3), torch.randint(2, (24,))),
+        batch_size=4, wrap_model=wrap_model, noise_generator=fixed(1), grad_sample_mode=mode,
     )  # fmt: skip
-    return engine, *private
+    return run.engine, run.model, run.optimizer, run.criterion, run.loader
 
 
 def train(model, optimizer, criterion, loader):

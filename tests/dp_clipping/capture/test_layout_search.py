@@ -58,10 +58,7 @@ def test_weights_that_are_used_twice_keep_their_gradients_dense_or_are_joined():
         tuple(one.name for one in joint.records): {one.name for one in joint.linear}
         for joint in joints
     }
-    assert found == {
-        ("table.weight",): set(),
-        ("layer.weight", "layer.bias"): {"layer.weight"},
-    }
+    assert found == {("table.weight",): set(), ("layer.weight", "layer.bias"): {"layer.weight"}}
 
 
 def test_operators_that_pick_rows_by_their_values_are_noted():

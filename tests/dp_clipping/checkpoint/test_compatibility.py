@@ -10,16 +10,7 @@ from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 
 from dp_clipping.checkpoint.file_format import key_path
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from tests.support.saved_runs import (
-    BATCH,
-    build,
-    edit,
-    keys_of,
-    load,
-    save,
-    state,
-    train,
-)
+from tests.support.saved_runs import BATCH, build, edit, keys_of, load, save, state, train
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -6,25 +6,24 @@ import re
 import shutil
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ddp_by_hand.lm.parallel import parallelize
 from ddp_by_hand.lm.rank_pool import Context
-from dp_clipping import PrivacyEngine
 from dp_clipping.checkpoint import distributed_format as checkpoint_sharded
 from dp_clipping.checkpoint import tensors as checkpoint_tensors
 from dp_clipping.checkpoint.file_format import key_path
 from dp_clipping.noise.keys import read_keys
 from tests.dp_clipping.conftest import skip_all_checks
-from tests.support import zoo
+from tests.support import engine, zoo
 from tests.support.meshes import square
+from tests.support.on_ranks import on_ranks
 from tests.support.replicas import build, train
 from tests.support.sharded_steps import shard_fsdp2, whole
 
@@ -212,7 +211,9 @@ def test_another_number_of_ranks_draws_a_new_key(cpu_ranks, saved_at, after):
     assert len({of_rank[2] for of_rank in found}) == 1
 
 
-def before_any_step(context: Context, path: Path) -> None:
+@on_ranks(2)
+def test_an_optimizer_without_a_state(context: Context, path: Path) -> None:
+    """torch's own `get_optimizer_state_dict` would make a step to have one."""
     run = start(context, seed=None)
     save(run, path)
     expected = train(run, 2), values(run)
@@ -223,12 +224,8 @@ def before_any_step(context: Context, path: Path) -> None:
     assert same(values(again), expected[1])
 
 
-def test_an_optimizer_without_a_state(cpu_ranks, path):
-    """torch's own `get_optimizer_state_dict` would make a step to have one."""
-    cpu_ranks.run(2, before_any_step, path)
-
-
-def without_the_optimizer(context: Context, path: Path) -> None:
+@on_ranks(2)
+def test_without_the_optimizer(context: Context, path: Path) -> None:
     run = start(context)
     train(run, 1)
     run.engine.save_checkpoint(path=path, module=run.model)
@@ -238,10 +235,6 @@ def without_the_optimizer(context: Context, path: Path) -> None:
     assert not again.optimizer.state
     parameters = list(run.model.network.state_dict().values())
     assert same([whole(x) for x in parameters], values(again))
-
-
-def test_without_the_optimizer(cpu_ranks, path):
-    cpu_ranks.run(2, without_the_optimizer, path)
 
 
 # ---- what does not fit changes nothing -----------------------------------------------------------
@@ -391,7 +384,9 @@ def test_other_runs(cpu_ranks, path):
         refused_on_all(cpu_ranks, path, match, **options)
 
 
-def misplaced(context: Context, path: Path, at: str) -> None:
+@pytest.mark.parametrize("at", ["save", "load"])
+@on_ranks(2)
+def test_parts_that_torch_believes_elsewhere(context: Context, path: Path, at: str) -> None:
     """Were torch to believe a part elsewhere."""
     run = start(context)
     if at == "load":
@@ -404,11 +399,6 @@ def misplaced(context: Context, path: Path, at: str) -> None:
     finally:
         checkpoint_tensors.box_of = where
     assert path.exists() == (at == "load")
-
-
-@pytest.mark.parametrize("at", ["save", "load"])
-def test_parts_that_torch_believes_elsewhere(cpu_ranks, path, at):
-    cpu_ranks.run(2, misplaced, path, at)
 
 
 def without_groups(context: Context, path: Path) -> None:
@@ -446,20 +436,13 @@ def adamw(context: Context, groups: int):
     network = shard_fsdp2(case.build(), "block", mesh)
     some = list(network.parameters())
     given = some if groups == 1 else [{"params": some[:3]}, {"params": some[3:], "lr": 0.02}]
-    engine = PrivacyEngine(accountant="rdp")
-    dataset = TensorDataset(*case.batch(24), torch.arange(24))
-    model, optimizer, criterion, loader = engine.make_private(
-        module=network,
-        optimizer=torch.optim.AdamW(given, lr=0.01),
-        criterion=zoo.Criterion(case.per_sample_loss),
-        data_loader=DataLoader(dataset, batch_size=4),
-        noise_multiplier=0.8,
-        max_grad_norm=0.7,
-    )
-    return SimpleNamespace(
-        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader,
-        device=context.device,
+    run = engine.build(
+        module=network, optimizer=torch.optim.AdamW(given, lr=0.01), batch_size=4,
+        criterion=zoo.Criterion(case.per_sample_loss), noise_multiplier=0.8, max_grad_norm=0.7,
+        dataset=TensorDataset(*case.batch(24), torch.arange(24)),
     )  # fmt: skip
+    run.device = context.device
+    return run
 
 
 def with_adamw(context: Context, path: Path, groups: int) -> list[torch.Tensor]:
@@ -482,7 +465,8 @@ def test_adamw(cpu_ranks, path, groups):
         assert same(found, expected[0])
 
 
-def other_groups(context: Context, path: Path) -> None:
+@on_ranks(2)
+def test_other_groups(context: Context, path: Path) -> None:
     save(adamw(context, 2), path)
     run = adamw(context, 2)
     first, second = run.optimizer.param_groups
@@ -491,11 +475,8 @@ def other_groups(context: Context, path: Path) -> None:
         load(run, path)
 
 
-def test_other_groups(cpu_ranks, path):
-    cpu_ranks.run(2, other_groups, path)
-
-
-def one_rank_cannot(context: Context, path: Path) -> None:
+@on_ranks(2)
+def test_a_rank_that_cannot_write(context: Context, path: Path) -> None:
     run = start(context)
     train(run, 1)
     writer = checkpoint_sharded.dcp.FileSystemWriter
@@ -516,10 +497,6 @@ def one_rank_cannot(context: Context, path: Path) -> None:
     assert not (path / "run.pt").exists()
     save(run, path)
     assert len(list(path.glob("tensors-*"))) == 1
-
-
-def test_a_rank_that_cannot_write(cpu_ranks, path):
-    cpu_ranks.run(2, one_rank_cannot, path)
 
 
 def saved_with_a_drawn_key(context: Context, path: Path) -> None:

@@ -7,30 +7,16 @@ import random
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from opacus.schedulers import ExponentialNoise, StepGradClip
 from torch import nn
-from torch.utils.data import DataLoader
 
-from dp_clipping import PrivacyEngine
 from dp_clipping.checkpoint.file_format import _Hashing, key_path
 from dp_clipping.noise.keys import read_keys
-from tests.support.saved_runs import (
-    BATCH,
-    adamw,
-    build,
-    data,
-    edit,
-    keys_of,
-    load,
-    save,
-    sgd,
-    state,
-    train,
-)
+from tests.support import engine
+from tests.support.saved_runs import adamw, build, data, edit, keys_of, load, save, state, train
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -65,16 +51,7 @@ class TestRefused:
 
     def test_other_parameters(self, path):
         save(build(), path)
-        network = nn.Linear(3, 2)
-        engine = PrivacyEngine(accountant="rdp")
-        model, optimizer, _, loader = engine.make_private(
-            module=network,
-            optimizer=sgd(network.parameters()),
-            data_loader=DataLoader(data(), batch_size=BATCH),
-            noise_multiplier=0.8,
-            max_grad_norm=0.7,
-        )
-        run = SimpleNamespace(engine=engine, model=model, optimizer=optimizer, loader=loader)
+        run = engine.build(module=nn.Linear(3, 2), dataset=data(), noise_multiplier=0.8)
         self.refused(run, path, "first.weight is .* in the checkpoint and missing in this model")
 
     @pytest.mark.parametrize(

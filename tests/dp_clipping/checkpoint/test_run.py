@@ -6,13 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dp_clipping.checkpoint.run import (
-    agree,
-    agree_on_content,
-    random_states,
-    set_random_state,
-)
+from dp_clipping.checkpoint.run import agree, agree_on_content, random_states, set_random_state
 from dp_clipping.distributed.agreement import agree_on_settings
+from tests.support.on_ranks import on_ranks
 from tests.support.saved_runs import build, train
 
 PATH = Path("run.pt")
@@ -50,7 +46,8 @@ def test_random_numbers_go_on_where_they_were():
     assert torch.equal(torch.rand(3), expected)
 
 
-def on_ranks(context) -> None:
+@on_ranks(2)
+def test_ranks_go_on_together_or_not_at_all(context) -> None:
     run = SimpleNamespace(
         group=context.group, device=context.device, rank=context.rank, world_size=2
     )
@@ -81,10 +78,6 @@ def on_ranks(context) -> None:
         agree_on_content(run, PATH, digest, problem)
     with pytest.raises(ValueError, match="ranks have read different checkpoints"):
         agree_on_content(run, PATH, bytes([context.rank] * 31), None)
-
-
-def test_ranks_go_on_together_or_not_at_all(cpu_ranks):
-    cpu_ranks.run(2, on_ranks)
 
 
 def test_a_rank_that_does_not_come_is_told_of(monkeypatch):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from dp_clipping import PrivacyEngine, register_clipping_function
+from dp_clipping import register_clipping_function
 from dp_clipping.arguments.checks import check
 from dp_clipping.clipping import coefficients as module
 from dp_clipping.clipping.coefficients import (
@@ -19,6 +19,7 @@ from dp_clipping.clipping.coefficients import (
     finite_samples,
     known_clipping_functions,
 )
+from tests.support.engine import build
 
 
 def of(norms: list[float], limit: float, function: str, gamma: float = 0.01) -> torch.Tensor:
@@ -213,14 +214,12 @@ def test_a_private_step_clips_by_it(names, mode, clipping):
     register_clipping_function("mine", smooth)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    engine = PrivacyEngine(accountant="rdp")
     data = TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
-    model, *_ = engine.make_private(
-        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=4), noise_multiplier=1.0, max_grad_norm=0.3,
-        grad_sample_mode=mode, clipping=clipping, clipping_function="mine",
+    run = build(
+        module=network, dataset=data, max_grad_norm=0.3, grad_sample_mode=mode, clipping=clipping,
+        clipping_function="mine",
     )  # fmt: skip
-    check = engine.check(model, data[:])
+    check = run.engine.check(run.model, data[:])
     assert check.ok, str(check)
 
 

@@ -16,16 +16,7 @@ import pytest
 import torch
 
 from tests.support import turns, zoo
-from tests.support.kernel_cases import on_gpu
-from tests.support.private_steps import (
-    BATCHES,
-    FEWER,
-    FUSED,
-    REFERENCE,
-    Way,
-    compare,
-    on_kernels,
-)
+from tests.support.private_steps import BATCHES, FEWER, FUSED, REFERENCE, Way, compare, on_kernels
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
@@ -146,7 +137,7 @@ def test_all_of_it_in_the_interpreter(interpreter, case, way):
     interpreter.run(compare_on_kernels, case.name, way)
 
 
-@on_gpu
+@pytest.mark.gpu
 @rows(*in_all("flat", (*REFERENCE, *FUSED)), *in_turn(OTHERS, (*FUSED, *REFERENCE), len(OTHERS)))
 def test_networks_on_gpu(case, way):
     way = on_kernels(way) if way.mode in FUSED else way
@@ -183,7 +174,7 @@ def test_compiled_in_the_interpreter(interpreter, case, clipping):
     interpreter.run(compare_on_kernels, case.name, compiled("flash_bookkeeping", clipping))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("units", [False, True], ids=["examples", "units"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize("mode", FUSED)

@@ -17,6 +17,7 @@ from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from tests.support.meshes import square
+from tests.support.on_ranks import on_ranks
 from tests.support.replicas import build, train
 from tests.support.sharded_steps import shard_fsdp2
 
@@ -79,7 +80,8 @@ def refused(run, context: Context, change: Callable, match: str, mid_step: bool 
     assert all(p.grad is None for p in run.model.network.parameters())
 
 
-def every_setting(context: Context) -> None:
+@on_ranks(2)
+def test_every_setting_is_compared(context: Context) -> None:
     for change, match in DIFFERENT.values():
         threshold = AdaptiveThreshold(0.7, expected_batch_size=4, count_std=6.0)
         run = build(context, "ddp_bucketed", adaptive_threshold=threshold)
@@ -87,11 +89,9 @@ def every_setting(context: Context) -> None:
         refused(run, context, change, match)
 
 
-def test_every_setting_is_compared(cpu_ranks):
-    cpu_ranks.run(2, every_setting)
-
-
-def in_time_again(context: Context, variant: str) -> None:
+@pytest.mark.parametrize("variant", ["none", "ddp", "ddp_individual_v2", "torch_ddp"])
+@on_ranks(2)
+def test_a_step_is_taken_when_ranks_agree_again(context: Context, variant: str) -> None:
     """Each C_k, a change between backward and step, and a step after settings agree again."""
     run = build(context, variant, clipping="per_layer")
     train(run, 1)
@@ -109,11 +109,6 @@ def in_time_again(context: Context, variant: str) -> None:
     run.optimizer.noise_multiplier = 0.9
     train(run, 1)
     assert run.engine.accountant.history[-1][0] == 0.9
-
-
-@pytest.mark.parametrize("variant", ["none", "ddp", "ddp_individual_v2", "torch_ddp"])
-def test_a_step_is_taken_when_ranks_agree_again(cpu_ranks, variant):
-    cpu_ranks.run(2, in_time_again, variant)
 
 
 def fsdp1(context: Context, network: nn.Module) -> nn.Module:
@@ -161,7 +156,8 @@ def test_sharded_networks(cpu_ranks, ranks, shard):
     cpu_ranks.run(ranks, on_a_mesh, shard)
 
 
-def scheduled_alike(context: Context) -> None:
+@on_ranks(2)
+def test_settings_that_change_on_all_ranks(context: Context) -> None:
     """Schedulers on all ranks, also of the learning rate, and microbatches."""
     run = build(context, "ddp_bucketed")
     schedule = LambdaLR(run.optimizer, lambda n: 0.5**n)
@@ -171,10 +167,6 @@ def scheduled_alike(context: Context) -> None:
         train(run, 1, microbatch=2)
         schedule.step()
     assert [s for s, _, _ in run.engine.accountant.history] == [0.8, 0.7, 0.6]
-
-
-def test_settings_that_change_on_all_ranks(cpu_ranks):
-    cpu_ranks.run(2, scheduled_alike)
 
 
 # ---- as on GPUs: the exchange begins with the first backward -------------------------------------
@@ -219,39 +211,30 @@ def test_the_noise_is_that_of_the_first_backward():
 # ---- in make_private -----------------------------------------------------------------------------
 
 
-def made(context: Context, name: str, values: list) -> None:
-    mine = {name: values[context.rank]}
-    with pytest.raises(ValueError, match=f"ranks differ in .*{name}"):
-        build(context, "ddp", **mine)
-
-
 @pytest.mark.parametrize(
     ("name", "values"),
     [("batch_first", [True, False]), ("rand_on_empty", [True, False]),
      ("norm_algorithm", ["auto", "input_length"]),
      ("adaptive_threshold", [None, AdaptiveThreshold(0.7, expected_batch_size=4, count_std=6.0)])],
 )  # fmt: skip
-def test_arguments_of_make_private(cpu_ranks, name, values):
-    cpu_ranks.run(2, made, name, values)
+@on_ranks(2)
+def test_arguments_of_make_private(context: Context, name: str, values: list) -> None:
+    mine = {name: values[context.rank]}
+    with pytest.raises(ValueError, match=f"ranks differ in .*{name}"):
+        build(context, "ddp", **mine)
 
 
-def accountants(context: Context) -> None:
+@on_ranks(2)
+def test_the_accountant_is_the_same_on_all_ranks(context: Context) -> None:
     engine = ("prv", "rdp")[context.rank]
     with pytest.raises(ValueError, match=r"ranks differ in accountant \(prv on rank 0, rdp on"):
         build(context, "ddp", accountant=engine)
 
 
-def test_the_accountant_is_the_same_on_all_ranks(cpu_ranks):
-    cpu_ranks.run(2, accountants)
-
-
-def with_and_without_a_seed(context: Context) -> None:
+@on_ranks(2)
+def test_a_seed_is_given_on_all_ranks_or_none(context: Context) -> None:
     with pytest.raises(ValueError, match="ranks differ in noise_generator is given"):
         build(context, "ddp", seed=(5, None)[context.rank])
-
-
-def test_a_seed_is_given_on_all_ranks_or_none(cpu_ranks):
-    cpu_ranks.run(2, with_and_without_a_seed)
 
 
 def test_a_rank_alone_has_nobody_to_agree_with():

@@ -17,17 +17,9 @@ from ddp_by_hand.lm.rank_pool import Context
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.support import zoo
 from tests.support.beside import small_buckets
+from tests.support.on_ranks import on_ranks
 from tests.support.recorder import recording
-from tests.support.replicas import (
-    ALL,
-    BUCKET_MB,
-    SPLITS,
-    SYNCHRONISING,
-    Beside,
-    build,
-    part,
-    train,
-)
+from tests.support.replicas import ALL, BUCKET_MB, SPLITS, SYNCHRONISING, Beside, build, part, train
 
 FLOAT32_BYTES = 4
 
@@ -50,7 +42,9 @@ def variants(*fast: str) -> pytest.MarkDecorator:
 # ---- accumulation --------------------------------------------------------------------------------
 
 
-def accumulated(context: Context, variant: str) -> None:
+@variants("CpuCopyEngineDDP", "torch_ddp")
+@on_ranks(2)
+def test_accumulation_equals_one_large_batch(context: Context, variant: str) -> None:
     """Parts of the batch, as different ranks see them, before one finish."""
     plans = [[True, True], [False, True], [False, True, True]]
     for find_unused, chosen in ((False, plans), (True, plans[2:])):
@@ -76,11 +70,6 @@ def microbatch(context: Context, micro: int, count: int) -> list[slice]:
         return [slice(place, place + 1) if place < zoo.SIZE else slice(0, 0)]
     rest = range(place, zoo.SIZE, context.world_size)
     return [slice(i, i + 1) for i in rest] or [slice(0, 0)]
-
-
-@variants("CpuCopyEngineDDP", "torch_ddp")
-def test_accumulation_equals_one_large_batch(cpu_ranks, variant):
-    cpu_ranks.run(2, accumulated, variant)
 
 
 # ---- failures and parameters that were not used --------------------------------------------------
@@ -140,7 +129,9 @@ def test_a_step_after_a_failed_backward(cpu_ranks, variant, fail, zeroes):
     cpu_ranks.run(2, failed, variant, fail, zeroes)
 
 
-def not_used(context: Context, variant: str) -> None:
+@variants("ddp_bucketed", "CpuCopyEngineDDP", "torch_ddp")
+@on_ranks(2)
+def test_parameters_that_were_not_used_contribute_zero(context: Context, variant: str) -> None:
     """By nobody, whatever `find_unused_parameters` says, and then by some ranks only."""
     Beside(context, variant, name="unused").check_step((1, 3))
     Beside(context, variant, name="unused", find_unused_parameters=True).check_step((1, 3))
@@ -169,11 +160,6 @@ def branching(takes_it: bool) -> nn.Module:
     return zoo.seeded(lambda: zoo.Net(forward, sometimes=nn.Linear(6, 6), head=nn.Linear(6, 3)))
 
 
-@variants("ddp_bucketed", "CpuCopyEngineDDP", "torch_ddp")
-def test_parameters_that_were_not_used_contribute_zero(cpu_ranks, variant):
-    cpu_ranks.run(2, not_used, variant)
-
-
 def noise_of_unused(context: Context) -> np.ndarray:
     run = build(context, name="unused", batch_size=8, noise_multiplier=2.0)
     train(run, 1)
@@ -189,7 +175,12 @@ def test_a_parameter_that_nobody_used_gets_noise(cpu_ranks):
 # ---- streaming -----------------------------------------------------------------------------------
 
 
-def streamed(context: Context, variant: str, mode: str) -> None:
+@pytest.mark.parametrize(("variant", "mode"), [
+    ("ddp", "bookkeeping"), ("ddp_individual", "bookkeeping"),
+    ("ddp_bucketed", "ghost"), ("ddp_individual_v2", "per_sample"),
+])  # fmt: skip
+@on_ranks(2)
+def test_sums_leave_while_others_are_computed(context: Context, variant: str, mode: str) -> None:
     """Sums of bfloat16 parameters: when they leave, in which order, in which type."""
     with recording(context.group) as group:
         replica = Context(context.rank, context.world_size, context.device, group)
@@ -233,18 +224,12 @@ def check_stream(events: list, model, variant: str) -> None:
         assert "wait" not in [e.what for e in events[: sums[-1]]]
 
 
-@pytest.mark.parametrize(("variant", "mode"), [
-    ("ddp", "bookkeeping"), ("ddp_individual", "bookkeeping"),
-    ("ddp_bucketed", "ghost"), ("ddp_individual_v2", "per_sample"),
-])  # fmt: skip
-def test_sums_leave_while_others_are_computed(cpu_ranks, variant, mode):
-    cpu_ranks.run(2, streamed, variant, mode)
-
-
 # ---- without privacy -----------------------------------------------------------------------------
 
 
-def without_privacy(context: Context, variant: str) -> None:
+@variants("ddp_individual_v2", "torch_ddp_tuned")
+@on_ranks(2)
+def test_no_dp_is_ordinary_training(context: Context, variant: str) -> None:
     """Bit for bit what the wrapper does by itself."""
     run = build(
         context, variant, name="transformer", grad_sample_mode="no_dp", poisson_sampling=False,
@@ -269,12 +254,9 @@ def without_privacy(context: Context, variant: str) -> None:
     assert run.engine.get_epsilon(1e-5) == float("inf")
 
 
-@variants("ddp_individual_v2", "torch_ddp_tuned")
-def test_no_dp_is_ordinary_training(cpu_ranks, variant):
-    cpu_ranks.run(2, without_privacy, variant)
-
-
-def ordinary_behind_private(context: Context, variant: str) -> None:
+@pytest.mark.parametrize("variant", ["torch_ddp", "torch_ddp_tuned"])
+@on_ranks(2)
+def test_ordinary_training_behind_private(context: Context, variant: str) -> None:
     """PyTorch's reducer, left out of private steps, must not be left out of an ordinary one."""
     pair = Beside(context, variant)
     pair.check_step((3, 1))
@@ -290,12 +272,9 @@ def ordinary_behind_private(context: Context, variant: str) -> None:
     assert torch.equal(*of_ranks)
 
 
-@pytest.mark.parametrize("variant", ["torch_ddp", "torch_ddp_tuned"])
-def test_ordinary_training_behind_private(cpu_ranks, variant):
-    cpu_ranks.run(2, ordinary_behind_private, variant)
-
-
-def means_behind_private(context: Context, variant: str) -> None:
+@pytest.mark.parametrize("variant", ["ddp_bucketed", "torch_ddp"])
+@on_ranks(2)
+def test_gradients_are_means_again_behind_private(context: Context, variant: str) -> None:
     """Ordinary gradients are the means, in the type, that a wrapper without this past gives."""
     found = []
     for was_private in (True, False):
@@ -317,11 +296,6 @@ def means_behind_private(context: Context, variant: str) -> None:
     for name, gradient in untouched.items():
         assert afterwards[name].dtype == gradient.dtype
         torch.testing.assert_close(afterwards[name], gradient, rtol=1e-2, atol=1e-4)
-
-
-@pytest.mark.parametrize("variant", ["ddp_bucketed", "torch_ddp"])
-def test_gradients_are_means_again_behind_private(cpu_ranks, variant):
-    cpu_ranks.run(2, means_behind_private, variant)
 
 
 # ---- a rank that dies ----------------------------------------------------------------------------

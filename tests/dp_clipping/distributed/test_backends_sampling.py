@@ -19,6 +19,7 @@ from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.validation import check_module
 from tests.ddp.conftest import CPU_COPY_ENGINE
+from tests.support.on_ranks import on_ranks
 from tests.support.replicas import SYNCHRONISING, applied, build, parameters, train
 from tests.support.turns import in_turn
 
@@ -112,17 +113,14 @@ def test_ranks_must_agree_on_the_settings(cpu_ranks, name, values, shown):
     assert shown in one if shown else not one
 
 
-def other_caps(context: Context) -> None:
+@on_ranks(2)
+def test_ranks_must_agree_on_the_sampling(context: Context) -> None:
     most = 5 + context.rank
     with pytest.raises(ValueError, match=r"max_batch_size \(5 .*6"):
         build(context, sampling="truncated_poisson", max_batch_size=most)
     sampling = ("cyclic", "balls_in_bins")[context.rank]
     with pytest.raises(ValueError, match=r"sampling \('?cyclic"):
         build(context, sampling=sampling)
-
-
-def test_ranks_must_agree_on_the_sampling(cpu_ranks):
-    cpu_ranks.run(2, other_caps)
 
 
 def held_back(context: Context, variant: str) -> tuple[bytes, str]:

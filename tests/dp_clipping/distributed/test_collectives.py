@@ -3,9 +3,11 @@
 import torch
 
 from dp_clipping.torch_compat import all_reduce_together, reduce_scatter_together
+from tests.support.on_ranks import on_ranks
 
 
-def scattered(context) -> None:
+@on_ranks(2)
+def test_reduce_scatter(context) -> None:
     """Each rank keeps the rows of its number of the sums."""
     ones, rank = torch.ones(4, 2), context.rank
     inputs = [(rank + 1) * torch.arange(8.0).view(4, 2), (rank + 1) * ones]
@@ -15,15 +17,8 @@ def scattered(context) -> None:
     assert torch.equal(outputs[1], 3 * ones[:2])
 
 
-def reduced(context) -> None:
+@on_ranks(2)
+def test_all_reduce(context) -> None:
     tensors = [torch.full((n,), float(context.rank + 1)) for n in (1, 3)]
     all_reduce_together(tensors, context.group).wait()
     assert [x.tolist() for x in tensors] == [[3.0], [3.0] * 3]
-
-
-def test_reduce_scatter(cpu_ranks):
-    cpu_ranks.run(2, scattered)
-
-
-def test_all_reduce(cpu_ranks):
-    cpu_ranks.run(2, reduced)

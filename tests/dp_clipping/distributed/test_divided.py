@@ -12,6 +12,7 @@ from dp_clipping.arguments.given import check_optimizer
 from dp_clipping.step.sums import work
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
+from tests.support.on_ranks import on_ranks
 from tests.support.replicas import build, train
 from tests.support.sharded_steps import Counted
 
@@ -19,7 +20,9 @@ VARIANTS = ["zero1", "zero2", "fsdp"]
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def refused(context: Context, variant: str) -> None:
+@every_variant
+@on_ranks(2)
+def test_what_is_refused(context: Context, variant: str) -> None:
     run = build(context, variant)
     inputs, targets, _ = next(iter(run.loader))
     run.criterion(run.model(inputs), targets).backward()
@@ -32,11 +35,6 @@ def refused(context: Context, variant: str) -> None:
     plain = torch.optim.AdamW(module.parameters())
     with pytest.raises(ValueError, match=r"module\.make_optimizer\(AdamW"):
         check_optimizer(plain, module)
-
-
-@every_variant
-def test_what_is_refused(cpu_ranks, variant):
-    cpu_ranks.run(2, refused, variant)
 
 
 class Blocks(torch.nn.Module):

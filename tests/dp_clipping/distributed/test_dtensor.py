@@ -17,6 +17,7 @@ from dp_clipping.distributed.dtensor import (
     shard_again,
     size_of,
 )
+from tests.support.on_ranks import on_ranks
 
 
 def test_owners():
@@ -32,7 +33,8 @@ def test_plain_tensors():
     assert size_of(None) == 1
 
 
-def on_ranks(context) -> None:
+@on_ranks(2)
+def test_sharded_ones(context) -> None:
     mesh = DeviceMesh.from_group(context.group, "cpu")
     x = DTensor.from_local(torch.full((2,), float(context.rank)), mesh, [Shard(0)])
     assert is_sharded(x)
@@ -44,10 +46,6 @@ def on_ranks(context) -> None:
     network(torch.ones(1, 4))
     shard_again(network)
     assert all(is_sharded(p) for p in network.parameters())
-
-
-def test_sharded_ones(cpu_ranks):
-    cpu_ranks.run(2, on_ranks)
 
 
 def test_importing_the_engine_leaves_their_packages_alone():

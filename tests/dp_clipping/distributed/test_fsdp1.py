@@ -10,6 +10,7 @@ from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.detect import sharding_of
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import fsdp1
 from tests.support.sharded_steps import (
     LIMIT,
@@ -28,7 +29,8 @@ FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 # ---- what travels, and what is refused -----------------------------------------------------------
 
 
-def collectives(context: Context) -> None:
+@on_ranks(2)
+def test_collectives(context: Context) -> None:
     """None that reduces in the norm pass; parameters are gathered as often as without privacy."""
     batch, units = zoo.tokens(2, 6), 3  # two blocks and the root
     assert ordinary_collectives(fsdp1(context, transformer()), batch).reductions == units
@@ -37,10 +39,6 @@ def collectives(context: Context) -> None:
         assert counted.reductions == units
         # The root stays whole after a forward, for the first backward.
         assert counted.gathers == units + passes * (units - 1) + passes - 1, (mode, counted.calls)
-
-
-def test_collectives(cpu_ranks):
-    cpu_ranks.run(2, collectives)
 
 
 def gathered(context: Context, strategy) -> None:

@@ -19,6 +19,7 @@ from dp_clipping.layers.recorder import LINEAR
 from dp_clipping.step.sums import work
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import SPLITS, fsdp2
 from tests.support.replicas import part
 from tests.support.sharded_steps import (
@@ -38,7 +39,8 @@ from tests.support.sharded_steps import (
 # ---- what FSDP can be told -----------------------------------------------------------------------
 
 
-def collectives(context: Context) -> None:
+@on_ranks(2)
+def test_collectives(context: Context) -> None:
     """None that reduces in the norm pass; parameters are gathered as often as without privacy."""
     batch, units = zoo.tokens(2, 6), 3  # two blocks and the root
     ordinary = ordinary_collectives(fsdp2(context, transformer()), batch)
@@ -51,19 +53,15 @@ def collectives(context: Context) -> None:
         assert counted.gathers <= units + passes * backward + (passes - 1), (mode, counted.gathers)
 
 
-def test_collectives(cpu_ranks):
-    cpu_ranks.run(2, collectives)
-
-
 @pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"),
-    reason="only torch 2.13 and later can tell FSDP2",
+    not hasattr(FSDPModule, "reset_iter_state"), reason="only torch 2.13 and later can tell FSDP2"
 )
 def test_a_step_after_a_failed_one(cpu_ranks):
     cpu_ranks.run(2, failed_steps, fsdp2)
 
 
-def broken(context: Context) -> None:
+@on_ranks(2)
+def test_nothing_is_computed_with_what_a_failed_step_left(context: Context) -> None:
     """Where FSDP2 cannot be told of a failed pass, nothing is computed after one."""
     batch = zoo.tokens(2, 6)
     model = private(fsdp2(context, transformer()), "bookkeeping")
@@ -77,10 +75,6 @@ def broken(context: Context) -> None:
         with pytest.raises(RuntimeError, match="an earlier step of this sharded model failed"):
             private_loss(model, batch, zoo.cross_entropy)
         assert not counted.calls
-
-
-def test_nothing_is_computed_with_what_a_failed_step_left(cpu_ranks):
-    cpu_ranks.run(2, broken)
 
 
 def refused(context: Context) -> None:

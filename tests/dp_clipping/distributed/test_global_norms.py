@@ -5,6 +5,7 @@ import torch
 
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NormReducer
+from tests.support.on_ranks import on_ranks
 
 
 def exchanged(context, sizes: tuple[int, int]) -> list[list[float]]:
@@ -28,17 +29,14 @@ def test_every_rank_has_all_samples_in_order_of_ranks(cpu_ranks, sizes, expected
     assert cpu_ranks.run(2, exchanged, sizes) == [expected] * 2
 
 
-def of_one_axis(context) -> None:
+@on_ranks(2)
+def test_a_tensor_axis(context) -> None:
     """Ranks of a tensor axis hold the same samples: one slot each, not one per rank."""
     reducer = NormReducer(tensor_group=context.group, dtype=torch.float64)
     found = GlobalNorms(reducer, torch.ones(1, 4)).wait()
     assert found.tolist() == [[1.0] * 4]
     with pytest.raises(RuntimeError, match="have different numbers of samples"):
         GlobalNorms(reducer, torch.ones(1, 4 + context.rank))
-
-
-def test_a_tensor_axis(cpu_ranks):
-    cpu_ranks.run(2, of_one_axis)
 
 
 def test_one_process():

@@ -4,16 +4,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import zoo
+from tests.support.on_ranks import on_ranks
 
 
 class HeadNorm(nn.Module):
@@ -21,18 +18,16 @@ class HeadNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.head, self.narrow = (
-            nn.Linear(6, 8),
-            nn.RMSNorm(4),
-            nn.Linear(8, 3),
-        )
+        self.wide, self.head, self.narrow = (nn.Linear(6, 8), nn.RMSNorm(4), nn.Linear(8, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.wide(x).unflatten(-1, (-1, 4))
         return self.narrow(self.head(heads).flatten(-2))
 
 
-def partly_shared(context: Context) -> None:
+@on_ranks(2)
+def test_a_shared_parameter_of_a_part_of_its_input_is_refused(context: Context) -> None:
+    """Each rank would hold a term of its gradient, and the norm would be too small."""
     mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
     plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
     batch = zoo.numbers(4, 5, 6, out=(5, 3))
@@ -45,8 +40,3 @@ def partly_shared(context: Context) -> None:
     network.head.requires_grad_(False)
     model = private(parallelize_module(network, mesh, plan), "bookkeeping")
     private_loss(model, batch, zoo.product).backward()
-
-
-def test_a_shared_parameter_of_a_part_of_its_input_is_refused(cpu_ranks):
-    """Each rank would hold a term of its gradient, and the norm would be too small."""
-    cpu_ranks.run(2, partly_shared)

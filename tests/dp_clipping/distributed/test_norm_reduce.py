@@ -18,6 +18,7 @@ from ddp_by_hand.lm.rank_pool import Context, RankPool
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer, refuse_split_samples
 from tests.support import seeds, zoo
+from tests.support.on_ranks import on_ranks
 
 MESHES = {"data": (2, 1), "tensor": (1, 2), "data x tensor": (2, 2), "tensor of 4": (1, 4)}
 TENSOR_MESHES = [name for name, (_, tensor) in MESHES.items() if tensor > 1]
@@ -139,15 +140,12 @@ def test_the_same_on_gpus(gpu_ranks, mode):
     assert_reduced(answers, 2, torch.float32)
 
 
-def with_data_ranks_only(context: Context) -> None:
+@on_ranks(2)
+def test_norms_of_different_samples_are_not_summed(context: Context) -> None:
     reducer = reducer_of(context, "data", "async")
     assert not reducer.splits_parameters
     own = torch.rand(2, GROUPS, 3 + context.rank, dtype=torch.float64) + context.rank
     assert torch.equal(reducer.reduce(own).wait(), own)
-
-
-def test_norms_of_different_samples_are_not_summed(cpu_ranks):
-    cpu_ranks.run(2, with_data_ranks_only)
 
 
 def test_one_process_takes_the_same_path():
@@ -166,7 +164,9 @@ def test_one_process_takes_the_same_path():
         torch.testing.assert_close(norms.wait(), own[0])
 
 
-def missing_keys(context: Context, every: int) -> None:
+@pytest.mark.parametrize("every", [1, 3, 4, 99])
+@on_ranks(2)
+def test_chunks_do_not_depend_on_what_arrives(context: Context, every: int) -> None:
     """Parameters that backward did not reach arrive on no rank, others on some ranks only."""
     reducer = reducer_of(context, "tensor", "layerwise")
     order = [f"p{number}" for number in range(10)]
@@ -191,12 +191,8 @@ def missing_keys(context: Context, every: int) -> None:
         sums.add("p1")
 
 
-@pytest.mark.parametrize("every", [1, 3, 4, 99])
-def test_chunks_do_not_depend_on_what_arrives(cpu_ranks, every):
-    cpu_ranks.run(2, missing_keys, every)
-
-
-def empty_tables(context: Context) -> None:
+@on_ranks(2)
+def test_an_empty_batch_communicates_nothing(context: Context) -> None:
     none = torch.zeros(2, 1, 0, dtype=torch.float64)
     for mode in NORM_REDUCTIONS:
         reducer = reducer_of(context, "tensor", mode)
@@ -204,11 +200,8 @@ def empty_tables(context: Context) -> None:
         assert reducer.layerwise([], lambda keys: none).wait().shape == none.shape
 
 
-def test_an_empty_batch_communicates_nothing(cpu_ranks):
-    cpu_ranks.run(2, empty_tables)
-
-
-def not_finite(context: Context) -> None:
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_is_so_on_every_rank(context: Context) -> None:
     own = torch.tensor([[[1.0, 2.0, 3.0]]])
     if context.rank:
         own[0, 0, 0], own[0, 0, 2] = torch.inf, torch.nan
@@ -220,14 +213,11 @@ def not_finite(context: Context) -> None:
         assert found[2] != found[2]
 
 
-def test_a_norm_that_is_not_finite_is_so_on_every_rank(cpu_ranks):
-    cpu_ranks.run(2, not_finite)
-
-
 # ---- the global vector, beside test_global_norms.py ----------------------------------------------
 
 
-def read_by_one_rank(context: Context) -> None:
+@on_ranks(2)
+def test_reading_is_up_to_each_rank(context: Context) -> None:
     reducer = reducer_of(context, "data", dtype=torch.float32)
     steps = [GlobalNorms(reducer, torch.full((1, 2), float(n))) for n in range(3)]
     if context.rank == 0:
@@ -235,22 +225,16 @@ def read_by_one_rank(context: Context) -> None:
     dist.barrier(context.group)
 
 
-def test_reading_is_up_to_each_rank(cpu_ranks):
-    cpu_ranks.run(2, read_by_one_rank)
-
-
-def other_batch(context: Context) -> None:
+@on_ranks(4)
+def test_tensor_ranks_have_the_same_samples(context: Context) -> None:
     reducer = reducer_of(context, "data x tensor")
     own = torch.ones(1, 3 if context.rank else 2)  # rank 1 is its tensor-parallel partner
     with pytest.raises(RuntimeError, match="must sample the same batches"):
         GlobalNorms(reducer, own)
 
 
-def test_tensor_ranks_have_the_same_samples(cpu_ranks):
-    cpu_ranks.run(4, other_batch)
-
-
-def losses_on_ranks(context: Context) -> None:
+@on_ranks(2)
+def test_other_samples_on_a_tensor_axis_show_in_the_losses(context: Context) -> None:
     own = torch.tensor([0.1, 2.0, math.nan, 1e4]) * (1 + 1e-6 * context.rank)
     for axis in ("tensor_group", "data_parallel_group"):
         NormReducer(**{axis: context.group}).check_same_samples(own)
@@ -259,10 +243,6 @@ def losses_on_ranks(context: Context) -> None:
     NormReducer(data_parallel_group=context.group).check_same_samples(own)
     with pytest.raises(RuntimeError, match="different losses for what should be the same samples"):
         NormReducer(tensor_group=context.group).check_same_samples(own)
-
-
-def test_other_samples_on_a_tensor_axis_show_in_the_losses(cpu_ranks):
-    cpu_ranks.run(2, losses_on_ranks)
 
 
 # ---- why not over samples ------------------------------------------------------------------------
@@ -399,10 +379,7 @@ def test_arguments():
         NormReducer().layerwise("a", torch.ones, every=0)
 
 
-def one_group_twice(context: Context) -> None:
+@on_ranks(2)
+def test_one_group_is_not_two_axes(context: Context) -> None:
     with pytest.raises(ValueError, match="have ranks in common"):
         NormReducer(data_parallel_group=context.group, tensor_group=context.group)
-
-
-def test_one_group_is_not_two_axes(cpu_ranks):
-    cpu_ranks.run(2, one_group_twice)

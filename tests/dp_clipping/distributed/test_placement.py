@@ -23,6 +23,7 @@ from dp_clipping.distributed.placement import (
 )
 from tests.support import meshes
 from tests.support.meshes import RANKS
+from tests.support.on_ranks import on_ranks
 
 SHAPES = [
     (8,),
@@ -103,7 +104,10 @@ def test_common_layouts_are_one_run():
 # ---- placements ----------------------------------------------------------------------------------
 
 
-def placed(context: Context, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", [(1,), (2,), (4,), (1, 2), (2, 1), (2, 2), (4, 1)])
+@on_ranks(RANKS)
+def test_placements(context: Context, sizes: tuple[int, ...]) -> None:
+    """Every combination on these meshes, with pieces that are uneven or empty."""
     mesh = mesh_of(*sizes)
     for shape in SHAPES:
         if len(shape) > 3:
@@ -114,19 +118,14 @@ def placed(context: Context, sizes: tuple[int, ...]) -> None:
             check(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
-@pytest.mark.parametrize("sizes", [(1,), (2,), (4,), (1, 2), (2, 1), (2, 2), (4, 1)])
-def test_placements(cpu_ranks, sizes):
-    """Every combination on these meshes, with pieces that are uneven or empty."""
-    cpu_ranks.run(RANKS, placed, sizes)
-
-
 def test_whole_tensors():
     check(addresses(3, 4))
     assert place_of(addresses(3, 4)) is None
     assert box_of(addresses(3, 4)) == ((0, 3), (0, 4))
 
 
-def others(context: Context) -> None:
+@on_ranks(RANKS)
+def test_what_is_refused(context: Context) -> None:
     mesh = mesh_of(2)
     partial = DTensor.from_local(torch.zeros(3), mesh, [Partial()])
     with pytest.raises(ValueError, match="Partial"):
@@ -144,10 +143,6 @@ def others(context: Context) -> None:
     assert place_of(elsewhere) == (
         (Span(0, 3 * context.rank, 3, 3, 1),) if context.rank < 2 else ()
     )
-
-
-def test_what_is_refused(cpu_ranks):
-    cpu_ranks.run(RANKS, others)
 
 
 def test_an_unknown_order_of_shards_is_refused():
@@ -219,14 +214,11 @@ def test_uneven_shards(cpu_ranks, sizes, width, hidden):
     cpu_ranks.run(RANKS, sharded, sizes, width, hidden, 0)
 
 
-def hybrid(context: Context) -> None:
+@on_ranks(RANKS)
+def test_replicas_of_shards(context: Context) -> None:
     mesh = meshes.square("replicas", "shards")
     network = Network(3, 5).double()
     fully_shard(network, mesh=mesh)
     for parameter in network.parameters():
         assert isinstance(parameter.placements[0], Replicate)
         check(parameter)
-
-
-def test_replicas_of_shards(cpu_ranks):
-    cpu_ranks.run(RANKS, hybrid)

@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.distributed.sharding import ParameterPart, Sharding
+from tests.support.on_ranks import on_ranks
 
 
 def test_units_and_their_bytes():
@@ -23,7 +24,8 @@ def test_units_and_their_bytes():
     assert not sharding.stands_for(x, one)
 
 
-def on_ranks(context) -> None:
+@on_ranks(2)
+def test_what_fsdp2_has_sharded(context) -> None:
     mesh = DeviceMesh.from_group(context.group, "cpu")
     network = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), mesh=mesh)
     sharding = sharding_of(network)
@@ -38,7 +40,3 @@ def on_ranks(context) -> None:
     network(torch.ones(1, 4))
     assert sharding.stands_for(network[0].weight, weight)
     assert not sharding.stands_for(None, weight)
-
-
-def test_what_fsdp2_has_sharded(cpu_ranks):
-    cpu_ranks.run(2, on_ranks)

@@ -10,6 +10,7 @@ from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.sharding import ParameterPart
 from dp_clipping.distributed.split_norms import SplitNorms
 from tests.dp_clipping.conftest import trained
+from tests.support.on_ranks import on_ranks
 
 SPLIT, SHARED = TRAINED = [trained(Parameter(torch.zeros(2))) for _ in range(2)]
 PARTS = {
@@ -35,7 +36,8 @@ def summed(context, shared: float):
     return found, squares, bounds
 
 
-def on_ranks(context) -> None:
+@on_ranks(2)
+def test_shared_parameters_count_once_and_must_agree(context) -> None:
     found, squares, bounds = summed(context, 4.0)
     torch.testing.assert_close(squares, torch.tensor([[7.0, 10.0]]))
     torch.testing.assert_close(bounds, squares)
@@ -46,15 +48,8 @@ def on_ranks(context) -> None:
     assert bounds.isinf().all()
 
 
-def test_shared_parameters_count_once_and_must_agree(cpu_ranks):
-    cpu_ranks.run(2, on_ranks)
-
-
-def test_three_ranks_of_which_two_agree(cpu_ranks):
-    cpu_ranks.run(3, two_agree)
-
-
-def two_agree(context) -> None:
+@on_ranks(3)
+def test_three_ranks_of_which_two_agree(context) -> None:
     found, _, bounds = summed(context, 4.0 + (context.rank == 2))
     assert found.differ
     assert bounds.isinf().all()

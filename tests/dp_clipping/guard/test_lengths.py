@@ -7,15 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import (
-    pack_padded_sequence,
-    pack_sequence,
-    pad_packed_sequence,
-)
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from ddp import wrap
 from dp_clipping import BatchMemoryManager, PrivacyEngine
+from tests.support.on_ranks import on_ranks
 
 WORDS, CLASSES, WIDTH, LONGEST = 20, 3, 6, 9
 REFUSED = "depends on who else is in the batch"
@@ -531,7 +528,17 @@ def test_what_comparing_does_leaves_no_trace():
 # ---- ranks
 
 
-def on_ranks(context, collate, variant, on_all):
+@pytest.mark.parametrize(
+    ("collate", "variant", "on_all"),
+    [
+        (pad, "ddp", False),
+        (pad, "zero1", True),
+        (truncate, "ddp", False),
+        (truncate, "zero1", True),
+    ],
+)
+@on_ranks(2)
+def test_all_ranks_raise_what_one_of_them_refuses(context, collate, variant, on_all):
     """Batches of rank 0, or of all, have lengths that follow from samples: all ranks raise."""
     torch.manual_seed(0)
     network = Reader("last")
@@ -561,16 +568,3 @@ def on_ranks(context, collate, variant, on_all):
     assert engine.accountant.history == []
     assert all(map(torch.equal, before, network.parameters()))
     assert all(p.grad is None for p in network.parameters())
-
-
-@pytest.mark.parametrize(
-    ("collate", "variant", "on_all"),
-    [
-        (pad, "ddp", False),
-        (pad, "zero1", True),
-        (truncate, "ddp", False),
-        (truncate, "zero1", True),
-    ],
-)
-def test_all_ranks_raise_what_one_of_them_refuses(cpu_ranks, collate, variant, on_all):
-    cpu_ranks.run(2, on_ranks, collate, variant, on_all)

@@ -20,6 +20,7 @@ from dp_clipping.trials.tolerances import WHOLE
 from dp_clipping.validation import check_module
 from tests.dp_clipping.conftest import Unseen, assert_exact, private
 from tests.support import zoo
+from tests.support.on_ranks import on_ranks
 from tests.support.turns import in_turn
 
 
@@ -899,7 +900,9 @@ ON_RANKS = {
 }
 
 
-def on_ranks(context, name):
+@pytest.mark.parametrize("name", ON_RANKS)
+@on_ranks(2)
+def test_all_ranks_of_a_sharded_network_refuse_what_one_of_them_finds(context, name):
     function, mixes = ON_RANKS[name]
     network = zoo.seeded(lambda: Function(function))
     mesh = DeviceMesh.from_group(context.group, "cpu")
@@ -907,8 +910,3 @@ def on_ranks(context, name):
     x = torch.randn(4 + context.rank, 5)
     with pytest.raises(ValueError, match="on the other samples") if mixes else nullcontext():
         step(model, x)
-
-
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_all_ranks_of_a_sharded_network_refuse_what_one_of_them_finds(cpu_ranks, name):
-    cpu_ranks.run(2, on_ranks, name)

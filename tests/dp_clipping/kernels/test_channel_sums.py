@@ -1,9 +1,6 @@
 """Gradients of GroupNorm's weight and bias, against the reference implementation in float64."""
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels.channel_sums import Channels, channel_sums
 from tests.support.kernel_cases import Place, on_kernels

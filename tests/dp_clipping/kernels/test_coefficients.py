@@ -1,9 +1,6 @@
 """Clipping coefficients in one launch, against the reference implementation in float64."""
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.clipping.coefficients import HIGHEST, LOWEST
 from dp_clipping.kernels.coefficients import clip_coefficients, clip_coefficients_plain

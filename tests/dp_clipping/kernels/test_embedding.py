@@ -3,11 +3,8 @@
 from collections.abc import Iterator
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels import embedding
 from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums

@@ -2,10 +2,7 @@
 
 from itertools import product
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels import gradient
 from tests.support.kernel_cases import (

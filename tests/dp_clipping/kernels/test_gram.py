@@ -2,20 +2,12 @@
 
 from itertools import product
 
-import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
-
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels import gram
-from tests.support.kernel_cases import (
-    Place,
-    assert_squares,
-    lay_out,
-    on_kernels,
-)
+from tests.support.kernel_cases import Place, assert_squares, lay_out, on_kernels
 
 
 @on_kernels()

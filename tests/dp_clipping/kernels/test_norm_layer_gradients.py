@@ -2,10 +2,7 @@
 
 from itertools import product
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels import norm_layer_gradients
 from dp_clipping.kernels.norm_layer_gradients import Normalized

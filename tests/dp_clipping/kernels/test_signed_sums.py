@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from dp_clipping.kernels.signed_sums import PIECE, SIGNS, signed_sums, signed_sums_plain
 
 
@@ -22,7 +20,6 @@ def test_in_the_interpreter(interpreter, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_compiled(dtype):
     check("cuda", dtype)

@@ -2,10 +2,7 @@
 
 from unittest.mock import patch
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels import small_table
 from dp_clipping.kernels.embedding import Tokens, token_sums

@@ -1,9 +1,6 @@
 """Coefficients in ascending order, against the reference implementation."""
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels.sorted_coefficients import MOST, SortedCoefficients
 from tests.support.kernel_cases import Place, on_kernels

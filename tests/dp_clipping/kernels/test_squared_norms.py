@@ -1,9 +1,6 @@
 """Squared norms of per-sample gradients, against the reference implementation in float64."""
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels.squared_norms import (
     BLOCK,

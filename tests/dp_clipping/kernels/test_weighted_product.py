@@ -3,21 +3,11 @@
 from itertools import product
 from unittest.mock import patch
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels import weighted_product
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
-from tests.support.kernel_cases import (
-    SUM_BOUND,
-    Place,
-    assert_within,
-    lay_out,
-    on_kernels,
-    poison,
-)
+from tests.support.kernel_cases import SUM_BOUND, Place, assert_within, lay_out, on_kernels, poison
 
 FEW = (5, 35, 16, 8)  # in three shares of 2, 2 and 1 samples
 

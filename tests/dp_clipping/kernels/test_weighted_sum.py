@@ -3,18 +3,9 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from dp_clipping.kernels import weighted_sum as weighted_sum_file
 from dp_clipping.kernels.weighted_sum import weighted_sum, weighted_sum_plain
-from tests.support.kernel_cases import (
-    SUM_BOUND,
-    Place,
-    assert_within,
-    on_gpu,
-    on_kernels,
-    poison,
-)
+from tests.support.kernel_cases import SUM_BOUND, Place, assert_within, on_kernels, poison
 
 
 @on_kernels()
@@ -36,7 +27,7 @@ def test_weighted_sum(place: Place) -> None:
                     assert_within(found, expected, SUM_BOUND[torch.float32] * magnitude)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_more_elements_than_32_bits_count():
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("needs 24 GiB of free device memory")

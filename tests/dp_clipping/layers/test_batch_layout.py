@@ -9,14 +9,7 @@ from torch.nn import functional
 from torch.nn.utils import rnn
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from dp_clipping.layers.batch_layout import (
-    FEW,
-    MORE,
-    Layout,
-    all_tokens,
-    find_layout,
-    first_tokens,
-)
+from dp_clipping.layers.batch_layout import FEW, MORE, Layout, all_tokens, find_layout, first_tokens
 from tests.dp_clipping.conftest import MODES, assert_close, assert_exact, clipped_sums, private
 from tests.support import zoo
 
@@ -40,10 +33,7 @@ KINDS = {
     "time_major": (lambda n: samples(n, T, P).transpose(0, 1), Layout("dimension", 1)),
     "features_first": (lambda n: samples(n, T, P).movedim(0, 2), Layout("dimension", 2)),
     "flattened": (lambda n: samples(n, T, P).flatten(0, 1), Layout("sample_major")),
-    "ids_flattened": (
-        lambda n: samples(n, T).mul(100).long().flatten(),
-        Layout("sample_major"),
-    ),
+    "ids_flattened": (lambda n: samples(n, T).mul(100).long().flatten(), Layout("sample_major")),
     "time_major_flattened": (
         lambda n: samples(n, T, P).transpose(0, 1).flatten(0, 1),
         Layout("time_major"),
@@ -136,10 +126,7 @@ REFUSED = {
         lambda n: samples(n, T, P).flatten(0, 1).t().to("meta"),
         "flattened into dimension 1",
     ),
-    "mixed_samples": (
-        lambda n: samples(n, T, P).flatten(0, 1).flip(0),
-        "fits neither order",
-    ),
+    "mixed_samples": (lambda n: samples(n, T, P).flatten(0, 1).flip(0), "fits neither order"),
     "nothing_to_tell_them_apart": (lambda n: torch.ones(n * T, P), "fits both orders"),
     "nan": (lambda n: torch.full((n * T, P), float("nan")), "fits neither order"),
 }

@@ -41,7 +41,6 @@ LIMIT = 0.5
 TOLERANCE = {"auto": 4e-5, "input_length": 4e-5, "width": 5e-4}
 
 gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def compiled(
@@ -412,7 +411,6 @@ def test_by_inductor_in_the_interpreter(interpreter):
 
 
 @gpu
-@needs_gpu
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])

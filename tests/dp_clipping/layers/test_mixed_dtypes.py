@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from dp_clipping import PrivacyEngine, register_layer
+from dp_clipping import register_layer
 from dp_clipping.clipping.accumulation import Weights
+from tests.support.engine import build, step
 
 LAYERS = {
     "linear": lambda: nn.Linear(4, 3),
@@ -58,20 +59,11 @@ def test_a_step_is_as_defined(kind, mode):
     x = torch.randint(7, (12, 5)) if kind in OF_TOKENS else torch.randn(12, 5, 4)
     network = Network(LAYERS[kind]())
     network(x)  # makes the head
-    engine = PrivacyEngine()
-    model, optimizer, criterion, loader = engine.make_private(
-        module=network,
-        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(x, torch.randint(2, (12,))), batch_size=6),
-        noise_multiplier=1.0,
-        max_grad_norm=0.1,
-        grad_sample_mode=mode,
-    )
-    for batch, y in loader:
-        criterion(model(batch), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert engine.check(model, (x, torch.randint(2, (12,)))).ok
+    data = TensorDataset(x, torch.randint(2, (12,)))
+    run = build(module=network, dataset=data, max_grad_norm=0.1, grad_sample_mode=mode)
+    for batch in run.loader:
+        step(run, batch)
+    assert run.engine.check(run.model, (x, torch.randint(2, (12,)))).ok
     assert network.head.weight.dtype == torch.float64
     assert {p.dtype for p in network.layer.parameters()} == {torch.float32}
 

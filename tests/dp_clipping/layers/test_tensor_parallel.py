@@ -23,6 +23,7 @@ from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.step.sums.plain import Plain
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import zoo
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded_steps import one_step, whole
 
 FLOAT32 = 1e-5  # rotary positions, and the norms of Hugging Face, compute in float32
@@ -274,7 +275,8 @@ def test_every_kind_of_layer(cpu_ranks, ranks):
     cpu_ranks.run(ranks, every_layer)
 
 
-def sixteen_bit(context: Context) -> None:
+@on_ranks(2)
+def test_two_passes_in_16_bit(context: Context) -> None:
     """Compares clipped sums of modes with one and with two backward passes."""
     batch = torch.randn(3, 5, 8).bfloat16(), torch.randn(3, 5, 8)
     sums = {}
@@ -289,10 +291,6 @@ def sixteen_bit(context: Context) -> None:
         torch.testing.assert_close(total, sums["bookkeeping"], rtol=0.02, atol=2e-3, msg=mode)
 
 
-def test_two_passes_in_16_bit(cpu_ranks):
-    cpu_ranks.run(2, sixteen_bit)
-
-
 # ---- refusals -----------------------------------------------------------------------------------
 
 
@@ -300,7 +298,8 @@ def step(network: nn.Module, batch, loss=zoo.product) -> None:
     private_loss(private(network), batch, loss).backward()
 
 
-def sequence_parallel(context: Context) -> None:
+@on_ranks(2)
+def test_sequence_parallel_is_refused(context: Context) -> None:
     """Norms that are named in the plan."""
     network = nn.Sequential(nn.LayerNorm(4)).double()
     plan = {"0": SequenceParallel(use_local_output=True)}
@@ -310,11 +309,8 @@ def sequence_parallel(context: Context) -> None:
         step(network, (inputs.double(), targets))
 
 
-def test_sequence_parallel_is_refused(cpu_ranks):
-    cpu_ranks.run(2, sequence_parallel)
-
-
-def unnamed_sequence_parallel(context: Context) -> None:
+@on_ranks(2)
+def test_sequence_parallel_around_plain_layers_is_refused(context: Context) -> None:
     """A norm between them is a plain layer with some of the tokens: its neighbours show it."""
     plan = {
         "rows": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -328,10 +324,6 @@ def unnamed_sequence_parallel(context: Context) -> None:
         step(network, ids_and_targets(3, 4))
 
 
-def test_sequence_parallel_around_plain_layers_is_refused(cpu_ranks):
-    cpu_ranks.run(2, unnamed_sequence_parallel)
-
-
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +333,8 @@ class Bare(nn.Module):
         return x * self.scale
 
 
-def others(context: Context) -> None:
+@on_ranks(2)
+def test_other_layouts_are_refused_by_name(context: Context) -> None:
     mesh = tensor_mesh(context)
     batch = zoo.numbers(3, 4, out=(4,))
 
@@ -360,7 +353,3 @@ def others(context: Context) -> None:
     bare[0].scale = nn.Parameter(DTensor.from_local(bare[0].scale.detach(), mesh, [Replicate()]))
     with pytest.raises(ValueError, match=r"0 is given DTensors, .* linear layers, embeddings"):
         step(bare, batch)
-
-
-def test_other_layouts_are_refused_by_name(cpu_ranks):
-    cpu_ranks.run(2, others)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dp_clipping import PrivacyEngine
 from dp_clipping.losses.private_loss import PrivateLoss
+from tests.support.engine import build, on_any_batches
 from tests.support.language_models import (
     LANGUAGE_MODELS,
     batch_of,
@@ -24,15 +24,11 @@ PIECES = [2, 3]  # samples of two microbatches
 
 
 def made_private(network, C=0.5, **options):
-    engine = PrivacyEngine(accountant="rdp")
-    data = [{"x": torch.zeros(1)}] * 5
-    loader = torch.utils.data.DataLoader(data, batch_size=5)
-    model, optimizer, *_ = engine.make_private(
-        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        data_loader=loader, noise_multiplier=0.0, max_grad_norm=C, poisson_sampling=False,
+    run = on_any_batches(
+        module=network, batch_size=5, noise_multiplier=0.0, max_grad_norm=C,
         **{"wrap_model": False, "grad_sample_mode": "bookkeeping", **options},
     )  # fmt: skip
-    return model, optimizer
+    return run.model, run.optimizer
 
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling")
@@ -169,12 +165,12 @@ def test_where_it_is_not_exchanged_it_is_refused_with_what_works(has_bags):
     loader = torch.utils.data.DataLoader(
         data, batch_size=16, collate_fn=as_bags if has_bags else as_rows
     )
-    model, optimizer, criterion, loader = PrivacyEngine(accountant="rdp").make_private(
-        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        data_loader=loader, criterion=nn.CrossEntropyLoss(), noise_multiplier=0.0,
-        max_grad_norm=1.0, wrap_model=False, grad_sample_mode="bookkeeping",
+    run = build(
+        module=network, data_loader=loader, noise_multiplier=0.0, max_grad_norm=1.0,
+        wrap_model=False, grad_sample_mode="bookkeeping",
     )  # fmt: skip
-    (batch,) = loader
+    model, optimizer, criterion = run.model, run.optimizer, run.criterion
+    (batch,) = run.loader
     with pytest.raises(RuntimeError, match=r"loss = criterion\(model\(\*\*batch\)\.logits, labels"):
         model(**batch)["loss"].backward()
     optimizer.zero_grad()
@@ -195,14 +191,13 @@ def test_a_compiled_model_of_hugging_face_computes_its_loss():
         loader = torch.utils.data.DataLoader(
             samples_of("gpt2", 8), batch_size=8, collate_fn=collated
         )
-        model, optimizer, _, loader = PrivacyEngine(accountant="rdp").make_private(
-            module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-            data_loader=loader, noise_multiplier=0.0, max_grad_norm=1.0, wrap_model=False,
-            grad_sample_mode="bookkeeping",
+        run = build(
+            module=network, data_loader=loader, noise_multiplier=0.0, max_grad_norm=1.0,
+            wrap_model=False, grad_sample_mode="bookkeeping",
         )  # fmt: skip
-        (batch,) = loader
-        model(**batch).loss.backward()
-        optimizer.step()
+        (batch,) = run.loader
+        run.model(**batch).loss.backward()
+        run.optimizer.step()
         found.append([p.grad.clone() for p in network.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

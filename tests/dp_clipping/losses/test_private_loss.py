@@ -2,19 +2,19 @@
 
 import math
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.losses.private_loss import PrivateLoss
 from tests.dp_clipping.conftest import private
+from tests.support.engine import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False")
 
@@ -22,17 +22,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False")
 def make(engine, around=lambda network: network, poisson_sampling=False):
     """A private linear layer, and a batch of its loader."""
     torch.manual_seed(0)
-    network = nn.Linear(4, 2, bias=False)
-    data = TensorDataset(torch.randn(6, 4), torch.arange(6) % 2)
-    model, optimizer, criterion, loader = engine.make_private(
-        module=around(network), optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(data, batch_size=6),
-        noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=poisson_sampling,
+    run = build(
+        engine=engine, module=around(nn.Linear(4, 2, bias=False)), max_grad_norm=1.0,
+        dataset=TensorDataset(torch.randn(6, 4), torch.arange(6) % 2),
+        poisson_sampling=poisson_sampling,
     )  # fmt: skip
-    return SimpleNamespace(
-        network=network, model=model, optimizer=optimizer, criterion=criterion,
-        batch=next(iter(loader)),
-    )  # fmt: skip
+    run.batch = next(iter(run.loader))
+    return run
 
 
 @pytest.fixture

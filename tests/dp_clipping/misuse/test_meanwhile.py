@@ -16,6 +16,7 @@ from dp_clipping import BatchMemoryManager, PrivacyEngine
 from tests.support import engine, replicas, zoo
 from tests.support import sharded_steps as sharded
 from tests.support.engine import CHANGED, CHANGES
+from tests.support.on_ranks import on_ranks
 
 BATCH = engine.data()[:5]
 
@@ -57,7 +58,9 @@ def test_the_wrapped_optimizer_applies_no_sums_without_noise(run):
     run.optimizer.original_optimizer.step()  # the noisy gradient again, which gives nothing away
 
 
-def clipped_too_early(context, variant):
+@pytest.mark.parametrize("variant", ["ddp", "ddp_bucketed", "ddp_individual_v2", "torch_ddp"])
+@on_ranks(2)
+def test_a_gradient_changed_on_ranks(context, variant):
     """On ranks: right after backward, and after the exchange was finished by hand."""
     run = replicas.build(context, variant)
     replicas.train(run, 1)
@@ -80,11 +83,6 @@ def clipped_too_early(context, variant):
          run.model.module.finish_gradient_synchronization)()  # fmt: skip
         run.optimizer.step()
     assert run.optimizer.steps == 5
-
-
-@pytest.mark.parametrize("variant", ["ddp", "ddp_bucketed", "ddp_individual_v2", "torch_ddp"])
-def test_a_gradient_changed_on_ranks(cpu_ranks, variant):
-    cpu_ranks.run(2, clipped_too_early, variant)
 
 
 def halved(net):
@@ -111,7 +109,8 @@ AFTER_THE_SUM = (
 )
 
 
-def clipped_too_early_under_fsdp2(context):
+@on_ranks(2)
+def test_a_gradient_and_a_parameter_changed_under_fsdp2(context):
     """The sums of sharded parameters are out of reach until the step: what uses them raises."""
     run = replicas.build(context, shard=lambda net: sharded.shard_fsdp2(
         net, "block", DeviceMesh.from_group(context.group, "cpu")), name="transformer")  # fmt: skip
@@ -157,10 +156,6 @@ def clipped_too_early_under_fsdp2(context):
     assign(run.model.network)
     with pytest.raises(RuntimeError, match="is another tensor than at make_private"):
         replicas.train(run, 1)
-
-
-def test_a_gradient_and_a_parameter_changed_under_fsdp2(cpu_ranks):
-    cpu_ranks.run(2, clipped_too_early_under_fsdp2)
 
 
 def test_ordinary_training_goes_on_afterwards():

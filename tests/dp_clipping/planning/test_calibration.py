@@ -206,7 +206,6 @@ def test_measured_rates_predict_what_was_measured(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(monkeypatch):
     monkeypatch.undo()
     rates = calibration.measure(torch.device("cuda"))

@@ -239,7 +239,6 @@ def test_the_table_of_two_passes_with_measured_times():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="needs a GPU for itself")
 def test_the_choice_is_the_best_single_algorithm():
     """Compares the best of several measurements: what disturbs one makes it longer."""

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ddp import wrap
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 from dp_clipping.profiling.metrics import UNPROTECTED
+from tests.support.engine import build, fixed
 
 DOCUMENT = Path(__file__).parents[3] / "docs/private_training.md"
 pytestmark = pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed")
@@ -27,13 +28,12 @@ def data() -> TensorDataset:
 def made(engine, group=None, **options) -> tuple:
     torch.manual_seed(0)
     network = nn.Linear(5, 2)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    return engine.make_private(
+    run = build(
+        engine=engine, dataset=data(), batch_size=8, max_grad_norm=0.7, noise_generator=fixed(2),
         module=network if group is None else wrap("ddp_bucketed", network, process_group=group),
-        optimizer=optimizer, data_loader=DataLoader(data(), batch_size=8), noise_multiplier=1.0,
-        max_grad_norm=0.7, noise_generator=torch.Generator().manual_seed(2),
         **{"grad_sample_mode": "bookkeeping", **options},
     )  # fmt: skip
+    return run.model, run.optimizer, run.criterion, run.loader
 
 
 def train(model, optimizer, criterion, loader, microbatch=3, pad=False, look=lambda *_: None):

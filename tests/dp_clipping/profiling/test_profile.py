@@ -19,6 +19,7 @@ from dp_clipping import PrivacyEngine
 from dp_clipping.profiling import profile as profiling
 from dp_clipping.profiling.profile import KEPT, NOTHING, SWITCH, Profile
 from tests.support import zoo
+from tests.support.on_ranks import on_ranks
 from tests.support.sharded_steps import shard_fsdp2
 
 SAMPLES = 4
@@ -299,7 +300,9 @@ def test_fused(interpreter):
     interpreter.run(check_fused)
 
 
-def check_backend(context: Context, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["ddp_bucketed", "fsdp2"])
+@on_ranks(2)
+def test_two_ranks(context: Context, backend: str) -> None:
     os.environ[SWITCH] = "1"
     try:
         if backend == "fsdp2":
@@ -318,12 +321,8 @@ def check_backend(context: Context, backend: str) -> None:
         del os.environ[SWITCH]
 
 
-@pytest.mark.parametrize("backend", ["ddp_bucketed", "fsdp2"])
-def test_two_ranks(backend, cpu_ranks):
-    cpu_ranks.run(2, check_backend, backend)
-
-
-def check_tensor_parallel(context: Context) -> None:
+@on_ranks(2)
+def test_norms_before_and_after_the_all_reduce(context: Context) -> None:
     os.environ[SWITCH] = "1"
     try:
         for reduction in ("async", "layerwise"):
@@ -345,10 +344,6 @@ def check_tensor_parallel(context: Context) -> None:
             assert norms["before"]["mean"] < norms["after"]["mean"]
     finally:
         del os.environ[SWITCH]
-
-
-def test_norms_before_and_after_the_all_reduce(cpu_ranks):
-    cpu_ranks.run(2, check_tensor_parallel)
 
 
 def test_what_does_nothing_lets_errors_pass():

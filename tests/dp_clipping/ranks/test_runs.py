@@ -159,11 +159,7 @@ def alone(name: str) -> dict[str, Any]:
 
 
 def check(
-    answers: list[dict],
-    expected: dict,
-    layout: str,
-    tolerance: float = 2e-5,
-    is_even: bool = False,
+    answers: list[dict], expected: dict, layout: str, tolerance: float = 2e-5, is_even: bool = False
 ) -> None:
     """Each rank has its part of the draws of one process, and all that is left is the same.
 

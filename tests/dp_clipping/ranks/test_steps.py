@@ -20,6 +20,7 @@ from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import around_blocks, zoo
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import (
     DIVIDED,
     LAYOUTS,
@@ -151,16 +152,13 @@ def test_a_parameter_that_is_handed_to_a_block_is_refused(cpu_ranks, layout):
     cpu_ranks.run(2, handed, layout)
 
 
-def attention_in_units(context: Context) -> None:
+@on_ranks(2)
+def test_an_attention_whose_layers_are_gathered_one_by_one_is_refused(context: Context) -> None:
     by_hand = partial(wrap, "fsdp", units=[nn.Linear], process_group=context.group)
     for shard in (by_hand, partial(LAYOUTS["fsdp2 leaf"].place, context)):
         network = shard(zoo.BY_NAME["multihead_attention"].build())
         with pytest.raises(ValueError, match=r"attention\.out_proj is gathered .* without a call"):
             private(network)
-
-
-def test_an_attention_whose_layers_are_gathered_one_by_one_is_refused(cpu_ranks):
-    cpu_ranks.run(2, attention_in_units)
 
 
 # All of it
@@ -210,11 +208,8 @@ def test_the_zoo(cpu_ranks, case, layout):
     cpu_ranks.run(2, of_the_zoo, layout, case.name)
 
 
-def of_registered_layers(context: Context, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["fsdp1 root", "fsdp2 root"])
+@on_ranks(2)
+def test_registered_layers_are_refused(context: Context, layout: str) -> None:
     with pytest.raises(ValueError, match="make the network private unsharded"):
         private(LAYOUTS[layout].place(context, zoo.BY_NAME["registered"].build().double()))
-
-
-@pytest.mark.parametrize("layout", ["fsdp1 root", "fsdp2 root"])
-def test_registered_layers_are_refused(cpu_ranks, layout):
-    cpu_ranks.run(2, of_registered_layers, layout)

@@ -3,20 +3,15 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from dp_clipping import PrivacyEngine
+from tests.support.engine import build
 
 
 def made(wrap_model=True):
-    network = nn.Linear(3, 2)
     data = TensorDataset(torch.randn(20, 3), torch.randint(2, (20,)))
-    engine = PrivacyEngine(accountant="rdp")
-    return engine, engine.make_private(
-        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=5), noise_multiplier=1.0, max_grad_norm=1.0,
-        wrap_model=wrap_model,
-    )  # fmt: skip
+    run = build(module=nn.Linear(3, 2), dataset=data, batch_size=5, wrap_model=wrap_model)
+    return run.engine, (run.model, run.optimizer, run.criterion, run.loader)
 
 
 @pytest.mark.parametrize("wrap_model", [True, False])

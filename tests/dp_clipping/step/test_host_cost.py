@@ -15,10 +15,7 @@ from tests.support.host_cost import NETWORKS
 pytestmark = pytest.mark.skipif(not IS_CHECKED, reason="this Triton launches by itself: more calls")
 
 LAYERS = 4
-LIMITS = {
-    "transformer": (545, 35),
-    "convolutional": (485, 53),
-}  # of one layer; of a further one
+LIMITS = {"transformer": (545, 35), "convolutional": (485, 53)}  # of one layer; of a further one
 # Small ones of ddp_by_hand.experiments.networks whose private step calls so few functions on the
 # host. In the one that is left out, three layers are little beside what a step costs once.
 SMALL = (
@@ -50,7 +47,7 @@ with without_kernels():
                 training.step()
             if variant != "ordinary":
                 training.model.skip_checks()
-            for _ in range(WARM_UP):
+            for _ in range(2 if variant == "ordinary" else WARM_UP):
                 step()
             counts.setdefault(name, []).append(calls_of(step)[0])
 print(json.dumps(counts))

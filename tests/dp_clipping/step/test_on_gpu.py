@@ -11,12 +11,11 @@ from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.optimizer import PrivateOptimizer
 from tests.dp_clipping.conftest import criterion_of, private, private_loss
 from tests.support import zoo
-from tests.support.kernel_cases import on_gpu
 
 FLASH = ("flash", "flash_bookkeeping")
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["bookkeeping", *FLASH])
 def test_backward_stays_in_its_thread(mode):
     """Autograd's own thread of the device would take the interpreter for each layer."""
@@ -37,7 +36,7 @@ def test_backward_stays_in_its_thread(mode):
     assert torch.autograd.is_multithreading_enabled()
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", FLASH)
 def test_a_step_does_not_wait_for_the_device(mode):
     case = zoo.BY_NAME["transformer"]
@@ -78,7 +77,7 @@ class TwoStreams(nn.Module):
         return y
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_layers_on_two_streams_are_refused():
     """A launch reads what layers of both have left."""
     network = TwoStreams().cuda().train()

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from dp_clipping import PrivacyEngine
 from dp_clipping.sampling.usage import SampleUsage, Ticket
 from dp_clipping.step.state import BatchNorms, Phase, StepSettings, StepState
-from tests.support import zoo
+from tests.support import engine, zoo
 
 IDLE, OPEN, REDUCED, NOISY = Phase
 
@@ -177,13 +176,9 @@ def test_a_resumed_run_is_between_two_steps():
 
 
 def test_one_step_of_an_engine_passes_through_all_phases():
-    network = nn.Linear(3, 2)
     dataset = torch.utils.data.TensorDataset(*zoo.classes(8, 3, count=2))
-    model, optimizer, criterion, _ = PrivacyEngine().make_private(
-        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        data_loader=torch.utils.data.DataLoader(dataset, batch_size=4),
-        noise_multiplier=1.0, max_grad_norm=1.0, noise_generator=torch.Generator(),
-    )  # fmt: skip
+    run = engine.build(module=nn.Linear(3, 2), dataset=dataset, noise_generator=engine.fixed())
+    model, optimizer, criterion = run.model, run.optimizer, run.criterion
     state, phases = model.step_state, []
     assert optimizer.step_state is state
     note = lambda: phases.append(state.phase)  # noqa: E731

@@ -1,7 +1,6 @@
 """`engine.check`: what is right passes, what is broken fails by name, training never notices."""
 
 import importlib.util
-import warnings
 from collections import UserDict
 from types import SimpleNamespace
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_by_hand.experiments.verify_correctness import findings
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
@@ -22,6 +20,7 @@ from dp_clipping.verification import check
 from dp_clipping.verification import report as check_report
 from dp_clipping.verification.report import Check
 from tests.support import replicas, zoo
+from tests.support.engine import on_any_batches
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
 SIZE = 4
@@ -30,18 +29,10 @@ C = 0.5
 
 def private(module: nn.Module, criterion=None, engine=None, **options) -> SimpleNamespace:
     """What `make_private` returns, for batches that do not come from the loader."""
-    engine = engine or PrivacyEngine(accountant="rdp")
-    options = {"noise_multiplier": 1.0, "max_grad_norm": C, "poisson_sampling": False} | options
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="poisson_sampling=False")
-        model, optimizer, criterion, _ = engine.make_private(
-            module=module,
-            optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-            criterion=criterion or zoo.Criterion(zoo.squared_error),
-            data_loader=DataLoader(range(8)),
-            **options,
-        )
-    return SimpleNamespace(engine=engine, model=model, optimizer=optimizer, criterion=criterion)
+    return on_any_batches(
+        module=module, criterion=criterion or zoo.Criterion(zoo.squared_error), engine=engine,
+        **{"max_grad_norm": C, **options},
+    )  # fmt: skip
 
 
 def loss_of_zoo(model, criterion, batch):
@@ -379,7 +370,6 @@ def test_compiled_networks():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu(dtype):
     """Batches come from the loader's CPU; TensorFloat-32 is not used."""
@@ -448,9 +438,7 @@ def test_a_norm_of_one_group(monkeypatch):
     """What is a small part of the whole norm may be all of a group's."""
     squared_norms = plain.squared_norms
     monkeypatch.setattr(
-        plain,
-        "squared_norms",
-        lambda g: squared_norms(g) * (1.21 if g.shape[1:] == (3,) else 1),
+        plain, "squared_norms", lambda g: squared_norms(g) * (1.21 if g.shape[1:] == (3,) else 1)
     )
 
     def network() -> nn.Module:
@@ -752,16 +740,6 @@ def test_a_sum_of_clipped_and_unclipped_samples_that_cancel(mode):
     """Coefficients of clipped samples have a margin, which no other sample's makes up for."""
     direction = torch.tensor([[0.6, 0.0, 0.8]])
     x = torch.cat([3 * direction.expand(16, 3), -0.9999 * direction.expand(16, 3)])
-    network = nn.Linear(3, 1, bias=False)
-    engine = PrivacyEngine()
-    model, *_ = engine.make_private(
-        module=network,
-        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        criterion=Outputs(),
-        data_loader=DataLoader(TensorDataset(x, torch.zeros(32)), batch_size=8),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        grad_sample_mode=mode,
-    )
-    report = engine.check(model, (x, torch.zeros(32)))
+    run = private(nn.Linear(3, 1, bias=False), Outputs(), max_grad_norm=1.0, grad_sample_mode=mode)
+    report = run.engine.check(run.model, (x, torch.zeros(32)))
     assert report.ok, report

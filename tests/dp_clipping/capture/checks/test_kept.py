@@ -1,18 +1,17 @@
 """Gradients and activations that are changed in place while a step keeps them."""
 
 import re
-import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.data import DataLoader, TensorDataset
 
-from dp_clipping import PrivacyEngine, register_layer
+from dp_clipping import register_layer
 from dp_clipping.step.sums import work
 from tests.dp_clipping.conftest import MODES, assert_close
 from tests.support import registered_layers
+from tests.support.engine import on_any_batches
 from tests.support.turns import in_turn
 
 BATCH, WIDTH, CLIP = 3, 8, 0.01
@@ -157,14 +156,11 @@ def seeded(kind, write, **options):
 def sums_of(network, mode, batch=None, steps=1, before=lambda step: None, **options):
     """The clipped sums of the last of some steps: name -> sum."""
     x, y = batch or data()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, optimizer, criterion, _ = PrivacyEngine().make_private(
-            module=network, criterion=loss, loss_reduction="sum", grad_sample_mode=mode,
-            optimizer=torch.optim.SGD(network.parameters(), lr=0.0), noise_multiplier=0.0,
-            data_loader=DataLoader(TensorDataset(*data(12)), batch_size=3),
-            poisson_sampling=False, **{"max_grad_norm": CLIP} | options,
-        )  # fmt: skip
+    run = on_any_batches(
+        module=network, criterion=loss, loss_reduction="sum", grad_sample_mode=mode, lr=0.0,
+        noise_multiplier=0.0, **{"max_grad_norm": CLIP} | options,
+    )  # fmt: skip
+    model, optimizer, criterion = run.model, run.optimizer, run.criterion
     for step in range(steps):
         if step:
             optimizer.step()

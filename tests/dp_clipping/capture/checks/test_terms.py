@@ -1,15 +1,14 @@
 """What a loss is made of is seen in its graph, and each message's way out trains."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from dp_clipping import BatchMemoryManager, PrivacyEngine
+from dp_clipping import BatchMemoryManager
 from dp_clipping.capture.checks.terms import leaves_of, penalized
+from tests.support.engine import build, fixed
 
 AFTER_NOISE = r"optimizer\.pre_step\(\); for p, g in zip\(parameters, torch\.autograd\.grad\("
 FREEZE = r"call model\.requires_grad_\(False\) before the forward for it"
@@ -33,16 +32,12 @@ def make(criterion):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
     start = [p.detach().clone() + 1 for p in network.parameters()]
-    model, optimizer, criterion, loader = PrivacyEngine().make_private(
-        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        criterion=criterion(network, start), noise_multiplier=1.0, max_grad_norm=1.0,
-        data_loader=DataLoader(TensorDataset(torch.randn(24, 5), torch.ones(24, 1)), batch_size=8),
-        noise_generator=torch.Generator().manual_seed(0),
+    run = build(
+        module=network, criterion=criterion(network, start), max_grad_norm=1.0, batch_size=8,
+        dataset=TensorDataset(torch.randn(24, 5), torch.ones(24, 1)), noise_generator=fixed(0),
     )  # fmt: skip
-    return SimpleNamespace(
-        network=network, model=model, optimizer=optimizer, criterion=criterion, loader=loader,
-        start=start,
-    )  # fmt: skip
+    run.start = start
+    return run
 
 
 PENALTIES = {

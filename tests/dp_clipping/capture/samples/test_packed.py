@@ -9,10 +9,10 @@ from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from dp_clipping import PrivacyEngine
 from dp_clipping.capture.samples.packed import Sequences, opened, packed, packed_in, repacking
 from dp_clipping.torch_compat import hooks_of
 from tests.dp_clipping.conftest import private
+from tests.support.engine import build, fixed
 from tests.support.turns import in_turn
 
 LENGTHS = [2, 4, 2, 1]
@@ -118,18 +118,11 @@ def make(returns_packed: bool, mixes: bool = False, batch_first: bool = True) ->
     torch.manual_seed(0)
     network = Net(returns_packed)
     data = [(x, n % 2) for n, x in enumerate(rows([1 + n % 5 for n in range(24)]))]
-    engine = PrivacyEngine()
-    made = engine.make_private(
-        module=network,
-        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        criterion=Losses(mixes),
-        data_loader=DataLoader(data, batch_size=2, collate_fn=collate),
-        noise_multiplier=1.0,
-        max_grad_norm=0.5,
-        batch_first=batch_first,
-        noise_generator=torch.Generator().manual_seed(0),
-    )
-    return engine, *made
+    run = build(
+        module=network, criterion=Losses(mixes), batch_first=batch_first, noise_generator=fixed(0),
+        data_loader=DataLoader(data, batch_size=2, collate_fn=collate), accountant="pld",
+    )  # fmt: skip
+    return run.engine, run.model, run.optimizer, run.criterion, run.loader
 
 
 @pytest.mark.parametrize(("returns_packed", "batch_first"), in_turn([True, False], [True, False]))

@@ -1,19 +1,11 @@
 """G, its norm and the clipped sum, against the reference implementation in float64."""
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels.convolution.geometry import Geometry
 from dp_clipping.kernels.convolution.gradients import gradients_and_squares, weighted_sum
 from dp_clipping.kernels.convolution.packing import pack
-from tests.support.convolution_cases import (
-    DTYPES,
-    TF32,
-    WIDE,
-    operands,
-)
+from tests.support.convolution_cases import DTYPES, TF32, WIDE, operands
 from tests.support.kernel_cases import Place, on_kernels
 
 

@@ -1,9 +1,6 @@
 """Norms from Gram matrices of positions, against the reference implementation in float64."""
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.convolution import gram
@@ -13,7 +10,7 @@ from tests.support.convolution_cases import WIDE, operands
 from tests.support.kernel_cases import Place, on_kernels
 
 CASES = [case for case in WIDE if case[-1].groups == 1] + [
-    (2, 3, 600, 16, (1, 3, 3), Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)),
+    (2, 3, 600, 16, (1, 3, 3), Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1))
 ]
 
 

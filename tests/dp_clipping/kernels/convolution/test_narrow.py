@@ -2,10 +2,6 @@
 
 from math import prod
 
-import pytest
-
-pytest.importorskip("triton")
-
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from tests.support.convolution_cases import NARROW, operands
 from tests.support.kernel_cases import Place, on_kernels

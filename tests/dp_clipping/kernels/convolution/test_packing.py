@@ -1,10 +1,7 @@
 """Operands with the channels last, beside PyTorch's padding."""
 
-import pytest
 import torch
 import torch.nn.functional as F
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels.convolution.packing import pack, scale_of
 from tests.support.kernel_cases import Place, on_kernels

@@ -2,10 +2,7 @@
 
 from unittest.mock import patch
 
-import pytest
 import torch
-
-pytest.importorskip("triton")
 
 from dp_clipping.kernels.gradient import gradient_and_squares, gradients_and_squares
 from dp_clipping.kernels.launch import grouped_launch

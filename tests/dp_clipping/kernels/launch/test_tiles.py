@@ -3,23 +3,15 @@
 import weakref
 from unittest.mock import patch
 
-import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton")
-
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import driver
 
 from dp_clipping.kernels.launch import tiles
 from dp_clipping.kernels.launch.tiles import Tile, ceil_div, is_aligned, readable, tile_of
 from tests.support.host_cost import NoDevice
-from tests.support.kernel_cases import (
-    Place,
-    lay_out,
-    on_kernels,
-)
+from tests.support.kernel_cases import Place, lay_out, on_kernels
 
 
 @on_kernels()

@@ -149,8 +149,7 @@ def test_in_the_interpreter_and_on_the_cpu(monkeypatch, timed):
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [(tuning, "is_current_stream_capturing"), (torch.compiler, "is_compiling")],
+    ("module", "name"), [(tuning, "is_current_stream_capturing"), (torch.compiler, "is_compiling")]
 )
 def test_later_if_not_now(monkeypatch, timed, module, name):
     with monkeypatch.context() as patch:
@@ -392,7 +391,6 @@ def test_a_tile_is_tuned_for_a_launch_that_is_not_empty(monkeypatch, launches, n
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(monkeypatch, tmp_path):
     """A tile that no processor has the memory for is among the candidates of each kernel."""
     monkeypatch.undo()

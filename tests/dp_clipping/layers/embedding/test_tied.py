@@ -18,7 +18,7 @@ from dp_clipping.layers.embedding.tied import TiedTokens, cross_terms
 from dp_clipping.layers.linear_factors import LinearFactors
 from tests.dp_clipping.conftest import MODES, clipped_sums, private_loss, trained, unchecked
 from tests.support import zoo
-from tests.support.kernel_cases import Place, on_gpu, on_kernels
+from tests.support.kernel_cases import Place, on_kernels
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -236,7 +236,7 @@ def test_no_tensor_has_the_size_of_all_gradients(mode, clipping, interpreter):
     interpreter.run(check_no_tensor_of_all_gradients, mode, clipping, "cpu")
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["flash", "flash_bookkeeping"])
 def test_no_tensor_has_the_size_of_all_gradients_on_gpu(mode):
     check_no_tensor_of_all_gradients(mode, "flat", "cuda")

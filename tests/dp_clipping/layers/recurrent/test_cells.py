@@ -4,11 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dp_clipping.conftest import (
-    MODES,
-    assert_exact,
-    unchecked,
-)
+from tests.dp_clipping.conftest import MODES, assert_exact, unchecked
 from tests.support import zoo
 
 B, T, P, H = 4, 5, 3, 6

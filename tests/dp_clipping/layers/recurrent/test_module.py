@@ -58,10 +58,7 @@ def seq2seq() -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "build",
-    [tied, characters, with_a_parameter_beside_it, seq2seq],
-)
+@pytest.mark.parametrize("build", [tied, characters, with_a_parameter_beside_it, seq2seq])
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_other_networks(build, mode):
     network = zoo.seeded(build).double()

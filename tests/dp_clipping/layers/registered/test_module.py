@@ -12,13 +12,7 @@ from dp_clipping import LinearProduct, register_layer
 from dp_clipping.layers.recorder import DENSE, LINEAR
 from dp_clipping.layers.registered import module as registered
 from dp_clipping.step.sums.work import Work
-from tests.dp_clipping.conftest import (
-    MODES,
-    assert_close,
-    gradients_of,
-    private,
-    private_loss,
-)
+from tests.dp_clipping.conftest import MODES, assert_close, gradients_of, private, private_loss
 from tests.support import zoo
 from tests.support.registered_layers import Dense, Gate, gate_gradients
 

@@ -534,8 +534,7 @@ class Cached(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_given"),
-    in_turn(["T5", "LongT5", "Bart", "GPT2"], {"made": False, "given": True}),
+    ("kind", "is_given"), in_turn(["T5", "LongT5", "Bart", "GPT2"], {"made": False, "given": True})
 )
 def test_caches_as_they_are_by_default(kind, is_given):
     network = Cached(kind, is_given).double()

@@ -477,12 +477,7 @@ def test_a_parameter_that_has_samples_of_its_own_is_not_known():
 
 @pytest.mark.parametrize(
     ("few", "more"),
-    [
-        ([(2, 5)], []),
-        ([(2, 5)], [(3, 6)]),
-        ([(2, 5)], [(3, 1, 5)]),
-        ([(2, 5)], [(5, 5)]),
-    ],
+    [([(2, 5)], []), ([(2, 5)], [(3, 6)]), ([(2, 5)], [(3, 1, 5)]), ([(2, 5)], [(5, 5)])],
     ids=["fewer", "two grow", "other dimensions", "no samples"],
 )
 def test_what_is_not_learned(few, more):

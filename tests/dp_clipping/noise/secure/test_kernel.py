@@ -128,7 +128,6 @@ def test_in_the_interpreter(interpreter, body):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("body", CHECKS, ids=lambda body: body.__name__)
 def test_compiled_kernel(body):
     body("cuda")
