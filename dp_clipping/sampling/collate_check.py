@@ -414,7 +414,7 @@ def _growing(
 def _unbound(batch: Tensor | np.ndarray, dim: int) -> Iterable[Any]:
     if isinstance(batch, np.ndarray):
         return np.moveaxis(batch, dim, 0)
-    return (batch if batch.layout is torch.strided else batch.to_dense()).unbind(dim)
+    return (batch if batch.layout is torch.strided else batch.to_dense()).cpu().unbind(dim)
 
 
 def _row(x: Any) -> Row:
