@@ -93,9 +93,7 @@ class Company:
         start = (number * PART) % (batch.size - size + 1)
         self._check(batch, torch.arange(start, start + size), [half(size, number)])
 
-    def _check(
-        self, batch: Batch, rows: Sequence[int] | Tensor, changes: list[Perturbed]
-    ) -> None:
+    def _check(self, batch: Batch, rows: Sequence[int] | Tensor, changes: list[Perturbed]) -> None:
         network = _Rows(self._capture, self._observe, self._layouts_of, batch, rows)
         probe = Probe(network, self._on_any_rank)
         for perturbed in changes:

@@ -106,6 +106,8 @@ class Poisson(Scheme):
 
     def split(self, units: Tensor, ranks: int) -> list[Tensor]:
         """Returns for rank r the units i with i % ranks == r: a unit is always on the same rank."""
+        if ranks == 1:
+            return [units]
         return [units[units % ranks == rank] for rank in range(ranks)]
 
 
