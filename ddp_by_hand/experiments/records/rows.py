@@ -144,8 +144,10 @@ def rows_of(names: Sequence[str] | None) -> list[Row | Planned]:
     if names is None:
         return list(ROWS)
     found = [row for name in names for row in ROWS if name in (row.name, row.name.split("@")[0])]
-    known = {row.name.split("@")[0] for row in ROWS}
+    known = {row.name: row.name.split("@")[0] for row in ROWS}
     for name in names:
-        if not any(name in (row.name, row.name.split("@")[0]) for row in ROWS):
-            raise ValueError(f"no row is called {name}: give {', '.join(sorted(known))}")
+        if name not in known and name not in known.values():
+            alike = [row for row in known if known[row] == name.split("@")[0]]
+            others = ", ".join(alike or sorted(set(known.values())))
+            raise ValueError(f"no row is called {name}: give {others}")
     return found

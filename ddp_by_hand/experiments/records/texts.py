@@ -18,6 +18,7 @@ from ddp_by_hand.experiments.plan_privacy.plan import Budget
 from ddp_by_hand.experiments.plan_privacy.runs import CONTEXT, SmallRun, train
 from ddp_by_hand.lm.model import ModelConfig, Transformer
 from ddp_by_hand.lm.timing import PeakMemory
+from dp_clipping.accounting import pld
 
 LAW = Path("results/plan-privacy-stdlib")  # of the clone
 LICENSES = (Path("/usr/share/common-licenses"), Path("/usr/share/doc"))
@@ -143,12 +144,14 @@ class Planned:
     def run(self, engine: str, seed: int, device: torch.device) -> dict[str, Any]:
         """Trains what the plan says, and returns what a row of results records.
 
-        Raises ValueError for another engine than `"ours"`.
+        Raises ValueError for another engine than `"ours"`, FileNotFoundError without `LAW`.
         """
         if engine != "ours":
             raise ValueError(
                 f"{self.name} is trained by plan_privacy, which has one engine: leave --engine out"
             )
+        if not LAW.is_dir():
+            raise FileNotFoundError(f"no {LAW} here: call the program in the root of the clone")
         text = private_text()
         examples = len(text.training)
         delta = examples**-1.1
@@ -159,11 +162,13 @@ class Planned:
             text, training=text.training.to(device), held_out=text.held_out.to(device)
         )
         peak, began = PeakMemory(device), time.perf_counter()
-        found = train(planned, on_device, [planned.steps], delta)
+        found = train(planned, on_device, [planned.steps], None)
         return {
             "score": found["losses"][planned.steps],
             "predicted": chosen.loss,
-            "epsilon": found["epsilon"],
+            "epsilon": pld.epsilon(
+                [(planned.noise_multiplier, planned.batch / examples, planned.steps)], delta
+            ),
             "delta": delta,
             "noise_multiplier": planned.noise_multiplier,
             "parameters": found["parameters"],
