@@ -18,7 +18,6 @@ from ddp_by_hand.experiments.plan_privacy.plan import Budget
 from ddp_by_hand.experiments.plan_privacy.runs import CONTEXT, SmallRun, train
 from ddp_by_hand.lm.model import ModelConfig, Transformer
 from ddp_by_hand.lm.timing import PeakMemory
-from dp_clipping.accounting import pld
 
 LAW = Path("results/plan-privacy-stdlib")  # of the clone
 LICENSES = (Path("/usr/share/common-licenses"), Path("/usr/share/doc"))
@@ -162,13 +161,11 @@ class Planned:
             text, training=text.training.to(device), held_out=text.held_out.to(device)
         )
         peak, began = PeakMemory(device), time.perf_counter()
-        found = train(planned, on_device, [planned.steps], None)
+        found = train(planned, on_device, [planned.steps], delta)
         return {
             "score": found["losses"][planned.steps],
             "predicted": chosen.loss,
-            "epsilon": pld.epsilon(
-                [(planned.noise_multiplier, planned.batch / examples, planned.steps)], delta
-            ),
+            "epsilon": found["epsilon"],
             "delta": delta,
             "noise_multiplier": planned.noise_multiplier,
             "parameters": found["parameters"],
