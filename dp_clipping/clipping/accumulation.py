@@ -8,6 +8,7 @@ the operands had.
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -182,17 +183,22 @@ def round_down(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
 class Weights:
     """Coefficients c [B] of one clipping group, in the forms that sums take.
 
-    `values` are float32 (float64) on the device, `by_host` the same as numbers.
+    `values` are float32 (float64) on the device.
     """
 
-    def __init__(self, values: Tensor, by_host: list[float]):
-        self.values, self.by_host = values, by_host
+    def __init__(self, values: Tensor):
+        self.values = values
         self._rounded: dict[torch.dtype, Tensor] = {}
         self._blocks: dict[tuple[torch.dtype, int], tuple[Tensor, float]] = {}
 
+    @cached_property
+    def by_host(self) -> list[float]:
+        """The same as numbers. The host waits for the device."""
+        return self.values.tolist()
+
     def only(self, samples: slice) -> "Weights":
         """Returns the coefficients of some samples."""
-        return Weights(self.values[samples], self.by_host[samples])
+        return Weights(self.values[samples])
 
     def of_dtype(self, dtype: torch.dtype) -> Tensor:
         """Returns c [B] in the dtype of a sum, rounded down where it is float32 and c is not.

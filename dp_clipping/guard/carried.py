@@ -245,7 +245,7 @@ def refuse_carried(state: State, run: Callable[[Any], Any], first: Any, second: 
         return
     for last in range(2):
         subject = _AfterAnother(state, run, (first, second), last)
-        differing = Probe(subject).differing(Perturbed([1], [True]))
+        differing = Probe(subject).differing(Perturbed(torch.tensor([1]), torch.tensor([True])))
         if differing:
             names = sorted(key[1] for key in differing if key[0] is NAMES and len(key) > 1)
             names = names or sorted({change.name for change in subject.changes})

@@ -87,7 +87,7 @@ class Watched:
                 )
         patterns = halves(size, self.number)
         for stays in patterns if self.number == 0 else patterns[:1]:
-            stays = torch.tensor(stays, device=losses.device)
+            stays = stays.to(losses.device)
             weights = torch.where(stays, 1.0, -3.0).to(losses.dtype)
             both = zip(base, self._gradients(losses, weights), strict=True)
             if any(differ([pair for pair in both if None not in pair], stays)):
@@ -100,7 +100,7 @@ class Watched:
         """
         if any(_is_of_all(layout) for _, layout in self._pairs):
             return False
-        stays = torch.tensor(halves(len(losses), self.number)[0], device=losses.device)
+        stays = halves(len(losses), self.number)[0].to(losses.device)
         gradients = self._of_outputs(losses, torch.where(stays, 0.0, 1.0).to(losses.dtype))
         sizes = losses.new_zeros(len(losses), dtype=torch.float32)
         for gradient, (_, layout) in zip(gradients, self._pairs, strict=True):
@@ -215,7 +215,7 @@ class Criterion:
         }
         self._likeliest = {n: found[0] for n, found in self._places.items()}
         self._given: dict[int, Layout] = {}  # where samples are exchanged
-        self._rows = list(range(size))
+        self._rows = torch.arange(size)
 
     def check(self, number: int, is_whole: bool = True) -> None:
         """Raises ValueError if a sample's loss depends on others.
@@ -224,7 +224,7 @@ class Criterion:
         """
         if not is_whole and not self._ragged and self._part_agrees(number):
             return
-        self._given, self._rows = {}, list(range(self._size))
+        self._given, self._rows = {}, torch.arange(self._size)
         probe, places = Probe(self), self._likeliest
         for which, stays in enumerate(halves(self._size, number)):
             perturbed = one_source(stays, number + which)
@@ -267,7 +267,7 @@ class Criterion:
         """Returns whether losses of some samples are the same beside others, and among more."""
         size = min(self._size, PART)
         start = (number * PART) % (self._size - size + 1)
-        self._given, self._rows = self._likeliest, list(range(start, start + size))
+        self._given, self._rows = self._likeliest, torch.arange(start, start + size)
         try:
             probe = Probe(self)
         except Exception:  # it does not take so few
@@ -278,9 +278,9 @@ class Criterion:
                 return False
         return True
 
-    def _find(self, probe: Probe, rows: list[int]) -> dict[int, Layout]:
+    def _find(self, probe: Probe, rows: Tensor) -> dict[int, Layout]:
         """Returns the layout of each argument, not only likely ones; {} if one is unclear."""
-        perturbed = Perturbed(rows, [i == row for i, row in enumerate(rows)])
+        perturbed = Perturbed(rows, rows == torch.arange(len(rows)))
         if not self._agrees(probe, {}, perturbed):
             return {}  # it draws numbers of its own
         chosen: dict[int, Layout] = {}
@@ -341,15 +341,15 @@ class Criterion:
 
     def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
         """Returns summaries of losses, and of gradients by each layout that they may have."""
-        rows = self._rows if perturbed is None else perturbed.of(self._rows)
+        rows = self._rows if perturbed is None else self._rows[perturbed.rows]
         size = len(rows)
 
         def changed(n: int, x: Tensor) -> Tensor:
             layout = self._given.get(n)
             if layout is None:
                 return x
-            index = torch.tensor(rows, device=x.device)
-            return layout.restore(layout.batch_first(x, self._size).index_select(0, index))
+            own = layout.batch_first(x, self._size)
+            return layout.restore(own.index_select(0, rows.to(x.device)))
 
         shape = self._shape and (size, *self._shape[1:])
         with torch.enable_grad():

@@ -91,9 +91,9 @@ class Company:
         if not whole:
             size = min(size, max(2, min(PART, size // 4)))
         start = (number * PART) % (batch.size - size + 1)
-        self._check(batch, list(range(start, start + size)), [half(size, number)])
+        self._check(batch, torch.arange(start, start + size), [half(size, number)])
 
-    def _check(self, batch: Batch, rows: list[int], changes: list[Perturbed]) -> None:
+    def _check(self, batch: Batch, rows: Sequence[int] | Tensor, changes: list[Perturbed]) -> None:
         network = _Rows(self._capture, self._observe, self._layouts_of, batch, rows)
         probe = Probe(network, self._on_any_rank)
         for perturbed in changes:
@@ -146,24 +146,23 @@ class _Rows:
 
     def __init__(
         self, capture: CapturedNetwork, observe: Callable[..., Seen], layouts_of: LayoutsOf,
-        batch: Batch, rows: list[int],
+        batch: Batch, rows: Sequence[int] | Tensor,
     ):  # fmt: skip
         self.device = capture.trigger.device
         self._observe, self._layouts_of = observe, layouts_of
-        self._batch, self._rows = batch, rows
+        self._batch, self._rows = batch, torch.as_tensor(rows)
 
     def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
         rows, batch, first = self._rows, self._batch, 1
         drawn = len(rows) + len(SIDES)  # gradients: the same for a sample that has other places
         scale = torch.ones(len(rows))
         if perturbed is not None:
-            rows = perturbed.of(rows)
+            rows = rows[perturbed.rows]
             first = 0 if perturbed.more == "front" else 1
-            stays = torch.tensor(perturbed.with_more(perturbed.stays, False))
             others = torch.tensor(FACTORS).repeat(len(rows) // len(FACTORS) + 1)[: len(rows)]
-            scale = torch.where(stays, 1.0, others)
+            scale = torch.where(perturbed.same, 1.0, others)
             if perturbed.larger is not None:
-                batch = batch.with_factor(rows[perturbed.larger], LARGE)
+                batch = batch.with_factor(int(rows[perturbed.larger]), LARGE)
         given, scale = batch.with_rows(rows), scale.to(self.device)
         try:
             return self._observe(given, len(rows), self._layouts_of, scale, seed, drawn, first)

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from dp_clipping.trials.randomness import RandomStates
 
 LENGTHS = 8  # samples that are collated alone
+SIZES = 256  # samples whose sizes are looked at
 PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 NUMBERS = ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16")
 
@@ -178,8 +179,13 @@ def difference(batch: Any, one: Any, size: int, batch_dim: int) -> int:
 
 
 def chosen_of(samples: list) -> dict[int, Any]:
-    """Returns copies of up to `LENGTHS` samples of different sizes, by their places."""
-    sizes = {size_of(sample): place for place, sample in enumerate(samples)}
+    """Returns copies of up to `LENGTHS` samples of different sizes, by their places.
+
+    They are found among up to `SIZES` from all over the batch: a look costs the same however large
+    that is.
+    """
+    some = range(0, len(samples), -(-len(samples) // SIZES))
+    sizes = {size_of(samples[place]): place for place in some}
     places = [sizes[size] for size in sorted(sizes)]
     last, count = len(places) - 1, min(LENGTHS, len(places))
     chosen = (places[i * last // max(1, count - 1)] for i in range(count))

@@ -209,6 +209,8 @@ class _Check:
         example: batches of one sample, and of two copies of it.
         parts: the parts of a batch that are compared.
         alone: rows of each sample alone.
+        again, whole: rows of the samples, twice, from the same state.
+        drawn: the random states after these calls.
     """
 
     def __init__(self, collate: CheckedCollate, samples: list, state: CollateState) -> None:
@@ -216,6 +218,8 @@ class _Check:
         self.example: tuple[Any, Any] = (None, None)
         self.parts: list[str] = []
         self.alone: list[Rows] = []
+        self.again: Rows = {}
+        self.whole: Rows = {}
 
     def run(self) -> bool:
         """Raises ValueError as a call does; returns whether the samples differ."""
@@ -224,14 +228,14 @@ class _Check:
             return True
         self.example = example
         self.alone = [self._rows([sample]) for sample in self.samples]
-        whole = self._rows(self.samples)
+        self._run_twice()
+        whole, again = self.whole, self.again
         if not whole and self._growing(example[0]):
             return True  # they make no batch; that the user's call will say
         kept = _one_each(whole, self.alone)
         rows = [row for one in self.alone for own in one.values() for row in own]
         if all(one == self.alone[0] for one in self.alone) and _are_known(rows):
             return False
-        again = self._rows(self.samples)
         steady = [part for part in kept if _are_known(whole[part])]
         steady = [part for part in steady if whole[part] == again.get(part)]
         if self.collate.in_order and not steady:
@@ -257,8 +261,11 @@ class _Check:
                 if found is None:
                     return
                 self.state = CollateState(self.collate.collate_fn)
+                self._run_twice()
         finally:
-            self.state = own
+            if self.state is not own:
+                self.state = own
+                self._run_twice()
         raise ValueError(found)
 
     def _replaced(self, other: Perturbed) -> str | None:
@@ -307,10 +314,10 @@ class _Check:
         All parts of a batch are taken together. None: rows cannot be compared, as some are left
         out, are padded to another length, or got other random numbers.
         """
-        again, whole = self._rows(self.samples), self._rows(self.samples)
-        drawn = RandomStates()
-        found = self._rows(other.of(self.samples))
-        if drawn.have_moved or not self.parts:  # other numbers were left for the next row
+        if not self.parts:
+            return None
+        whole, again, found = self.whole, self.again, self._rows(other.of(self.samples))
+        if self.drawn.have_moved:  # other numbers were left for the next row
             return None
         if any(_sizes(rows) != _sizes(found.get(part, ())) for part, rows in whole.items()):
             return None
@@ -322,6 +329,11 @@ class _Check:
         before, after = (list(zip(*(x[i] for x in rows), strict=True)) for i in (0, 1))
         pairs = enumerate(zip(before, after, strict=True))
         return before, after, {i for i, (x, y) in pairs if x != y}
+
+    def _run_twice(self) -> None:
+        """Makes rows of the samples, with which those of other samples are compared."""
+        self.again, self.whole = self._rows(self.samples), self._rows(self.samples)
+        self.drawn = RandomStates()
 
     def _rows(self, samples: list) -> Rows:
         """Returns the rows of the samples; {} if they are all left out."""
@@ -414,7 +426,7 @@ def _growing(
 def _unbound(batch: Tensor | np.ndarray, dim: int) -> Iterable[Any]:
     if isinstance(batch, np.ndarray):
         return np.moveaxis(batch, dim, 0)
-    return (batch if batch.layout is torch.strided else batch.to_dense()).unbind(dim)
+    return (batch if batch.layout is torch.strided else batch.to_dense()).cpu().unbind(dim)
 
 
 def _row(x: Any) -> Row:

@@ -102,10 +102,13 @@ class Poisson(Scheme):
         self.units, self.rate, self.secure = units, rate, secure
 
     def batch(self, key: bytes, number: int) -> Tensor:
-        return included(key, number, self.units, self.rate, self.secure).nonzero().flatten()
+        mask = included(key, number, self.units, self.rate, self.secure)
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
     def split(self, units: Tensor, ranks: int) -> list[Tensor]:
         """Returns for rank r the units i with i % ranks == r: a unit is always on the same rank."""
+        if ranks == 1:
+            return [units]
         return [units[units % ranks == rank] for rank in range(ranks)]
 
 

@@ -71,7 +71,7 @@ class Probe:
             if not perturbed.may_fail:
                 raise
             return None
-        stays = torch.tensor(perturbed.stays, device=self._subject.device)
+        stays = perturbed.stays.to(self._subject.device)
         base, changed = self.base, _changed(self.base, self.beside, stays)
         with ExitStack() as stack:
             if self._on_any_rank(bool(changed) and base.is_random):

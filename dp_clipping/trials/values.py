@@ -4,6 +4,7 @@ Version counters tell writes by PyTorch's own operators. Those through `.data`, 
 other libraries show in the values alone.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -67,15 +68,22 @@ class Values:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Returns the sum of each row's bits, taken as whole numbers. The host waits for no GPU."""
+    """Returns sums of the rows' bits, taken as whole numbers. The host waits for no GPU.
+
+    Rows that only together are whole words, as two of an odd number of float32, have one sum.
+    """
     rows = bits(x.detach())
     rows = rows.flatten(1) if rows.dim() > 1 else rows.view(1, -1)
     size = rows.shape[1] * rows.element_size()
-    if size % WORD.itemsize == 0 and rows.data_ptr() % WORD.itemsize == 0:
-        # Fewer and wider numbers are added up in less time. They are read of one row, as the stride
-        # of a dimension of size 1 may be any, and PyTorch looks at it.
-        rows = rows.view(-1).view(WORD).view(len(rows), size // WORD.itemsize)
-    return rows.sum(1, dtype=WORD)
+    together = WORD.itemsize // math.gcd(size, WORD.itemsize)
+    groups, rest = divmod(len(rows), together)
+    if not groups or rows.data_ptr() % WORD.itemsize:
+        return rows.sum(1, dtype=WORD)
+    # Fewer and wider numbers are added up in less time. They are read of one row, as the stride
+    # of a dimension of size 1 may be any, and PyTorch looks at it.
+    words = rows[: len(rows) - rest].view(-1).view(WORD)
+    sums = words.view(groups, together * size // WORD.itemsize).sum(1)
+    return torch.cat((sums, rows[len(rows) - rest :].sum(1, dtype=WORD))) if rest else sums
 
 
 def others(before: Iterable[Tensor], now: Iterable[Tensor]) -> list[bool]:

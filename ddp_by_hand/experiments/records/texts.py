@@ -143,12 +143,14 @@ class Planned:
     def run(self, engine: str, seed: int, device: torch.device) -> dict[str, Any]:
         """Trains what the plan says, and returns what a row of results records.
 
-        Raises ValueError for another engine than `"ours"`.
+        Raises ValueError for another engine than `"ours"`, FileNotFoundError without `LAW`.
         """
         if engine != "ours":
             raise ValueError(
                 f"{self.name} is trained by plan_privacy, which has one engine: leave --engine out"
             )
+        if not LAW.is_dir():
+            raise FileNotFoundError(f"no {LAW} here: call the program in the root of the clone")
         text = private_text()
         examples = len(text.training)
         delta = examples**-1.1

@@ -156,9 +156,9 @@ class Batch:
         """Returns arguments of the first `count` samples, repeated if there are fewer."""
         return self.with_rows([i % self.size for i in range(count)])
 
-    def with_rows(self, rows: Sequence[int]) -> tuple[tuple, dict]:
+    def with_rows(self, rows: Sequence[int] | Tensor) -> tuple[tuple, dict]:
         """Returns arguments whose sample i is this batch's sample rows[i]."""
-        index = torch.tensor(rows, dtype=torch.long)
+        index = torch.as_tensor(rows, dtype=torch.long)
         return self._map(
             lambda x, dim: x.index_select(dim, index.to(x.device)),
             lambda bags: bags.take(self.leaves, index),

@@ -130,7 +130,7 @@ class Plain:
         if self.padding is not None:  # values that are not left out are finite, and c is 0
             scale = scale.masked_fill(self.padding, 0.0)
             nonfinite = nonfinite and int((~finite & ~self.padding).sum())
-        self._weights = [Weights(*c) for c in zip(scale, scale.tolist(), strict=True)]
+        self._weights = list(map(Weights, scale))
         return BatchNorms(squared.sum(0).sqrt(), squared, nonfinite)
 
     def _replace(self, work: Any, record: Trainable, value: Any) -> None:

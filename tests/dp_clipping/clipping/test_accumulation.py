@@ -77,14 +77,14 @@ def test_rounding_down_never_makes_larger_and_is_the_next_number(dtype):
 
 def test_coefficients_by_blocks():
     values = torch.tensor([0.5, 0.25])
-    block, factor = Weights(values, values.tolist()).block(torch.bfloat16, 2)
+    block, factor = Weights(values).block(torch.bfloat16, 2)
     assert factor == 1
     assert block.tolist() == [[0.5, 0, 0.25, 0], [0, 0.5, 0, 0.25]]
 
 
 def test_float16_coefficients_are_scaled_into_range():
     values = torch.tensor([3e-9, 1e-9])
-    block, factor = Weights(values, values.tolist()).block(torch.float16, 1)
+    block, factor = Weights(values).block(torch.float16, 1)
     assert 0.5 <= block.max() <= 1
     found = block[0].double() * factor
     assert (found <= values.double()).all()
@@ -95,7 +95,7 @@ def test_float16_coefficients_are_scaled_into_range():
 def test_weighted_sums(dtype):
     values = torch.tensor([0.5, 0.0, 2.0], dtype=accumulation_dtype(dtype))
     gradients = normal(3, 4, 5, dtype=dtype)
-    found = weighted_sum(Weights(values, values.tolist()), gradients)
+    found = weighted_sum(Weights(values), gradients)
     assert found.dtype == accumulation_dtype(dtype)
     expected = torch.einsum("b,bij->ij", values.double(), gradients.double())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)

@@ -70,10 +70,10 @@ def test_a_step_is_as_defined(kind, mode):
 
 def test_coefficients_are_rounded_down():
     c = torch.rand(4096, dtype=torch.float64)
-    narrow = Weights(c, c.tolist()).of_dtype(torch.float32)
+    narrow = Weights(c).of_dtype(torch.float32)
     assert narrow.dtype == torch.float32
     assert (narrow.double() <= c).all()
     assert (narrow.double() >= c * (1 - 2**-22)).all()
-    weights = Weights(c, c.tolist())
+    weights = Weights(c)
     assert weights.of_dtype(torch.float64) is c
     assert weights.of_dtype(torch.float32) is weights.of_dtype(torch.float32)  # rounded once

@@ -10,8 +10,10 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, default_collate
 
 from dp_clipping import BatchMemoryManager
+from dp_clipping.sampling.alone import SIZES
 from dp_clipping.sampling.collate_check import CheckedCollate
 from tests.dp_clipping.test_engine import build, data, fixed
+from tests.support import host_cost
 
 SAME = [(torch.randn(3, generator=torch.Generator().manual_seed(i)), i % 3) for i in range(12)]
 UNEQUAL = [(torch.arange(3.0 + 7 * i % 12) + 20 * i, i % 3) for i in range(12)]
@@ -467,3 +469,21 @@ def test_and_the_loader_that_splits_its_batches():
         pytest.raises(ValueError, match="collate_fn makes other rows"),
     ):
         next(iter(pieces))
+
+
+def test_a_check_of_many_samples_costs_what_one_of_few_does():
+    def checked(count):
+        calls = []
+
+        def stacked(samples):
+            calls.append(len(samples))
+            return torch.tensor(samples)
+
+        collate = CheckedCollate(stacked, batch_dim=0, in_order=False)
+        made = host_cost.calls_of(lambda: collate([[float(i)] for i in range(count)]))[0]
+        return made, calls[:-2]  # the batch itself, and one sample alone
+
+    (few, of_few), (many, of_many) = checked(64), checked(20_000)
+    assert of_few == of_many
+    assert len(of_few) <= 14
+    assert many - few < 4 * SIZES

@@ -1,6 +1,7 @@
 """Which samples another run has in place of those of the first."""
 
 import pytest
+import torch
 
 from dp_clipping.trials.perturb import (
     enlarged,
@@ -12,6 +13,7 @@ from dp_clipping.trials.perturb import (
     swapped,
     thirds,
 )
+from tests.support import host_cost
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
@@ -26,15 +28,27 @@ def test_the_first_halves_part_each_two_samples(size):
 @pytest.mark.parametrize("number", range(6))
 def test_later_halves_are_two_that_together_are_all(number):
     one, other = halves(8, number) if number else halves(8, 0)[:2]
-    assert [a != b for a, b in zip(one, other, strict=True)] == [True] * 8
+    assert (one != other).all()
+
+
+def test_a_half_of_many_samples_costs_no_python_call_for_each():
+    size = 1 << 16
+    stays = halves(size, 3)[0]
+    assert all(int(one.sum()) == size // 2 for one in (stays, half(size, 3).stays))
+
+    def exchanges():
+        return halves(size, 3), half(size, 3), one_source(stays, 1)
+
+    assert host_cost.calls_of(exchanges)[0] < 50
 
 
 def test_company_is_of_those_that_stay():
-    assert one_source([True, False, True, False], 0).rows == [0, 2, 2, 2]
-    assert one_source([True, False, True, False], 1).rows == [0, 0, 2, 0]
+    stays = torch.tensor([True, False, True, False])
+    assert one_source(stays, 0).rows.tolist() == [0, 2, 2, 2]
+    assert one_source(stays, 1).rows.tolist() == [0, 0, 2, 0]
     for number in range(12):
         rows, stays, *_ = half(8, number)
-        assert {rows[i] for i in range(8)} <= {i for i in range(8) if stays[i]}
+        assert set(rows.tolist()) <= {i for i in range(8) if stays[i]}
         assert [i for i in range(8) if stays[i]] == [i for i in range(8) if rows[i] == i]
 
 
@@ -60,17 +74,22 @@ def test_ranks_exchange_as_often_however_few_samples_they_have():
     assert len(list(thirds([0, 0], [0], 3))) == 3
 
 
+def listed(perturbed):
+    return perturbed.rows.tolist(), perturbed.stays.tolist()
+
+
 def test_neighbours():
-    assert replaced(3, 2)[:2] == ([0, 1, 0], [True, True, False])
-    assert swapped(3, 1)[:2] == ([0, 2, 1], [True, False, False])
+    assert listed(replaced(3, 2)) == ([0, 1, 0], [True, True, False])
+    assert listed(swapped(3, 1)) == ([0, 2, 1], [True, False, False])
     assert swapped(3, 0).of("abc") == ["b", "a", "c"]
 
 
 def test_one_more_stands_in_front_and_behind_and_has_no_place():
     front, behind = one_more(3)
-    assert front[:2] == ([2, 0, 1, 2], [True] * 3)
-    assert behind[:2] == ([0, 1, 2, 0], [True] * 3)
-    assert front.with_more("abc", "x") == ["x", "a", "b", "c"]
-    assert behind.with_more("abc", "x") == ["a", "b", "c", "x"]
-    assert enlarged(3, 1).with_more("abc", "x") == ["a", "b", "c"]
-    assert enlarged(3, 1)[:3] == ([0, 1, 2], [True, False, True], 1)
+    assert listed(front) == ([2, 0, 1, 2], [True] * 3)
+    assert listed(behind) == ([0, 1, 2, 0], [True] * 3)
+    assert front.same.tolist() == [False, True, True, True]
+    assert behind.same.tolist() == [True, True, True, False]
+    assert listed(enlarged(3, 1)) == ([0, 1, 2], [True, False, True])
+    assert enlarged(3, 1).same.tolist() == [True, False, True]
+    assert enlarged(3, 1).larger == 1

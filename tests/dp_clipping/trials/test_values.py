@@ -1,5 +1,7 @@
 """Values of tensors from before they are written to are compared and put back."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,6 +65,19 @@ def test_a_row_of_any_stride_has_a_checksum():
     one = torch.arange(6, dtype=torch.int32).as_strided((1, 6), (1, 1))
     assert torch.equal(checksum(one), checksum(one.clone().view(1, 6)))
     assert not torch.equal(checksum(one), checksum(one + 1))
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4, 3), (1, 3), (6, 2), (3, 0), (5, 2, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
+def test_each_number_is_in_a_checksum(shape, dtype):
+    x = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape).to(dtype)
+    before = checksum(x)
+    for place in range(x.numel()):
+        changed = x.clone()
+        changed.view(-1)[place] += 1
+        assert not torch.equal(checksum(changed), before)
+    if len(x) > 1 and x.numel():
+        assert not torch.equal(checksum(x.roll(1, 0)), before)
 
 
 @pytest.mark.parametrize(
