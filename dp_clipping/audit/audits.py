@@ -89,6 +89,8 @@ class Audits(Accounts):
                 for a module that is wrapped, sharded or private already, and as `make_private`.
         """
         self._refuse_engine("engine.audit")
+        if loss is not None:
+            check("loss", loss)
         check_count("canaries", canaries, f"a whole number of at least {FEWEST}")
         check("delta", delta)
         check_number("confidence", confidence, "a number between 0 and 1, as 0.95")
@@ -169,6 +171,8 @@ class Audits(Accounts):
             ValueError: as `audit`, and unless 1 ≤ removed < units.
         """
         self._refuse_engine("engine.record_sums")
+        if loss is not None:
+            check("loss", loss)
         check_count("units", units, "a whole number of 2 or more, as units=16")
         check_count("removed", removed, "a whole number of 1 or more, as removed=4")
         check_number("noise_multiplier", noise_multiplier, "a number of at least 0, as 1.0")

@@ -6,6 +6,7 @@ Then the sum before noise may move by at most C, and what is added may not move 
 unit adds beside others is what it adds where theirs are zero.
 """
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -223,6 +224,9 @@ def check(row: Row) -> None:
             if factor == HOSTILE:
                 largest = max(largest, float(difference.norm()) / a.sensitivity)
         check_all(given, having, moved)
+        for one, other in itertools.pairwise(having if given.get("noise_multiplier") else ()):
+            again = (one.noise - other.noise).norm() / other.noise.norm()
+            assert again >= 0.5, f"{row.name}: two steps have the same noise"
     if any(factor == HOSTILE for _, factor in row.removed):
         assert largest >= (0.98 if row.is_exact else 0.3), f"{row.name}: nothing was clipped"
 
