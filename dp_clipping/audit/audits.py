@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from dp_clipping.arguments.checks import check
 from dp_clipping.arguments.given import refuse_used
+from dp_clipping.arguments.thresholds import check_max_grad_norm
 from dp_clipping.audit.attacks import guesses
 from dp_clipping.audit.bound import check_confidence
 from dp_clipping.audit.canaries import LARGE, CanaryNetwork, Proxy, tagged_loader
@@ -91,6 +92,7 @@ class Audits(Accounts):
         self._refuse_engine("engine.audit")
         if loss is not None:
             check("loss", loss)
+        check_max_grad_norm(max_grad_norm, arguments.get("clipping", "flat"))
         check_count("canaries", canaries, f"a whole number of at least {FEWEST}")
         check("delta", delta)
         check_number("confidence", confidence, "a number between 0 and 1, as 0.95")
