@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_clipping.accounting.target_epsilon import Plan
-from dp_clipping.arguments.checks import check
+from dp_clipping.arguments.checks import check, checked
 from dp_clipping.arguments.given import refuse_used
 from dp_clipping.arguments.sampled import Sampled
 from dp_clipping.arguments.settings import Settings
@@ -299,6 +299,7 @@ class PrivacyEngine(Checkpoints, Audits):
         self._runs[-1].follow(plan)
         return private
 
+    @checked
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """Compares a private step with one non-private backward per sample: `print` the result.
 
@@ -325,11 +326,12 @@ class PrivacyEngine(Checkpoints, Audits):
             ValueError: for a model of another engine, sharded or of mode `no_dp`, an empty batch,
                 or a loss that is not one per sample.
         """
-        run = self._run_of(model, None, None)
+        run = self._run_of(model, None, None, "model")
         with run.model.reached():
             return compare(run, batch, loss)
 
     @classmethod
+    @checked
     def is_compatible(
         cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
     ) -> bool:
@@ -341,11 +343,13 @@ class PrivacyEngine(Checkpoints, Audits):
         return True
 
     @classmethod
+    @checked
     def validate(cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
         """Raises ValueError naming the modules that mix samples, with replacements."""
         check_module(module)
 
     @classmethod
+    @checked
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
         """Returns a copy in which Opacus's fixes have replaced modules that mix samples."""
         from opacus.validators import ModuleValidator

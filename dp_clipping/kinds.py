@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -50,6 +51,24 @@ def check_count(name: str, value: Any, wanted: str) -> None:
     """Raises WrongType unless the value is an integer."""
     if not is_count(value):
         raise WrongType(f"{name} is {shown(value)}: give {wanted}")
+
+
+FILE = 'the name of a file, a string or pathlib.Path, as {name}="run.pt"'
+
+
+def is_path(x: Any) -> bool:
+    """Returns whether x can be the name of a file or folder."""
+    try:
+        text = os.fsencode(x)
+    except (TypeError, UnicodeError):
+        return False
+    return not isinstance(x, bytes) and bool(text) and b"\0" not in text
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raises WrongType unless the value names a file or a folder."""
+    if not is_path(value):
+        raise WrongType(f"{name} is {shown(value)}: give {FILE.format(name=name)}")
 
 
 def plain(value: Any) -> Any:

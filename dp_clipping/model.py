@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from dp_clipping.arguments.checks import check, checked
 from dp_clipping.arguments.thresholds import Thresholds
 from dp_clipping.capture.calls import Calls, plain_names, with_signature_of
 from dp_clipping.capture.capture import Capture
@@ -294,6 +295,7 @@ class PrivateModel(nn.Module):
         Batches 1, 2, 4, 8, ... are checked: ten of the first thousand, but half of the first four.
         Call this before you time a few steps, and not in training. Every rank calls it.
         """
+        check("batches", batches)
         if self.policy is not None:
             self.passes.skip_checks(batches)
 
@@ -330,6 +332,7 @@ class PrivateModel(nn.Module):
         with self.whole_parameters():
             return self.network.state_dict(*args, **kwargs)
 
+    @checked
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from dp_clipping.arguments.checks import check
 from dp_clipping.cuda_graph import GraphedStep
 from dp_clipping.distributed.agreement import Agreement
-from dp_clipping.kinds import WrongType, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.sources import NoiseSource
 from dp_clipping.profiling.profile import ranged
@@ -136,6 +135,7 @@ class PrivateOptimizer(Optimizer):
         Steps that the engine has not counted are not in its account: the next step is refused until
         `engine.load_checkpoint` has loaded that too.
         """
+        check("state", state)
         self._loaded_steps = max(state.get(STEPS, 0), self._loaded_steps)
         self.original_optimizer.load_state_dict(
             {name: value for name, value in state.items() if name != STEPS}
@@ -183,8 +183,7 @@ class PrivateOptimizer(Optimizer):
         counts by itself. An accountant of your own can be attached beside it. A hook that counts in
         the engine's accountant is refused, because the step would be counted twice.
         """
-        if not callable(hook):
-            raise WrongType(f"hook is {shown(hook)}: give a function of the optimizer")
+        check("hook", hook)
         self.hooks.append(hook)
 
     def run_step_hooks(self) -> None:
@@ -205,6 +204,7 @@ class PrivateOptimizer(Optimizer):
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Announces that the next `step()` belongs to a microbatch that is not the last one."""
+        check("do_skip", do_skip)
         self.step_state.signal_part(do_skip)
 
     def leave_microbatches(self, half_way: bool) -> bool:
@@ -223,6 +223,8 @@ class PrivateOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients. After a skipped step it keeps the sums that are being accumulated."""
+        if set_to_none is not True:
+            check("set_to_none", set_to_none)
         self.model.zero_grad(set_to_none)
         if not self.step_state.keeps_sums:
             self.original_optimizer.zero_grad(set_to_none or self.model.policy is not None)
@@ -237,6 +239,7 @@ class PrivateOptimizer(Optimizer):
         """Takes a step. Raises RuntimeError without a backward since the last step."""
         loss = None
         if closure is not None:
+            check("closure", closure)
             with torch.enable_grad():
                 loss = closure()
         if self.step_state.take_signal():

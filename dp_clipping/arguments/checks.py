@@ -5,10 +5,12 @@ each step, because schedulers may change them. What must fit together is checked
 meet: in `sampled`, `settings` and `thresholds`.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,15 +19,18 @@ from torch.utils.data import DataLoader
 
 from dp_clipping.arguments.thresholds import LARGEST
 from dp_clipping.clipping.coefficients import known_clipping_functions
-from dp_clipping.kinds import WrongType, is_count, is_number, shown
+from dp_clipping.kinds import FILE, WrongType, is_count, is_number, is_path, shown
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.planning.plan import NORM_ALGORITHMS
 from dp_clipping.sampling.schemes import SAMPLINGS
 
+Function = TypeVar("Function", bound=Callable)
+
 CLIPPINGS = ("flat", "per_layer")
 LOSS_REDUCTIONS = ("mean", "sum")
 TILE_SIZES = (16, 32, 64, 128, 256)
+WEIGHTS = ("all", "trainable", "none")
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,20 @@ def _positive(wanted: str) -> Argument:
     return Argument(wanted, is_number, lambda value: 0 < value < math.inf)
 
 
+def _are_names(values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _entries(wanted: str) -> Argument:
+    return Argument(wanted, lambda value: isinstance(value, Mapping) and _are_names(value))
+
+
 FLAG = _an(bool, "True or False")
+OPTIONS = _entries("a dict of arguments by name")
+SCHEDULER = Argument(
+    "a scheduler of opacus.schedulers, or None",
+    lambda value: not isinstance(value, type) and hasattr(value, "state_dict"),
+)
 DELTA = Argument("a number above 0, far below 1 / samples", is_number, lambda value: 0 < value < 1)
 ARGUMENTS: dict[str, Argument | Choice] = {
     # objects
@@ -154,8 +172,42 @@ ARGUMENTS: dict[str, Argument | Choice] = {
     ),
     # of the engine's other methods
     "delta": DELTA,
+    "loss": Argument(
+        "a function loss(model, criterion, batch) of what the criterion returns, or None", callable
+    ),
+    "call": Argument("a function of a dict of metrics", callable),
+    "unprotected": Argument(
+        'names of metrics, as unprotected=["loss"]',
+        lambda value: isinstance(value, str | list | tuple | set) and _are_names(value),
+    ),
+    "batches": _whole("a whole number of batches, 0 or more", least=0),
     "every": _whole("a whole number of steps, 1 or more"),
+    # checkpoints
+    "path": Argument(FILE.format(name="path") + ", and no open one or bytes", is_path),
+    "key_path": Argument(FILE.format(name="key_path") + ", or None", is_path),
+    "weights": Choice(lambda: WEIGHTS),
+    "noise_scheduler": SCHEDULER,
+    "grad_clip_scheduler": SCHEDULER,
+    "checkpoint_dict": _an(Mapping, "a dict of further entries"),
+    "state_dict": _entries("what state_dict() of such a network returned"),
+    "state": Argument(
+        "what state_dict() of such an optimizer returned",
+        lambda value: isinstance(value, Mapping),
+        lambda value: "param_groups" in value and "state" in value,
+    ),
+    "module_state_dict_kwargs": OPTIONS,
+    "module_load_dict_kwargs": OPTIONS,
+    "torch_save_kwargs": OPTIONS,
+    "torch_load_kwargs": OPTIONS,
+    # the optimizer's methods
+    "closure": Argument("a function without arguments that returns the loss, or None", callable),
+    "hook": Argument("a function of the optimizer", callable),
     # flags
+    "new_keys": FLAG,
+    "strict": FLAG,
+    "assign": FLAG,
+    "set_to_none": FLAG,
+    "do_skip": FLAG,
     "secure_mode": FLAG,
     "hide_unprotected": FLAG,
     "batch_first": FLAG,
@@ -181,3 +233,17 @@ def refuse_first(*refusals: tuple[Any, str]) -> None:
     for holds, message in refusals:
         if holds:
             raise ValueError(message)
+
+
+def checked(function: Function) -> Function:
+    """Decorates a method: each argument in the table is checked, but for a default of None."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def of_checked(*args: Any, **kwargs: Any) -> Any:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if value is not None or signature.parameters[name].default is not None:
+                check(name, value)
+        return function(*args, **kwargs)
+
+    return cast(Function, of_checked)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from dp_clipping.arguments.checks import check
 from dp_clipping.arguments.given import refuse_used
+from dp_clipping.arguments.thresholds import check_max_grad_norm
 from dp_clipping.audit.attacks import guesses
 from dp_clipping.audit.bound import check_confidence
 from dp_clipping.audit.canaries import LARGE, CanaryNetwork, Proxy, tagged_loader
@@ -89,6 +90,9 @@ class Audits(Accounts):
                 for a module that is wrapped, sharded or private already, and as `make_private`.
         """
         self._refuse_engine("engine.audit")
+        if loss is not None:
+            check("loss", loss)
+        check_max_grad_norm(max_grad_norm, arguments.get("clipping", "flat"))
         check_count("canaries", canaries, f"a whole number of at least {FEWEST}")
         check("delta", delta)
         check_number("confidence", confidence, "a number between 0 and 1, as 0.95")
@@ -168,6 +172,8 @@ class Audits(Accounts):
             ValueError: as `audit`, and unless 1 ≤ removed < units.
         """
         self._refuse_engine("engine.record_sums")
+        if loss is not None:
+            check("loss", loss)
         check_count("units", units, "a whole number of 2 or more, as units=16")
         check_count("removed", removed, "a whole number of 1 or more, as removed=4")
         check_number("noise_multiplier", noise_multiplier, "a number of at least 0, as 1.0")

@@ -12,6 +12,7 @@ in pieces of `PIECE` bytes.
 
 import hashlib
 import hmac
+import math
 import os
 import pickle
 import re
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from dp_clipping.checkpoint.random_states import is_random_state
 from dp_clipping.files import replacing
+from dp_clipping.kinds import shown
 from dp_clipping.noise.keys import Keys, read_keys, write_keys
 from dp_clipping.torch_compat import tree_map_only
 
@@ -49,24 +51,13 @@ RESERVED = {DETAILS, *ALWAYS, *SCHEDULERS, OPTIMIZER}
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError)
 
 
-def file_name(path: Any) -> Path:
-    """Raises ValueError for a path that names no file, such as an open file."""
-    if not isinstance(path, str | os.PathLike):
-        raise ValueError(
-            f"path is a {type(path).__name__}, beside which the key could have no file: give a "
-            'file name, engine.save_checkpoint(path="run.pt", ..); its bytes are '
-            'pathlib.Path("run.pt").read_bytes()'
-        )
-    return Path(path)
-
-
 def key_path(path: Path) -> Path:
     return path.with_name(path.name + ".key")
 
 
-def key_file(path: Any, given: Any = None) -> Path:
+def key_file(path: str | os.PathLike, given: str | os.PathLike | None = None) -> Path:
     """Returns the file of a checkpoint's key: the one that is given, or `path` + ".key"."""
-    return key_path(file_name(path)) if given is None else Path(given)
+    return key_path(Path(path)) if given is None else Path(given)
 
 
 def write(
@@ -180,11 +171,10 @@ def read(path: Path, torch_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     details = saved.get(DETAILS) if isinstance(saved, dict) else None
     if not isinstance(details, dict):
         raise ValueError(f"{path} was not written by dp_clipping's save_checkpoint")
-    if details.get("version") not in (VERSION, UNSEALED):
-        raise ValueError(
-            f"{path} has version {details.get('version')}, this program reads {VERSION}"
-        )
-    if details["version"] == VERSION and seal is None:
+    version = details.get("version")
+    if type(version) is not int or version not in (VERSION, UNSEALED):
+        raise ValueError(f"{path} has version {shown(version)}, this program reads {VERSION}")
+    if version == VERSION and seal is None:
         raise damaged(path, "it has no digest, so it was cut short, or changed after saving")
     missing = ({*ALWAYS} - {*saved}) | ({*DETAIL_ENTRIES} - {*details})
     if missing:
@@ -215,7 +205,7 @@ def check_structure(path: Path, saved: Mapping[str, Any]) -> None:
         (OPTIMIZER, isinstance(state, dict) and isinstance(state.get("state"), dict)
          and all(isinstance(one, dict) for one in state["state"].values())
          and _are_groups(state.get("param_groups"))),
-        ("run", _has_names(details["run"])),
+        ("run", _has_names(details["run"]) and _is_plain(details["run"])),
         ("key_fingerprint", isinstance(details["key_fingerprint"], str)),
         ("account", _are_parts(details.get("account", {}))),
         ("steps", _is_count(details["steps"])),
@@ -235,14 +225,27 @@ def check_structure(path: Path, saved: Mapping[str, Any]) -> None:
     ):  # fmt: skip
         if not right:
             raise damaged(path, f"{name} is not what a save writes")
+    counted = sum(steps for *_, steps in account["history"])
+    if counted < details["steps"]:
+        raise damaged(
+            path, f"its account has {counted} steps, and the run has taken {details['steps']}"
+        )
 
 
 def _has_names(entry: Any) -> bool:
     return isinstance(entry, dict) and all(isinstance(name, str) for name in entry)
 
 
+def _is_plain(entry: Any) -> bool:
+    if isinstance(entry, list | tuple):
+        return all(map(_is_plain, entry))
+    if isinstance(entry, dict):
+        return all(map(_is_plain, entry.values()))
+    return entry is None or isinstance(entry, str | int | float)
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _is_certificate(x: Any) -> bool:
@@ -250,13 +253,13 @@ def _is_certificate(x: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_history(history: Any) -> bool:
     return isinstance(history, list) and all(
         isinstance(entry, list | tuple) and len(entry) == 3
-        and all(map(_is_number, entry)) and _is_count(entry[2])
+        and all(map(_is_number, entry)) and entry[1] <= 1 and _is_count(entry[2])
         for entry in history
     )  # fmt: skip
 

@@ -15,14 +15,6 @@ from dp_clipping.checkpoint.file_format import DETAILS, MODULE
 from dp_clipping.trials.values import copied_bytes
 
 LEFT_OUT = "left_out"  # in the details: the digest
-KINDS = ("all", "trainable", "none")
-
-
-def known(kind: str) -> str:
-    """Returns the argument of `save_checkpoint(weights=..)`; ValueError if it is unknown."""
-    if kind not in KINDS:
-        raise ValueError(f"weights={kind!r} is unknown: choose one of {', '.join(KINDS)}")
-    return kind
 
 
 def split(network: nn.Module, state: dict[str, Any], kind: str) -> tuple[dict[str, Any], str]:

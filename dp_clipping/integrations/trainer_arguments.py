@@ -103,6 +103,7 @@ class PrivacyArguments:
                 check(name, value)
         for name in ("secure_mode", "pad_batches", "log_unprotected", "new_keys"):
             check_type(name, getattr(self, name), bool, "True or False")
+        check_type("options", self.options, Mapping, "a dict of arguments of make_private")
         for name in self.options:
             if name in GIVEN_BY_TRAINER:
                 raise ValueError(

@@ -101,6 +101,7 @@ class CorrelatedNoise:
         Raises:
             ValueError: if the number of batches is not known, on which they depend with `epochs`.
         """
+        check_count("count", count, "a whole number, as weights(count=8)")
         if self.epochs is None:
             return _root(min(count, self.bands))
         if self.batches is None:
@@ -121,6 +122,8 @@ class CorrelatedNoise:
         Raises:
             ValueError: for a negative number of steps, or less than one batch.
         """
+        for name, value in (("steps", steps), ("batches", batches)):
+            check_count(name, value, "a whole number, as sensitivity(steps=300, batches=100)")
         if steps < 0 or batches < 1:
             raise ValueError(f"give steps ≥ 0 and batches ≥ 1, got {steps} and {batches}")
         noise = self if self.epochs is None or self.batches else self.in_epochs_of(batches)

@@ -16,9 +16,9 @@ from dp_clipping.accounting.proofs import options_of
 from dp_clipping.accounting.statement import PrivacyStatement, private_constants, statement_of
 from dp_clipping.accounting.target_epsilon import Plan
 from dp_clipping.accounting.tradeoff import Curve, curve_of
-from dp_clipping.arguments.checks import check
+from dp_clipping.arguments.checks import check, checked
 from dp_clipping.checkpoint.run import PrivateRun
-from dp_clipping.kinds import WrongType, by_name, check_type, shown
+from dp_clipping.kinds import by_name, check_count, check_type, shown
 from dp_clipping.layers.registered.registry import is_registered
 from dp_clipping.profiling.metrics import StepMetrics
 from dp_clipping.sampling.schemes import FIXED
@@ -139,6 +139,8 @@ class Accounts:
 
         Steps that are made again, as after a load, are in the account already.
         """
+        check("delta", delta)
+        check_count("steps", steps, "a whole number of steps")
         run = self._run_with(optimizer)
         if not run.keys.fixed:
             steps -= self._account.made_ahead(run.keys.fingerprint, optimizer.steps)
@@ -199,6 +201,7 @@ class Accounts:
             is_adaptive=run.optimizer.adaptive_threshold is not None,
         )  # fmt: skip
 
+    @checked
     def on_step(
         self,
         call: Callable[[dict[str, Any]], object],
@@ -225,11 +228,6 @@ class Accounts:
             RuntimeError: before `make_private`; for `unprotected` with `hide_unprotected=True`.
             ValueError: for an unknown name, or mode `no_dp`, which has no norms.
         """
-        if not callable(call):
-            raise WrongType(f"call is {shown(call)}: give a function of a dict of metrics")
-        check("every", every)
-        if delta is not None:
-            check("delta", delta)
         self._refuse_before_a_run("on_step")
         epsilon = None if delta is None else partial(self.get_epsilon, delta)
         metrics = StepMetrics(call, epsilon, unprotected, every)
@@ -362,22 +360,29 @@ class Accounts:
             )
 
     def _run_with(self, optimizer: Any) -> PrivateRun:
-        (run,) = [run for run in self._runs if run.optimizer is optimizer]
-        return run
-
-    def _run_of(self, module: Any, optimizer: Any, loader: Any) -> PrivateRun:
         for run in self._runs:
-            if module in (run.model, run.model.returned):
-                for name, given, own in (
+            if run.optimizer is optimizer:
+                return run
+        raise ValueError(
+            f"optimizer is {shown(optimizer)}, and none that this engine's make_private returned: "
+            "give that one"
+        )
+
+    def _run_of(self, module: Any, optimizer: Any, loader: Any, name: str = "module") -> PrivateRun:
+        for run in self._runs:
+            if module is run.model or module is run.model.returned:
+                for other, given, own in (
                     ("optimizer", optimizer, run.optimizer),
                     ("data_loader", loader, run.loader),
                 ):
                     if given is not None and given is not own:
                         raise ValueError(
-                            f"{name} is not the one that make_private returned with this module"
+                            f"{other} is not the one that make_private returned with this module"
                         )
                 return run
-        raise ValueError("module is not one that this engine's make_private returned")
+        raise ValueError(
+            f"{name} is not one that this engine's make_private returned: give that one"
+        )
 
 
 def _say_of_constants(run: PrivateRun) -> None:

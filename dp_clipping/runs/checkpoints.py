@@ -2,22 +2,24 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dp_clipping.arguments.checks import checked
 from dp_clipping.checkpoint import save_load as checkpoint
-from dp_clipping.checkpoint.file_format import file_name, given_schedulers, key_file
+from dp_clipping.checkpoint.file_format import given_schedulers, key_file
 from dp_clipping.checkpoint.run import Snapshot
-from dp_clipping.checkpoint.weights import known
 from dp_clipping.runs.accounts import Accounts
 
 
 class Checkpoints(Accounts):
     """Saves a run with the account, and continues it."""
 
+    @checked
     def save_checkpoint(
         self,
         *,
@@ -63,16 +65,17 @@ class Checkpoints(Accounts):
         """
         snapshot = Snapshot(
             run=self._run_of(module, optimizer, data_loader),
-            path=file_name(path),
+            path=Path(path),
             with_optimizer=optimizer is not None,
             schedulers=given_schedulers(noise_scheduler, grad_clip_scheduler),
             module_kwargs=module_state_dict_kwargs or {},
             torch_kwargs=torch_save_kwargs or {},
             key_file=key_file(path, key_path),
-            weights=known(weights),
+            weights=weights,
         )
         checkpoint.save(snapshot, checkpoint_dict or {})
 
+    @checked
     def load_checkpoint(
         self,
         *,
@@ -122,7 +125,7 @@ class Checkpoints(Accounts):
         """
         snapshot = Snapshot(
             run=self._run_of(module, optimizer, data_loader),
-            path=file_name(path),
+            path=Path(path),
             with_optimizer=optimizer is not None,
             schedulers=given_schedulers(noise_scheduler, grad_clip_scheduler),
             module_kwargs=module_load_dict_kwargs or {},

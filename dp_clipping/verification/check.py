@@ -126,6 +126,8 @@ class Stage(nn.Module):
 def compare(run: PrivateRun, batch: Any, loss: Loss | None = None) -> Check:
     """Returns both sides of a step on this batch; see `PrivacyEngine.check`."""
     _refuse(run)
+    if any(x.is_meta for x in tensors_of(batch)):
+        raise ValueError("batch has tensors on device meta, without data: give one of the loader")
     model = run.model
     with _without_trace(model), full_float32(layers=True):
         stage = Stage(model)

@@ -51,7 +51,7 @@ def test_the_network_answers_for_the_model():
 def test_an_open_file_is_told_a_name(method):
     made = PrivacyEngine()
     model, *_ = made.make_private(**engine.arguments())
-    with pytest.raises(ValueError, match=r'path is a BytesIO, .*save_checkpoint\(path="run.pt"'):
+    with pytest.raises(ValueError, match=r'path is a BytesIO: give .* path="run\.pt"'):
         getattr(made, method)(path=io.BytesIO(), module=model)
 
 

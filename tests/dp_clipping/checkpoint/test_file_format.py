@@ -142,7 +142,7 @@ class TestRefused:
             one.engine.save_checkpoint(path=path, module=one.model, optimizer=other.optimizer)
         with pytest.raises(ValueError, match="data_loader is not the one"):
             one.engine.save_checkpoint(path=path, module=one.model, data_loader=other.loader)
-        with open(path, "wb") as file, pytest.raises(ValueError, match="give a file name"):
+        with open(path, "wb") as file, pytest.raises(ValueError, match="give the name of a file"):
             save(one, file)
 
 

@@ -84,7 +84,7 @@ class TestDamage:
         "change",
         [
             lambda saved: saved["dp_clipping"].update(steps=1),
-            lambda saved: saved["privacy_accountant_state_dict"].update(history=[(0.8, 1 / 6, 1)]),
+            lambda saved: saved["privacy_accountant_state_dict"].update(history=[(8.0, 1 / 6, 3)]),
             lambda saved: saved["dp_clipping"]["sampler"].update(position=0),
             lambda saved: saved["module_state_dict"]["first.weight"].zero_(),
         ],

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.nn.utils import parametrizations, rnn
 
 from ddp_by_hand.experiments.verify_correctness.reference import Batch
 from tests.support import zoo
+from tests.support.private_steps import REFERENCE
 from tests.support.registered_layers import Apart, Dense, Gate
 
 IDS = 9  # different ids of embeddings
@@ -550,3 +552,67 @@ OTHERS = [
     R("registered_batch_second", lambda: Gate(5, 4), (6, 5), batch_second),
 ]  # fmt: skip
 RECORDS = (*LINEAR, *NORMS, *EMBEDDINGS, *CONVOLUTIONS, *RECURRENT, *ATTENTION, *OTHERS)
+NUMBER = {record.name: n for n, record in enumerate(RECORDS)}
+assert len(NUMBER) == len(RECORDS)
+CASES = [
+    pytest.param(record, id=record.name, marks=[
+        pytest.mark.skipif(importlib.util.find_spec(need) is None, reason=f"needs {need}")
+        for need in record.needs
+    ])
+    for record in RECORDS
+]  # fmt: skip
+ALIKE = {  # with code, and launches, that another record has too
+    "linear_more_axes", "linear_flattened", "linear_subclass", "linear_subclass_twice",
+    "linear_by_function", "conv1d_of_transformers_no_tokens", "rms_norm_t5", "rms_norm_olmo",
+    "rms_norm_gemma", "layer_norm_no_bias", "layer_norm_flattened", "instance_norm1d",
+    "group_norm_of_frames", "embedding_more_axes", "embedding_scaled", "embedding_of_positions",
+    "embedding_trains_padding", "bag_several", "conv1d_replicate", "conv1d_standardised",
+    "conv2d_circular", "conv2d_valid", "conv2d_own_arithmetic", "conv2d_of_frames",
+    "conv3d_stride", "conv_transpose2d", "conv_transpose2d_size", "lstm_projected_no_bias",
+    "lstm_flattened", "gru_no_bias", "gru_all", "rnn_all", "rnn_relu_packed", "opacus_lstm",
+    "opacus_lstm_packed", "opacus_gru", "gru_cell", "rnn_cell", "rnn_cell_relu",
+    "attention_causal", "attention_batch_second", "attention_memory",
+    "attention_memory_batch_second", "attention_no_bias", "attention_three",
+    "attention_widths_no_bias", "attention_more_keys_batch_second", "attention_one_weight",
+    "transformer_batch_second", "weight_norm_of_embedding", "registered_batch_second",
+}  # fmt: skip
+assert NUMBER.keys() >= ALIKE
+UNLIKE = [case for case in CASES if case.id not in ALIKE]
+REST = [case for case in CASES if case.id in ALIKE]
+
+
+def mode_of(record: Record, start: int = 0) -> str:
+    """Returns a mode, another for the next record."""
+    return REFERENCE[(NUMBER[record.name] + start) % len(REFERENCE)]
+
+
+def cancelling(batch: Batch, dim: int | None, dtype: torch.dtype) -> Batch:
+    """Returns samples whose gradients nearly cancel, or are large.
+
+    The first is as it was, the next three have tokens of which the second half nearly undoes the
+    first, and the last one's tokens are all the same, with large numbers.
+    """
+    x, y = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch)
+    x, y = x.clone(), y.clone()
+    y[4] *= 1024
+    if dim is None or x.shape[dim] < 2:
+        return x, y
+    for tensor in (x, y):
+        tensor[4] = tensor[4].narrow(dim - 1, 0, 1)
+    x[4] *= 1024 if x.is_floating_point() else 1
+    half = x.shape[dim] // 2
+    for i, epsilon in ((1, 1e-1), (2, 1e-3), (3, 1e-5)):
+        x[i].narrow(dim - 1, half, half).copy_(x[i].narrow(dim - 1, 0, half))
+        first = y[i].narrow(dim - 1, 0, half).double()
+        noise = 1 + epsilon * torch.randn(first.shape, dtype=torch.float64)
+        y[i].narrow(dim - 1, half, half).copy_(-first * noise)
+    return x, y
+
+
+QUIET = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+    pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+]

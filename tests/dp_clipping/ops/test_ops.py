@@ -1,7 +1,6 @@
 """Each record beside one backward per sample: norms, clipped sums, bounds, frozen, two uses."""
 
 import copy
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,7 +11,17 @@ from torch import nn
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.layers import linear_factors
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
-from tests.dp_clipping.ops.records import RECORDS, Record
+from tests.dp_clipping.ops.records import (
+    CASES,
+    NUMBER,
+    QUIET,
+    RECORDS,
+    REST,
+    UNLIKE,
+    Record,
+    cancelling,
+    mode_of,
+)
 from tests.support import zoo
 from tests.support.kernel_cases import on_gpu
 from tests.support.private_steps import (
@@ -30,47 +39,8 @@ from tests.support.private_steps import (
 from tests.support.private_steps import gradients_of as samples_of
 from tests.support.turns import in_turn
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:There is a performance drop"),
-    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
-    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
-    pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
-]
-NUMBER = {record.name: n for n, record in enumerate(RECORDS)}
-assert len(NUMBER) == len(RECORDS)
-CASES = [
-    pytest.param(record, id=record.name, marks=[
-        pytest.mark.skipif(importlib.util.find_spec(need) is None, reason=f"needs {need}")
-        for need in record.needs
-    ])
-    for record in RECORDS
-]  # fmt: skip
+pytestmark = QUIET
 every_record = pytest.mark.parametrize("record", CASES)
-ALIKE = {  # with code, and launches, that another record has too
-    "linear_more_axes", "linear_flattened", "linear_subclass", "linear_subclass_twice",
-    "linear_by_function", "conv1d_of_transformers_no_tokens", "rms_norm_t5", "rms_norm_olmo",
-    "rms_norm_gemma", "layer_norm_no_bias", "layer_norm_flattened", "instance_norm1d",
-    "group_norm_of_frames", "embedding_more_axes", "embedding_scaled", "embedding_of_positions",
-    "embedding_trains_padding", "bag_several", "conv1d_replicate", "conv1d_standardised",
-    "conv2d_circular", "conv2d_valid", "conv2d_own_arithmetic", "conv2d_of_frames",
-    "conv3d_stride", "conv_transpose2d", "conv_transpose2d_size", "lstm_projected_no_bias",
-    "lstm_flattened", "gru_no_bias", "gru_all", "rnn_all", "rnn_relu_packed", "opacus_lstm",
-    "opacus_lstm_packed", "opacus_gru", "gru_cell", "rnn_cell", "rnn_cell_relu",
-    "attention_causal", "attention_batch_second", "attention_memory",
-    "attention_memory_batch_second", "attention_no_bias", "attention_three",
-    "attention_widths_no_bias", "attention_more_keys_batch_second", "attention_one_weight",
-    "transformer_batch_second", "weight_norm_of_embedding", "registered_batch_second",
-}  # fmt: skip
-assert NUMBER.keys() >= ALIKE
-UNLIKE = [case for case in CASES if case.id not in ALIKE]
-REST = [case for case in CASES if case.id in ALIKE]
-
-
-def mode_of(record: Record, start: int = 0) -> str:
-    """Returns a mode, another for the next record."""
-    return REFERENCE[(NUMBER[record.name] + start) % len(REFERENCE)]
-
 
 # Norms and sums
 
@@ -167,29 +137,6 @@ def test_kernels_on_gpu(record, mode):
 
 
 # A contribution is at most C in the arithmetic that is used
-
-
-def cancelling(batch: oracle.Batch, dim: int | None, dtype: torch.dtype) -> oracle.Batch:
-    """Returns samples whose gradients nearly cancel, or are large.
-
-    The first is as it was, the next three have tokens of which the second half nearly undoes the
-    first, and the last one's tokens are all the same, with large numbers.
-    """
-    x, y = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch)
-    x, y = x.clone(), y.clone()
-    y[4] *= 1024
-    if dim is None or x.shape[dim] < 2:
-        return x, y
-    for tensor in (x, y):
-        tensor[4] = tensor[4].narrow(dim - 1, 0, 1)
-    x[4] *= 1024 if x.is_floating_point() else 1
-    half = x.shape[dim] // 2
-    for i, epsilon in ((1, 1e-1), (2, 1e-3), (3, 1e-5)):
-        x[i].narrow(dim - 1, half, half).copy_(x[i].narrow(dim - 1, 0, half))
-        first = y[i].narrow(dim - 1, 0, half).double()
-        noise = 1 + epsilon * torch.randn(first.shape, dtype=torch.float64)
-        y[i].narrow(dim - 1, half, half).copy_(-first * noise)
-    return x, y
 
 
 def check_record(record: Record, *ways: Way) -> None:
