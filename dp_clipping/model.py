@@ -121,11 +121,11 @@ class PrivateModel(nn.Module):
         )  # fmt: skip
         try:
             self.thresholds = Thresholds(max_grad_norm, clipping, self.capture.group_names)
+            wrapper = module if self._is_wrapped else None
+            self.gradient_buffer = GradientBuffer(self.step_context, self.step_state, wrapper)
         except ValueError:
             self.capture.remove()
             raise
-        wrapper = module if self._is_wrapped else None
-        self.gradient_buffer = GradientBuffer(self.step_context, self.step_state, wrapper)
         self.passes = ForwardBackward(self.step_context, self.step_state, self.gradient_buffer)
         self.loss_in_network = LossInNetwork(self.network, batch_first, self.capture.is_compiled)
         self._loss_reduction = loss_reduction

@@ -379,6 +379,31 @@ def with_gradient_hooks(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter
     return list(filter(attrgetter("_backward_hooks"), parameters))
 
 
+def take_gradient_hooks(parameter: nn.Parameter) -> dict[int, Any]:
+    """Takes the hooks of `Tensor.register_hook` off a parameter, and returns them.
+
+    A handle that is removed later still removes its hook from them.
+    """
+    hooks = parameter._backward_hooks
+    parameter._backward_hooks = None
+    return hooks
+
+
+def put_gradient_hooks(parameter: nn.Parameter, hooks: dict[int, Any]) -> None:
+    """Puts hooks back that `take_gradient_hooks` has returned."""
+    parameter._backward_hooks = hooks
+
+
+def accumulation_hooks(parameters: Iterable[nn.Parameter]) -> list[dict[int, Any] | None]:
+    """Returns the hooks of `Tensor.register_post_accumulate_grad_hook`, by number, of each.
+
+    None: it has none, or torch does not tell.
+    """
+    if not hasattr(Tensor, "_post_accumulate_grad_hooks"):
+        return []
+    return list(map(attrgetter("_post_accumulate_grad_hooks"), parameters))
+
+
 def pruned_name(hook: Any) -> str:
     """Returns the name of the parameter that a pruning hook computes, "weight" if unknown."""
     return getattr(hook, "_tensor_name", "weight")

@@ -1,0 +1,88 @@
+"""Calls users' hooks on parameters with the gradient that the optimizer applies.
+
+In private training autograd computes no gradient of a parameter, and checks compute gradients of
+single samples. `make_private` takes hooks of `Tensor.register_hook` off the parameters, and each
+step calls them once, after its noise. What they return is post-processing and costs no ε: a
+projection of the gradient is one of its noise too.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.torch_compat import (
+    accumulation_hooks,
+    put_gradient_hooks,
+    take_gradient_hooks,
+    with_gradient_hooks,
+)
+
+INSTEAD = "change .grad between optimizer.pre_step() and optimizer.step()"
+
+
+class GradientHooks:
+    """Users' hooks on the trainable parameters of one private model.
+
+    Args:
+        capture: the model's parameters.
+        is_wrapped: a data-parallel wrapper may have hooks on them too.
+        is_divided: `.grad` of a rank is a part of the gradient.
+
+    Raises:
+        ValueError: for a hook that would see a part of the gradient, or would not be called.
+    """
+
+    def __init__(self, capture: CapturedNetwork, is_wrapped: bool, is_divided: bool):
+        self._capture, self._is_wrapped = capture, is_wrapped
+        hooked = with_gradient_hooks(capture.parameters)
+        if hooked and is_divided:
+            raise ValueError(
+                f"{self._names(hooked)} has a hook of Tensor.register_hook, which would be called "
+                f"with this rank's part of the gradient: remove it, and {INSTEAD}"
+            )
+        if found := self._accumulating(expected=0):
+            raise ValueError(
+                f"{self._names(found)} has a hook of register_post_accumulate_grad_hook, which is "
+                "not called in private training, where autograd accumulates nothing: use "
+                f"Tensor.register_hook, which is called with the noisy gradient, or {INSTEAD}"
+            )
+        self._taken: dict[Parameter, dict[int, Any]] = {p: take_gradient_hooks(p) for p in hooked}
+
+    def refuse_later(self) -> None:
+        """Raises RuntimeError if a parameter has been given a hook since `make_private`."""
+        found = with_gradient_hooks(self._capture.parameters)
+        found = found or self._accumulating(expected=1)  # that of `GradientWatch`
+        if found:
+            raise RuntimeError(
+                f"{self._names(found)} was given a hook after make_private, which is not called "
+                "with the noisy gradient: remove it, and call Tensor.register_hook before "
+                f"make_private, or {INSTEAD}"
+            )
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Calls the hooks with `.grad`, and sets it to what they return."""
+        for parameter, hooks in self._taken.items():
+            for hook in list(hooks.values()):
+                changed = hook(parameter.grad)
+                if changed is not None:
+                    parameter.grad = changed
+
+    def remove(self) -> None:
+        """Puts the hooks back on the parameters."""
+        for parameter, hooks in self._taken.items():
+            put_gradient_hooks(parameter, hooks)
+
+    def _accumulating(self, expected: int) -> list[Parameter]:
+        """Returns parameters with more than the expected hooks after accumulation."""
+        parameters = self._capture.parameters
+        hooks = [] if self._is_wrapped else accumulation_hooks(parameters)
+        if sum(map(len, filter(None, hooks))) <= expected * len(parameters):
+            return []
+        found = zip(parameters, hooks, strict=True)
+        return [p for p, of_p in found if of_p and len(of_p) > expected]
+
+    def _names(self, parameters: list[Parameter]) -> str:
+        return ", ".join(self._capture.names[p] for p in parameters[:5])
