@@ -384,7 +384,7 @@ def take_gradient_hooks(parameter: nn.Parameter) -> dict[int, Any]:
 
     A handle that is removed later still removes its hook from them.
     """
-    hooks = parameter._backward_hooks
+    hooks: Any = parameter._backward_hooks
     parameter._backward_hooks = None
     return hooks
 
