@@ -372,11 +372,15 @@ def take_hooks_since(module: nn.Module, number: int) -> list[tuple[dict, int, An
     return found
 
 
+GRADIENT_HOOKS: Callable[[nn.Parameter], Any] = (
+    attrgetter("_backward_hooks") if hasattr(Tensor, "_backward_hooks") else lambda _: None
+)
+"""Returns the hooks of `Tensor.register_hook` of a parameter; None if torch does not tell."""
+
+
 def with_gradient_hooks(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns those on which `Tensor.register_hook` was called; [] if torch does not tell."""
-    if not hasattr(Tensor, "_backward_hooks"):
-        return []
-    return list(filter(attrgetter("_backward_hooks"), parameters))
+    """Returns those on which `Tensor.register_hook` was called."""
+    return list(filter(GRADIENT_HOOKS, parameters))
 
 
 def take_gradient_hooks(parameter: nn.Parameter) -> dict[int, Any]:

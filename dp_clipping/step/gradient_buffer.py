@@ -66,6 +66,7 @@ class GradientBuffer:
                 context.departures.send = wrapper.gradient_ready
         self._widen()
         self.watch = GradientWatch(context.capture, context.sums, state, wrapper is not None)
+        self.hooks.note()
 
     def remove(self) -> None:
         """Detaches the buffer: autograd and the wrapper fill `.grad` again, as before.

@@ -89,7 +89,8 @@ class GradientNoise:
                 is_noisy = settings.noise_multiplier > 0
                 self.adaptive.update(norms.wait(), step=step, noise_key=self.key, noisy=is_noisy)
                 model.thresholds.set(self.adaptive.max_grad_norm)
-            model.gradient_buffer.hooks.run()
+            if model.gradient_buffer.hooks.taken:
+                model.gradient_buffer.hooks.run()
         except BaseException:
             model.clear_gradients()
             raise
