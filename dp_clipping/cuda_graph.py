@@ -37,7 +37,13 @@ from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.torch_compat import any_compiled, tree_flatten, tree_map, tree_unflatten
+from dp_clipping.torch_compat import (
+    any_compiled,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+    with_gradient_hooks,
+)
 
 PLAIN = {bool, int, float, str}
 EAGER = 3  # whole steps before a capture: kernels are tuned and compiled, momentum is there
@@ -75,6 +81,8 @@ def refuse(settings: Any, ranks: Any) -> None:
         "memory_budget, with which backward may run twice: leave it out": (
             settings.memory_budget is not None
         ),
+        "hooks of Tensor.register_hook on parameters: change .grad in the body of the step, after "
+        "optimizer.pre_step()": bool(with_gradient_hooks(parameters)),
         "adaptive_threshold, which changes max_grad_norm in each step: leave it out": (
             settings.adaptive_threshold is not None
         ),

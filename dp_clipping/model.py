@@ -101,11 +101,11 @@ class PrivateModel(nn.Module):
         try:
             groups = self.capture.group_names
             self.thresholds = Thresholds(settings.max_grad_norm, self.clipping, groups)
+            wrapper = module if self._is_wrapped else None
+            self.gradient_buffer = GradientBuffer(self.step_context, self.step_state, wrapper)
         except ValueError:
             self.capture.remove()
             raise
-        wrapper = module if self._is_wrapped else None
-        self.gradient_buffer = GradientBuffer(self.step_context, self.step_state, wrapper)
         self.passes = ForwardBackward(self.step_context, self.step_state, self.gradient_buffer)
         self.loss_in_network = LossInNetwork(
             self.network, self.batch_first, self.capture.is_compiled

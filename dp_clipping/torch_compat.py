@@ -372,11 +372,40 @@ def take_hooks_since(module: nn.Module, number: int) -> list[tuple[dict, int, An
     return found
 
 
+GRADIENT_HOOKS: Callable[[nn.Parameter], Any] = (
+    attrgetter("_backward_hooks") if hasattr(Tensor, "_backward_hooks") else lambda _: None
+)
+"""Returns the hooks of `Tensor.register_hook` of a parameter; None if torch does not tell."""
+
+
 def with_gradient_hooks(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns those on which `Tensor.register_hook` was called; [] if torch does not tell."""
-    if not hasattr(Tensor, "_backward_hooks"):
+    """Returns those on which `Tensor.register_hook` was called."""
+    return list(filter(GRADIENT_HOOKS, parameters))
+
+
+def take_gradient_hooks(parameter: nn.Parameter) -> dict[int, Any]:
+    """Takes the hooks of `Tensor.register_hook` off a parameter, and returns them.
+
+    A handle that is removed later still removes its hook from them.
+    """
+    hooks: Any = parameter._backward_hooks
+    parameter._backward_hooks = None
+    return hooks
+
+
+def put_gradient_hooks(parameter: nn.Parameter, hooks: dict[int, Any]) -> None:
+    """Puts hooks back that `take_gradient_hooks` has returned."""
+    parameter._backward_hooks = hooks
+
+
+def accumulation_hooks(parameters: Iterable[nn.Parameter]) -> list[dict[int, Any] | None]:
+    """Returns the hooks of `Tensor.register_post_accumulate_grad_hook`, by number, of each.
+
+    None: it has none, or torch does not tell.
+    """
+    if not hasattr(Tensor, "_post_accumulate_grad_hooks"):
         return []
-    return list(filter(attrgetter("_backward_hooks"), parameters))
+    return list(map(attrgetter("_post_accumulate_grad_hooks"), parameters))
 
 
 def pruned_name(hook: Any) -> str:

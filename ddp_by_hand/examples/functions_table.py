@@ -82,6 +82,21 @@ def to_words(values: Tensor) -> str:
     )
 
 
+def shares(table: Tensor, made: Tensor) -> str:
+    """Returns how often each value of each column is in rows of a table, and in made ones.
+
+    Both are [.., columns] as of `to_values`. The former are not covered by ε.
+    """
+    lines = ["rows with a value, in percent: of the table (not covered by epsilon) / synthetic"]
+    for j, (name, words) in enumerate(COLUMNS.items()):
+        parts = [x.flatten(0, -2)[:, j] for x in (table, made)]
+        counts = [part[part >= 0].bincount(minlength=len(words)) for part in parts]
+        both = zip(*(100 * count / count.sum().clamp(min=1) for count in counts), strict=True)
+        each = [f"{w} {a:.0f} / {b:.0f}" for w, (a, b) in zip(words, both, strict=True)]
+        lines.append(f"    {name:6}{'   '.join(each)}")
+    return "\n".join(lines)
+
+
 def to_letters(rows: list[Row]) -> tuple[Tensor, Tensor]:
     """Returns pairs of letters of the names, [rows, 64], and whether args is above 1, [rows, 1]."""
     x = torch.zeros(len(rows), 64)

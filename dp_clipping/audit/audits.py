@@ -18,7 +18,7 @@ from dp_clipping.arguments.given import refuse_used
 from dp_clipping.arguments.thresholds import check_max_grad_norm
 from dp_clipping.audit.attacks import guesses
 from dp_clipping.audit.bound import check_confidence
-from dp_clipping.audit.canaries import LARGE, CanaryNetwork, Proxy, tagged_loader
+from dp_clipping.audit.canaries import LARGE, CanaryNetwork, Kept, Proxy, tagged_loader
 from dp_clipping.audit.copies import Audited
 from dp_clipping.audit.curve import DELTAS, Curve, curve_of
 from dp_clipping.audit.noise import Parameter
@@ -192,6 +192,9 @@ class Audits(Accounts):
             )
         with audited.untouched():
             keys, _ = audited.seeds()
+            # Or a data set would draw other numbers for a batch that lacks a unit.
+            examples = [index for unit in own for index in unit]
+            dataset = Kept(data_loader.dataset, examples, arguments.get("views", 1))
 
             def run(
                 those: Sequence[int], weights: Sequence[float], sigma: float, steps: int = 1,
@@ -200,8 +203,8 @@ class Audits(Accounts):
                 torch.manual_seed(seed)
                 engine = type(self)(accountant=self.accountant.mechanism())
                 return _replay(
-                    engine, audited, [own[u] for u in those], weights, max_grad_norm, loss,
-                    is_fixed, steps=steps, noise_multiplier=sigma, noise_generator=keys,
+                    engine, audited, dataset, [own[u] for u in those], weights, max_grad_norm,
+                    loss, is_fixed, steps=steps, noise_multiplier=sigma, noise_generator=keys,
                     expected_batch_size=len(own),
                 )  # fmt: skip
 
@@ -308,13 +311,14 @@ def _run(
 
 
 def _replay(
-    engine: Any, audited: Audited, units: Sequence[Sequence[int]], weights: Sequence[float],
-    max_grad_norm: float | list[float], loss: Loss | None, is_fixed: bool, *, steps: int,
-    **more: Any,
+    engine: Any, audited: Audited, dataset: Kept, units: Sequence[Sequence[int]],
+    weights: Sequence[float], max_grad_norm: float | list[float], loss: Loss | None,
+    is_fixed: bool, *, steps: int, **more: Any,
 ) -> list[RecordedStep]:  # fmt: skip
     """Returns so many steps of a private run on these units, from the same parameters.
 
     Args:
+        dataset: has the examples.
         units: the examples of each.
         weights: of each unit's losses.
         is_fixed: the network's modules are in evaluation.
@@ -329,7 +333,7 @@ def _replay(
     arguments["adaptive_threshold"] = None  # it changes C after a step, not in it
     model, private, criterion, loader = engine.make_private(
         module=module, optimizer=optimizer, criterion=criterion, max_grad_norm=max_grad_norm,
-        data_loader=tagged_loader(audited.loader, rows, audited.batch_first), **arguments,
+        data_loader=tagged_loader(audited.loader, rows, audited.batch_first, dataset), **arguments,
     )  # fmt: skip
     parameters = private.model.capture.parameters
     start = [p.detach().clone() for p in parameters]

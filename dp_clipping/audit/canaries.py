@@ -7,7 +7,8 @@ alone. Such Dirac canaries are those of M. Nasr et al., Tight auditing of differ
 machine learning (2023, arXiv 2302.07956), and T. Steinke, M. Nasr and M. Jagielski (2023).
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,12 +40,29 @@ class Tagged(Dataset):
         return tag, self.dataset[index]
 
 
+class Kept(Dataset):
+    """What a data set has returned for some examples, a random one's views each the same again."""
+
+    def __init__(self, dataset: Any, examples: Iterable[int], views: int):
+        self._items = {i: [dataset[i] for _ in range(views)] for i in examples}
+        self._asked: Counter[int] = Counter()
+
+    def __getitem__(self, index: int) -> Any:
+        items = self._items[index]
+        self._asked[index] += 1
+        return items[self._asked[index] % len(items)]
+
+
 def tagged_loader(
-    loader: DataLoader, rows: Sequence[tuple[int, float]], batch_first: bool
+    loader: DataLoader,
+    rows: Sequence[tuple[int, float]],
+    batch_first: bool,
+    dataset: Dataset | None = None,
 ) -> DataLoader:
     """Returns a loader of these rows, whose batches are (tags, the user's batch).
 
-    Tags are [B], or [1, B] where dimension 1 counts the samples.
+    Tags are [B], or [1, B] where dimension 1 counts the samples. Items are those of `dataset`, by
+    default the loader's own.
     """
     collate = loader.collate_fn
 
@@ -53,7 +71,7 @@ def tagged_loader(
         return tags if batch_first else tags[None], collate([item for _, item in samples])
 
     return DataLoader(
-        Tagged(loader.dataset, rows), batch_size=batch_size_of(loader) or 1,
+        Tagged(dataset or loader.dataset, rows), batch_size=batch_size_of(loader) or 1,
         collate_fn=collate_tagged,
     )  # fmt: skip
 

@@ -12,7 +12,6 @@ from dp_clipping.torch_compat import (
     every_module,
     own_parameters,
     parameters_and_children,
-    with_gradient_hooks,
 )
 
 Own = dict[str, Parameter]
@@ -38,17 +37,7 @@ class FixedParameters:
         self._held = self._hold()
 
     def check(self) -> None:
-        """Raises RuntimeError if trainable parameters are others than when this was made.
-
-        Also if a user has put a hook on one, which autograd would run with its gradient.
-        """
-        if found := with_gradient_hooks(self.capture.names):
-            hooked = [self.capture.names[p] for p in found]
-            raise RuntimeError(
-                f"{', '.join(hooked[:5])} has a hook of Tensor.register_hook, which is not called "
-                "in private training, where autograd computes no gradient of a parameter: remove "
-                "it, and change .grad between optimizer.pre_step() and optimizer.step()"
-            )
+        """Raises RuntimeError if trainable parameters are others than when this was made."""
         for parameter, dtype in self._dtypes:
             if parameter.dtype != dtype:
                 raise RuntimeError(

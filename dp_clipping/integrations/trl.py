@@ -233,6 +233,14 @@ class PrivateDPOTrainer(_PrivateTRLTrainer, DPOTrainer):
         privacy: Any = None, **given: Any,
     ) -> None:  # fmt: skip
         self._refuse(model, args, privacy, given)
+        in_memory = not getattr(given["train_dataset"], "cache_files", ())
+        if args.precompute_ref_log_probs and args.world_size > 1 and in_memory:
+            raise ValueError(
+                "DPOConfig(precompute_ref_log_probs=True) on several ranks: TRL writes what it "
+                "precomputes beside the data set, and this one is in memory: "
+                "train_dataset.save_to_disk('pairs'), and on each rank give "
+                "train_dataset=datasets.load_from_disk('pairs')"
+            )
         is_adapted = given.get("peft_config") is not None or hasattr(model, "active_peft_config")
         if ref_model is None and not is_adapted and not args.precompute_ref_log_probs:
             ref_model = copy.deepcopy(model)

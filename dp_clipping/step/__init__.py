@@ -11,5 +11,6 @@ Files:
     gradient_buffer       `.grad` from `zero_grad` to the next
     gradient_watch        notices what else changes `.grad`
     gradient_noise        adds noise to `.grad`, and divides it
+    gradient_hooks        users' hooks on parameters, called with the noisy gradient
     fixed_settings        σ and divisor of a step, the same on all ranks
 """

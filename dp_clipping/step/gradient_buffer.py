@@ -8,7 +8,8 @@
     finish           (this rank's shard of) the sum of all ranks
     apply            that sum with noise, in the parameter's own dtype
 
-`watch` detects other changes of `.grad`, and `parameters` those that were replaced or frozen.
+`watch` detects other changes of `.grad`, `parameters` those that were replaced or frozen; `hooks`
+has users' hooks on parameters.
 
 Sums come from a private step and go to the optimizer. A step may have several backwards. Under the
 wrapper's `no_sync`, sums stay on their rank until a backward outside of it, or `finish`, sends
@@ -26,6 +27,7 @@ from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.placement import Piece
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.step.context import StepContext
+from dp_clipping.step.gradient_hooks import GradientHooks
 from dp_clipping.step.gradient_watch import GradientWatch
 from dp_clipping.step.state import StepState
 
@@ -40,6 +42,7 @@ class GradientBuffer:
 
     Attributes:
         parameters: raises if one was frozen or replaced.
+        hooks: calls users' hooks on parameters.
         watch: raises if `.grad` is not the sum of private backwards.
     """
 
@@ -47,6 +50,9 @@ class GradientBuffer:
         self.context, self.state, self.wrapper = context, state, wrapper
         self.capture = context.capture
         self.parameters = FixedParameters(context.capture)
+        is_divided = context.sums is not None or hasattr(wrapper, "gradient_pieces")
+        is_wrapped = wrapper is not None or context.sums is not None
+        self.hooks = GradientHooks(context.capture, is_wrapped, is_divided)
         dtypes = [(p, accumulation_dtype(p.dtype)) for p in self.capture.parameters]
         self._narrow = [(p, dtype) for p, dtype in dtypes if p.dtype != dtype]
         if wrapper is not None:
@@ -60,6 +66,7 @@ class GradientBuffer:
                 context.departures.send = wrapper.gradient_ready
         self._widen()
         self.watch = GradientWatch(context.capture, context.sums, state, wrapper is not None)
+        self.hooks.note()
 
     def remove(self) -> None:
         """Detaches the buffer: autograd and the wrapper fill `.grad` again, as before.
@@ -68,6 +75,7 @@ class GradientBuffer:
             RuntimeError: sums of 16-bit parameters are on their way: finish or drop the step first.
         """
         self.watch.remove()
+        self.hooks.remove()
         if self.wrapper is not None:
             self.wrapper.reduce, self.wrapper.gradient_dtype = self._before
             self.wrapper.gradients_come_by_hand = False
@@ -79,11 +87,12 @@ class GradientBuffer:
         """Checks that a backward may add its sums.
 
         Raises:
-            RuntimeError: an ordinary backward has added to `.grad`, or parameters were frozen or
-                unfrozen.
+            RuntimeError: an ordinary backward has added to `.grad`, or parameters were frozen,
+                unfrozen or given hooks.
             ValueError: the last step's gradients are still there.
         """
         self.parameters.check()
+        self.hooks.refuse_later()
         self.watch.begin()
         if not self.state.is_open and any([p.grad is not None for p in self.capture.parameters]):
             raise ValueError(

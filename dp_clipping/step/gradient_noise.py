@@ -73,7 +73,7 @@ class GradientNoise:
         return NoiseStream.derive_all(self.key, step=step, parameters=self._names, share=0)
 
     def add(self, step: int) -> None:
-        """Adds noise to `.grad` and divides it; updates C if it is adaptive.
+        """Adds noise to `.grad`, divides it and calls users' hooks; updates C if it is adaptive.
 
         If it fails half-way, sums are dropped: a second attempt would add noise to some twice.
         """
@@ -89,6 +89,8 @@ class GradientNoise:
                 is_noisy = settings.noise_multiplier > 0
                 self.adaptive.update(norms.wait(), step=step, noise_key=self.key, noisy=is_noisy)
                 model.thresholds.set(self.adaptive.max_grad_norm)
+            if model.gradient_buffer.hooks.taken:
+                model.gradient_buffer.hooks.run()
         except BaseException:
             model.clear_gradients()
             raise

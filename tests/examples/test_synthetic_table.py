@@ -76,13 +76,22 @@ def test_a_column_is_predicted_from_what_is_before_it():
             assert not torch.equal(before[0][:, row + 1], model(other)[0][:, row + 1])
 
 
+def test_shares_are_of_rows_that_there_are():
+    own = torch.tensor([[[0, 1, 0, 0, 1], [-1] * 5], [[2, 1, 5, 1, 0], [2, 1, 5, 1, 1]]])
+    made = own[:1]
+    lines = table.shares(own, made).splitlines()
+    assert lines[1] == "    name  __special__ 33 / 100   _private 0 / 0   public 67 / 0"
+    assert "1 100 / 100" in lines[2]
+    assert lines[5] == "    last  no 33 / 0   yes 67 / 100"
+
+
 def test_the_loss_of_an_entity_is_its_own_and_another_one_is_refused():
     values = some_entities(8)
     scores = TableModel()(values)
     whole = sum(  # entity 3 has 4 rows
         -s[3, t].log_softmax(0)[values[3, t, j]] for j, s in enumerate(scores) for t in range(4)
     )
-    torch.testing.assert_close(synthetic_table.losses(scores, values)[3], whole / 4)
+    torch.testing.assert_close(synthetic_table.losses(scores, values)[3], whole / ROWS)
 
     def of_the_batch(scores, values):  # divides by the rows of all entities
         own = (values[..., 0] >= 0).sum(1)
@@ -156,6 +165,7 @@ def test_a_run_has_empty_batches_states_epsilon_and_goes_on_where_it_was(
     assert 0 in sizes
     out = capsys.readouterr().out
     assert out.count("a class with\n    name ") == 4
+    assert "not covered by epsilon) / synthetic\n    name  __special__ " in out
     own = float(out.split("(epsilon, delta) = (")[1].split(",")[0])
     other = float(out.split("by dp-accounting alone:")[1].split()[0])
     assert own == pytest.approx(other, rel=0.01)

@@ -73,6 +73,7 @@ class TestTheRightProduct:
                 {"max_grad_norm": [0.3, 0.4], "clipping": "per_layer"}, marks=pytest.mark.slow
             ),  # as of `record_sums`
             {"examples_per_unit": 2, "unit_ids": [n % 12 for n in range(24)]},
+            {"views": 2},
             {"adaptive_threshold": AdaptiveThreshold(1.0, expected_batch_size=8)},
             pytest.param(
                 {"criterion": nn.CrossEntropyLoss(reduction="sum"), "loss_reduction": "sum"},
@@ -82,7 +83,7 @@ class TestTheRightProduct:
                 {"wrap_model": False, "grad_sample_mode": "ghost"}, marks=pytest.mark.slow
             ),
         ],
-        ids=["thresholds", "units", "adaptive", "sum", "unwrapped"],
+        ids=["thresholds", "units", "views", "adaptive", "sum", "unwrapped"],
     )
     def test_settings(self, changes):
         """With little noise, most canaries that were in a batch are told."""

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp_by_hand.examples.audit_faults import FAULTS, RECORD
 from dp_clipping import PrivacyEngine
@@ -72,6 +72,36 @@ def test_the_product_is_right():
 )
 def test_settings(changes):
     found = recorded(**changes)
+    assert found.ok, found.faults
+    assert 0.45 < float(found.hostile.min()) <= 0.5 * 1.001
+
+
+class Moved(Dataset):
+    """Moves each sample at random, another way each time that it is asked for."""
+
+    def __init__(self, samples: Dataset):
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple:
+        x, y = self.samples[index]
+        return x + torch.randn(6), y
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"views": 3},
+        {"views": 2, "examples_per_unit": 2, "unit_ids": [n % 13 for n in range(24)]},
+    ],
+    ids=["views", "three", "of units"],
+)
+def test_random_views_of_a_sample_are_no_fault(changes):
+    data = Moved(given(network())["data_loader"].dataset)
+    found = recorded(data_loader=DataLoader(data, batch_size=8), **changes)
     assert found.ok, found.faults
     assert 0.45 < float(found.hostile.min()) <= 0.5 * 1.001
 

@@ -1,0 +1,98 @@
+"""Calls users' hooks on parameters with the gradient that the optimizer applies.
+
+In private training autograd computes no gradient of a parameter, and checks compute gradients of
+single samples. `make_private` takes hooks of `Tensor.register_hook` off the parameters, and each
+step calls them once, after its noise. What they return is post-processing and costs no ε: a
+projection of the gradient is one of its noise too.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from dp_clipping.capture.network import CapturedNetwork
+from dp_clipping.torch_compat import (
+    GRADIENT_HOOKS,
+    accumulation_hooks,
+    put_gradient_hooks,
+    take_gradient_hooks,
+    with_gradient_hooks,
+)
+
+INSTEAD = "change .grad between optimizer.pre_step() and optimizer.step()"
+
+
+class GradientHooks:
+    """Users' hooks on the trainable parameters of one private model.
+
+    Args:
+        capture: the model's parameters.
+        is_wrapped: a data-parallel wrapper may have hooks on them too.
+        is_divided: `.grad` of a rank is a part of the gradient.
+
+    Attributes:
+        taken: the hooks of each parameter that had some.
+
+    Raises:
+        ValueError: for a hook that would see a part of the gradient, or would not be called.
+    """
+
+    def __init__(self, capture: CapturedNetwork, is_wrapped: bool, is_divided: bool):
+        self._capture, self._is_wrapped = capture, is_wrapped
+        hooked = with_gradient_hooks(capture.parameters)
+        if hooked and is_divided:
+            raise ValueError(
+                f"{self._names(hooked)} has a hook of Tensor.register_hook, which would be called "
+                f"with this rank's part of the gradient: remove it, and {INSTEAD}"
+            )
+        counts = map(len, self._accumulated())
+        if found := [p for p, n in zip(capture.parameters, counts, strict=False) if n]:
+            raise ValueError(
+                f"{self._names(found)} has a hook of register_post_accumulate_grad_hook, which is "
+                "not called in private training, where autograd accumulates nothing: use "
+                f"Tensor.register_hook, which is called with the noisy gradient, or {INSTEAD}"
+            )
+        self.taken: dict[Parameter, dict[int, Any]] = {p: take_gradient_hooks(p) for p in hooked}
+        self._others: list[dict] = []
+
+    def note(self) -> None:
+        """Notes the hooks after accumulation that there are, which are the model's own."""
+        self._others = self._accumulated()
+        self._count = sum(map(len, self._others))
+
+    def refuse_later(self) -> None:
+        """Raises RuntimeError if a parameter has been given a hook since `make_private`."""
+        parameters = self._capture.parameters
+        if any(map(GRADIENT_HOOKS, parameters)) or sum(map(len, self._others)) > self._count:
+            counts = map(len, self._accumulated())
+            found = with_gradient_hooks(parameters)
+            found += [p for p, n in zip(parameters, counts, strict=False) if n > 1]
+            raise RuntimeError(
+                f"{self._names(found)} was given a hook after make_private, which is not called "
+                "with the noisy gradient: remove it, and call Tensor.register_hook before "
+                f"make_private, or {INSTEAD}"
+            )
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Calls the hooks with `.grad`, and sets it to what they return."""
+        for parameter, hooks in self.taken.items():
+            for hook in list(hooks.values()):
+                changed = hook(parameter.grad)
+                if changed is not None:
+                    parameter.grad = changed
+
+    def remove(self) -> None:
+        """Puts the hooks back on the parameters."""
+        for parameter, hooks in self.taken.items():
+            put_gradient_hooks(parameter, hooks)
+
+    def _accumulated(self) -> list[dict]:
+        """Returns the hooks after accumulation of each parameter; [] where others may have some."""
+        if self._is_wrapped:
+            return []
+        return [hooks or {} for hooks in accumulation_hooks(self._capture.parameters)]
+
+    def _names(self, parameters: list[Parameter]) -> str:
+        return ", ".join(self._capture.names[p] for p in parameters[:5])
