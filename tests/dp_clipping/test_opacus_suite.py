@@ -67,10 +67,10 @@ def test_a_wrong_gradient_is_seen(mode, monkeypatch):
 
     Expected.of(case).compare(mode, check)
 
-    def doubled(self, lefts, plans):
+    def doubled(self, lefts):
         return [
             (record, 2 * value if len(record.shape) == 1 else value, left)
-            for record, value, left in each(self, lefts, plans)
+            for record, value, left in each(self, lefts)
         ]
 
     monkeypatch.setattr(Plain, "_each", doubled)

@@ -26,7 +26,7 @@ ROWS = 3 * K
 
 def test_one_example_a_unit_is_as_without():
     case = zoo.BY_NAME["transformer"]
-    plain, units = (unchecked(case.build(), **o) for o in ({}, {"examples_per_unit": 1}))
+    plain, units = (unchecked(case.build(), **o) for o in ({}, {"rows_per_unit": 1}))
     batch = case.batch(zoo.SIZE)
     sums = [clipped_sums(model, batch, case.per_sample_loss) for model in (plain, units)]
     for name, value in sums[0].items():

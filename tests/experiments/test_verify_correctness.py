@@ -42,7 +42,8 @@ from ddp_by_hand.measure.options import parse_options
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.gradient_reduce import ShardedSums
-from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer
+from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
+from dp_clipping.distributed.split_norms import SplitNorms
 from dp_clipping.noise import sources
 from dp_clipping.profiling.profile import SWITCH
 from dp_clipping.step import private_step
@@ -229,7 +230,7 @@ def lose_the_other_rank(context: Context) -> None:
 
 def count_twice(context: Context) -> None:
     """Every rank adds the norms of what ranks have in common."""
-    NormReducer.counts = lambda self, replicated: True
+    SplitNorms._shared = lambda self, parameters: set()
 
 
 def part_in_the_last_bits(context: Context) -> None:
@@ -240,7 +241,7 @@ def part_in_the_last_bits(context: Context) -> None:
 
 BREAKS = {
     lose_the_other_rank: (ShardedSums, "accumulate"),
-    count_twice: (NormReducer, "counts"),
+    count_twice: (SplitNorms, "_shared"),
     part_in_the_last_bits: (GlobalNorms, "wait"),
 }
 

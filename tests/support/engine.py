@@ -31,7 +31,7 @@ def fixed(seed=5):
 def arguments(*, dataset=None, batch_size=BATCH, lr=0.1, **changes):
     """For `make_private`, of any engine."""
     module = changes.pop("module", None) or network()
-    trained = [p for p in module.parameters() if p.requires_grad]
+    trained = [p for p in module.parameters() if p.requires_grad] or module.parameters()
     return {
         "module": module,
         "optimizer": torch.optim.SGD(trained, lr=lr),

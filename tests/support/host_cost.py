@@ -5,6 +5,7 @@ needed, and what is left is Python: calls of functions, and milliseconds of this
 results are whatever memory held.
 """
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -162,12 +163,15 @@ def calls_of(step: Callable[[], None]) -> tuple[int, int]:
             counts[0] += 1
             counts[1] += frame.f_code.co_filename.startswith(own)
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # finalizers of what other code has left are no part of the step
     sys.setprofile(count)
     try:
         step()
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return counts[0], counts[1]
 
 

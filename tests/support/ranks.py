@@ -310,7 +310,7 @@ def step_beside_one_process(context: Context, way: Way) -> None:
     before = list(network.parameters())
     options = layout.options() | {"norm_reduction": way.reduction}
     if way.units:
-        options["examples_per_unit"] = K
+        options["rows_per_unit"] = K
     model = private(network, way.mode, limits, way.clipping, **options)
     if not way.looks:
         skip_all_checks(model)

@@ -53,7 +53,7 @@ def bodies(context: Context) -> None:
         test_accumulation.never_zeroed,
         test_accumulation.no_sync_behind_a_synchronising_backward,
         test_unused.untouched_where_nobody_used_it,
-        test_unused.in_the_second_backward_only,
+        test_unused.test_two_backwards_that_use_different_parameters.body,
     ):
         body(context, "zero2")
 

@@ -2,11 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from dp_clipping.noise import gaussian as noise
-from dp_clipping.noise import kernel as kernels
 from dp_clipping.noise import registers
 from dp_clipping.noise.gaussian import NoiseStream
 
@@ -40,9 +40,9 @@ def check_words(device: str) -> None:
     for stream in STREAMS:
         for first in [0, 5, 2**32 - 70, 2**61]:
             words = torch.empty(programs, 4, block, dtype=torch.int64, device=device)
-            seed = kernels._signed(stream.key_0 | stream.key_1 << 32, 64)
-            high = (kernels._signed(w, 32) for w in (stream.counter_2, stream.counter_3))
-            _store_words[(programs,)](words, first, seed, *high, BLOCK=block)
+            key = np.uint64(stream.key_0 | stream.key_1 << 32).view(np.int64)
+            high = np.uint32([stream.counter_2, stream.counter_3]).view(np.int32)
+            _store_words[(programs,)](words, first, int(key), *high.tolist(), BLOCK=block)
             expected = noise.philox(torch.arange(first, first + programs * block), stream)
             got = words.cpu().transpose(0, 1).reshape(4, -1)
             assert torch.equal(got, torch.stack(expected)), (stream, first)

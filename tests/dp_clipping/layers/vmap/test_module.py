@@ -186,7 +186,7 @@ ONE_BY_ONE = {
 
 STYLES = [
     (mode, options)
-    for options in ({}, {"clipping": "per_layer"}, {"examples_per_unit": 2})
+    for options in ({}, {"clipping": "per_layer"}, {"rows_per_unit": 2})
     for mode in MODES
 ]
 
@@ -195,7 +195,7 @@ STYLES = [
 def test_one_sample_after_another(name, style):
     mode, options = style
     make, shape = ONE_BY_ONE[name]
-    network, k = make().double(), options.get("examples_per_unit", 1)
+    network, k = make().double(), options.get("rows_per_unit", 1)
     model = private(copy.deepcopy(network), mode, 1e-3, **options)
     for size in (3, 1, 4):
         x = torch.randn(size * k, *shape, dtype=torch.float64)
