@@ -16,7 +16,6 @@ from dp_clipping.kinds import WrongType, shown
 from dp_clipping.layers.vmap.objects import hold_objects
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.trials.randomness import same_randomness
-from dp_clipping.trials.schedule import is_larger
 
 
 class PrivateCriterion(nn.Module):
@@ -100,8 +99,8 @@ class PrivateCriterion(nn.Module):
         """Checks the losses in their graph, and prepares what is checked after the backward."""
         if private_step.watched is not None:
             private_step.watched.check_graph(losses)
-            is_whole = is_larger(len(losses), self._largest)
-            self._largest = len(losses) if is_whole else self._largest
+            is_whole = len(losses) > self._largest
+            self._largest = max(self._largest, len(losses))
             number = private_step.watched.number
             private_step.checks.append(
                 partial(self._check_together, partial(again.check, number, is_whole))

@@ -59,10 +59,10 @@ FILE = 'the name of a file, a string or pathlib.Path, as {name}="run.pt"'
 def is_path(x: Any) -> bool:
     """Returns whether x can be the name of a file or folder."""
     try:
-        text = os.fsencode(x)
+        text = os.fspath(x)
+        return isinstance(text, str) and b"\0" not in os.fsencode(text) and bool(text)
     except (TypeError, UnicodeError):
         return False
-    return not isinstance(x, bytes) and bool(text) and b"\0" not in text
 
 
 def check_path(name: str, value: Any) -> None:

@@ -394,7 +394,8 @@ def take_gradient_hooks(parameter: nn.Parameter) -> dict[int, Any]:
 
 
 def put_gradient_hooks(parameter: nn.Parameter, hooks: dict[int, Any]) -> None:
-    """Puts hooks back that `take_gradient_hooks` has returned."""
+    """Puts hooks back that `take_gradient_hooks` has returned, in front of later ones."""
+    hooks.update(parameter._backward_hooks or {})
     parameter._backward_hooks = hooks
 
 

@@ -7,6 +7,7 @@ alone. Such Dirac canaries are those of M. Nasr et al., Tight auditing of differ
 machine learning (2023, arXiv 2302.07956), and T. Steinke, M. Nasr and M. Jagielski (2023).
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -50,7 +51,8 @@ class Kept(Dataset):
     def __getitem__(self, index: int) -> Any:
         items = self._items[index]
         self._asked[index] += 1
-        return items[self._asked[index] % len(items)]
+        # A collate may change what it is given.
+        return copy.deepcopy(items[self._asked[index] % len(items)])
 
 
 def tagged_loader(

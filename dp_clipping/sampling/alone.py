@@ -181,11 +181,12 @@ def difference(batch: Any, one: Any, size: int, batch_dim: int) -> int:
 def chosen_of(samples: list) -> dict[int, Any]:
     """Returns copies of up to `LENGTHS` samples of different sizes, by their places.
 
-    They are found among up to `SIZES` from all over the batch: a look costs the same however large
-    that is.
+    They are found among up to `SIZES`, at places without a pattern: a look costs the same however
+    large the batch is.
     """
-    some = range(0, len(samples), -(-len(samples) // SIZES))
-    sizes = {size_of(samples[place]): place for place in some}
+    size = len(samples)
+    some = np.random.default_rng(size).choice(size, min(SIZES, size), replace=False).tolist()
+    sizes = {size_of(samples[place]): place for place in sorted(some)}
     places = [sizes[size] for size in sorted(sizes)]
     last, count = len(places) - 1, min(LENGTHS, len(places))
     chosen = (places[i * last // max(1, count - 1)] for i in range(count))

@@ -34,18 +34,9 @@ class Schedule:
         """Counts a check.
 
         Returns:
-            Its number, from 0, and whether all samples take part.
+            Its number, from 0, and whether all samples take part: no batch as large was checked.
         """
-        number, is_whole = self.checks, is_larger(size, self.largest)
+        number, is_whole = self.checks, size > self.largest
         self.checks += 1
-        self.largest = size if is_whole else self.largest
+        self.largest = max(self.largest, size)
         return number, is_whole
-
-
-def is_larger(size: int, largest: int) -> bool:
-    """Returns whether a batch shows more than the largest that was checked: by an eighth or more.
-
-    Poisson batches of thousands differ by less, and a whole check of each new largest one would
-    show nothing new.
-    """
-    return size > largest and 8 * size >= 9 * largest

@@ -160,6 +160,26 @@ def test_a_fault_is_found(name):
     assert "FAIL" in str(found)
 
 
+def test_a_collate_may_change_its_items():
+    """Each run has them as the data set returned them."""
+    drawn = torch.Generator().manual_seed(1)
+    items = [{"x": torch.randn(6, generator=drawn), "y": n % 4} for n in range(24)]
+
+    def collate(samples):
+        labels = [sample.pop("y") for sample in samples]
+        return torch.stack([sample["x"].mul_(2) for sample in samples]), torch.tensor(labels)
+
+    class Fresh(Dataset):
+        def __len__(self):
+            return len(items)
+
+        def __getitem__(self, index):
+            return {"x": items[index]["x"].clone(), "y": items[index]["y"]}
+
+    found = recorded(data_loader=DataLoader(Fresh(), batch_size=8, collate_fn=collate))
+    assert found.ok, found.faults
+
+
 def test_samples_that_see_each_other_are_found_where_no_check_looks(monkeypatch):
     """A mean over the batch, hidden from the product's own checks."""
 

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, default_collate
 
 from dp_clipping import BatchMemoryManager
-from dp_clipping.sampling.alone import SIZES
+from dp_clipping.sampling.alone import SIZES, chosen_of
 from dp_clipping.sampling.collate_check import CheckedCollate
 from tests.dp_clipping.test_engine import build, data, fixed
 from tests.support import host_cost
@@ -469,6 +469,13 @@ def test_and_the_loader_that_splits_its_batches():
         pytest.raises(ValueError, match="collate_fn makes other rows"),
     ):
         next(iter(pieces))
+
+
+@pytest.mark.parametrize("period", [2, 3, 7])
+def test_lengths_that_alternate_are_all_seen(period):
+    samples = [[0.0] * (1 + n % period) for n in range(600)]
+    assert len(chosen_of(samples)) == period
+    assert chosen_of([]) == {}
 
 
 def test_a_check_of_many_samples_costs_what_one_of_few_does():

@@ -94,6 +94,25 @@ def test_hooks_are_back_on_a_standard_module(network):
     assert first.any(), inputs
 
 
+def test_a_later_hook_is_on_the_standard_module_too(network):
+    network[0].weight.register_hook(lambda g: 2 * g)
+    run = made(network)
+    network[0].weight.register_hook(lambda g: 3 * g)
+    plain = run[1].to_standard_module()
+    alone = copy.deepcopy(plain)
+    for one in (plain, alone):
+        one(torch.ones(1, 4)).sum().backward()
+    torch.testing.assert_close(plain[0].weight.grad, 6 * alone[0].weight.grad)
+
+
+@pytest.mark.parametrize("wrong", [lambda g: g[0], lambda g: g.double(), lambda g: 0])
+def test_what_a_hook_returns_is_like_the_gradient(network, wrong):
+    network[0].weight.register_hook(wrong)
+    run = made(network)
+    with pytest.raises(ValueError, match=r"hook of 0\.weight returns .*: return None or a tensor"):
+        gradients(run, batch())
+
+
 @pytest.mark.parametrize("other", ["hook", "noise"])
 def test_a_refused_make_private_leaves_hooks_where_they_were(network, other):
     network[0].weight.register_hook(lambda g: 2 * g)
