@@ -17,7 +17,7 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 
 
 def outputs_of(cell) -> list[tuple[str, str]]:
-    """What a cell shows, in order: kind and text, of which a picture has none."""
+    """Returns what a cell shows, in order: kind and text, of which a picture has none."""
     shown = []
     for output in cell.get("outputs", []):
         if output.output_type == "stream":  # of which the kernel may send one print in two parts

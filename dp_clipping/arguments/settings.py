@@ -25,10 +25,10 @@ SAVED = (
     "expected_batch_size", "poisson_sampling", "sampling", "max_batch_size", "examples_per_unit",
     "num_units", "examples_per_step", "views",
 )  # fmt: skip
-"""What a checkpoint has as it is given; `public` adds what it has in another form."""
+"""Names the settings that a checkpoint has as given; `public` adds those in another form."""
 
 COMPARED = ("batch_first", "rand_on_empty", "norm_algorithm", "norm_reduction")
-"""What ranks compare beside that."""
+"""Names the settings that ranks compare beside those."""
 
 
 @dataclass(frozen=True, kw_only=True)

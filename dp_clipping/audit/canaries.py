@@ -42,7 +42,7 @@ class Tagged(Dataset):
 
 
 class Kept(Dataset):
-    """What a data set has returned for some examples, a random one's views each the same again."""
+    """Returns what a data set has returned for some examples, also where it draws at random."""
 
     def __init__(self, dataset: Any, examples: Iterable[int], views: int):
         self._items = {i: [dataset[i] for _ in range(views)] for i in examples}

@@ -13,7 +13,7 @@ Test = Callable[..., None]
 
 @dataclass
 class Body:
-    """What a test was made of, found again on a rank: there its module has the test by its name."""
+    """Runs what a test was made of on a rank, where its module has the test by its name."""
 
     __module__: str
     __name__: str

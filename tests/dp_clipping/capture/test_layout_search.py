@@ -77,7 +77,7 @@ def test_operators_that_pick_rows_by_their_values_are_noted():
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_flattened_samples_are_refused_behind_rows_picked_by_value_only(is_first):
-    """As a head that is fused with its loss picks the tokens that have a label, at the end."""
+    """Picks rows at the end, as a head that is fused with its loss picks labelled tokens."""
 
     def forward(net, x):
         flat = x.flatten(0, 1)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
+from ddp_by_hand.lm.rank_pool import Context  # noqa: E402
 from dp_clipping.integrations.transformers import PrivacyArguments, PrivateTrainer  # noqa: E402
 from tests.support.language_models import (  # noqa: E402
     collated,
@@ -110,3 +112,14 @@ class Compared(transformers.TrainerCallback):
             torch.testing.assert_close(
                 parameter.grad.double(), total[name] / batch_size, rtol=1e-4, atol=1e-6, msg=name
             )
+
+
+def as_launched(context: Context | None) -> int:
+    """Sets what a launcher tells each of its processes; returns how many there are."""
+    if context is None:
+        return 1
+    os.environ.update(
+        RANK=str(context.rank), LOCAL_RANK=str(context.rank), WORLD_SIZE=str(context.world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
+    )  # fmt: skip
+    return context.world_size

@@ -13,14 +13,9 @@ from tests.support.language_models import language_model
 
 
 def made(context, folder: str):
-    from tests.dp_clipping.integrations.conftest import trainer_of
+    from tests.dp_clipping.integrations.conftest import as_launched, trainer_of
 
-    ranks = 1 if context is None else context.world_size
-    if context is not None:
-        os.environ.update(
-            RANK=str(context.rank), LOCAL_RANK=str(context.rank), WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
-        )  # fmt: skip
+    ranks = as_launched(context)
     trainer = trainer_of(
         "gpt2", folder, per_device_train_batch_size=4 // ranks, gradient_accumulation_steps=2,
         optim="sgd", save_strategy="steps", save_steps=2,

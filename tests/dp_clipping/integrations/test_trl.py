@@ -204,7 +204,7 @@ def test_gradients_are_those_of_single_samples_and_pairs(case, tmp_path):
 
 
 def test_pairs_run_together_where_trl_scores_labelled_tokens_only(tmp_path, monkeypatch):
-    """As on a GPU: it lays them behind each other, so rows are picked by value at the end."""
+    """TRL lays labelled tokens behind each other on a GPU, which picks rows by value at the end."""
     monkeypatch.setattr(trl.trainer.utils, "_use_triton", lambda device: True)
     often = {"sample_rate": 0.5, "steps": 1}
     trainer = dpo(tmp_path, max_steps=1, privacy=often, **adapter())

@@ -1,7 +1,6 @@
 """TRL's private trainers on ranks take the steps of one process, and one rank writes files."""
 
 import functools
-import os
 from pathlib import Path
 
 import pytest
@@ -24,14 +23,10 @@ FAST = "dpo"
 
 def made(context, folder: Path, case: str):
     from tests.dp_clipping.integrations import test_trl as alone
+    from tests.dp_clipping.integrations.conftest import as_launched
 
     kind, is_adapted, options = CASES[case]
-    ranks = 1 if context is None else context.world_size
-    if context is not None:
-        os.environ.update(
-            RANK=str(context.rank), LOCAL_RANK=str(context.rank), WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
-        )  # fmt: skip
+    ranks = as_launched(context)
     data = None
     if (saved := folder.parent / "pairs").exists():
         data = alone.datasets.load_from_disk(str(saved))

@@ -66,7 +66,7 @@ class Row:
 
 @dataclass
 class Step:
-    """What a step has: its sum before noise, and all that it releases.
+    """Holds what a step has: its sum before noise, and all that it releases.
 
     Attributes:
         total, released: [n] float64; the second one is `.grad` times the divisor.
