@@ -10,7 +10,8 @@ drawn follows from a hash of their line, so that an edit changes the draw near i
 mutant runs in a copy of the tree against the tests of its own module, then those of its room and
 `WIDER`: those of them that call its function, for at most `MOST_SECONDS`. It is killed by the first
 that fails, or where all take `PATIENCE` times as long as without it.
-Results are appended as JSON lines: what is there already is not run again.
+Results are appended as JSON lines: what is there already is not run again. They name functions
+and not numbers of lines, so those of what an edit has not touched are kept.
 """
 
 import argparse
@@ -70,17 +71,23 @@ WIDER = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """A change of lines: `before` at `line`, counted from 0, becomes `after`."""
+    """A change of lines: `before` at `line`, counted from 0, becomes `after`.
+
+    `earlier` counts the places before it with the same lines, in the same function.
+    """
 
     file: str
     line: int
     operator: str
     before: tuple[str, ...]
     after: tuple[str, ...]
+    function: str | None
+    earlier: int
 
     @property
     def key(self) -> str:
-        return f"{self.file}:{self.line + 1} {self.operator} {' / '.join(self.after).strip()}"
+        change = " / ".join(self.after).strip()
+        return f"{self.file}:{self.function} {self.operator} {change} #{self.earlier}"
 
     @property
     def reason(self) -> str | None:
@@ -177,8 +184,12 @@ def difference(name: str, operator: str, source: str, mutated: str) -> Drawn:
         c for c in difflib.SequenceMatcher(None, old, new, False).get_opcodes() if c[0] != "equal"
     ]
     begin, end, new_begin, new_end = changed[0][1], changed[-1][2], changed[0][3], changed[-1][4]
-    short = operator.removeprefix("core/")
-    return Drawn(name, begin, short, tuple(old[begin:end]), tuple(new[new_begin:new_end]))
+    before, short = old[begin:end], operator.removeprefix("core/")
+    function = function_at(source, begin + 1)
+    alike = (n for n in range(begin) if old[n : n + len(before)] == before)
+    earlier = sum(function_at(source, n + 1) == function for n in alike)
+    after = tuple(new[new_begin:new_end])
+    return Drawn(name, begin, short, tuple(before), after, function, earlier)
 
 
 # --- Running
@@ -200,12 +211,25 @@ def tests_of(file: str) -> tuple[list[str], list[str]]:
     return names[: len(own)], names[len(own) :]
 
 
-def function_at(source: str, line: int) -> int | None:
-    """Returns the first line of the function that a line, from 1, is in; None outside of all."""
-    found = None
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line <= node.end_lineno:
-            found = max(found or 0, min([node.lineno, *(d.lineno for d in node.decorator_list)]))
+def function_at(source: str, line: int) -> str | None:
+    """Returns the qualified name of the function that a line, from 1, is in; None outside of all.
+
+    A line of a signature is not in its function.
+    """
+    found, inside = None, ast.parse(source).body
+    prefix = ""
+    while inside:
+        node = next((n for n in inside if n.lineno <= line <= n.end_lineno), None)
+        if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line:
+            found = prefix + node.name
+            prefix = f"{found}.<locals>."
+        elif isinstance(node, ast.ClassDef):
+            prefix += f"{node.name}."
+        inside = (
+            [n for n in ast.iter_child_nodes(node) if isinstance(n, (ast.stmt, ast.ExceptHandler))]
+            if node
+            else []
+        )
     return found
 
 
@@ -223,7 +247,7 @@ class Watched:
     def _call(self, frame, event, _argument) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(self.prefix):
-            self.called.add((code.co_filename, code.co_firstlineno))
+            self.called.add((code.co_filename, code.co_qualname))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.called, self.began = set(), time.monotonic()
@@ -235,7 +259,7 @@ class Watched:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         sys.settrace(None)
-        ours = {f"{name.removeprefix(self.prefix)}:{line}" for name, line in self.called}
+        ours = {f"{file.removeprefix(self.prefix)}:{name}" for file, name in self.called}
         seconds = round(time.monotonic() - self.began, 2)
         mutated = sorted(at for at in ours if at.startswith((*ROOMS, "ddp/")))
         self.tests[nodeid] |= {"seconds": seconds, "calls": mutated}
@@ -384,15 +408,14 @@ class Judged:
 
     def __init__(self, mutant: Drawn, files: Sequence[str], known: dict[str, dict]):
         self.mutant, self.source = mutant, (ROOT / mutant.file).read_text()
-        function = function_at(self.source, mutant.line + 1)
-        self.at = f"{mutant.file}:{function}"
+        self.at = f"{mutant.file}:{mutant.function}"
         all_tests = [
             (place, name, facts)
             for place, file in enumerate(files)
             for name, facts in known[file]["tests"].items()
             if facts["passed"] and "seconds" in facts
         ]
-        mine = [t for t in all_tests if function is None or self.at in t[2]["calls"]]
+        mine = [t for t in all_tests if mutant.function is None or self.at in t[2]["calls"]]
         # What runs on ranks only is called by no test that is seen: then all are tried.
         chosen, self.seconds = [], 0.0
         for place, name, facts in sorted(mine or all_tests, key=lambda t: t[2]["seconds"]):
