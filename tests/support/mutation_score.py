@@ -7,9 +7,9 @@
 
 cosmic-ray says where a file can be changed and how; running needs pytest alone. Which places are
 drawn follows from a hash of their line, so that an edit changes the draw near itself only. A
-mutant runs in a copy of the tree against the tests of its own module, then those of its room and
-`WIDER`: those of them that call its function, for at most `MOST_SECONDS`. It is killed by the first
-that fails, or where all take `PATIENCE` times as long as without it.
+mutant runs in a copy of the tree against the tests of its own folder, then those of its room and
+`WIDER`: those of them that call its function, the fastest, for `MOST_SECONDS`. It is killed by the
+first that fails, or where all take `PATIENCE` times as long as without it.
 Results are appended as JSON lines: what is there already is not run again. They name functions
 and not numbers of lines, so those of what an edit has not touched are kept.
 """
@@ -50,7 +50,7 @@ NOT_RUN = {  # those of kernels, in Triton's interpreter, and of mutants
     "tests/dp_clipping/noise/test_kernel.py", "tests/dp_clipping/noise/test_registers.py",
     "tests/dp_clipping/noise/secure/test_kernel.py", "tests/ddp/test_mutants.py",
 }  # fmt: skip
-PATIENCE, LEAST_SECONDS, MOST_SECONDS = 4, 25, 100
+PATIENCE, LEAST_SECONDS, MOST_SECONDS = 4, 25, (20, 60)  # of the two
 DRAWN, SEED = 600, 42
 
 _D = "tests/dp_clipping/"
@@ -164,7 +164,7 @@ def hashed(thing: tuple) -> str:
 
 
 def meaning(source: str) -> str | None:
-    """The program without annotations, docstrings and texts of errors; None if it is none."""
+    """The program without annotations, docstrings, texts of errors and sizes of caches; or None."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -175,6 +175,8 @@ def meaning(source: str) -> str | None:
                 setattr(node, field, ast.Constant(None))
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             node.exc.args = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "lru_cache":
+            node.args = []
     return ast.dump(tree)
 
 
@@ -196,19 +198,18 @@ def difference(name: str, operator: str, source: str, mutated: str) -> Drawn:
 
 
 def tests_of(file: str) -> tuple[list[str], list[str]]:
-    """Returns the test files of a module; and those of its room, with `WIDER`."""
+    """Returns the test files of a module's folder; and the others of its room, with `WIDER`."""
     folder, module = Path("tests") / Path(file).parent, Path(file).stem
     room = next(room for room in WIDER if file.startswith(room))
-    own = sorted((ROOT / folder).glob(f"test_{module}*.py"))
     near = [
+        *sorted((ROOT / folder).glob(f"test_{module}*.py")),
         *sorted((ROOT / folder).glob("test_*.py")),
-        *sorted((ROOT / "tests" / room).rglob("test_*.py")),
     ]
-    names = [path.relative_to(ROOT).as_posix() for path in (*own, *near)]
+    far = sorted((ROOT / "tests" / room).rglob("test_*.py")) if room != "ddp" else []
+    names = [path.relative_to(ROOT).as_posix() for path in (*near, *far)]
     names = [name for name in dict.fromkeys((*names, *WIDER[room])) if name not in NOT_RUN]
-    if room == "ddp":
-        names = [name for name in names if Path(name).parent.name == "ddp"]
-    return names[: len(own)], names[len(own) :]
+    count = sum(Path(name).parent == folder for name in names)
+    return names[:count], names[count:]
 
 
 def function_at(source: str, line: int) -> str | None:
@@ -406,7 +407,9 @@ class TestFile:
 class Judged:
     """A job: one mutant with those of the tests that call the function it is in."""
 
-    def __init__(self, mutant: Drawn, files: Sequence[str], known: dict[str, dict]):
+    def __init__(
+        self, mutant: Drawn, files: Sequence[str], known: dict[str, dict], most_seconds: float
+    ):
         self.mutant, self.source = mutant, (ROOT / mutant.file).read_text()
         self.at = f"{mutant.file}:{mutant.function}"
         all_tests = [
@@ -419,7 +422,7 @@ class Judged:
         # What runs on ranks only is called by no test that is seen: then all are tried.
         chosen, self.seconds = [], 0.0
         for place, name, facts in sorted(mine or all_tests, key=lambda t: t[2]["seconds"]):
-            if self.seconds + facts["seconds"] <= MOST_SECONDS:
+            if self.seconds + facts["seconds"] <= most_seconds:
                 chosen.append((place, name))
                 self.seconds += facts["seconds"]
         self.tests = [name for _, name in sorted(chosen, key=lambda pair: pair[0])]
@@ -443,12 +446,12 @@ class Judged:
 def run_all(mutants: Sequence[Drawn], results: Path, processes: int, seconds: float) -> None:
     """Appends a line for each mutant that has none yet; stops after so many seconds.
 
-    First by the tests of the module itself; what survives is run against the wider ones.
+    First by the tests of their folders; what survives is run against the wider ones.
     """
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         copies = Copies(Path(folder), processes)
-        for stage in (0, 1):
+        for stage, most in enumerate(MOST_SECONDS):
             lines = read(results)
             judged = {line["key"] for line in lines if line["kind"] == "mutant"}
             tried = judged | {line["key"] for line in lines if line["kind"] == f"stage {stage}"}
@@ -456,10 +459,13 @@ def run_all(mutants: Sequence[Drawn], results: Path, processes: int, seconds: fl
             known = {line["key"]: line for line in lines if line["kind"] == "test file"}
             wanted = {name for m in left for name in tests_of(m.file)[stage]}
             known |= in_turn(copies, map(TestFile, sorted(wanted - known.keys())), results, end)
-            jobs = [(m, [f for f in tests_of(m.file)[stage] if f in known]) for m in left]
             if wanted - known.keys():
                 return  # the time is over
-            in_turn(copies, (Judged(m, names, known) for m, names in jobs), results, end, stage)
+            jobs = (
+                Judged(m, [f for f in tests_of(m.file)[stage] if f in known], known, most)
+                for m in left
+            )
+            in_turn(copies, jobs, results, end, stage)
 
 
 def in_turn(
