@@ -220,9 +220,11 @@ class Criterion:
     def check(self, number: int, is_whole: bool = True) -> None:
         """Raises ValueError if a sample's loss depends on others.
 
-        Unless `is_whole`, at most `PART` samples are looked at; all, where those do not agree.
+        All samples take part in a whole check, at most `PART` in others. Where they do not agree,
+        they are looked at together.
         """
-        if not is_whole and not self._ragged and self._part_agrees(number):
+        parts = self._parts(number, is_whole)
+        if not self._ragged and all(self._agree(rows, number) for rows in parts):
             return
         self._given, self._rows = {}, torch.arange(self._size)
         probe, places = Probe(self), self._likeliest
@@ -263,11 +265,22 @@ class Criterion:
                 return None
         return None if is_random or losses.shape != (1,) else float(losses)
 
-    def _part_agrees(self, number: int) -> bool:
-        """Returns whether losses of some samples are the same beside others, and among more."""
-        size = min(self._size, PART)
-        start = (number * PART) % (self._size - size + 1)
-        self._given, self._rows = self._likeliest, torch.arange(start, start + size)
+    def _parts(self, number: int, is_whole: bool) -> list[Tensor]:
+        """Returns parts of the batch, so small that their losses take no more memory than its own.
+
+        A run has a copy of a part with one sample more, beside the batch's own outputs.
+        """
+        size = self._size
+        most = min(size, max(2, (size + 1) // 2, 3 * size // 4 - 1))
+        if is_whole:
+            return [torch.arange(most), torch.arange(size - most, size)]
+        most = min(most, PART)
+        start = (number * PART) % (size - most + 1)
+        return [torch.arange(start, start + most)]
+
+    def _agree(self, rows: Tensor, number: int) -> bool:
+        """Returns whether losses of these samples are the same beside others, and among more."""
+        size, self._given, self._rows = len(rows), self._likeliest, rows
         try:
             probe = Probe(self)
         except Exception:  # it does not take so few

@@ -62,8 +62,9 @@ class Company:
         """Exchanges each third of the samples in turn, for a sample of another third.
 
         The first three different samples are in different thirds. With `extremes`, one sample is
-        then made `LARGE` times larger, which not every network takes. At last all are among more,
-        in front of them and behind: places may be counted from either end.
+        then made `LARGE` times larger, which not every network takes. At last they are among one
+        more, in front of them and behind: places may be counted from either end. The last sample
+        is left out there, if enough remain, so that no run needs more memory than the batch.
 
         Raises:
             ValueError: naming the first layer that sees a sample differently.
@@ -75,9 +76,11 @@ class Company:
         changes = list(thirds(rows, distinct, min(size, PLACES) if is_alone else PLACES))
         if extremes and len(distinct) > 1 and batch.has_floats:
             changes.append(enlarged(size, size // 2))
-        changes += [one._replace(may_fail=is_alone) for one in one_more(size)]
+        fewer = rows[:-1] if size > PLACES else rows
+        more = [one._replace(may_fail=is_alone) for one in one_more(len(fewer))]
         with without_dropout(self._capture.network):  # one more would draw other numbers
             self._check(batch, rows, changes)
+            self._check(batch, fewer, more)
 
     def check_batch(self, batch: Batch, number: int, whole: bool) -> None:
         """Exchanges about half of the samples: which ones differs from check to check.
