@@ -2,14 +2,17 @@
 
     ‖G_i‖² = Σ_{t,s} (a_it · a_is)(y_it · y_is)
 
-A program takes two blocks of one sample's tokens, forms the two Gram tiles and adds up their
-product; both matrices are symmetric, so blocks below the diagonal are left out and those above
-count twice. Layers that read the same input share its tile: with a common a, Σ_l ‖G_il‖² is the
-same expression with Σ_l y_l,it · y_l,is. One launch serves many layers, the programs of which find
-theirs in a table: a single layer's would leave a part of the device idle at its end.
+A program takes two blocks of one sample's tokens, or one block and itself, forms the two Gram tiles
+and adds up their product; both matrices are symmetric, so blocks below the diagonal are left out
+and those above count twice. Layers that read the same input share its tile: with a common a,
+Σ_l ‖G_il‖² is the same expression with Σ_l y_l,it · y_l,is. One launch serves many layers, the
+programs of which find theirs in a table: a single layer's would leave a part of the device idle at
+its end.
 
 A matrix unit's sums are cut off, not rounded, so that long chains of products drift. After
-CHUNK features the accumulator is added to another one and starts again from zero.
+CHUNK features the accumulator starts again from zero. A piece of the input's tile is added to that
+tile, and a piece of an output gradient's is multiplied by it at once: a second tile of sums would
+not leave the accumulator its registers, and each product would wait for the one before it.
 
 Traffic: y and a are read T / BLOCK times, mostly from the second-level cache; two numbers a program
 are written. Operations: B·T·(T + BLOCK)·(p + d), a little over half of the full matrices'.
