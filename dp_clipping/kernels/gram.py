@@ -49,6 +49,8 @@ TILES = {
     2: (Tile(128, 128, 128, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 64, 128, 4, 3)),
     4: (Tile(64, 64, 32, 4, 2), Tile(32, 32, 32, 4, 2)),
 }  # rows = columns: tokens of a block; depth: features  # fmt: skip
+MOST_SHORT = 64  # tokens, of which most of a larger tile would be padding
+SHORT_TILES = {2: TILES[2][::-1], 4: TILES[4]}
 OPERAND_WORDS = 4  # address, features, stride of samples, stride of tokens
 MOST_SHARED = 3  # layers that one row of the table serves
 
@@ -90,9 +92,10 @@ def gram_squares(uses: Sequence[LinearShape], tile: Tile | None = None) -> tuple
         words += [0] * (OPERAND_WORDS * (operands - 1 - len(ys)))
     described = is_full and is_aligned(addresses, strides, a.element_size())
     if tile is None:
+        tiles = SHORT_TILES if tokens <= MOST_SHORT else TILES
         tile = best(
             name_of("gram", described), a.dtype, (len(uses), batch_size, tokens, features),
-            TILES[a.element_size()], lambda tile: gram_squares(uses, tile), a.device,
+            tiles[a.element_size()], lambda tile: gram_squares(uses, tile), a.device,
         )  # fmt: skip
     pairs = _pairs(ceil_div(tokens, tile.rows), a.device)
     shape = (2, len(uses), batch_size, len(pairs))
