@@ -31,7 +31,7 @@ class Rates:
         step: seconds that a tile of one sample's product takes beside its operations.
         processors: programs that run at a time.
         tile: rows and columns of the products' tiles.
-        block: tokens of a Gram tile.
+        block: tokens of a Gram tile; samples of half as many have tiles of that.
     """
 
     product: float = 775e12
@@ -122,9 +122,10 @@ def predict(use: LinearShape, algorithm: str, rates: Rates) -> LayerPlan:
         return LayerPlan(algorithm, product + moved / rates.bandwidth, use.gradient_bytes)
     weighted = _product(use, rates.weighted, rates)
     if algorithm == GRAM:
-        blocks = ceil(use.tokens / rates.block)
+        block = rates.block if 2 * use.tokens > rates.block else rates.block // 2
+        blocks = ceil(use.tokens / block)
         pairs = blocks * (blocks + 1) / 2
-        operations = samples * pairs * rates.block**2 * 2 * (use.inputs + use.outputs)
+        operations = samples * pairs * block**2 * 2 * (use.inputs + use.outputs)
         return LayerPlan(
             algorithm, operations / _speed(rates.gram, use, rates) + weighted, use.factor_bytes
         )

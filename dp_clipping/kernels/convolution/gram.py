@@ -71,12 +71,13 @@ def gram_squares(
     pictures, inputs = len(given) // batch_size, given.shape[-1]
     found = given.new_empty(2, batch_size, dtype=torch.float32)
     places = numbers(geometry, given.shape[1:4], left.shape[1:4])
+    side = _side(pictures * prod(left.shape[1:-1]))
     launch(
         _conv_gram_kernel, (batch_size,), (given, left, found),
         (batch_size, pictures, *places, inputs, left.shape[-1], 1),
         VECTOR=VECTOR if inputs % VECTOR == 0 else 1,
-        BLOCK=_side(pictures * prod(left.shape[1:-1])), DEPTH=DEPTH, CHUNK=CHUNK,
-        LOST=LOST, num_warps=4, num_stages=3,
+        BLOCK=side, DEPTH=DEPTH, CHUNK=CHUNK, LOST=LOST,
+        num_warps=8 if side == MOST else 4, num_stages=3,  # with 4, registers do not suffice
     )  # fmt: skip
     squares, scales = found
     if x.largest is not None and y.largest is not None:
@@ -131,12 +132,12 @@ if triton is not None:
                 p_rows + o_columns[None, :], mask=(o_own < n_columns)[None, :], other=0
             )  # fmt: skip
             b_part = tl.dot(b_own, b_own.T, b_part)
-            if (o_n + DEPTH) % CHUNK == 0:
+            if ((o_n + DEPTH) % CHUNK == 0) | (o_n + DEPTH >= n_columns):
                 b_x += b_part
                 b_part = tl.zeros((BLOCK, BLOCK), tl.float32)
-        b_x += b_part
         p_y += i_b * n_rows * n_outputs
-        b_y = tl.zeros((BLOCK, BLOCK), tl.float32)
+        m_diagonal = o_l[:, None] == o_l[None, :]
+        b_sums, b_squares = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         b_part = tl.zeros((BLOCK, BLOCK), tl.float32)
         for o_o in range(0, n_outputs, DEPTH):
             o_own = o_o + tl.arange(0, DEPTH)
@@ -145,13 +146,13 @@ if triton is not None:
                 p_y + o_l[:, None] * n_outputs + o_own[None, :], mask=m_own, other=0
             )  # fmt: skip
             b_part = tl.dot(b_own, b_own.T, b_part)
-            if (o_o + DEPTH) % CHUNK == 0:
-                b_y += b_part
+            if ((o_o + DEPTH) % CHUNK == 0) | (o_o + DEPTH >= n_outputs):
+                b_sums += tl.sum(b_x * b_part, axis=1)  # beyond the last row b_part is zero
+                b_squares += tl.sum(tl.where(m_diagonal, b_part, 0.0), axis=1)
                 b_part = tl.zeros((BLOCK, BLOCK), tl.float32)
-        b_y += b_part
-        m_both = m_l[:, None] & m_l[None, :]
-        tl.store(p_found + i_b, tl.sum(tl.where(m_both, b_x * b_y, 0.0)))
-        m_own = m_both & (o_l[:, None] == o_l[None, :])
-        b_norms = _token_norms(b_x, m_own, n_columns, LOST)
-        b_norms *= _token_norms(b_y, m_own, n_outputs, LOST)
+        tl.store(p_found + i_b, tl.sum(b_sums))
+        b_norms = _token_norms(b_squares, n_outputs, LOST)
+        b_norms *= _token_norms(
+            tl.sum(tl.where(m_diagonal, b_x, 0.0), axis=1), n_columns, LOST
+        )  # fmt: skip
         tl.store(p_found + batch_size + i_b, tl.sum(tl.where(m_l, b_norms, 0.0)))

@@ -265,7 +265,6 @@ if triton is not None:
         return i_first + i_tile % n_group % n_own, i_tile % n_group // n_own
 
     @triton.jit
-    def _token_norms(b_gram, m_own, features, LOST: tl.constexpr):
-        """Returns norms of rows from their Gram matrix, with what may be lost of it."""
-        b_squares = tl.sum(tl.where(m_own, b_gram, 0.0), axis=1)
+    def _token_norms(b_squares, features, LOST: tl.constexpr):
+        """Returns norms of rows from the diagonal of a Gram matrix, with what may be lost of it."""
         return tl.sqrt(tl.maximum(b_squares, 0.0)) + tl.sqrt(features.to(tl.float32)) * LOST

@@ -44,3 +44,31 @@ def test_gram_that_underflows(place: Place) -> None:
     assert (bounds.nan_to_num(nan=torch.inf) >= true * (1 - 1e-5)).all(), "NaN is no norm either"
     ordinary = (a[-1].double().norm(dim=1) * y[-1].double().norm(dim=1)).sum()
     torch.testing.assert_close(scale[-1], ordinary, rtol=1e-5, atol=0)
+
+
+@on_kernels(dtypes=[torch.float16, torch.bfloat16])
+def test_gram_of_tokens_that_cancel(place: Place) -> None:
+    """Half of a sample's tokens undo the other half, in another block: the error is allowed for."""
+    batch_size, half = 3, 33
+    a = place.normal(batch_size, half, gram.CHUNK + 8, shift=0.3).repeat(1, 2, 1)
+    ys = [place.normal(batch_size, half, n, seed=n) for n in (24, 72)]
+    ys = [torch.cat([y, -1.004 * y], dim=1) for y in ys]
+    ys[1][1] = -ys[1][1]  # nothing cancels between two samples
+    true = sum(torch.bmm(y.double().mT, a.double()).square().sum((1, 2)) for y in ys)
+    squares, scale = (x[0].double() for x in gram.gram_squares([(a, ys)], place.tile))
+    assert (true < 1e-4 * scale.square()).all()
+    assert ((squares - true).abs() <= GRAM_ROUNDING * scale.square()).all()
+
+
+@on_kernels(dtypes=[torch.float32, torch.bfloat16])
+def test_gram_of_a_sample_that_is_not_finite(place: Place) -> None:
+    """It has no finite norm, and the other samples' norms keep every bit."""
+    a, y = place.normal(3, 40, gram.CHUNK + 8), place.normal(3, 40, 72, seed=1)
+    before, scales = gram.gram_squares([(a, [y, y])], place.tile)
+    for x, value in product((a, y), (torch.nan, torch.inf)):
+        kept, x[1, 35, 3] = x[1, 35, 3].clone(), value
+        found, scale = gram.gram_squares([(a, [y, y])], place.tile)
+        assert not found[0, 1].isfinite()
+        assert found[0, ::2].equal(before[0, ::2])
+        assert scale[0, ::2].equal(scales[0, ::2])
+        x[1, 35, 3] = kept

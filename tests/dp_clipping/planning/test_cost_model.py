@@ -45,6 +45,14 @@ def test_width_multiplies_pairs_of_blocks_of_tokens():
     assert found.bytes == USE.factor_bytes
 
 
+def test_width_takes_half_a_block_for_samples_that_fit_in_it():
+    work = [
+        predict(USE._replace(tokens=tokens), GRAM, replace(PLAIN, weighted=float("inf"))).seconds
+        for tokens in (2, 3)
+    ]
+    assert work[0] == pytest.approx(work[1] / 4)
+
+
 def test_input_length_computes_twice_and_writes_nothing():
     found = predict(USE, ACCUMULATE, PLAIN)
     assert found.seconds == pytest.approx(USE.operations * (1 / 2.0 + 1 / 5.0))

@@ -377,6 +377,13 @@ def test_an_explicit_tile_comes_first(monkeypatch, launches, name):
     assert launches.tiles == [tile]
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(64, 64), (65, 128)])
+def test_short_samples_have_small_gram_tiles(launches, tokens, rows):
+    y, a = torch.zeros(2, 2, tokens, 16, dtype=torch.float16)
+    gram.gram_squares([(a, [y])])
+    assert [tile.rows for tile in launches.tiles] == [rows]
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_tile_is_tuned_for_a_launch_that_is_not_empty(monkeypatch, launches, name):
     monkeypatch.setattr(tuning, "_choose", None)
