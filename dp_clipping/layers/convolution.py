@@ -12,6 +12,7 @@ are many, G_i is computed for the norm and, by the same operations, again for th
 summed values are those of the norm.
 """
 
+from functools import cached_property
 from math import prod
 from operator import attrgetter
 
@@ -23,6 +24,7 @@ from dp_clipping.clipping.accumulation import (
     ACCUMULATED,
     SUM_ROUNDING,
     full_float32,
+    stored_dtype,
     sum_of_pictures,
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
@@ -30,8 +32,8 @@ from dp_clipping.kernels.convolution import gram
 from dp_clipping.kernels.convolution.geometry import NARROW, Geometry, gradients_plain
 from dp_clipping.kernels.convolution.gradients import gradients_and_squares, weighted_sum, work_of
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
-from dp_clipping.kernels.convolution.packing import pack
-from dp_clipping.kernels.launch.tiles import available
+from dp_clipping.kernels.convolution.packing import Operand, pack, packed_shape
+from dp_clipping.kernels.launch.tiles import available, ceil_div
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import (
     LayerState,
@@ -41,6 +43,7 @@ from dp_clipping.layers.handle import (
 from dp_clipping.layers.recorder import DENSE, FACTORS
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
+PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them
 KINDS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
@@ -247,41 +250,75 @@ class Factors:
 
 
 class KernelFactors:
-    """Packed operands (channels last), from which kernels compute norms and sums.
+    """Operands packed with channels last, from which kernels compute norms and sums.
 
     Attributes:
-        values: the operands' tensors.
+        values: the packed operands' tensors, of which the sum will be formed.
         gradients: G [B, O, taps, C / groups], which taking the norm leaves in the operands' place
-            where it is smaller.
+            where it is smaller. Then not all samples need be packed at a time.
     """
 
     may_be_recomputed = True
     held = attrgetter("values")
 
     def __init__(self, use: Factors):
+        self._use = use
         self._shape, self._geometry, self._batch_size = use.shape, use.geometry, use.batch_size
         wide = use.x.dtype == torch.float32
-        tf32 = wide and torch.backends.cudnn.conv.fp32_precision == "tf32"
-        self._operands = (
-            pack(use.x, use.batch_size, tf32, use.geometry.padding),
-            pack(use.y, use.batch_size, tf32),
-        )
-        self.values = (self._operands[0].values, self._operands[1].values)  # may be the layer's
+        self._tf32 = wide and torch.backends.cudnn.conv.fp32_precision == "tf32"
+        self.values: tuple[Tensor, ...] = ()  # may be the layer's own
         self.gradients: Tensor | None = None
+
+    def _pack(self, x: Tensor, y: Tensor, samples: int) -> tuple[Operand, Operand]:
+        padding = self._geometry.padding
+        return pack(x, samples, self._tf32, padding), pack(y, samples, self._tf32)
+
+    @cached_property
+    def _operands(self) -> tuple[Operand, Operand]:
+        """Returns all samples packed, in place of what they are packed from."""
+        found = self._pack(self._use.x, self._use.y, self._batch_size)
+        del self._use
+        self.values = (found[0].values, found[1].values)
+        return found
 
     def take_norm(self, keep: bool) -> Norm:
         """Returns ‖G_i‖² and its rounding; with `keep`, G is stored where it is smaller."""
-        (x, y), geometry, batch_size = self.values, self._geometry, self._batch_size
+        geometry, batch_size = self._geometry, self._batch_size
+        given = packed_shape(self._use.x.shape, geometry.padding)
+        left = packed_shape(self._use.y.shape)
+        dtype = torch.float16 if self._tf32 else self._use.x.dtype
+        size = (prod(given) + prod(left)) * dtype.itemsize
+        stored = batch_size * prod(self._shape) * stored_dtype(dtype).itemsize
+        if keep and stored <= size:
+            self.gradients, squares = self._of_pieces(min(batch_size, ceil_div(size, PACKED_BYTES)))
+            del self._use
+            return Norm(squares)
         operands = *self._operands, geometry, batch_size
-        store = keep and work_of(*operands).nbytes <= x.nbytes + y.nbytes
-        if not store and gram.pays(x.shape, y.shape, x.element_size(), geometry, batch_size):
-            positions = len(y) // batch_size * prod(y.shape[1:-1])
+        if gram.pays(given, left, dtype.itemsize, geometry, batch_size):
+            positions = left[0] // batch_size * prod(left[1:-1])
             error = positions * SUM_ROUNDING[torch.float32]
             return Norm(*gram.gram_squares(*operands), GRAM_ROUNDING, error)
-        gradients, squares = gradients_and_squares(*operands, store)
-        if store:
-            self.gradients, self._operands, self.values = gradients, (), ()
-        return Norm(squares)
+        return Norm(gradients_and_squares(*operands, store=False)[1])
+
+    def _of_pieces(self, pieces: int) -> tuple[Tensor, Tensor]:
+        """Returns G and its squared norms; one piece of the samples after another is packed."""
+        use, geometry, size = self._use, self._geometry, self._batch_size
+        each = ceil_div(size, max(1, pieces))
+        if each == size:
+            return gradients_and_squares(*self._pack(use.x, use.y, size), geometry, size)
+        pictures = len(use.x) // size
+        gradients, squares = None, []
+        for first in range(0, size, each):
+            own = slice(first * pictures, (first + each) * pictures)
+            samples = min(each, size - first)
+            operands = self._pack(use.x[own], use.y[own], samples)
+            if gradients is None:
+                work = work_of(*operands, geometry, size)
+                gradients = use.x.new_empty(work.shape, dtype=work.stored)
+            store = gradients[first : first + samples]
+            squares.append(gradients_and_squares(*operands, geometry, samples, store)[1])
+            del operands  # before others are packed
+        return gradients, torch.cat(squares)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         """Returns Σ_i c_i G_i float32, over the samples with c_i > 0; c [B] float32."""

@@ -48,6 +48,7 @@ class PlainPlans:
     runs_twice = False
     kept_as_they_are: Collection[Trainable] = ()
     gradient_bytes: Mapping[Trainable, int] = MappingProxyType({})
+    saved = 0
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -131,7 +132,7 @@ class FusedPlans:
         The compiler saves less than an eager forward, because backward computes activations again.
         How much is known after a forward, and is measured once for each set of shapes.
         """
-        saved = self._saved
+        saved = self.saved
         if self._forecast is None or not self._batch_size * saved:
             return False
         if self._shapes in self._plans.saved:
@@ -189,7 +190,7 @@ class FusedPlans:
         return known
 
     @property
-    def _saved(self) -> int:
+    def saved(self) -> int:
         """Returns the bytes that the forward has saved for its backward."""
         return allocated(self._device) - self._at_first
 
@@ -210,7 +211,7 @@ class FusedPlans:
         """
         forecast = self._forecast
         if forecast is None:
-            held = self._saved
+            held = self.saved
         else:
             held = forecast.held * forecast.planned(self._batch_size)
             held = min(held, self._plans.saved.get(self._shapes, held))
