@@ -166,7 +166,10 @@ class Convolution(torch.autograd.Function):
             ctx.to_save = x, weight  # by no function in Python
         ctx.rest = rest
         ctx.slot_dtype = None if weight_slot is None else weight_slot.dtype
-        return torch.convolution(x, weight, bias, *options)
+        y = torch.convolution(x, weight, bias, *options)
+        if site is not None and site.weight is not None:
+            rest[1].plans.note_other(site.weight, x, y, PACKED_BYTES)
+        return y
 
     @staticmethod
     def backward(ctx, gy):
