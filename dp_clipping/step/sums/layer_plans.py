@@ -59,13 +59,11 @@ class PlainPlans:
     runs_twice = False
     kept_as_they_are: Collection[Trainable] = ()
     gradient_bytes: Mapping[Trainable, int] = MappingProxyType({})
-    saved = 0
+    at_first = 0
+    measures = False
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-
-    def note_other(self, weight: Trainable, x: Tensor, y: Tensor, passing: int) -> None:
-        """Does nothing: nothing is planned."""
 
     def make(self) -> None:
         """Does nothing: nothing is planned."""
@@ -89,19 +87,22 @@ class FusedPlans:
 
     Attributes:
         plan: the plan, once it is made; `choices` has it by weight.
+        at_first: bytes in use before the forward.
+        measures: the forward is measured, so layers that are not planned call `note_other`.
         calls, kept_as_they_are, gradient_bytes: see `PlainPlans`.
     """
 
     def __init__(self, context: Any, batch_size: int, forecast: Any = None):
         self._context, self._policy, self._plans = context, context.policy, context.plans
         self._device = context.capture.trigger.device
-        self._at_first = allocated(self._device)
+        self.at_first = allocated(self._device)
         self._batch_size, self._forecast = batch_size, forecast
         self._uses = {} if forecast is None else forecast.of_batch(batch_size)
         self._shapes = tuple(self._uses.values())  # expected ones
         self.calls: list[Call] = []
         if forecast is None and context.plans.measured.get(batch_size) is None:
             self.calls = MeasuredCalls(self._device)
+        self.measures = isinstance(self.calls, MeasuredCalls)
         self.plan: Plan | None = None
         self.choices: dict[Trainable, LayerPlan] = {}
         self.kept_as_they_are: Collection[Trainable] = ()
@@ -131,7 +132,7 @@ class FusedPlans:
         Args:
             passing: bytes that its norm takes at most, beside what is kept of it.
         """
-        if isinstance(self.calls, MeasuredCalls):
+        if isinstance(self.calls, MeasuredCalls):  # a plain list once backward has begun
             size = self._batch_size * weight.shape.numel() * stored_dtype(x.dtype).itemsize
             both = x.nbytes + y.nbytes
             self.calls.add_other(x, y, min(passing, both), min(size, both))
@@ -157,7 +158,7 @@ class FusedPlans:
         The compiler saves less than an eager forward, because backward computes activations again.
         How much is known after a forward, and is measured once for each set of shapes.
         """
-        saved = self.saved
+        saved = self._saved
         if self._forecast is None or not self._batch_size * saved:
             return False
         if self._shapes in self._plans.saved:
@@ -215,9 +216,9 @@ class FusedPlans:
         return known
 
     @property
-    def saved(self) -> int:
+    def _saved(self) -> int:
         """Returns the bytes that the forward has saved for its backward."""
-        return allocated(self._device) - self._at_first
+        return allocated(self._device) - self.at_first
 
     def _budget(self) -> int | None:
         """Returns the bytes to keep: `memory_budget`, or what a non-private step would hold."""
@@ -236,7 +237,7 @@ class FusedPlans:
         """
         forecast = self._forecast
         if forecast is None:
-            held = self.saved
+            held = self._saved
         else:
             held = forecast.held * forecast.planned(self._batch_size)
             held = min(held, self._plans.saved.get(self._shapes, held))
@@ -258,13 +259,13 @@ class FusedPlans:
         for (record, shape, dtype, _), used in zip(calls, calls.bytes, strict=True):
             seen.append(len(numbers))
             if record not in numbers:
-                before = used - self._at_first - shape.numel() * dtype.itemsize
+                before = used - self.at_first - shape.numel() * dtype.itemsize
                 rooms.append((len(numbers), held - max(0, before)))
                 numbers[record] = len(numbers)
         seen.append(len(numbers))
-        peak = max([held, *(used - self._at_first for _, used, _, _ in calls.others)])
+        peak = max([held, *(used - self.at_first for _, used, _, _ in calls.others)])
         kept = 0
         for number, used, passing, own in reversed(calls.others):
             kept += own
-            rooms.append((seen[number], peak - (used - self._at_first) - passing - kept))
+            rooms.append((seen[number], peak - (used - self.at_first) - passing - kept))
         return rooms

@@ -141,13 +141,11 @@ class Work:
 
     def _reset(self) -> None:
         """Begins with nothing that waits: a backward, or the sums after it."""
-        self._nothing_waits()
+        self.pending = 0
+        self.may_wait = self._least if self._sharding is None else -1
+        self._room = self._least  # of `pending`, before the next look at the memory
         self._arrivals: dict[int, int] = defaultdict(int)  # of parameters, by their unit
         self._complete = 0  # bytes of the units that have all, since the last sync point
-
-    def _nothing_waits(self) -> None:
-        self.pending, self._room = 0, self._least  # of `pending`, before the next look at memory
-        self.may_wait = self._least if self._sharding is None else -1
 
     # ---- backward -------------------------------------------------------------------------------
 
@@ -157,9 +155,10 @@ class Work:
         self._device = device = self.context.capture.trigger.device
         self._is_on_gpu = device.type == "cuda"
         self._held = allocated(self._device)
-        if saved := self.plans.saved:
-            self._least = min(PENDING_BYTES, max(AT_ONCE, saved // PENDING_SHARE))
-            self._nothing_waits()
+        saved = self._held - self.plans.at_first
+        if saved > 0:
+            self._room = self._least = min(PENDING_BYTES, max(AT_ONCE, saved // PENDING_SHARE))
+            self.may_wait = self._least if self._sharding is None else -1
         per_layer = self.arithmetic.fused and self.context.policy.per_layer
         self.streams = per_layer and not self.runs_twice
         self._staying = () if self.streams else self.plans.kept_as_they_are
@@ -319,7 +318,8 @@ class Work:
             everything: also of what is kept until the sums in any case.
         """
         waiting, self.waiting = self.waiting, []
-        self._nothing_waits()
+        self.pending, self._room = 0, self._least
+        self.may_wait = self._least if self._sharding is None else -1
         if not everything:
             self.waiting = [left for left in waiting if self._stays(left)]
             waiting = [left for left in waiting if not self._stays(left)]
@@ -430,7 +430,7 @@ class Work:
                         break
             del summand
             self._form(records, summands)
-            self._nothing_waits()
+            self.pending, self._room = 0, self._least
 
     def _form(self, records: list[Trainable], summands: list[Summand]) -> None:
         """Forms sums of several parameters; `summands` is emptied."""

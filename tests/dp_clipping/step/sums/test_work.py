@@ -115,7 +115,7 @@ class Step:
         self.events = self.arithmetic.events
         plans = SimpleNamespace(
             make=lambda: None, runs_twice=False, gradient_bytes={}, choices={},
-            kept_as_they_are={self.records[name] for name in stay}, saved=saved,
+            kept_as_they_are={self.records[name] for name in stay}, at_first=-saved,
         )  # fmt: skip
         capture = SimpleNamespace(trained=everyone, members=members, trigger=torch.zeros(()))
         policy = SimpleNamespace(
