@@ -34,6 +34,7 @@ BLOCK = 128  # features of a program
 ELEMENTS = 2048  # values of y that a program loads at a time
 WARPS = 4
 PROGRAMS = 1024  # fewer leave processors idle: pieces are made until there are as many
+COPIED_BYTES = 1 << 26  # of operands that the kernel cannot read as they are: copied at a time
 LEAST_STEPS = 4  # loads of a piece: shorter ones cost more in sums than they gain
 
 
@@ -105,13 +106,16 @@ def norm_layer_gradients(
     for number, use in enumerate(uses):
         alike.setdefault(use.kind, []).append(number)
     for numbers in alike.values():
-        some = [uses[n] for n in numbers]
-        if some[0].readable() is not some[0]:
-            some = [one.readable() for one in some]
-        total = _launch(some)
-        for number, result in zip(numbers, total.unbind(0), strict=True):
-            weight, *bias = result.unbind(0)
-            found[number] = weight, bias[0] if bias else None
+        first, each = uses[numbers[0]], len(numbers)
+        is_copied = first.readable() is not first
+        if is_copied:
+            each = max(1, COPIED_BYTES // max(1, first.y.nbytes + first.x.nbytes))
+        for start in range(0, len(numbers), each):
+            own = numbers[start : start + each]
+            total = _launch([uses[n].readable() if is_copied else uses[n] for n in own])
+            for number, result in zip(own, total.unbind(0), strict=True):
+                weight, *bias = result.unbind(0)
+                found[number] = weight, bias[0] if bias else None
     return found
 
 

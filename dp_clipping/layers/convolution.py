@@ -12,8 +12,10 @@ are many, G_i is computed for the norm and, by the same operations, again for th
 summed values are those of the norm.
 """
 
+from functools import lru_cache
 from math import prod
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,7 @@ from dp_clipping.clipping.accumulation import (
     ACCUMULATED,
     SUM_ROUNDING,
     full_float32,
+    stored_dtype,
     sum_of_pictures,
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
@@ -30,8 +33,8 @@ from dp_clipping.kernels.convolution import gram
 from dp_clipping.kernels.convolution.geometry import NARROW, Geometry, gradients_plain
 from dp_clipping.kernels.convolution.gradients import gradients_and_squares, weighted_sum, work_of
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
-from dp_clipping.kernels.convolution.packing import pack
-from dp_clipping.kernels.launch.tiles import available
+from dp_clipping.kernels.convolution.packing import pack, packed_shape
+from dp_clipping.kernels.launch.tiles import available, ceil_div
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import (
     LayerState,
@@ -41,6 +44,7 @@ from dp_clipping.layers.handle import (
 from dp_clipping.layers.recorder import DENSE, FACTORS
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
+PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them
 KINDS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
@@ -163,7 +167,10 @@ class Convolution(torch.autograd.Function):
             ctx.to_save = x, weight  # by no function in Python
         ctx.rest = rest
         ctx.slot_dtype = None if weight_slot is None else weight_slot.dtype
-        return torch.convolution(x, weight, bias, *options)
+        y = torch.convolution(x, weight, bias, *options)
+        if site is not None and site.weight is not None and rest[1].plans.measures:
+            rest[1].plans.note_other(site.weight, x, y, PACKED_BYTES)
+        return y
 
     @staticmethod
     def backward(ctx, gy):
@@ -247,44 +254,82 @@ class Factors:
 
 
 class KernelFactors:
-    """Packed operands (channels last), from which kernels compute norms and sums.
+    """Operands packed with channels last, from which kernels compute norms and sums.
 
     Attributes:
-        values: the operands' tensors.
+        values: the packed operands' tensors, of which the sum will be formed.
         gradients: G [B, O, taps, C / groups], which taking the norm leaves in the operands' place
-            where it is smaller.
+            where it is smaller. Then not all samples need be packed at a time.
     """
 
     may_be_recomputed = True
     held = attrgetter("values")
 
     def __init__(self, use: Factors):
+        self._use: Any = use
         self._shape, self._geometry, self._batch_size = use.shape, use.geometry, use.batch_size
         wide = use.x.dtype == torch.float32
-        tf32 = wide and torch.backends.cudnn.conv.fp32_precision == "tf32"
-        self._operands = (
-            pack(use.x, use.batch_size, tf32, use.geometry.padding),
-            pack(use.y, use.batch_size, tf32),
-        )
-        self.values = (self._operands[0].values, self._operands[1].values)  # may be the layer's
+        self._tf32 = wide and torch.backends.cudnn.conv.fp32_precision == "tf32"
+        self._operands: Any = None
+        self.values: tuple[Tensor, ...] = ()  # may be the layer's own
         self.gradients: Tensor | None = None
+
+    def _pack(self) -> None:
+        """Packs all samples, in place of what they are packed from."""
+        use, self._use = self._use, None
+        x = pack(use.x, self._batch_size, self._tf32, self._geometry.padding)
+        y = pack(use.y, self._batch_size, self._tf32)
+        self._operands, self.values = (x, y), (x.values, y.values)
 
     def take_norm(self, keep: bool) -> Norm:
         """Returns ‖G_i‖² and its rounding; with `keep`, G is stored where it is smaller."""
-        (x, y), geometry, batch_size = self.values, self._geometry, self._batch_size
+        x, y, geometry, batch_size = self._use.x, self._use.y, self._geometry, self._batch_size
+        dtype = torch.float16 if self._tf32 else x.dtype
+        samples = _samples_at_a_time(
+            x.shape, y.shape, self._shape, dtype, batch_size, geometry.padding, PACKED_BYTES
+        )
+        if keep and samples and samples < batch_size:
+            self.gradients, squares = self._of_pieces(x, y, samples)
+            self._use = None
+            return Norm(squares)
+        del x, y  # nobody else may have them
+        self._pack()
+        if keep and samples:
+            self.gradients, squares = gradients_and_squares(*self._operands, geometry, batch_size)
+            self._operands, self.values = None, ()
+            return Norm(squares)
+        x, y = self.values
         operands = *self._operands, geometry, batch_size
-        store = keep and work_of(*operands).nbytes <= x.nbytes + y.nbytes
-        if not store and gram.pays(x.shape, y.shape, x.element_size(), geometry, batch_size):
+        if gram.pays(x.shape, y.shape, x.element_size(), geometry, batch_size):
             positions = len(y) // batch_size * prod(y.shape[1:-1])
             error = positions * SUM_ROUNDING[torch.float32]
             return Norm(*gram.gram_squares(*operands), GRAM_ROUNDING, error)
-        gradients, squares = gradients_and_squares(*operands, store)
-        if store:
-            self.gradients, self._operands, self.values = gradients, (), ()
-        return Norm(squares)
+        return Norm(gradients_and_squares(*operands, store=False)[1])
+
+    def _of_pieces(self, x: Tensor, y: Tensor, samples: int) -> tuple[Any, Tensor]:
+        """Returns G and its squared norms; so many samples after each other are packed."""
+        geometry, size = self._geometry, self._batch_size
+        pictures = len(x) // size
+        gradients, squares = None, []
+        for first in range(0, size, samples):
+            rows = slice(first * pictures, (first + samples) * pictures)
+            count = min(samples, size - first)
+            packed = (
+                pack(x[rows], count, self._tf32, geometry.padding),
+                pack(y[rows], count, self._tf32),
+            )
+            if gradients is None:
+                work = work_of(*packed, geometry, size)
+                gradients = x.new_empty(work.shape, dtype=work.stored)
+            store = gradients[first : first + count]
+            squares.append(gradients_and_squares(*packed, geometry, count, store)[1])
+            del packed  # before others are packed
+        return gradients, torch.cat(squares)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         """Returns Σ_i c_i G_i float32, over the samples with c_i > 0; c [B] float32."""
+        if self._operands is None:  # of a second backward
+            self._pack()
         total = weighted_sum(*self._operands, self._geometry, coefficients)
         return total.view(self._shape)
 
@@ -292,3 +337,20 @@ class KernelFactors:
         """Returns a sum [O, taps, C / groups] as the parameter has it."""
         total = total.view(self._shape[0], -1, self._shape[1])
         return total.movedim(2, 1).reshape(self._shape)
+
+
+@lru_cache(maxsize=1024)
+def _samples_at_a_time(
+    given: torch.Size, left: torch.Size, shape: torch.Size, dtype: torch.dtype, batch_size: int,
+    padding: tuple[int, int, int], most: int,
+) -> int:  # fmt: skip
+    """Returns of how many samples `most` bytes are packed, if G is smaller; 0: it is not.
+
+    Args:
+        given, left, shape: of the operands that are packed in this dtype, and of the parameter.
+    """
+    packed = (prod(packed_shape(given, padding)) + prod(packed_shape(left))) * dtype.itemsize
+    if batch_size * prod(shape) * stored_dtype(dtype).itemsize > packed:
+        return 0
+    pieces = min(batch_size, ceil_div(packed, most))
+    return ceil_div(batch_size, pieces) if pieces else 1

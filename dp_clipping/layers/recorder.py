@@ -102,7 +102,8 @@ class Recorder(Protocol):
         is_looked_at: the batch is checked, so the host may wait for the device.
         policy: how the mode works (`modes.Policy`).
         plans: what becomes of linear layers. To `plans.calls` a layer adds (weight, shape and dtype
-            of its input, outputs) for each use of one in `planned` (`handle.Site`).
+            of its input, outputs) for each use of one in `planned` (`handle.Site`). A layer whose
+            backward needs much more memory calls `plans.note_other` if `plans.measures`.
         slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
         leaves: parameter -> what stands for it in this forward, where FSDP has gathered it.
     """

@@ -15,8 +15,8 @@ samples, under the name of `input_length`, whose factors are kept.
 
 `cost_model.predict` says how long each takes. The plan starts from each layer's fastest algorithm.
 While what is kept exceeds the budget, it changes the layer that loses the least time per byte
-saved. What a forward has saved before a layer is still there when backward has come to it, and
-takes part of the budget.
+saved. The budget is one for each point of backward: what a forward has saved before a layer is
+still there when backward has come to it, as are the gradients that backward has at a time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Plan:
         uses: the uses of the linear layers, in the order of the forward.
         rates: the rates of the device.
         budget: bytes that may be kept from backward to the sums; None: no limit.
-        rooms: bytes that may be kept when backward has come to each use; None: as many as `budget`.
+        rooms: pairs (n, bytes): at a point of backward so much may be kept of the uses from n on;
+            None: `budget` at every point.
         norm_algorithm: `auto`, or the one that every layer takes.
         may_recompute: what does not fit the budget even so takes part in a second backward.
     """
@@ -73,7 +74,7 @@ class Plan:
         budget: int | None = None,
         norm_algorithm: str = "auto",
         may_recompute: bool = False,
-        rooms: Sequence[int] | None = None,
+        rooms: Sequence[tuple[int, int]] | None = None,
     ):
         self.uses, self.budget = list(uses), budget
         options = [
@@ -82,7 +83,7 @@ class Plan:
         ]
         self.choices = [min(own, key=lambda choice: choice.seconds) for own in options]
         if budget is not None:
-            for first, room in reversed(list(enumerate(rooms or ()))):  # in backward's order
+            for first, room in sorted(rooms or (), reverse=True):  # in backward's order
                 self._shrink(options, room, first)
             self._shrink(options, budget)
             if may_recompute:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ PROGRAMS = 1056  # eight for each processor of an H200, over which a sum divides
 
 
 def gradients_and_squares(
-    x: Operand, y: Operand, geometry: Geometry, batch_size: int, store: bool = True
-) -> tuple[Tensor | None, Tensor]:
+    x: Operand, y: Operand, geometry: Geometry, batch_size: int, store: bool | Tensor = True
+) -> tuple[Any, Tensor]:
     """Returns G [B, O, taps, C / groups], None unless `store`, and its squared norms [B] float32.
 
     G is in `stored_dtype`, float32 where that is what was packed.
@@ -43,16 +44,19 @@ def gradients_and_squares(
     Args:
         x: the padded input, [N, D, H, W, C].
         y: the output gradients, [N, *positions, O].
+        store: whether G is stored; or where, contiguous.
     """
     work = work_of(x, y, geometry, batch_size)
-    gradients = x.values.new_empty(work.shape, dtype=work.stored) if store else None
+    gradients = store if isinstance(store, Tensor) else None
+    if store is True:
+        gradients = x.values.new_empty(work.shape, dtype=work.stored)
     squares = x.values.new_empty(batch_size, work.tiles, dtype=torch.float32)
     if not work.is_empty:
         largest = (x.values, y.values) if x.largest is None else (x.largest, y.largest)
         launch(
             _conv_gradient_kernel, (batch_size * work.tiles,),
             (x.values, y.values, *largest, gradients, squares), (batch_size, *work.numbers),
-            STORE=store, **work.constants, num_warps=4, num_stages=3,
+            STORE=gradients is not None, **work.constants, num_warps=4, num_stages=3,
         )  # fmt: skip
     else:
         squares.zero_()

@@ -82,13 +82,21 @@ def _sizes(
         shape: of x [N, C, D, H, W], whose channels are the last in memory, or the second.
     """
     pictures, channels, *pixels = shape
-    padded = [size + 2 * each for size, each in zip(pixels, padding, strict=True)]
+    found = packed_shape(shape, padding)
+    padded = found[1:-1]
     count, block = prod(pixels), min(BLOCK, next_power_of_two(max(1, channels)))
     places = (*pixels[1:], *padded, *padding)
     strides = (1, channels) if is_last else (count, 1)
     numbers = (pictures // max(1, batch_size), channels, count, *places, channels * count, *strides)
     grid = (ceil_div(count, BLOCK), ceil_div(channels, block), pictures)
-    return (pictures, *padded, channels), grid, numbers, block
+    return found, grid, numbers, block
+
+
+def packed_shape(shape: torch.Size, padding: tuple[int, int, int] = NO_PADDING) -> tuple[int, ...]:
+    """Returns the shape in which `pack` leaves a tensor [N, C, D, H, W]."""
+    pictures, channels, *pixels = shape
+    padded = [size + 2 * each for size, each in zip(pixels, padding, strict=True)]
+    return (pictures, *padded, channels)
 
 
 def scale_of(largest: Tensor) -> Tensor:

@@ -25,15 +25,26 @@ Call = tuple[Trainable, torch.Size, torch.dtype, int]
 
 
 class MeasuredCalls(list[Call]):
-    """Uses in a forward, with the bytes that were in use before each."""
+    """Uses in a forward, with the bytes that were in use before each.
+
+    Attributes:
+        others: of each use of a layer that is not planned, in order: how many planned uses were
+            before it, bytes in use once its backward has the gradients of its output and input,
+            bytes that its norm takes in passing, and those that are then kept of it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device, self.bytes = device, list[int]()
+        self.others: list[tuple[int, int, int, int]] = []
 
     def append(self, call: Call) -> None:
         self.bytes.append(allocated(self._device))
         super().append(call)
+
+    def add_other(self, x: Tensor, y: Tensor, passing: int, kept: int) -> None:
+        """Adds a use, after its forward. The gradient of y is there in place of y."""
+        self.others.append((len(self), allocated(self._device) + x.nbytes, passing, kept))
 
 
 class PlainPlans:
@@ -48,6 +59,8 @@ class PlainPlans:
     runs_twice = False
     kept_as_they_are: Collection[Trainable] = ()
     gradient_bytes: Mapping[Trainable, int] = MappingProxyType({})
+    at_first = 0
+    measures = False
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -74,19 +87,22 @@ class FusedPlans:
 
     Attributes:
         plan: the plan, once it is made; `choices` has it by weight.
+        at_first: bytes in use before the forward.
+        measures: the forward is measured, so layers that are not planned call `note_other`.
         calls, kept_as_they_are, gradient_bytes: see `PlainPlans`.
     """
 
     def __init__(self, context: Any, batch_size: int, forecast: Any = None):
         self._context, self._policy, self._plans = context, context.policy, context.plans
         self._device = context.capture.trigger.device
-        self._at_first = allocated(self._device)
+        self.at_first = allocated(self._device)
         self._batch_size, self._forecast = batch_size, forecast
         self._uses = {} if forecast is None else forecast.of_batch(batch_size)
         self._shapes = tuple(self._uses.values())  # expected ones
         self.calls: list[Call] = []
         if forecast is None and context.plans.measured.get(batch_size) is None:
             self.calls = MeasuredCalls(self._device)
+        self.measures = isinstance(self.calls, MeasuredCalls)
         self.plan: Plan | None = None
         self.choices: dict[Trainable, LayerPlan] = {}
         self.kept_as_they_are: Collection[Trainable] = ()
@@ -109,6 +125,17 @@ class FusedPlans:
             record.name, self._batch_size, tokens, inputs, outputs, dtype.itemsize,
             stored_dtype(dtype).itemsize,
         )  # fmt: skip
+
+    def note_other(self, weight: Trainable, x: Tensor, y: Tensor, passing: int) -> None:
+        """Notes y of x, a use of a layer that is not planned: what is kept of it takes memory.
+
+        Args:
+            passing: bytes that its norm takes at most, beside what is kept of it.
+        """
+        if isinstance(self.calls, MeasuredCalls):  # a plain list once backward has begun
+            size = self._batch_size * weight.shape.numel() * stored_dtype(x.dtype).itemsize
+            both = x.nbytes + y.nbytes
+            self.calls.add_other(x, y, min(passing, both), min(size, both))
 
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
         """Returns a layer's slots in a compiled region; None: one for each parameter."""
@@ -177,7 +204,7 @@ class FusedPlans:
             (choice,) = self._plan_of([self._uses[record]]).choices
         return choice
 
-    def _plan_of(self, uses: list[LinearShape], rooms: list[int] | None = None) -> Plan:
+    def _plan_of(self, uses: list[LinearShape], rooms: list[tuple[int, int]] | None = None) -> Plan:
         key = tuple(uses)
         known = self._plans.known.get(key)
         if known is None:
@@ -191,7 +218,7 @@ class FusedPlans:
     @property
     def _saved(self) -> int:
         """Returns the bytes that the forward has saved for its backward."""
-        return allocated(self._device) - self._at_first
+        return allocated(self._device) - self.at_first
 
     def _budget(self) -> int | None:
         """Returns the bytes to keep: `memory_budget`, or what a non-private step would hold."""
@@ -217,16 +244,28 @@ class FusedPlans:
         gradients = sum(local(one.parameter).nbytes for one in self._context.capture.trained)
         return max(held, gradients)
 
-    def _rooms(self, calls: list[Call]) -> list[int] | None:
-        """Returns bytes to keep when backward has come to a weight; None: the forward was not seen.
+    def _rooms(self, calls: list[Call]) -> list[tuple[int, int]] | None:
+        """Returns bytes to keep of planned uses from a number on; None: the forward was not seen.
 
-        What the forward had saved before the weight's first use is still there then, but for the
-        input, which is among what is kept.
+        One is for when backward has come to a weight. What the forward had saved before its first
+        use is still there then, but for the input, which is among what is kept. The others are for
+        when it has come to another layer: what is kept of those behind it takes part of the memory,
+        as do the gradients that its own backward has at a time, like an ordinary one.
         """
         if not isinstance(calls, MeasuredCalls) or self._policy.memory_budget is not None:
             return None
-        held, rooms = self._held(), dict[Trainable, int]()
+        held, rooms, numbers = self._held(), list[tuple[int, int]](), dict[Trainable, int]()
+        seen = []  # how many planned weights were before each call
         for (record, shape, dtype, _), used in zip(calls, calls.bytes, strict=True):
-            before = used - self._at_first - shape.numel() * dtype.itemsize
-            rooms.setdefault(record, held - max(0, before))
-        return list(rooms.values())
+            seen.append(len(numbers))
+            if record not in numbers:
+                before = used - self.at_first - shape.numel() * dtype.itemsize
+                rooms.append((len(numbers), held - max(0, before)))
+                numbers[record] = len(numbers)
+        seen.append(len(numbers))
+        peak = max([held, *(used - self.at_first for _, used, _, _ in calls.others)])
+        kept = 0
+        for number, used, passing, own in reversed(calls.others):
+            kept += own
+            rooms.append((seen[number], peak - (used - self.at_first) - passing - kept))
+        return rooms

@@ -36,7 +36,8 @@ from dp_clipping.step.sums.uses import Uses, gradients_left
 from dp_clipping.torch_compat import allocated, current_stream, version_of
 from dp_clipping.trials.randomness import RandomStates
 
-PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case
+PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case,
+PENDING_SHARE = 32  # but not above this part of what the forward has saved
 MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
 UNIT_BYTES = 1 << 30  # of sums that leave together where FSDP's modules are smaller,
 MEETINGS = 8  # and where all of them are few: this part of them
@@ -135,13 +136,14 @@ class Work:
         self._uses.forget()
         self._accumulate: Accumulate = lambda sums: None
         self._stream: int | None = None  # that layers run on, if launches read what several leave
+        self._least = PENDING_BYTES  # that may wait in any case
         self._reset()
 
     def _reset(self) -> None:
         """Begins with nothing that waits: a backward, or the sums after it."""
         self.pending = 0
-        self.may_wait = PENDING_BYTES if self._sharding is None else -1
-        self._room = PENDING_BYTES  # of `pending`, before the next look at the memory
+        self.may_wait = self._least if self._sharding is None else -1
+        self._room = self._least  # of `pending`, before the next look at the memory
         self._arrivals: dict[int, int] = defaultdict(int)  # of parameters, by their unit
         self._complete = 0  # bytes of the units that have all, since the last sync point
 
@@ -153,6 +155,10 @@ class Work:
         self._device = device = self.context.capture.trigger.device
         self._is_on_gpu = device.type == "cuda"
         self._held = allocated(self._device)
+        saved = self._held - self.plans.at_first
+        if saved > 0:
+            self._room = self._least = min(PENDING_BYTES, max(AT_ONCE, saved // PENDING_SHARE))
+            self.may_wait = self._least if self._sharding is None else -1
         per_layer = self.arithmetic.fused and self.context.policy.per_layer
         self.streams = per_layer and not self.runs_twice
         self._staying = () if self.streams else self.plans.kept_as_they_are
@@ -299,7 +305,7 @@ class Work:
         """
         free = self._held - allocated(self._device) - self.pending
         room = min(MOST_PENDING_BYTES, self.pending + free // 2)
-        if room < self.pending + PENDING_BYTES // 4:
+        if room < self.pending + self._least // 4:
             return False
         self._room = room
         self.may_wait = room if self._sharding is None else -1
@@ -312,8 +318,8 @@ class Work:
             everything: also of what is kept until the sums in any case.
         """
         waiting, self.waiting = self.waiting, []
-        self.pending, self._room = 0, PENDING_BYTES
-        self.may_wait = PENDING_BYTES if self._sharding is None else -1
+        self.pending, self._room = 0, self._least
+        self.may_wait = self._least if self._sharding is None else -1
         if not everything:
             self.waiting = [left for left in waiting if self._stays(left)]
             waiting = [left for left in waiting if not self._stays(left)]
@@ -424,7 +430,7 @@ class Work:
                         break
             del summand
             self._form(records, summands)
-            self.pending, self._room = 0, PENDING_BYTES
+            self.pending, self._room = 0, self._least
 
     def _form(self, records: list[Trainable], summands: list[Summand]) -> None:
         """Forms sums of several parameters; `summands` is emptied."""

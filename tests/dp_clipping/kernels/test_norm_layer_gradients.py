@@ -1,6 +1,7 @@
 """Gradients of the weights of norm layers, against the reference implementation in float64."""
 
 from itertools import product
+from unittest.mock import patch
 
 import torch
 
@@ -50,6 +51,23 @@ def test_norm_layers(place: Place) -> None:
                 assert_within(f, e, SUM_BOUND[torch.float32] * magnitude)
                 if y.shape[1] > 1:
                     assert_squares(f.square().sum(1), e.double().square().sum(1))
+
+
+@on_kernels()
+def test_few_copies_at_a_time(place: Place) -> None:
+    """What the kernel cannot read as it is, is copied: not all of it, where that is much."""
+    x, rstd = place.normal(2, 20, 24, seed=1), torch.ones(2, 20, device=place.device)
+    uses = [Normalized((n * x).mT.contiguous().mT, x, rstd) for n in (1, 2, 3)]
+    found, sizes, run = [], [], norm_layer_gradients._launch
+    noted = lambda some: (sizes.append(len(some)), run(some))[1]  # noqa: E731
+    for most in (1 << 26, 4 * x.nbytes):
+        with (
+            patch.object(norm_layer_gradients, "COPIED_BYTES", most),
+            patch.object(norm_layer_gradients, "_launch", noted),
+        ):
+            found.append([g for g, _ in norm_layer_gradients.norm_layer_gradients(uses)])
+    assert sizes == [3, 2, 1]
+    assert all(map(torch.equal, *found))
 
 
 @on_kernels()

@@ -190,11 +190,11 @@ def test_what_the_forward_saved_before_a_layer_takes_part_of_the_budget():
     free = Plan(uses, RATES)
     each = free.bytes // 4
     rooms = [free.bytes, free.bytes, 2 * each, each - 1]  # of the last: not one at its fastest
-    plan = Plan(uses, RATES, free.bytes, rooms=rooms)
+    plan = Plan(uses, RATES, free.bytes, rooms=list(enumerate(rooms)))
     assert [a == b for a, b in zip(plan.choices, free.choices, strict=True)] == [True] * 3 + [False]
     for first, room in enumerate(rooms):
         assert sum(choice.bytes for choice in plan.choices[first:]) <= room
-    assert Plan(uses, RATES, free.bytes, rooms=[free.bytes] * 4).choices == free.choices
+    assert Plan(uses, RATES, free.bytes, rooms=[(0, free.bytes), (3, each)]).choices == free.choices
 
 
 def test_layers_nearest_the_output_are_recomputed():

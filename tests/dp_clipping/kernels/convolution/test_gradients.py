@@ -1,10 +1,13 @@
 """G, its norm and the clipped sum, against the reference implementation in float64."""
 
+from unittest.mock import patch
+
 import torch
 
 from dp_clipping.kernels.convolution.geometry import Geometry
 from dp_clipping.kernels.convolution.gradients import gradients_and_squares, weighted_sum
 from dp_clipping.kernels.convolution.packing import pack
+from dp_clipping.layers import convolution
 from tests.support.convolution_cases import DTYPES, TF32, WIDE, operands
 from tests.support.kernel_cases import Place, on_kernels
 
@@ -35,6 +38,29 @@ def test_wide(place: Place) -> None:
         total = weighted_sum(*packed, geometry, c).double()
         expected = (c[:-1, None, None, None] * right[:-1]).sum(0)
         assert (total - expected).abs().max() <= bound * expected.abs().max()
+
+
+@on_kernels()
+def test_pieces(place: Place) -> None:
+    """Packed one sample after another, large operands have the same G and norms."""
+    case = (3, 2, 16, 8, (1, 9, 9), Geometry((1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), 1))
+    size, *_, geometry = case
+    x, y, right = operands(case, place.dtype, place.device)
+    found, packed = [], []
+    for most in (1 << 26, 1):
+        with (
+            patch.object(convolution, "PACKED_BYTES", most),
+            patch.object(convolution, "pack", lambda x, *a: packed.append(len(x)) or pack(x, *a)),
+        ):
+            use = convolution.Factors(x, y, torch.Size((8, 16, 1, 3, 3)), size, geometry, False)
+            kernels = use.on_kernels()
+            found.append((kernels.take_norm(True).squared, kernels.gradients))
+    assert packed == [6, 6] + [2] * 6
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    own = found[1][1].movedim(3, 2).double()
+    bound = TF32 if place.dtype == torch.float32 else DTYPES[place.dtype]  # PyTorch's default
+    assert (own - right).abs().max() <= bound * right.abs().max()
 
 
 @on_kernels(tf32=True)

@@ -103,7 +103,7 @@ class Step:
 
     def __init__(
         self, *, groups: str = "0000", modules: tuple[str, ...] | None = None, stay: str = "",
-        is_fused: bool = True, two_passes: bool = False, compiled: bool = False,
+        is_fused: bool = True, two_passes: bool = False, compiled: bool = False, saved: int = 0,
     ) -> None:  # fmt: skip
         self.records = {
             name: trained(Parameter(torch.zeros(SHAPE)), name, int(group))
@@ -115,7 +115,7 @@ class Step:
         self.events = self.arithmetic.events
         plans = SimpleNamespace(
             make=lambda: None, runs_twice=False, gradient_bytes={}, choices={},
-            kept_as_they_are={self.records[name] for name in stay},
+            kept_as_they_are={self.records[name] for name in stay}, at_first=-saved,
         )  # fmt: skip
         capture = SimpleNamespace(trained=everyone, members=members, trigger=torch.zeros(()))
         policy = SimpleNamespace(
@@ -178,6 +178,21 @@ def test_more_than_may_wait_is_normed_as_it_arrives(little):
     step.take("a")
     step.work.clip()
     assert step.events == [("norms", "dcb"), ("norms", "a"), ("clip", "0")]
+
+
+@pytest.mark.parametrize(("saved", "arrivals"), [(3, 2), (0, 9), (1000, 9)])
+def test_no_more_waits_than_a_share_of_what_the_forward_saved(monkeypatch, saved, arrivals):
+    """A small network's ordinary step holds little; 0: it is not known. In units of one use."""
+    monkeypatch.setattr(work, "PENDING_BYTES", 8 * EACH)
+    monkeypatch.setattr(work, "PENDING_SHARE", 3)
+    monkeypatch.setattr(work, "AT_ONCE", 0)
+    monkeypatch.setattr(work, "allocated", lambda device: 0)
+    step = Step(two_passes=True, saved=saved * EACH)
+    number = 0
+    while not step.events:
+        step.backward("d")
+        number += 1
+    assert number == arrivals
 
 
 def test_what_is_kept_for_its_sum_waits_in_any_case(little):
@@ -495,7 +510,8 @@ def check_rooms() -> None:
     uses = model.step_context.plans.last.uses
     held = 10**6 * (len(uses) + 1) - 7  # when the forward has ended
     inputs = [one.batch_size * one.tokens * one.inputs * one.element_size for one in uses]
-    assert found == [held - (10**6 * n - 7 - own) for n, own in enumerate(inputs, 1)]
+    rooms = [held - (10**6 * n - 7 - own) for n, own in enumerate(inputs, 1)]
+    assert found == list(enumerate(rooms))
 
 
 def test_what_was_saved_before_a_layer_takes_part_of_its_room(interpreter):
