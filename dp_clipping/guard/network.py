@@ -62,9 +62,9 @@ class Company:
         """Exchanges each third of the samples in turn, for a sample of another third.
 
         The first three different samples are in different thirds. With `extremes`, one sample is
-        then made `LARGE` times larger, which not every network takes. At last they are among one
-        more, in front of them and behind: places may be counted from either end. The last sample
-        is left out there, if enough remain, so that no run needs more memory than the batch.
+        then made `LARGE` times larger, which not every network takes. At last all are among more,
+        in front of them and behind: places may be counted from either end. One sample is left out
+        where enough remain, so that no run needs more memory than the batch.
 
         Raises:
             ValueError: naming the first layer that sees a sample differently.
@@ -72,15 +72,16 @@ class Company:
         rows = list(range(batch.size))
         if batch.size < PLACES:
             rows = (distinct * PLACES)[: max(2, len(distinct))]
+        elif batch.size > PLACES:
+            rows.remove(max(set(rows).difference(distinct[:PLACES])))
+            distinct = [row for row in distinct if row in rows]
         size, is_alone = len(rows), self._capture.sharding is None
         changes = list(thirds(rows, distinct, min(size, PLACES) if is_alone else PLACES))
         if extremes and len(distinct) > 1 and batch.has_floats:
             changes.append(enlarged(size, size // 2))
-        fewer = rows[:-1] if size > PLACES else rows
-        more = [one._replace(may_fail=is_alone) for one in one_more(len(fewer))]
+        changes += [one._replace(may_fail=is_alone) for one in one_more(size)]
         with without_dropout(self._capture.network):  # one more would draw other numbers
             self._check(batch, rows, changes)
-            self._check(batch, fewer, more)
 
     def check_batch(self, batch: Batch, number: int, whole: bool) -> None:
         """Exchanges about half of the samples: which ones differs from check to check.
