@@ -41,13 +41,16 @@ def _missing(api: str) -> RuntimeError:
 
 
 try:
+    from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
     from torch.utils import _pytree
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map, tree_map_only
 except ImportError as error:
-    raise _missing("torch.utils._python_dispatch or torch.utils._pytree") from error
+    raise _missing(
+        "torch.utils._python_dispatch, torch.utils._pytree or torch.multiprocessing.reductions"
+    ) from error
 
-__all__ = ["TorchDispatchMode", "tree_map", "tree_map_only"]
+__all__ = ["TorchDispatchMode", "WeakStorage", "tree_map", "tree_map_only"]
 
 NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("Module", nn.Module(), (

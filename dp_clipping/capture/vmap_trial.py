@@ -54,6 +54,7 @@ from dp_clipping.torch_compat import (
     version_of,
 )
 from dp_clipping.trials.randomness import RandomStates
+from dp_clipping.trials.routing import Routing
 
 MOST = 16  # operators one after another of parameters and tensors that all samples share
 
@@ -129,17 +130,19 @@ class _Trial:
     def note(self) -> dict[LayerState, list[list[Noted]]]:
         """Returns the operators that are not known, of each call of each module."""
         found: dict[LayerState, list[list[Noted]]] = {}
+        routing = Routing(self._arguments, self._size)
 
         def noted(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = vars(module)["_private"]
             refuse_iterators(handle.name, args, kwargs)
-            call = Call(handle.title(module), self._size, handle.operations or {}, learns=True)
+            call = Call(handle.title(module), self._size, handle.operations or {}, routing=routing)
             run = partial(on_whole_batch, module, call, self._copies(module))
             outputs = self._tried(run, module, args, kwargs)
             found.setdefault(handle, []).append(call.noted)
             return outputs
 
-        self._run(noted)
+        with routing:
+            self._run(noted)
         return found
 
     def compare(self) -> None:
