@@ -1,14 +1,15 @@
-"""Notes operators that pick or sort rows by values of samples, and what they return.
+"""Notes operators that pick or sort rows by values of samples, and which tensors have such rows.
 
 A layer that is given such rows has samples in other places of other batches, though it may have had
-one row of each, in order, in those that were looked at. So tensors are marked as operators run:
+one row of each, in order, in those that were looked at. So memory is marked as operators run:
 
     of samples    computed from the arguments
-    moved         rows that an index or a mask, itself of samples, has taken out of the batch
+    picked        rows that a mask of samples has taken out of the batch
+    sorted        rows that indices of samples have
 
-Another such index moves rows back, as `y[order.argsort()]` does. Rows that are written to their
-places, or get dimensions of their own for the samples (`rows.view(len(x), -1, width)`, by which the
-code says that each sample has as many), are not moved either.
+Other indices of samples move sorted rows back, as `y[order.argsort()]` does. Picked rows are where
+the code says if they get a dimension for the samples, as in `rows.view(len(x), -1, width)`. What is
+written to places that indices or masks tell is not moved.
 """
 
 from typing import Any
@@ -29,8 +30,9 @@ TAKING = ("index", "index_select", "gather", "take_along_dim")
 WRITING = (
     "index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_", "index_copy",
     "index_copy_", "scatter", "scatter_", "scatter_add", "scatter_add_", "masked_scatter",
-    "masked_scatter_", "scatter_reduce", "scatter_reduce_", "copy_",
+    "masked_scatter_", "scatter_reduce", "scatter_reduce_",
 )  # fmt: skip
+PICKED, SORTED = 1, 2
 
 
 class Routing(TorchDispatchMode):
@@ -53,13 +55,14 @@ class Routing(TorchDispatchMode):
         self.checks_values = False
         self._rows = rows
         self._of_samples: dict[int, WeakStorage] = {}
-        self._moved: dict[tuple, WeakStorage] = {}
+        self._moved: dict[int, tuple[WeakStorage, int]] = {}
+        self._has_places: dict[tuple, WeakStorage] = {}  # picked rows with a dimension for samples
         for x in tensors_in(arguments):
             self._mark(x)
 
     def has_moved(self, x: Tensor) -> bool:
         """Returns whether the rows of a tensor are some that were picked or sorted by values."""
-        return bool(self._moved) and _has_storage(x) and _is_marked(self._moved, _place(x))
+        return self._how(x) > 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         aten, packet = torch.ops.aten, function.overloadpacket
@@ -70,58 +73,84 @@ class Routing(TorchDispatchMode):
             found = by_shape or packet is aten.sort
         if found:
             self.operators.add(packet.__name__)
-        given = tensors_in((args, kwargs))
-        is_of_samples = any([self._is_of_samples(x) for x in given])
-        is_moved = is_of_samples and self._moves(packet.__name__, args, given)
+        given = [x for x in tensors_in((args, kwargs)) if self._is_of_samples(x)]
+        how, name = self._how_of_results(packet.__name__, args, given), packet.__name__
         result = function(*args, **(kwargs or {}))
-        if is_of_samples and not packet.__name__.endswith("_like"):
+        if given and not name.endswith("_like") and not name.startswith("new_"):
             for y in filter(_has_storage, tensors_in(result)):
                 self._mark(y)
-                if is_moved and not self._gives_places(packet.__name__, y, given[0]):
-                    self._moved[_place(y)] = _storage(y)
-                elif self._moved:
-                    self._moved.pop(_place(y), None)
+                self._note(y, how, given, name == "view" and y.shape[0:1] == (self._rows,))
         if is_dtype_cast(function) and args[0].is_floating_point():
             self.checks_values |= not (result.is_floating_point() or result.is_complex())
         self.checks_values |= packet.__name__ in OF_SOME_NUMBERS
         return result
 
-    def _moves(self, name: str, args: tuple, given: list[Tensor]) -> bool:
-        """Returns whether rows of an operator's results are moved."""
-        x = given[0]
-        if name in TAKING and self._is_of_samples(x):
-            return self.has_moved(x) != self._takes_rows(name, x, args)
-        if name == "masked_select":
-            return True
-        if name in WRITING:
-            return self.has_moved(given[1] if name == "copy_" else x)
-        return any([self.has_moved(x) for x in given])
+    def _note(self, y: Tensor, how: int, given: list[Tensor], is_view: bool) -> None:
+        """Marks a result.
 
-    def _takes_rows(self, name: str, x: Tensor, args: tuple) -> bool:
-        """Returns whether an index or a mask of samples picks rows of the batch."""
+        Args:
+            is_view: it may be rows with a dimension for the samples.
+        """
+        storage = _storage(y)
+        if how:
+            self._moved[storage.cdata] = storage, how
+        has_places = how == PICKED and is_view and y.dim() > given[0].dim()
+        if has_places or (self._has_places and any([self._is_placed(x, storage) for x in given])):
+            self._has_places[_place(y)] = storage
+
+    def _is_placed(self, x: Tensor, storage: WeakStorage) -> bool:
+        """Returns whether these are picked rows in their places, in this memory."""
+        return _storage(x) == storage and _place(x) in self._has_places
+
+    def _how(self, x: Tensor) -> int:
+        """Returns whether rows are `PICKED`, `SORTED` or neither, 0."""
+        if not self._moved or not _has_storage(x):
+            return 0
+        storage, how = self._moved.get(_storage(x).cdata, (None, 0))
+        is_placed = how == PICKED and _place(x) in self._has_places
+        return 0 if storage is None or storage.expired() or is_placed else how
+
+    def _how_of_results(self, name: str, args: tuple, given: list[Tensor]) -> int:
+        """Returns what rows of an operator's results are.
+
+        Args:
+            given: the tensors of samples among its arguments.
+        """
+        if not given:
+            return 0
+        x = args[0]
+        before = self._how(x) if isinstance(x, Tensor) else 0
+        if name in TAKING and self._is_of_samples(x):
+            taken = self._taken(name, x, args)
+            return (0 if before else SORTED) if taken == SORTED else max(before, taken)
+        if name == "masked_select":
+            return PICKED
+        if name in WRITING:
+            return before
+        return max(map(self._how, given))
+
+    def _taken(self, name: str, x: Tensor, args: tuple) -> int:
+        """Returns how an index or a mask of samples takes rows out of the batch, if it does."""
         batch = next((d for d, size in enumerate(x.shape) if size == self._rows), 0)
         if name != "index":
             dim, index = args[1] % max(1, x.dim()), args[2]
-            return self._is_of_samples(index) and (self.has_moved(x) or dim == batch)
-        dim = 0
+            is_rows = dim == batch or (name == "index_select" and self._how(x) > 0)
+            return SORTED if is_rows and self._is_of_samples(index) else 0
+        is_back = self._how(x) > 0 and sum(index is not None for index in args[1]) == 1
+        dim, found = 0, 0
         for index in args[1]:
-            if index is None or not _is_mask(index):
-                dims = range(dim, dim + 1)
-            else:
-                dims = range(dim, dim + index.dim())
+            is_mask = index is not None and _is_mask(index)
+            dims = range(dim, dim + (index.dim() if is_mask else 1))
             dim = dims.stop
             if index is None or not self._is_of_samples(index):
                 continue
-            if self.has_moved(x) or batch in dims or (_is_mask(index) and 0 in dims):
-                return True
-        return False
-
-    def _gives_places(self, name: str, y: Tensor, x: Tensor) -> bool:
-        """Returns whether an operator gives rows a dimension for the samples."""
-        return name == "view" and y.dim() > x.dim() and y.shape[0] == self._rows
+            if batch in dims or is_back or (is_mask and 0 in dims):
+                found = max(found, PICKED if is_mask else SORTED)
+        return found
 
     def _is_of_samples(self, x: Tensor) -> bool:
-        return _has_storage(x) and _is_marked(self._of_samples, _storage(x).cdata)
+        found = self._of_samples.get(_storage(x).cdata) if _has_storage(x) else None
+        return found is not None and not found.expired()
 
     def _mark(self, x: Tensor) -> None:
         if _has_storage(x):
@@ -146,7 +175,3 @@ def _storage(x: Tensor) -> WeakStorage:
 def _place(x: Tensor) -> tuple:
     """Returns what views of one storage are told apart by."""
     return _storage(x).cdata, x.storage_offset(), x.shape, x.stride()
-
-
-def _is_marked(marks: dict[Any, WeakStorage], key: Any) -> bool:
-    return key in marks and not marks[key].expired()

@@ -138,6 +138,22 @@ def test_what_all_samples_share_may_be_taken_for_tokens(tokens):
     assert_exact(network, (x, torch.randn(4, 3, dtype=torch.float64)))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+def test_a_sample_of_the_first_batch_whose_values_are_not_finite(value):
+    def forward(net, x):
+        y = net.flat(x.flatten(0, 1)).view_as(x).clone()
+        y[:, 0] = net.own
+        return net.head(y).sum(1)
+
+    layers = {"flat": nn.Linear(4, 4), "own": nn.Parameter(torch.randn(4)), "head": nn.Linear(4, 3)}
+    network = zoo.Net(forward, **layers).double()
+    x, targets = torch.randn(4, 5, 4).double(), torch.randn(4, 3).double()
+    found = private(copy.deepcopy(network)), private(network)
+    expected = clipped_sums(found[0], (x[1:], targets[1:]))
+    x[0, 2, 1] = value
+    assert_close(clipped_sums(found[1], (x, targets)), expected, 1e-9)
+
+
 class Logits(nn.Module):
     def __init__(self, network: nn.Module):
         super().__init__()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from dp_clipping.trials.routing import Routing
 
@@ -30,11 +31,19 @@ CALLS = {
     "selected rows": (lambda x: x.index_select(0, x[:, 0].argsort()), True),
     "rows in dimension 1": (lambda x: x.t()[:, x[:, 0].argsort()], True),
     "a layer of them": (lambda x: torch.cat([x[x[:, 0] > 0]]).tanh()[:, 1:], True),
+    "a token of sorted rows": (
+        lambda x: x[x[:, 0].argsort()][torch.arange(2), x.argmax(1)], True),
+    "picked rows in order": (lambda x: x[x > 1].view(2, 1)[x[:, 0].argsort()], True),
     "in place": (lambda x: torch.zeros(2, 3).copy_(x[x[:, 0] > 0]), True),
     "back in order": (lambda x: x[x[:, 0].argsort()][x[:, 0].argsort().argsort()], False),
     "in their places": (lambda x: torch.zeros_like(x).index_put(
         (x[:, 0].argsort(),), x[x[:, 0].argsort()]), False),
     "a dimension for the samples": (lambda x: x[x > 1].view(2, -1, 1), False),
+    "a token of picked rows": (lambda x: x[x > 1].view(2, -1, 1)[:, -1], False),
+    "sequences": (lambda x: pad_packed_sequence(pack_padded_sequence(
+        x[..., None], (x > 0).sum(1), batch_first=True, enforce_sorted=False))[0], False),
+    "their states": (lambda x: torch.stack(2 * [x[x[:, 0].argsort()]]).index_select(
+        1, x[:, 0].argsort().argsort()), False),
     "one token of each": (lambda x: x[torch.arange(2), x.argmax(1)], False),
     "tokens of each": (lambda x: x.gather(1, x.argsort(1)), False),
     "a constant order": (lambda x: x[ORDER], False),
