@@ -47,7 +47,7 @@ try:
     from torch.utils._pytree import tree_map, tree_map_only
 except ImportError as error:
     raise _missing(
-        "torch.utils._python_dispatch, torch.utils._pytree or torch.multiprocessing.reductions"
+        "torch.utils._python_dispatch, torch.multiprocessing.reductions or torch.utils._pytree"
     ) from error
 
 __all__ = ["TorchDispatchMode", "WeakStorage", "tree_map", "tree_map_only"]
@@ -95,6 +95,11 @@ def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list
     leaves: list[Any] = []
     _flatten(tree, leaves, is_leaf)
     return leaves
+
+
+def address_of_storage(x: Tensor) -> int:
+    """Returns the address of the storage of a tensor, which views share."""
+    return x.untyped_storage()._cdata
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -62,6 +62,7 @@ class Search:
         self.capture, self._joins_all = capture, joins_all
         self._uses: dict[Trainable, int] = {}
         self.routing: set[str] = set()  # operators that pick or sort rows by their values
+        self.moves = False  # some rows of samples were picked or sorted by values of samples
         self._routing = Routing()  # of the forward in which they are looked for
         self.differentiated: set[LayerState] = set()  # by the network's own forward
         self.packs = False  # sequences, for a recurrent layer
@@ -112,6 +113,7 @@ class Search:
             with routing:
                 runs = [self.observe(*few, FEW)]
             self.checks_values |= routing.checks_values
+            self.moves = routing.moves
             try:
                 runs += [self.observe(*more, MORE), self.observe(*other, FEW)]
             except RuntimeError as error:

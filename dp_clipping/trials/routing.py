@@ -20,6 +20,7 @@ from torch import Tensor
 from dp_clipping.torch_compat import (
     TorchDispatchMode,
     WeakStorage,
+    address_of_storage,
     is_dtype_cast,
     tensors_in,
 )
@@ -54,11 +55,17 @@ class Routing(TorchDispatchMode):
         self.operators: set[str] = set()
         self.checks_values = False
         self._rows = rows
+        # Weak references do not keep the memory: its address is not given to another.
         self._of_samples: dict[int, WeakStorage] = {}
-        self._moved: dict[int, tuple[WeakStorage, int]] = {}
-        self._has_places: dict[tuple, WeakStorage] = {}  # picked rows with a dimension for samples
+        self._moved: dict[int | None, int] = {}  # address -> how
+        self._has_places: set[tuple] = set()  # picked rows with a dimension for samples
         for x in tensors_in(arguments):
             self._mark(x)
+
+    @property
+    def moves(self) -> bool:
+        """Returns whether some tensors have rows that were picked or sorted by values."""
+        return bool(self._moved)
 
     def has_moved(self, x: Tensor) -> bool:
         """Returns whether the rows of a tensor are some that were picked or sorted by values."""
@@ -73,13 +80,16 @@ class Routing(TorchDispatchMode):
             found = by_shape or packet is aten.sort
         if found:
             self.operators.add(packet.__name__)
-        given = [x for x in tensors_in((args, kwargs)) if self._is_of_samples(x)]
-        how, name = self._how_of_results(packet.__name__, args, given), packet.__name__
+        given = [x for x in _tensors_of(args) if _address(x) in self._of_samples]
+        name = packet.__name__
+        may_move = given and (self._moved or name in TAKING or name == "masked_select")
+        how = self._how_of_results(name, args, given) if may_move else 0
         result = function(*args, **(kwargs or {}))
         if given and not name.endswith("_like") and not name.startswith("new_"):
-            for y in filter(_has_storage, tensors_in(result)):
+            for y in (result,) if isinstance(result, Tensor) else _tensors_of((result,)):
                 self._mark(y)
-                self._note(y, how, given, name == "view" and y.shape[0:1] == (self._rows,))
+                if how or self._has_places:
+                    self._note(y, how, given, name == "view" and y.shape[:1] == (self._rows,))
         if is_dtype_cast(function) and args[0].is_floating_point():
             self.checks_values |= not (result.is_floating_point() or result.is_complex())
         self.checks_values |= packet.__name__ in OF_SOME_NUMBERS
@@ -91,24 +101,20 @@ class Routing(TorchDispatchMode):
         Args:
             is_view: it may be rows with a dimension for the samples.
         """
-        storage = _storage(y)
+        if (address := _address(y)) is None:
+            return
         if how:
-            self._moved[storage.cdata] = storage, how
+            self._moved[address] = how
         has_places = how == PICKED and is_view and y.dim() > given[0].dim()
-        if has_places or (self._has_places and any([self._is_placed(x, storage) for x in given])):
-            self._has_places[_place(y)] = storage
-
-    def _is_placed(self, x: Tensor, storage: WeakStorage) -> bool:
-        """Returns whether these are picked rows in their places, in this memory."""
-        return _storage(x) == storage and _place(x) in self._has_places
+        if has_places or any([
+            _address(x) == address and _place(x) in self._has_places for x in given
+        ]):  # fmt: skip
+            self._has_places.add(_place(y))
 
     def _how(self, x: Tensor) -> int:
         """Returns whether rows are `PICKED`, `SORTED` or neither, 0."""
-        if not self._moved or not _has_storage(x):
-            return 0
-        storage, how = self._moved.get(_storage(x).cdata, (None, 0))
-        is_placed = how == PICKED and _place(x) in self._has_places
-        return 0 if storage is None or storage.expired() or is_placed else how
+        how = self._moved.get(_address(x), 0) if self._moved else 0
+        return 0 if how == PICKED and _place(x) in self._has_places else how
 
     def _how_of_results(self, name: str, args: tuple, given: list[Tensor]) -> int:
         """Returns what rows of an operator's results are.
@@ -116,11 +122,9 @@ class Routing(TorchDispatchMode):
         Args:
             given: the tensors of samples among its arguments.
         """
-        if not given:
-            return 0
         x = args[0]
         before = self._how(x) if isinstance(x, Tensor) else 0
-        if name in TAKING and self._is_of_samples(x):
+        if name in TAKING and _address(x) in self._of_samples:
             taken = self._taken(name, x, args)
             return (0 if before else SORTED) if taken == SORTED else max(before, taken)
         if name == "masked_select":
@@ -135,43 +139,46 @@ class Routing(TorchDispatchMode):
         if name != "index":
             dim, index = args[1] % max(1, x.dim()), args[2]
             is_rows = dim == batch or (name == "index_select" and self._how(x) > 0)
-            return SORTED if is_rows and self._is_of_samples(index) else 0
+            return SORTED if is_rows and _address(index) in self._of_samples else 0
         is_back = self._how(x) > 0 and sum(index is not None for index in args[1]) == 1
         dim, found = 0, 0
         for index in args[1]:
             is_mask = index is not None and _is_mask(index)
             dims = range(dim, dim + (index.dim() if is_mask else 1))
             dim = dims.stop
-            if index is None or not self._is_of_samples(index):
+            if index is None or _address(index) not in self._of_samples:
                 continue
             if batch in dims or is_back or (is_mask and 0 in dims):
                 found = max(found, PICKED if is_mask else SORTED)
         return found
 
-    def _is_of_samples(self, x: Tensor) -> bool:
-        found = self._of_samples.get(_storage(x).cdata) if _has_storage(x) else None
-        return found is not None and not found.expired()
-
     def _mark(self, x: Tensor) -> None:
-        if _has_storage(x):
-            storage = _storage(x)
-            self._of_samples[storage.cdata] = storage
+        address = _address(x)
+        if address is not None and address not in self._of_samples:
+            self._of_samples[address] = WeakStorage(x.untyped_storage())
+
+
+def _tensors_of(given: tuple) -> list[Tensor]:
+    """Returns tensors of arguments or results of an operator, which may be in lists."""
+    found = []
+    for x in given:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif type(x) in (list, tuple):
+            found += [y for y in x if isinstance(y, Tensor)]
+    return found
 
 
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
-def _has_storage(x: Tensor) -> bool:
+def _address(x: Tensor) -> int | None:
+    """Returns what tells the memory of a tensor from others; None: it has none of its own."""
     plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided
-    return plain and x.device.type != "meta"
-
-
-def _storage(x: Tensor) -> WeakStorage:
-    """Returns a reference that does not keep the memory: its address is not given to another."""
-    return WeakStorage(x.untyped_storage())
+    return address_of_storage(x) if plain and not x.is_meta else None
 
 
 def _place(x: Tensor) -> tuple:
     """Returns what views of one storage are told apart by."""
-    return _storage(x).cdata, x.storage_offset(), x.shape, x.stride()
+    return _address(x), x.storage_offset(), x.shape, x.stride()

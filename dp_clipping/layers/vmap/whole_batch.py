@@ -92,7 +92,7 @@ class Noted(NamedTuple):
     key: Key
     inputs: list[Tensor]
     outputs: list[Tensor]
-    has_moved: bool
+    has_moved: bool = False
 
 
 Watch = Callable[[str, Tensor, Layout], Tensor]
