@@ -145,7 +145,12 @@ class _Trial:
         def noted(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = vars(module)["_private"]
             refuse_iterators(handle.name, args, kwargs)
-            call = Call(handle.title(module), self._size, handle.operations or {}, routing=routing)
+            call = Call(
+                handle.title(module),
+                self._size,
+                handle.operations or {},
+                has_moved=routing.has_moved,
+            )
             run = partial(on_whole_batch, module, call, self._copies(module))
             outputs = self._tried(run, module, args, kwargs)
             found.setdefault(handle, []).append(call.noted)

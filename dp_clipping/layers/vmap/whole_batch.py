@@ -46,7 +46,6 @@ from dp_clipping.torch_compat import (
     tree_map,
     tree_unflatten,
 )
-from dp_clipping.trials.routing import Routing
 
 _OPERATORS = ("add", "sub", "mul", "div")  # as Python's +, -, *, / and their in-place forms call
 ELEMENTWISE = {getattr(owner, name) for owner in (torch, Tensor) for name in _OPERATORS}
@@ -107,8 +106,8 @@ class Call:
         name: of the module, and its class.
         rows: of the batch.
         known: the operators of the parameters with tensors of the batch.
-        routing: others are noted, and their results are tensors without copies; it says which
-            rows of tensors were moved. None: others are refused.
+        has_moved: others are noted, and their results are tensors without copies; it says whether
+            rows of a tensor were picked or sorted. None: others are refused.
         watch: sees the tensors of the batch in known operators.
 
     Attributes:
@@ -122,11 +121,11 @@ class Call:
         name: str,
         rows: int,
         known: Mapping[Key, Operation],
-        routing: Routing | None = None,
+        has_moved: Callable[[Tensor], bool] | None = None,
         watch: Watch | None = None,
     ):
         self.name, self.rows, self._known = name, rows, known
-        self._routing, self._watch = routing, watch
+        self._has_moved, self._watch = has_moved, watch
         self.noted: list[Noted] = []
         self._number = 0
 
@@ -198,9 +197,9 @@ class Call:
 
     def _note(self, key: Key, inputs: list[Tensor], leaves: list[Any], structure: Any) -> Any:
         _, function, _ = key
-        if self._routing is None:
+        if self._has_moved is None:
             raise UnknownOperation(f"it calls {_name(function)}, and did not in the first batch")
-        has_moved = any(map(self._routing.has_moved, inputs))
+        has_moved = any(map(self._has_moved, inputs))
         inputs = [x.detach().clone() if function in IN_PLACE else x.detach() for x in inputs]
         results = _call(function, map(_value, leaves), structure)
         outputs = [y.detach() for y in tree_leaves(results) if isinstance(y, Tensor)]
