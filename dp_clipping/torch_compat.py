@@ -41,13 +41,16 @@ def _missing(api: str) -> RuntimeError:
 
 
 try:
+    from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
     from torch.utils import _pytree
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map, tree_map_only
 except ImportError as error:
-    raise _missing("torch.utils._python_dispatch or torch.utils._pytree") from error
+    raise _missing(
+        "torch.utils._python_dispatch, torch.multiprocessing.reductions or torch.utils._pytree"
+    ) from error
 
-__all__ = ["TorchDispatchMode", "tree_map", "tree_map_only"]
+__all__ = ["TorchDispatchMode", "WeakStorage", "tree_map", "tree_map_only"]
 
 NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("Module", nn.Module(), (
@@ -92,6 +95,11 @@ def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list
     leaves: list[Any] = []
     _flatten(tree, leaves, is_leaf)
     return leaves
+
+
+def address_of_storage(x: Tensor) -> int:
+    """Returns the address of the storage of a tensor, which views share."""
+    return x.untyped_storage()._cdata
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

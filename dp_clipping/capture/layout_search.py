@@ -35,17 +35,19 @@ from dp_clipping.layers.handle import (
 from dp_clipping.layers.recorder import Joint, Trainable
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.refusals import refuse_transforms
-from dp_clipping.torch_compat import (
-    TorchDispatchMode,
-    is_dtype_cast,
-    is_in_backward,
-)
+from dp_clipping.torch_compat import is_in_backward
+from dp_clipping.trials.routing import Routing
 
 UNSURE = "unsure"
+INSTEAD = (
+    "give the layer [batch, tokens, features] and mask its output; for mixtures of experts of "
+    'transformers call network.set_experts_implementation("batched_mm") before make_private'
+)
+MOVED = (
+    "rows that were picked or sorted by their values, so which sample a row is of differs from "
+    f"batch to batch; {INSTEAD}"
+)
 NETWORK = "\0"  # no module has this name: the network's outputs
-
-OF_SOME_NUMBERS = ("bernoulli", "bernoulli_", "multinomial", "binary_cross_entropy", "poisson",
-                   "binomial")  # fmt: skip
 
 
 class Search:
@@ -60,6 +62,8 @@ class Search:
         self.capture, self._joins_all = capture, joins_all
         self._uses: dict[Trainable, int] = {}
         self.routing: set[str] = set()  # operators that pick or sort rows by their values
+        self.moves = False  # some rows of samples were picked or sorted by values of samples
+        self._routing = Routing()  # of the forward in which they are looked for
         self.differentiated: set[LayerState] = set()  # by the network's own forward
         self.packs = False  # sequences, for a recurrent layer
         self.checks_values = False  # a GPU may stop at numbers that are out of range
@@ -83,7 +87,7 @@ class Search:
         few: tuple[tuple, dict],
         more: tuple[tuple, dict],
         other: tuple[tuple, dict],
-        refuse_expansion: Callable[[], None],
+        refuse_expansion: Callable[..., None],
     ) -> None:
         """Finds the layouts of layers and outputs from three batches' arguments: see `layout`.
 
@@ -93,7 +97,8 @@ class Search:
         the shapes that later layers see: the search is repeated until no other one is found.
 
         Args:
-            refuse_expansion: called before runs in which inputs are expanded; raises if the network
+            refuse_expansion: called before runs in which inputs are expanded, and with what more
+                samples raise in one (code may take them for tokens); raises if the network
                 would compute something else.
 
         Raises:
@@ -103,12 +108,18 @@ class Search:
         while known != (known := self._count_shared()):
             if known:
                 refuse_expansion()
-            routing = Routing()
-            self.routing = routing.operators
+            routing = Routing(few, FEW)
+            self.routing, self._routing = routing.operators, routing
             with routing:
                 runs = [self.observe(*few, FEW)]
             self.checks_values |= routing.checks_values
-            runs += [self.observe(*more, MORE), self.observe(*other, FEW)]
+            self.moves = routing.moves
+            try:
+                runs += [self.observe(*more, MORE), self.observe(*other, FEW)]
+            except RuntimeError as error:
+                if known:  # without expansion they have run
+                    refuse_expansion(error)
+                raise
             uses: dict[Trainable, int] = {}
             failures: list[NeedsVmap] = []
             for handle in self.capture.handles:
@@ -207,6 +218,8 @@ class Search:
         name = handle.name or type(self.capture.network).__name__
         dims = tuple(x.dim() for x in few.inputs)
         runs = (few, more, other)
+        if few.has_moved:
+            raise NeedsVmap(handle.name, f"{name} gets {MOVED}")
         sides = [("input", handle.layouts, few.routed_before, [run.inputs for run in runs])]
         if handle.learns_outputs:
             made = [run.outputs for run in runs]
@@ -266,7 +279,8 @@ class Search:
             self.packs |= any(isinstance(x, PackedSequence) for x in args)
             dtype = product_dtype(inputs[0]) if inputs else None
             shapes = [_if_flattened(x, batch_size, handle) for x in inputs]
-            call = LayerCall(shapes, [], dtype, frozenset(self.routing))
+            has_moved = any(map(self._routing.has_moved, inputs))
+            call = LayerCall(shapes, [], dtype, has_moved, frozenset(self.routing))
             calls.setdefault(handle.name, []).append(call)
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
             return expanded_input(handle, layouts, inputs, batch_size)
@@ -308,9 +322,7 @@ def _refuse_routed(
             layer,
             f"{name} gets its samples flattened, in a network that picks or sorts rows by "
             f"their values ({', '.join(sorted(routed))}): how many rows each sample has "
-            "there differs from batch to batch; give the layer [batch, tokens, features] and "
-            "mask its output; for mixtures of experts of transformers call "
-            'network.set_experts_implementation("batched_mm") before make_private',
+            f"there differs from batch to batch; {INSTEAD}",
         )
 
 
@@ -327,33 +339,6 @@ def _refuse_packed(handle: LayerState, module: nn.Module, inputs: tuple) -> None
             "lengths = pad_packed_sequence(packed, batch_first=True), or let these parameters be "
             "in a module that is called with such x, as def forward(self, x): return x * self.scale"
         )
-
-
-class Routing(TorchDispatchMode):
-    """Notes operators whose output's shape or order depends on values, as routing to experts.
-
-    Also whether there are operators that make indices of numbers, or take some numbers only.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: set[str] = set()
-        self.checks_values = False
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        aten = torch.ops.aten
-        if function is aten.index.Tensor:
-            found = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-        else:
-            by_shape = torch.Tag.dynamic_output_shape in function.tags
-            found = by_shape or function.overloadpacket is aten.sort
-        if found:
-            self.operators.add(function.overloadpacket.__name__)
-        result = function(*args, **(kwargs or {}))
-        if is_dtype_cast(function) and args[0].is_floating_point():
-            self.checks_values |= not (result.is_floating_point() or result.is_complex())
-        self.checks_values |= function.overloadpacket.__name__ in OF_SOME_NUMBERS
-        return result
 
 
 def _paired(name: str, runs: list[list[LayerCall]]) -> list[tuple[LayerCall, ...]]:

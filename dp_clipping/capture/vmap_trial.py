@@ -13,7 +13,7 @@ is put back.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -54,18 +54,24 @@ from dp_clipping.torch_compat import (
     version_of,
 )
 from dp_clipping.trials.randomness import RandomStates
+from dp_clipping.trials.routing import Routing
 
 MOST = 16  # operators one after another of parameters and tensors that all samples share
 
 
 def unfit_modules(
-    capture: CapturedNetwork, few: Arguments, more: Arguments, routes: bool = False
+    capture: CapturedNetwork,
+    few: Arguments,
+    more: Arguments,
+    routes: bool = False,
+    moves: bool = False,
 ) -> list[LayerState]:
     """Returns the modules that must run otherwise than they are captured.
 
     Args:
         few, more: arguments of forwards of `FEW` and of `MORE` samples.
         routes: rows are picked by their values, so that flattened samples may fit by chance.
+        moves: some rows that samples have are picked or sorted by values of samples.
     """
     found: list[LayerState] = [handle for handle in capture.inner if handle.is_misfit]
     modules: list[Any] = [m for m in capture.network.modules() if "_private" in vars(m)]
@@ -78,7 +84,8 @@ def unfit_modules(
     for _ in range(MOST):
         if not unsettled:
             break
-        small, large = _Trial(capture, few, FEW).note(), _Trial(capture, more, MORE).note()
+        small = _Trial(capture, few, FEW).note(moves)
+        large = _Trial(capture, more, MORE).note()
         unsettled = [
             handle
             for handle in unsettled
@@ -126,20 +133,31 @@ class _Trial:
         self._capture, self._arguments, self._size = capture, arguments, size
         self._wanted: dict[LayerState, list[list[Tensor]]] = {}
 
-    def note(self) -> dict[LayerState, list[list[Noted]]]:
-        """Returns the operators that are not known, of each call of each module."""
+    def note(self, moves: bool = False) -> dict[LayerState, list[list[Noted]]]:
+        """Returns the operators that are not known, of each call of each module.
+
+        Args:
+            moves: rows that were picked or sorted by values are looked for.
+        """
         found: dict[LayerState, list[list[Noted]]] = {}
+        routing = Routing(self._arguments, self._size)
 
         def noted(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = vars(module)["_private"]
             refuse_iterators(handle.name, args, kwargs)
-            call = Call(handle.title(module), self._size, handle.operations or {}, learns=True)
+            call = Call(
+                handle.title(module),
+                self._size,
+                handle.operations or {},
+                has_moved=routing.has_moved,
+            )
             run = partial(on_whole_batch, module, call, self._copies(module))
             outputs = self._tried(run, module, args, kwargs)
             found.setdefault(handle, []).append(call.noted)
             return outputs
 
-        self._run(noted)
+        with routing if moves else nullcontext():
+            self._run(noted)
         return found
 
     def compare(self) -> None:

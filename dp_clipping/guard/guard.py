@@ -301,7 +301,7 @@ class LayoutDiscovery:
         try:
             refuse_expansion = partial(refuse_other_results, capture, few)
             self._search.establish(few, more, other, refuse_expansion)
-            return unfit_modules(capture, few, more, bool(self._search.routing))
+            return unfit_modules(capture, few, more, bool(self._search.routing), self._search.moves)
         except CalledDifferently:
             raise
         except ValueError as error:

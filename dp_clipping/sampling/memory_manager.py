@@ -18,6 +18,7 @@ from dp_clipping.sampling.loader import PoissonLoader, kept_options
 from dp_clipping.sampling.poisson import Drawn, PoissonSampler, Uncopied
 from dp_clipping.sampling.units import fill_of
 from dp_clipping.sampling.usage import Ticket
+from dp_clipping.trials.randomness import same_randomness
 
 
 class BatchMemoryManager:
@@ -170,8 +171,11 @@ class MicrobatchLoader(Uncopied, DataLoader):
         collate, model = loader.collate_fn, optimizer.model
         if pad_batches:
             batch_dim = 0 if model.batch_first else 1
-            sample = loader.dataset[0]
-            collate = PaddedCollate(collate, sample, batch_dim=batch_dim, rows=max_size)
+            # A resumed run splits more often: what the sample draws would move its dropout.
+            with same_randomness():
+                collate = PaddedCollate(
+                    collate, loader.dataset[0], batch_dim=batch_dim, rows=max_size
+                )
         super().__init__(
             loader.dataset,
             batch_sampler=MicrobatchSampler(

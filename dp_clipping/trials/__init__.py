@@ -9,5 +9,6 @@ Files:
     randomness            states of random generators, saved and restored
     values                values of tensors, to find writes and to undo them
     draws                 runs without dropout, or with expected values for some random numbers
+    routing               operators that pick or sort rows by values, and where these rows are
     tolerances            the differences that may be rounding
 """

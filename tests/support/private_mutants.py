@@ -70,6 +70,7 @@ RELATIVE = "tests/dp_clipping/layers/vmap/test_relative_positions.py"
 VMAP_TRIAL = "tests/dp_clipping/capture/test_vmap_trial.py"
 RANKS = "tests/dp_clipping/ranks/test_steps.py"
 TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
+LAYOUTS = "tests/dp_clipping/capture/test_layout_search.py"
 POST_TRAINING = "tests/dp_clipping/integrations/test_trl.py"
 
 ROWS = [
@@ -99,6 +100,11 @@ ROWS = [
      "16_bits"),
     ("hooks of the search stay on parameters", "capture/layout_search.py",
      "hooks.callback(hook.remove)", "pass", EXPANSION, "returns_its_parameter"),
+    # ---- rows that are picked or sorted by values
+    ("layers get moved rows", "capture/layout_search.py", "if few.has_moved:", "if False:", LAYOUTS,
+     "by_chance"),
+    ("parameters of a module meet moved rows", "layers/vmap/whole_batch.py",
+     "if one.has_moved:", "if False:", LAYOUTS, "by_chance"),
     # ---- what a backward keeps
     ("kept gradients are not compared before sums", "step/sums/work.py",
      "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=True)]", "[]",

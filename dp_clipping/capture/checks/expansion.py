@@ -36,11 +36,14 @@ from dp_clipping.trials.tolerances import BESIDE
 FAILURES = (RuntimeError, ValueError, IndexError)  # of code that is given a dimension more
 
 
-def refuse_other_results(capture: CapturedNetwork, few: Arguments) -> None:
+def refuse_other_results(
+    capture: CapturedNetwork, few: Arguments, failure: Exception | None = None
+) -> None:
     """Compares a run in which shared inputs are expanded with one in which they are not.
 
     Args:
         few: arguments of a forward of `FEW` samples. Where inputs are shared is known.
+        failure: of an expanded run of more samples, which runs where none is expanded.
 
     Raises:
         NeedsVmap: naming the layers with whose expanded outputs the network computes something
@@ -52,6 +55,8 @@ def refuse_other_results(capture: CapturedNetwork, few: Arguments) -> None:
     with full_float32(layers=True):
         plain, why = _Run(capture, few), "computes something else with that"
         try:
+            if failure is not None:
+                raise failure
             if _Run(capture, few, shared, plain).is_like(plain):
                 return
             if _is_rounding(capture, few, shared):

@@ -208,9 +208,12 @@ def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, .
             given.append(rows)
             found.append(call(own, *rows))
             if call.handle.private_step is None:
-                mine = {id(p) for p in own.values()}  # PyTorch's recurrent layers list them
+                mine = {id(p) for p in own.values()}  # recurrent layers list them: see below
                 others = Objects(*call.roots).left_since(objects)
                 left.append({path: x for path, x in others.items() if id(x) not in mine})
+    # PyTorch's recurrent layers list the parameters that they were called with last.
+    pairs_of_own = zip(call.handle.trainable, call.owners, strict=True)
+    Objects(*call.roots).show({id(own[name]): getattr(*owner) for name, owner in pairs_of_own})
     if leaves_samples(left):
         raise ValueError(
             f"{call.handle.title(call.module)} leaves what it computes of a sample in an object, "

@@ -83,11 +83,15 @@ class Operation(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """An operator that is not known yet: its tensors, but parameters, and its results."""
+    """An operator that is not known yet: its tensors, but parameters, and its results.
+
+    `has_moved`: some tensors are rows that were picked or sorted by values (`trials.routing`).
+    """
 
     key: Key
     inputs: list[Tensor]
     outputs: list[Tensor]
+    has_moved: bool = False
 
 
 Watch = Callable[[str, Tensor, Layout], Tensor]
@@ -102,7 +106,8 @@ class Call:
         name: of the module, and its class.
         rows: of the batch.
         known: the operators of the parameters with tensors of the batch.
-        learns: others are noted, and their results are tensors without copies.
+        has_moved: others are noted, and their results are tensors without copies; it says whether
+            rows of a tensor were picked or sorted. None: others are refused.
         watch: sees the tensors of the batch in known operators.
 
     Attributes:
@@ -116,11 +121,11 @@ class Call:
         name: str,
         rows: int,
         known: Mapping[Key, Operation],
-        learns: bool = False,
+        has_moved: Callable[[Tensor], bool] | None = None,
         watch: Watch | None = None,
     ):
         self.name, self.rows, self._known = name, rows, known
-        self._learns, self._watch = learns, watch
+        self._has_moved, self._watch = has_moved, watch
         self.noted: list[Noted] = []
         self._number = 0
 
@@ -192,12 +197,13 @@ class Call:
 
     def _note(self, key: Key, inputs: list[Tensor], leaves: list[Any], structure: Any) -> Any:
         _, function, _ = key
-        if not self._learns:
+        if self._has_moved is None:
             raise UnknownOperation(f"it calls {_name(function)}, and did not in the first batch")
+        has_moved = any(map(self._has_moved, inputs))
         inputs = [x.detach().clone() if function in IN_PLACE else x.detach() for x in inputs]
         results = _call(function, map(_value, leaves), structure)
         outputs = [y.detach() for y in tree_leaves(results) if isinstance(y, Tensor)]
-        self.noted.append(Noted(key, inputs, outputs))
+        self.noted.append(Noted(key, inputs, outputs, has_moved))
         return results
 
     def _watched(self, what: str, x: Tensor, layout: Layout) -> Tensor:
@@ -520,6 +526,8 @@ def learn(
         if one is None or other is None or one.key != other.key:
             raise UnknownOperation("it calls other operators for a batch of another size")
         name = _name(one.key[1])
+        if one.has_moved:
+            raise UnknownOperation(f"{name} gets rows that were picked or sorted by their values")
         try:
             operation = Operation(
                 *(

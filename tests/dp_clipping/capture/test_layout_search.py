@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dp_clipping.capture.layout_search import Routing
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.layers.batch_layout import Layout
 from tests.dp_clipping.conftest import (
     assert_close,
@@ -61,20 +61,6 @@ def test_weights_that_are_used_twice_keep_their_gradients_dense_or_are_joined():
     assert found == {("table.weight",): set(), ("layer.weight", "layer.bias"): {"layer.weight"}}
 
 
-def test_operators_that_pick_rows_by_their_values_are_noted():
-    x = torch.tensor([3.0, 1.0])
-    with Routing() as routing:
-        x.sort()
-        x[x > 2]
-        x + 1
-    assert "sort" in routing.operators
-    assert "index" in routing.operators or "nonzero" in routing.operators
-    assert not routing.checks_values
-    with Routing() as routing:
-        x.long()
-    assert routing.checks_values
-
-
 @pytest.mark.parametrize("is_first", [False, True])
 def test_flattened_samples_are_refused_behind_rows_picked_by_value_only(is_first):
     """Picks rows at the end, as a head that is fused with its loss picks labelled tokens."""
@@ -89,6 +75,83 @@ def test_flattened_samples_are_refused_behind_rows_picked_by_value_only(is_first
     model(torch.randn(5, 2, 4))
     kinds = [handle.kind for handle in model.capture.handles]
     assert kinds == (["vectorized"] if is_first else ["linear"])
+
+
+def partitioned(net, x):
+    """Gives a layer the rows with one sign, and then the others."""
+    is_first = x[:, 0] > 0
+    places = torch.cat((is_first.nonzero()[:, 0], (~is_first).nonzero()[:, 0]))
+    y = net.layer(torch.cat((x[is_first], x[~is_first])))
+    return net.head(torch.zeros_like(y).index_copy(0, places, y))
+
+
+def sorted_by_value(net, x):
+    order = (x[:, 0] <= 0).long().argsort(stable=True)
+    return net.head(net.layer(x[order])[order.argsort()])
+
+
+def with_a_parameter_of_its_own(net, x):
+    order = (x[:, 0] <= 0).long().argsort(stable=True)
+    return net.head((x[order] @ net.own)[order.argsort()])
+
+
+@pytest.mark.parametrize("forward", [partitioned, sorted_by_value, with_a_parameter_of_its_own])
+def test_rows_that_are_in_order_by_chance_in_the_first_batch(forward):
+    layers = {"layer": nn.Linear(4, 4), "own": nn.Parameter(torch.randn(4, 4))}
+    unused = "own" if forward is not with_a_parameter_of_its_own else "layer"
+    del layers[unused]
+    network = zoo.Net(forward, **layers, head=nn.Linear(4, 3)).double()
+    model = private(copy.deepcopy(network), "bookkeeping", 0.1)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    x[:, 0] = x[:, 0].abs()
+    for number in range(3):
+        if number == 2:  # which is not checked
+            x = x * torch.tensor([1.0, -1.0, -1.0, 1.0])[:, None]
+        batch = x, torch.randn(4, 3, dtype=torch.float64)
+        expected = oracle.per_sample_gradients(network, batch, zoo.product)
+        assert_close(clipped_sums(model, batch), oracle.clipped_sum(expected, 0.1), 1e-9)
+    norms = model.per_sample_gradient_norms.double()
+    torch.testing.assert_close(norms, oracle.norms(expected).double())
+
+
+def test_rows_with_a_dimension_for_the_samples_are_not_looked_for():
+    """Code that says how many rows each sample has, as heads that read one token of each."""
+
+    def forward(net, x):
+        last = x[x[..., 0] == x[..., 0].amax(1, keepdim=True)]
+        return net.head(last.view(len(x), -1, 4)[:, -1])
+
+    model = private(zoo.Net(forward, head=nn.Linear(4, 3)))
+    model(torch.randn(4, 5, 4))
+    assert [handle.kind for handle in model.capture.handles] == ["linear"]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_what_all_samples_share_may_be_taken_for_tokens(tokens):
+    """A vector gets a dimension for the samples, which is then beside the tokens."""
+
+    def forward(net, x):
+        return net.head(x * net.layer(torch.ones(4, dtype=x.dtype))).sum(1)
+
+    network = zoo.Net(forward, layer=nn.Linear(4, 4), head=nn.Linear(4, 3)).double()
+    x = torch.randn(4, tokens, 4, dtype=torch.float64)
+    assert_exact(network, (x, torch.randn(4, 3, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+def test_a_sample_of_the_first_batch_whose_values_are_not_finite(value):
+    def forward(net, x):
+        y = net.flat(x.flatten(0, 1)).view_as(x).clone()
+        y[:, 0] = net.own
+        return net.head(y).sum(1)
+
+    layers = {"flat": nn.Linear(4, 4), "own": nn.Parameter(torch.randn(4)), "head": nn.Linear(4, 3)}
+    network = zoo.Net(forward, **layers).double()
+    x, targets = torch.randn(4, 5, 4).double(), torch.randn(4, 3).double()
+    found = private(copy.deepcopy(network)), private(network)
+    expected = clipped_sums(found[0], (x[1:], targets[1:]))
+    x[0, 2, 1] = value
+    assert_close(clipped_sums(found[1], (x, targets)), expected, 1e-9)
 
 
 class Logits(nn.Module):

@@ -62,11 +62,6 @@ def attention(net, x):
     return net.second((h @ h.t() + mask).softmax(-1) @ h)
 
 
-def sorted_and_put_back(net, x):
-    order = x[:, 0].argsort()
-    return net.second(net.first(x[order]))[order.argsort()]
-
-
 def hooked(net, x):
     h = net.first(x) * 1
     if h.requires_grad:
@@ -138,7 +133,6 @@ MIXING = {
         lambda net, x: net.second(net.first(x) / net.first(x).abs().amax().clamp(min=100)),
         "second",
     ),
-    "sorted": (sorted_and_put_back, "first"),
     "the sample before": (lambda net, x: net.second(net.first(x + 0.1 * x.roll(1, 0))), "first"),
     "the last sees the first": (
         lambda net, x: net.second(net.first(torch.cat([x[:-1], x[-1:] + x[:1]]))),

@@ -128,7 +128,7 @@ REFUSED = {
     ),
     "mixed_samples": (lambda n: samples(n, T, P).flatten(0, 1).flip(0), "fits neither order"),
     "nothing_to_tell_them_apart": (lambda n: torch.ones(n * T, P), "fits both orders"),
-    "nan": (lambda n: torch.full((n * T, P), float("nan")), "fits neither order"),
+    "nan": (lambda n: torch.full((n * T, P), float("nan")), "fits both orders"),
 }
 
 

@@ -1,6 +1,7 @@
 """Microbatches: what they hold, how many there are on each rank, and which one steps."""
 
 import copy
+import random
 from contextlib import nullcontext
 from itertools import chain
 from types import SimpleNamespace
@@ -431,6 +432,20 @@ class TestPadded:
         rounding = 1e-2 if "dtype" in options else 1e-6
         np.testing.assert_allclose(parameters(run), parameters(alone), rtol=0, atol=rounding)
         assert run.engine.accountant.history == alone.engine.accountant.history
+
+    def test_it_leaves_random_numbers_alone(self):
+        """A resumed run splits its loader once more, and goes on with the same dropout."""
+
+        class Drawn(TensorDataset):
+            def __getitem__(self, index):
+                return torch.rand(1), random.random(), np.random.rand()
+
+        run = build()
+        run.loader = DataLoader(Drawn(torch.zeros(8)), batch_size=4)
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+        with padded(run):
+            assert torch.equal(torch.get_rng_state(), before[0])
+            assert (random.getstate(), np.random.get_state()[2]) == before[1:]
 
     def test_every_microbatch_has_one_shape(self):
         for workers in (0, 1):

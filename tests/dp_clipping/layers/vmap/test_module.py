@@ -172,6 +172,17 @@ class Overwrites(nn.Module):
         return self.block(h) + h
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer, which lists the parameters that it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.layer = nn.Parameter(torch.randn(3, 4)), nn.LSTM(4, 4)
+
+    def forward(self, x):
+        return x @ self.layer(self.start)[0].mT
+
+
 # torch.vmap cannot run any of them as a whole; the operators of these parameters it can
 TOGETHER = ("margin", "spectrum", "written input")
 ONE_BY_ONE = {
@@ -181,6 +192,7 @@ ONE_BY_ONE = {
     "spectrum": (Spectrum, (4, 8)),
     "binary": (Binary, (4,)),
     "written input": (Overwrites, (4,)),
+    "recurrent": (Recurrent, (4,)),
 }
 
 
@@ -208,6 +220,9 @@ def test_one_sample_after_another(name, style):
         torch.testing.assert_close(
             model.per_sample_gradient_norms.double(), oracle.norms(gradients).double()
         )
+        with torch.no_grad():
+            for p in model.network.parameters():
+                p.add_(0)  # as an optimizer's step
     if name in TOGETHER:
         assert not any(handle.one_by_one for handle in model.capture.handles)
     else:

@@ -507,7 +507,7 @@ def test_parameters_are_there_again_after_an_error():
 
     def run() -> None:
         copies = {"scale": scale.detach().expand(2, 5).requires_grad_()}
-        with Call("a net", 2, {}, learns=True).of(net, copies):
+        with Call("a net", 2, {}, has_moved=lambda x: False).of(net, copies):
             assert isinstance(net.scale, Own)
             assert net.scale.shape == (5,)
             assert net.scale.requires_grad
@@ -637,7 +637,7 @@ def test_what_a_function_makes_of_a_parameter_has_no_copies():
     copies = torch.randn(5).expand(2, 5).requires_grad_()
     net, x = Net(lambda n, x: Signs.apply(n.w) * x, w=bare(5)), torch.zeros(2, 5)
     with (
-        Call("a net", 2, {}, learns=True).of(net, {"w": copies}),
+        Call("a net", 2, {}, has_moved=lambda x: False).of(net, {"w": copies}),
         pytest.raises(UnknownOperation, match=r"autograd\.Function"),
     ):
         net(x)
