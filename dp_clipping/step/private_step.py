@@ -15,6 +15,7 @@ Layers call `PrivateStep`, which runs the phases. `work` decides when norms and 
 """
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -106,6 +107,19 @@ class PrivateStep:
     def end_forward(self) -> None:
         """Is called when the forward has returned."""
         self._is_in_forward = False
+
+    def look_at(self, losses: Tensor, loss_of: Callable[..., float | None] | None = None) -> None:
+        """Checks the losses in their graph, and prepares what is compared after the backward.
+
+        Args:
+            losses: one per row.
+            loss_of: see `guard.lengths.Lengths.check`.
+        """
+        if self.watched is not None:
+            self.watched.check_graph(losses)
+        for lengths in self.lengths:
+            lengths.note(losses)
+            self.checks.append(partial(lengths.check, loss_of))
 
     def release(self) -> None:
         """Drops what refers to the step's autograd graph; the step is not used again.

@@ -216,8 +216,7 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gates, run: Run, weights: list[Weights], *triggers):
         ctx.run = run
-        # What `save_for_backward` sets, which is a function in Python.
-        ctx.to_save = (gates, *chain(*weights)) if run.layer.reads_gates else (None,)
+        ctx.save_for_backward(*((gates, *chain(*weights)) if run.layer.reads_gates else (None,)))
         return gates
 
     @staticmethod
@@ -244,7 +243,8 @@ class Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run: Run, h, c, outputs, *last):
         ctx.run = run
-        ctx.to_save, ctx.materialize_grads = (outputs, h, c), False  # as in `Enter`
+        ctx.save_for_backward(outputs, h, c)
+        ctx.set_materialize_grads(False)
         return outputs, *last
 
     @staticmethod
