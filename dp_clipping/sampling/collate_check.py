@@ -170,27 +170,24 @@ class Sending:
     """A collate function that returns `Collated`: what was collated alone comes with its batch.
 
     Args:
-        collate_fn: one of `sampling.collate`, around a `CheckedCollate` or another function.
+        collate_fn: one of `sampling.collate`, around `checked`.
+        checked: keeps what it has collated alone; None: nothing was.
     """
 
-    def __init__(self, collate_fn: Callable[[list], Any]) -> None:
-        self._collate = self._checked = collate_fn
-        while hasattr(self._checked, "collate_fn") and not isinstance(
-            self._checked, CheckedCollate
-        ):
-            self._checked = self._checked.collate_fn  # of `sampling.collate`
+    def __init__(self, collate_fn: Callable[[list], Any], checked: CheckedCollate | None) -> None:
+        self._collate, self._checked = collate_fn, checked
 
     def __call__(self, samples: list) -> Collated:
         batch, alone = self._collate(samples), None
-        if isinstance(self._checked, CheckedCollate) and len(samples):
+        if self._checked is not None and len(samples):
             alone, self._checked.alone = self._checked.alone, None
         return Collated(batch, alone)
 
 
 @contextmanager
-def sending(loader: DataLoader) -> Iterator[None]:
+def sending(loader: DataLoader, checked: CheckedCollate | None) -> Iterator[None]:
     """Enters a context in which the loader begins iterations that yield `Collated`."""
-    own, loader.collate_fn = loader.collate_fn, Sending(loader.collate_fn)
+    own, loader.collate_fn = loader.collate_fn, Sending(loader.collate_fn, checked)
     try:
         yield
     finally:

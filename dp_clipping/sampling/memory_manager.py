@@ -197,7 +197,7 @@ class MicrobatchLoader(Uncopied, DataLoader):
         # Of this iteration alone: one that was left early cannot disturb it.
         yielded = self.batch_sampler.yielded = deque()
         try:
-            with sending(self):
+            with sending(self, poisson.checked if poisson else None):
                 batches = super().__iter__()
             while True:
                 with poisson.reading(place.number, len(place.left)) if poisson else nullcontext():
