@@ -427,9 +427,10 @@ class ForwardBackward:
         if mark.changes():
             with self._repacking():
                 self._carried.check(mark, private_step.seen, "a backward")
-        with self.state.refused_together():
-            for check in private_step.checks:
-                check()
+        if private_step.checks:
+            with self.state.refused_together():
+                for check in private_step.checks:
+                    check()
         if is_first:
             differ = private_step.work.norms.split.differ
             if differ is not None and bool(differ):

@@ -383,7 +383,8 @@ class Fused:
             values: G [B, *parameter], a linear layer's factors as a pair, a `Table`, or an object
                 with `weighted_sum` or `gradients`.
         """
-        scale, totals = self._scale, dict[int, Tensor]()
+        scale = self._scale
+        totals: dict[int, Any] = dict.fromkeys(range(len(values)))
         if len(scale.rows) == 1:  # they are all of that group
             rows = [*scale.rows.values()] * len(records)
         else:
@@ -428,4 +429,4 @@ class Fused:
                 is_pair = isinstance(one, tuple)
                 totals[n] = sum_of_one_token(*one, c) if is_pair else one.weighted_sum(c)
         values.clear()
-        return [totals[n] for n in range(len(records))]
+        return list(totals.values())
