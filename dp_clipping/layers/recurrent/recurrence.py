@@ -216,7 +216,8 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gates, run: Run, weights: list[Weights], *triggers):
         ctx.run = run
-        ctx.save_for_backward(*((gates, *chain(*weights)) if run.layer.reads_gates else (None,)))
+        # What `save_for_backward` sets, which is a function in Python.
+        ctx.to_save = (gates, *chain(*weights)) if run.layer.reads_gates else (None,)
         return gates
 
     @staticmethod
@@ -243,8 +244,7 @@ class Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run: Run, h, c, outputs, *last):
         ctx.run = run
-        ctx.save_for_backward(outputs, h, c)
-        ctx.set_materialize_grads(False)
+        ctx.to_save, ctx.materialize_grads = (outputs, h, c), False  # as in `Enter`
         return outputs, *last
 
     @staticmethod
