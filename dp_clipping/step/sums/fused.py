@@ -426,7 +426,10 @@ class Fused:
         for n in alone:
             one, c = values[n], scale.values[rows[n]]
             with self._label("sum", (records[n],)) if self._labels else NOTHING:
-                is_pair = isinstance(one, tuple)
-                totals[n] = sum_of_one_token(*one, c) if is_pair else one.weighted_sum(c)
+                if isinstance(one, tuple):
+                    left, right = one
+                    totals[n] = sum_of_one_token(left, right, c)
+                else:
+                    totals[n] = one.weighted_sum(c)
         values.clear()
         return list(totals.values())
