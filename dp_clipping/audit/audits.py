@@ -93,7 +93,7 @@ class Audits(Accounts):
         if loss is not None:
             check("loss", loss)
         check_max_grad_norm(max_grad_norm, arguments.get("clipping", "flat"))
-        wanted = f"a whole number of {FEWEST} or more, as canaries=5000"
+        wanted = f"{FEWEST} or more, a whole number, as canaries=5000"
         whole(wanted, least=FEWEST).check("canaries", canaries)
         check("delta", delta)
         CONFIDENCE.check("confidence", confidence)
@@ -172,8 +172,8 @@ class Audits(Accounts):
         self._refuse_engine("engine.record_sums")
         if loss is not None:
             check("loss", loss)
-        whole("a whole number of 2 or more, as units=16", least=2).check("units", units)
-        whole("a whole number of 1 or more, as removed=4").check("removed", removed)
+        whole("a whole number of 2 or more, as units=16", least=0).check("units", units)
+        whole("a whole number of 1 or more, as removed=4", least=0).check("removed", removed)
         check("noise_multiplier", noise_multiplier)
         refuse_used(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader
