@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.arguments.checks import LOSS_REDUCTIONS
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in
 from dp_clipping.guard.carried import Carried
@@ -38,7 +37,7 @@ class PrivateCriterion(nn.Module):
 
     def __init__(self, model: Any, criterion: Callable[..., Tensor], reduction: str):
         own = getattr(criterion, "reduction", reduction)
-        if own != reduction or reduction not in LOSS_REDUCTIONS:
+        if own != reduction:
             raise ValueError(
                 f"loss_reduction is {reduction!r} and criterion.reduction {own!r}: both must be "
                 "'mean' or both 'sum', as in make_private(criterion=nn.CrossEntropyLoss("
@@ -91,29 +90,14 @@ class PrivateCriterion(nn.Module):
                 self._per_sample, self._carried.state, args, kwargs, expected, shape,
                 self.model.batch_first, self._shapes,
             )  # fmt: skip
-            self._check(private_step, losses, again)
+            if private_step.watched is not None:
+                is_whole = expected > self._largest
+                self._largest = max(self._largest, expected)
+                number = private_step.watched.number
+                private_step.checks.append(partial(again.check, number, is_whole))
+            private_step.look_at(losses, again.of_sample)
         self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
-
-    def _check(self, private_step: Any, losses: Tensor, again: Criterion) -> None:
-        """Checks the losses in their graph, and prepares what is checked after the backward."""
-        if private_step.watched is not None:
-            private_step.watched.check_graph(losses)
-            is_whole = len(losses) > self._largest
-            self._largest = max(self._largest, len(losses))
-            number = private_step.watched.number
-            private_step.checks.append(
-                partial(self._check_together, partial(again.check, number, is_whole))
-            )
-        for lengths in private_step.lengths:
-            lengths.note(losses)
-            private_step.checks.append(
-                partial(self._check_together, partial(lengths.check, again.of_sample))
-            )
-
-    def _check_together(self, check: Callable[[], None]) -> None:
-        with self.model.step_state.refused_together():
-            check()
 
     def _real(self, losses: Tensor) -> Tensor:
         """Returns the losses of samples, of a batch in mode `no_dp`."""

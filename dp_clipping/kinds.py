@@ -3,10 +3,12 @@
 import difflib
 import functools
 import inspect
+import math
 import os
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Integral, Rational, Real
 from typing import Any, TypeVar, cast
 
@@ -35,22 +37,46 @@ def _is_within(x: Any, most: float) -> bool:
     return bool(-most <= x <= most)
 
 
-def check_type(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Raises WrongType unless the value is of this kind."""
-    if not isinstance(value, kind):
-        raise WrongType(f"{name} is {shown(value)}: give {wanted}")
+@dataclass(frozen=True)
+class Argument:
+    """Says which values an argument takes.
+
+    Attributes:
+        wanted: what to give, as messages say it.
+        has_kind: whether a value is of a type that is taken.
+        fits: whether a value of that type is in range.
+    """
+
+    wanted: str
+    has_kind: Callable[[Any], bool]
+    fits: Callable[[Any], bool] = lambda _: True
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises WrongType or ValueError for a value that is not taken."""
+        if not self.has_kind(value):
+            raise WrongType(f"{name} is {shown(value)}: give {self.wanted}")
+        if not self.fits(value):
+            raise ValueError(f"{name} is {value}: give {self.wanted}")
 
 
-def check_number(name: str, value: Any, wanted: str) -> None:
-    """Raises WrongType unless the value is a real number."""
-    if not is_number(value):
-        raise WrongType(f"{name} is {shown(value)}: give {wanted}")
+def instance_of(kind: type | tuple[type, ...], wanted: str) -> Argument:
+    """Returns an argument that takes what is of this kind."""
+    return Argument(wanted, lambda value: isinstance(value, kind))
 
 
-def check_count(name: str, value: Any, wanted: str) -> None:
-    """Raises WrongType unless the value is an integer."""
-    if not is_count(value):
-        raise WrongType(f"{name} is {shown(value)}: give {wanted}")
+def number(wanted: str, fits: Callable[[Any], bool] = lambda _: True) -> Argument:
+    """Returns an argument that takes numbers, those that fit."""
+    return Argument(wanted, is_number, fits)
+
+
+def positive(wanted: str) -> Argument:
+    """Returns an argument that takes finite numbers above 0."""
+    return number(wanted, lambda value: 0 < value < math.inf)
+
+
+def whole(wanted: str, least: int = 1) -> Argument:
+    """Returns an argument that takes integers from `least` on."""
+    return Argument(wanted, is_count, lambda value: value >= least)
 
 
 FILE = 'the name of a file, a string or pathlib.Path, as {name}="run.pt"'

@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -450,19 +449,11 @@ class PrivateModel(nn.Module):
         private_step = self.step_state.pending
 
         def private(losses: Tensor) -> PrivateLoss:
-            if private_step.watched is not None:
-                private_step.watched.check_graph(losses)
-            for lengths in private_step.lengths:
-                lengths.note(losses)
-                private_step.checks.append(partial(self._check_length, lengths))
+            private_step.look_at(losses)
             return PrivateLoss(self, private_step, losses, self._loss_reduction)
 
         size = 0 if private_step.is_empty else private_step.rows
         return self.loss_in_network.wrapped(outputs, private, size)
-
-    def _check_length(self, lengths: Any) -> None:
-        with self.step_state.refused_together():
-            lengths.check()
 
     def _as_in_forward(
         self, context: Callable[[], AbstractContextManager], kwargs: dict

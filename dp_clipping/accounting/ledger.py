@@ -38,7 +38,7 @@ from dp_clipping.accounting.history import (
     totals_of,
 )
 from dp_clipping.accounting.pld import interface
-from dp_clipping.kinds import check_type
+from dp_clipping.kinds import instance_of
 
 if TYPE_CHECKING:
     from opacus.accountants.accountant import IAccountant
@@ -215,7 +215,7 @@ class Account:
         Raises:
             ValueError: if it lacks steps that this one has counted.
         """
-        check_type("accountant", accountant, interface(), "one of opacus.accountants")
+        instance_of(interface(), "one of opacus.accountants").check("accountant", accountant)
         lacking = totals_of(self.history) - totals_of(accountant.history)
         if lacking:
             raise ValueError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dp_clipping.accounting.mechanism import DEFAULT, Epsilon, Mechanism
-from dp_clipping.kinds import check_number
+from dp_clipping.kinds import positive
 
 LOWEST = 0.05
 """Smallest σ that is searched for."""
@@ -85,9 +85,7 @@ def noise_multiplier_for(
                 'out, or build PrivacyEngine(accountant="rdp")'
             )
         options["alphas"] = list(alphas)
-    check_number("epsilon_tolerance", epsilon_tolerance, "a finite number above 0")
-    if not 0 < epsilon_tolerance < math.inf:
-        raise ValueError(f"epsilon_tolerance is {epsilon_tolerance}: give a finite number above 0")
+    positive("a finite number above 0").check("epsilon_tolerance", epsilon_tolerance)
     search = (target_epsilon, target_delta, sample_rate, steps, epsilon_tolerance)
     if mechanism.epsilon is not None:
         return _search(mechanism.epsilon, LOWEST_OF_OPACUS, *search)

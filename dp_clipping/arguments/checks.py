@@ -19,7 +19,21 @@ from torch.utils.data import DataLoader
 
 from dp_clipping.arguments.thresholds import LARGEST
 from dp_clipping.clipping.coefficients import known_clipping_functions
-from dp_clipping.kinds import FILE, WrongType, is_count, is_number, is_path, shown
+from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
+from dp_clipping.kinds import (
+    FILE,
+    Argument,
+    WrongType,
+    instance_of,
+    is_count,
+    is_number,
+    is_path,
+    number,
+    positive,
+    shown,
+    whole,
+)
+from dp_clipping.modes import MODES
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.planning.plan import NORM_ALGORITHMS
@@ -31,28 +45,6 @@ CLIPPINGS = ("flat", "per_layer")
 LOSS_REDUCTIONS = ("mean", "sum")
 TILE_SIZES = (16, 32, 64, 128, 256)
 WEIGHTS = ("all", "trainable", "none")
-
-
-@dataclass(frozen=True)
-class Argument:
-    """Says which values an argument takes.
-
-    Attributes:
-        wanted: what to give, as messages say it.
-        has_kind: whether a value is of a type that is taken.
-        fits: whether a value of that type is in range.
-    """
-
-    wanted: str
-    has_kind: Callable[[Any], bool]
-    fits: Callable[[Any], bool] = lambda _: True
-
-    def check(self, name: str, value: Any) -> None:
-        """Raises WrongType or ValueError for a value that is not taken."""
-        if not self.has_kind(value):
-            raise WrongType(f"{name} is {shown(value)}: give {self.wanted}")
-        if not self.fits(value):
-            raise ValueError(f"{name} is {value}: give {self.wanted}")
 
 
 @dataclass(frozen=True)
@@ -73,18 +65,6 @@ class Choice:
         return ", ".join(map(str, self.names())) + self.more
 
 
-def _an(kind: type | tuple[type, ...], wanted: str) -> Argument:
-    return Argument(wanted, lambda value: isinstance(value, kind))
-
-
-def _whole(wanted: str, least: int = 1) -> Argument:
-    return Argument(wanted, is_count, lambda value: value >= least)
-
-
-def _positive(wanted: str) -> Argument:
-    return Argument(wanted, is_number, lambda value: 0 < value < math.inf)
-
-
 def _are_names(values: Any) -> bool:
     return all(isinstance(value, str) for value in values)
 
@@ -93,13 +73,13 @@ def _entries(wanted: str) -> Argument:
     return Argument(wanted, lambda value: isinstance(value, Mapping) and _are_names(value))
 
 
-FLAG = _an(bool, "True or False")
+FLAG = instance_of(bool, "True or False")
 OPTIONS = _entries("a dict of arguments by name")
 SCHEDULER = Argument(
     "a scheduler of opacus.schedulers, or None",
     lambda value: not isinstance(value, type) and hasattr(value, "state_dict"),
 )
-DELTA = Argument("a number above 0, far below 1 / samples", is_number, lambda value: 0 < value < 1)
+DELTA = number("a number above 0, far below 1 / samples", lambda value: 0 < value < 1)
 ARGUMENTS: dict[str, Argument | Choice] = {
     # objects
     "module": Argument(
@@ -110,61 +90,62 @@ ARGUMENTS: dict[str, Argument | Choice] = {
         "a callable that has a reduction, such as nn.CrossEntropyLoss()",
         lambda value: callable(value) and not isinstance(value, type),
     ),
-    "data_loader": _an(
+    "data_loader": instance_of(
         DataLoader, "a torch.utils.data.DataLoader, as DataLoader(dataset, batch_size=64)"
     ),
-    "noise_generator": _an(
+    "noise_generator": instance_of(
         torch.Generator, "torch.Generator().manual_seed(..), for tests only, or None"
     ),
-    "adaptive_threshold": _an(
+    "adaptive_threshold": instance_of(
         AdaptiveThreshold, "a dp_clipping.noise.adaptive_threshold.AdaptiveThreshold, or None"
     ),
-    "data_parallel_group": _an(
+    "data_parallel_group": instance_of(
         dist.ProcessGroup if dist.is_available() else (),
         "a torch.distributed.ProcessGroup, or None",
     ),
-    "noise_mechanism": _an(
+    "noise_mechanism": instance_of(
         (str, CorrelatedNoise),
         '"gaussian", CorrelatedNoise(bands=8), or the name of a registered one',
     ),
     # noise and clipping
-    "noise_multiplier": Argument(
-        "a finite number of 0 or more", is_number, lambda value: 0 <= value < math.inf
-    ),
+    "noise_multiplier": number("a finite number of 0 or more", lambda value: 0 <= value < math.inf),
     "clipping": Choice(lambda: CLIPPINGS),
     "clipping_function": Choice(
         known_clipping_functions,
         ", or call dp_clipping.register_clipping_function(name, fn, bound=..) first",
     ),
-    "gamma": _positive("a finite number above 0"),
+    "gamma": positive("a finite number above 0"),
     "loss_reduction": Choice(lambda: LOSS_REDUCTIONS),
-    "expected_batch_size": Argument(
+    "expected_batch_size": number(
         "a finite number above 0: the samples that all ranks together expect in a step",
-        is_number,
         lambda value: 1 / LARGEST <= value <= LARGEST,
     ),
+    # the mode
+    "grad_sample_mode": Choice(
+        lambda: (*MODES, "none"), " (docs/from_opacus.md has those of Opacus)"
+    ),
+    "norm_reduction": Choice(lambda: NORM_REDUCTIONS),
     # kernels
     "norm_algorithm": Choice(lambda: NORM_ALGORITHMS),
-    "memory_budget": _whole("bytes, 0 or more, or None", least=0),
+    "memory_budget": whole("bytes, 0 or more, or None", least=0),
     "tile_size": Choice(lambda: TILE_SIZES, ", or None"),
     # sampling
     "sampling": Choice(lambda: SAMPLINGS),
-    "sample_rate": Argument(
+    "sample_rate": number(
         "a probability above 0, at most 1: expected batch size / samples, both public",
-        is_number,
         lambda value: 0 < value <= 1,
     ),
-    "steps": _whole("a whole number of 1 or more: the batches of an epoch"),
-    "examples_per_unit": _whole("a whole number of 1 or more"),
-    "examples_per_step": _whole("a whole number of 1 or more"),
-    "views": _whole("a whole number of 1 or more: how many rows a batch has of each sample"),
-    "max_batch_size": _whole(
+    "steps": whole("a whole number of 1 or more: the batches of an epoch"),
+    "examples_per_unit": whole("a whole number of 1 or more"),
+    "examples_per_step": whole("a whole number of 1 or more"),
+    "views": whole("a whole number of 1 or more: how many rows a batch has of each sample"),
+    "max_batch_size": whole(
         "the most units that a batch of all ranks may have, a whole number of 1 or more"
     ),
     # the target of make_private_with_epsilon
-    "target_epsilon": _positive("a finite number above 0"),
+    "target_epsilon": positive("a finite number above 0"),
     "target_delta": DELTA,
-    "epochs": _whole("a whole number of 1 or more"),
+    "epochs": whole("a whole number of 1 or more"),
     "alphas": Argument(
         "a list of Rényi orders, numbers above 1, as alphas=[1.5, 2, 4, 8, 16, 32], or None",
         lambda value: isinstance(value, list | tuple) and all(map(is_number, value)),
@@ -180,15 +161,15 @@ ARGUMENTS: dict[str, Argument | Choice] = {
         'names of metrics, as unprotected=["loss"]',
         lambda value: isinstance(value, str | list | tuple | set) and _are_names(value),
     ),
-    "batches": _whole("a whole number of batches, 0 or more", least=0),
-    "every": _whole("a whole number of steps, 1 or more"),
+    "batches": whole("a whole number of batches, 0 or more", least=0),
+    "every": whole("a whole number of steps, 1 or more"),
     # checkpoints
     "path": Argument(FILE.format(name="path") + ", and no open one or bytes", is_path),
     "key_path": Argument(FILE.format(name="key_path") + ", or None", is_path),
     "weights": Choice(lambda: WEIGHTS),
     "noise_scheduler": SCHEDULER,
     "grad_clip_scheduler": SCHEDULER,
-    "checkpoint_dict": _an(Mapping, "a dict of further entries"),
+    "checkpoint_dict": instance_of(Mapping, "a dict of further entries"),
     "state_dict": _entries("what state_dict() of such a network returned"),
     "state": Argument(
         "what state_dict() of such an optimizer returned",

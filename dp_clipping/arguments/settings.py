@@ -126,7 +126,7 @@ class Settings(Sampled):
 
     @cached_property
     def policy(self) -> Policy | None:
-        """Returns how the mode works; None for `no_dp`. Raises ValueError for an unknown mode."""
+        """Returns how the mode works; None for `no_dp`."""
         return policy_of(
             self.grad_sample_mode, clipping_function=self.clipping_function, gamma=self.gamma,
             per_layer=self.clipping == "per_layer", norm_algorithm=self.norm_algorithm,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dp_clipping.clipping.coefficients import clip_norms_of
-from dp_clipping.kinds import check_number
+from dp_clipping.kinds import number
 
 LARGEST = 2.0**100
 """Largest factor in float32, which ends at 2¹²⁸: it leaves room for what it multiplies."""
@@ -16,7 +16,7 @@ def check_max_grad_norm(max_grad_norm: float | Sequence[float], clipping: str) -
     is_list = isinstance(max_grad_norm, list | tuple)
     clip_norms: Any = max_grad_norm if is_list else [max_grad_norm]
     for limit in clip_norms:
-        check_number("max_grad_norm", limit, "a finite number above 0, or a list of such numbers")
+        number("a finite number above 0, or a list of such numbers").check("max_grad_norm", limit)
     if not clip_norms or not all(0 < limit < math.inf for limit in clip_norms):
         raise ValueError(f"max_grad_norm is {max_grad_norm}: give a finite number above 0")
     if clipping == "flat" and is_list:

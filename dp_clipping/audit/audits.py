@@ -17,7 +17,7 @@ from dp_clipping.arguments.checks import check
 from dp_clipping.arguments.given import refuse_used
 from dp_clipping.arguments.thresholds import check_max_grad_norm
 from dp_clipping.audit.attacks import guesses
-from dp_clipping.audit.bound import check_confidence
+from dp_clipping.audit.bound import CONFIDENCE
 from dp_clipping.audit.canaries import LARGE, CanaryNetwork, Kept, Proxy, tagged_loader
 from dp_clipping.audit.copies import Audited
 from dp_clipping.audit.curve import DELTAS, Curve, curve_of
@@ -25,7 +25,7 @@ from dp_clipping.audit.noise import Parameter
 from dp_clipping.audit.records import TOLERANCE, RecordedStep, RecordedSums, record
 from dp_clipping.audit.report import AuditReport, bounds_of
 from dp_clipping.criterion import PrivateCriterion
-from dp_clipping.kinds import by_name, check_count, check_number
+from dp_clipping.kinds import by_name, whole
 from dp_clipping.runs.accounts import Accounts
 from dp_clipping.sampling.memory_manager import BatchMemoryManager
 from dp_clipping.verification.one_by_one import changed
@@ -93,13 +93,11 @@ class Audits(Accounts):
         if loss is not None:
             check("loss", loss)
         check_max_grad_norm(max_grad_norm, arguments.get("clipping", "flat"))
-        check_count("canaries", canaries, f"a whole number of at least {FEWEST}")
+        wanted = f"{FEWEST} or more, a whole number, as canaries=5000"
+        whole(wanted, least=FEWEST).check("canaries", canaries)
         check("delta", delta)
-        check_number("confidence", confidence, "a number between 0 and 1, as 0.95")
-        check_confidence(confidence)
-        if canaries < FEWEST:
-            raise ValueError(f"canaries is {canaries}: give {FEWEST} or more, as canaries=5000")
-        check_number("noise_multiplier", noise_multiplier, "a number above 0, as 1.0")
+        CONFIDENCE.check("confidence", confidence)
+        check("noise_multiplier", noise_multiplier)
         if noise_multiplier == 0:
             raise ValueError(
                 "noise_multiplier=0 states no epsilon that an audit could refute: give more, as "
@@ -174,9 +172,9 @@ class Audits(Accounts):
         self._refuse_engine("engine.record_sums")
         if loss is not None:
             check("loss", loss)
-        check_count("units", units, "a whole number of 2 or more, as units=16")
-        check_count("removed", removed, "a whole number of 1 or more, as removed=4")
-        check_number("noise_multiplier", noise_multiplier, "a number of at least 0, as 1.0")
+        whole("a whole number of 2 or more, as units=16", least=0).check("units", units)
+        whole("a whole number of 1 or more, as removed=4", least=0).check("removed", removed)
+        check("noise_multiplier", noise_multiplier)
         refuse_used(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader
         )

@@ -18,7 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 import scipy  # which imports scipy.stats where it is first used: that takes a second
 
+from dp_clipping.kinds import number
+
 STEPS = 60  # of a bisection; below float64's resolution from 1024 down
+CONFIDENCE = number("a number between 0 and 1, as 0.95", lambda x: 0 < x < 1)
 LARGEST = 1024.0  # an ε; e^ε is infinite in float64 above 709
 
 
@@ -58,7 +61,7 @@ def epsilon_lower_bound(
         ValueError: as `p_value`, and unless 0 < confidence < 1.
     """
     _check(canaries, guesses, correct, delta)
-    check_confidence(confidence)
+    CONFIDENCE.check("confidence", confidence)
     refuted, possible = 0.0, LARGEST
 
     def is_refuted(epsilon: float) -> bool:
@@ -96,7 +99,7 @@ def refutes_curve(
         curve: pairs (ε_j, δ_j) with ε_j ≥ 0.
     """
     _check(canaries, guesses, correct, max(delta for _, delta in curve))
-    check_confidence(confidence)
+    CONFIDENCE.check("confidence", confidence)
     pairs = [(math.exp(-epsilon), delta) for epsilon, delta in curve]
 
     def least(x: float) -> float:
@@ -129,8 +132,3 @@ def _check(canaries: int, guesses: int, correct: int, delta: float) -> None:
         )
     if not 0 <= delta <= 1:
         raise ValueError(f"delta is {delta}: give a number from 0 to 1")
-
-
-def check_confidence(confidence: float) -> None:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}: give a number between 0 and 1, as 0.95")

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from dp_clipping.arguments.given import check_optimizer
 from dp_clipping.arguments.sampled import Sampled
 from dp_clipping.distributed.detect import sharding_of
-from dp_clipping.kinds import check_type
+from dp_clipping.kinds import instance_of
 from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.validation import replicas
 
@@ -44,7 +44,7 @@ class Audited:
     arguments: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        check_type("module", self.module, nn.Module, "a torch.nn.Module, the network")
+        instance_of(nn.Module, "a torch.nn.Module, the network").check("module", self.module)
         Sampled.of({}, data_loader=self.loader)
         for name, instead in REFUSED.items():
             if self.arguments.get(name):

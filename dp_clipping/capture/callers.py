@@ -4,15 +4,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.capture.network import Arguments, CapturedNetwork
+from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run
 from dp_clipping.capture.ownership import owned
 from dp_clipping.torch_compat import tensors_in
-from dp_clipping.trials.draws import without_dropout
 
 
 def callers_of(
@@ -27,17 +25,11 @@ def callers_of(
         if is_one and running and running[-1] not in found:
             found.append(running[-1])
 
-    args, kwargs = arguments
-    with (
-        torch.set_grad_enabled(capture.sharding is None),
-        _calls(capture, note),
-        capture.tried(args, kwargs),
-    ):
+    with _calls(capture, note), plain_run(capture, *arguments):
         pass
     return found
 
 
-@torch.enable_grad()
 def weights_read_elsewhere(
     capture: CapturedNetwork, arguments: Arguments
 ) -> dict[nn.Module, list[Parameter]]:
@@ -52,10 +44,9 @@ def weights_read_elsewhere(
         if (handle := vars(module).get("_private")) is not None:
             called.update((one.parameter, module) for one in handle.records.values())
 
-    args, kwargs = arguments
     with (
         _calls(capture, note) as running, _Reads(capture, running) as reads,
-        capture.tried(args, kwargs),
+        plain_run(capture, *arguments),
     ):  # fmt: skip
         pass
     found: dict[nn.Module, list[Parameter]] = {}
@@ -73,7 +64,7 @@ def weights_read_elsewhere(
 def _calls(
     capture: CapturedNetwork, note: Callable[[nn.Module, list[nn.Module]], None]
 ) -> Iterator[list[nn.Module]]:
-    """Enters a context with plain forwards; yields the running modules, outermost first.
+    """Enters a context that looks at calls of modules; yields those running, outermost first.
 
     Args:
         note: called with each module that is called, and the modules that are running.
@@ -85,8 +76,6 @@ def _calls(
         running.append(module)
 
     with ExitStack() as stack:
-        stack.enter_context(capture.looked_at(lambda *_: None))
-        stack.enter_context(without_dropout(capture.network))
         for module in capture.network.modules():
             hook = module.register_forward_pre_hook(entered)
             stack.callback(hook.remove)

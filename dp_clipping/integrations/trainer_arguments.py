@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments.checks import check
+from dp_clipping.arguments.checks import FLAG, check
 from dp_clipping.arguments.sampled import Sampled
 from dp_clipping.arguments.settings import Settings
-from dp_clipping.kinds import WrongType, by_name, check_type, shown
+from dp_clipping.kinds import WrongType, by_name, instance_of, shown
 
 LOG = logging.getLogger(__name__)
 OPTIMIZERS = (  # that read `.grad` in `step()`, and nowhere else
@@ -102,8 +102,8 @@ class PrivacyArguments:
             if (value := getattr(self, name)) is not None or name == "target_delta":
                 check(name, value)
         for name in ("secure_mode", "pad_batches", "log_unprotected", "new_keys"):
-            check_type(name, getattr(self, name), bool, "True or False")
-        check_type("options", self.options, Mapping, "a dict of arguments of make_private")
+            FLAG.check(name, getattr(self, name))
+        instance_of(Mapping, "a dict of arguments of make_private").check("options", self.options)
         for name in self.options:
             if name in GIVEN_BY_TRAINER:
                 raise ValueError(

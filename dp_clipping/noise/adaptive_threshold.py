@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.coefficients import HIGHEST, LOWEST
-from dp_clipping.kinds import check_number
+from dp_clipping.kinds import number, positive
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
 
 STREAM = ".clipping_threshold"
@@ -102,22 +102,17 @@ class AdaptiveThreshold:
         norms: Any = max_grad_norm
         given = list(norms) if self._is_list else [norms]
         for limit in given:
-            check_number("max_grad_norm", limit, "a finite number above 0, or a list of them")
+            positive("a finite number above 0, or a list of them").check("max_grad_norm", limit)
+        if not given:
+            raise ValueError("max_grad_norm is []: give finite numbers above 0")
         self._first = [float(c) for c in given]
-        if not given or not all(0 < c < math.inf for c in self._first):
-            raise ValueError(f"max_grad_norm is {self._first}: give finite numbers above 0")
-        for name, value, fits, wanted in (
-            ("expected_batch_size", expected_batch_size, _is_positive, "a number above 0"),
-            ("quantile", quantile, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-            ("learning_rate", learning_rate, _is_positive, "a finite number above 0"),
-            ("count_std", 0 if count_std is None else count_std, lambda x: 0 <= x < math.inf,
-             "a finite number of 0 or more"),
-            ("lowest", lowest, lambda x: 0 < x <= 1, "a number above 0, at most 1"),
-            ("highest", highest, lambda x: 1 <= x < math.inf, "a finite number of 1 or more"),
-        ):  # fmt: skip
-            check_number(name, value, "a number")
-            if not fits(value):
-                raise ValueError(f"{name} is {value}: give {wanted}")
+        values = {
+            "expected_batch_size": expected_batch_size, "quantile": quantile,
+            "learning_rate": learning_rate, "count_std": 0 if count_std is None else count_std,
+            "lowest": lowest, "highest": highest,
+        }  # fmt: skip
+        for name, value in values.items():
+            ARGUMENTS[name].check(name, value)
         self.expected_batch_size = float(expected_batch_size)
         self.quantile, self.learning_rate = quantile, learning_rate
         self.count_std = self.expected_batch_size * DEFAULT_STD if count_std is None else count_std
@@ -200,5 +195,11 @@ class AdaptiveThreshold:
         self.next_step = int(state["next_step"])
 
 
-def _is_positive(x: float) -> bool:
-    return 0 < x < math.inf
+ARGUMENTS = {
+    "expected_batch_size": positive("a number above 0"),
+    "quantile": number("a number from 0 to 1", lambda x: 0 <= x <= 1),
+    "learning_rate": positive("a finite number above 0"),
+    "count_std": number("a finite number of 0 or more", lambda x: 0 <= x < math.inf),
+    "lowest": number("a number above 0, at most 1", lambda x: 0 < x <= 1),
+    "highest": number("a finite number of 1 or more", lambda x: 1 <= x < math.inf),
+}

@@ -37,7 +37,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dp_clipping.kinds import check_count
+from dp_clipping.kinds import whole
 
 EXAMPLE = 'make_private(.., noise_mechanism=CorrelatedNoise(bands=8), sampling="cyclic")'
 
@@ -68,9 +68,7 @@ class CorrelatedNoise:
         for name in ("bands", "epochs", "batches"):
             if (value := getattr(self, name)) is None and name != "bands":
                 continue
-            check_count(name, value, f"a whole number of 1 or more, as {EXAMPLE}")
-            if value < 1:
-                raise ValueError(f"{name} is {value}: give 1 or more, as {EXAMPLE}")
+            whole(f"1 or more, a whole number, as {EXAMPLE}").check(name, value)
             object.__setattr__(self, name, int(value))
 
     def __str__(self) -> str:
@@ -101,7 +99,7 @@ class CorrelatedNoise:
         Raises:
             ValueError: if the number of batches is not known, on which they depend with `epochs`.
         """
-        check_count("count", count, "a whole number, as weights(count=8)")
+        whole("a whole number, as weights(count=8)", least=0).check("count", count)
         if self.epochs is None:
             return _root(min(count, self.bands))
         if self.batches is None:
@@ -122,10 +120,9 @@ class CorrelatedNoise:
         Raises:
             ValueError: for a negative number of steps, or less than one batch.
         """
-        for name, value in (("steps", steps), ("batches", batches)):
-            check_count(name, value, "a whole number, as sensitivity(steps=300, batches=100)")
-        if steps < 0 or batches < 1:
-            raise ValueError(f"give steps ≥ 0 and batches ≥ 1, got {steps} and {batches}")
+        for name, value, least in (("steps", steps, 0), ("batches", batches, 1)):
+            wanted = f"a whole number, {least} or more, as sensitivity(steps=300, batches=100)"
+            whole(wanted, least).check(name, value)
         noise = self if self.epochs is None or self.batches else self.in_epochs_of(batches)
         moved = _moved(noise.weights(noise.bands), steps, batches)
         return math.sqrt(moved @ moved)

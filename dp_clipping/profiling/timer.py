@@ -49,9 +49,9 @@ class Timer:
         """Returns whether `layers` does anything now."""
         return self._profile is not None or is_profiling()
 
-    def layers(self, what: str, *parameters: Any) -> AbstractContextManager:
+    def layers(self, what: str, parameters: Iterable[Any]) -> AbstractContextManager:
         """Labels and times work `{what}/{layer}` (`+` between layers), as a phase."""
-        return self.phase(f"{what}/{'+'.join(p.name for p in parameters)}")
+        return self.phase(f"{what}/{'+'.join([p.name for p in parameters])}")
 
     def note_norms(self, own: Callable[[], Tensor | None], squared: Tensor) -> None:
         """Records norms [K, B] with the switch on; `own`: those of this rank's parts."""

@@ -18,7 +18,7 @@ from dp_clipping.accounting.target_epsilon import Plan
 from dp_clipping.accounting.tradeoff import Curve, curve_of
 from dp_clipping.arguments.checks import check, checked
 from dp_clipping.checkpoint.run import PrivateRun
-from dp_clipping.kinds import by_name, check_count, check_type, shown
+from dp_clipping.kinds import Argument, by_name, instance_of, is_count, shown
 from dp_clipping.layers.registered.registry import is_registered
 from dp_clipping.profiling.metrics import StepMetrics
 from dp_clipping.sampling.schemes import FIXED
@@ -51,7 +51,7 @@ class Accounts:
     """
 
     def __init__(self, accountant: str, *, secure: bool = False) -> None:
-        check_type("accountant", accountant, str, NAMES)
+        instance_of(str, NAMES).check("accountant", accountant)
         self._refuses_approximation = secure
         self._account = Account(self._checked(_made(accountant)))
         self._runs: list[PrivateRun] = []
@@ -140,7 +140,7 @@ class Accounts:
         Steps that are made again, as after a load, are in the account already.
         """
         check("delta", delta)
-        check_count("steps", steps, "a whole number of steps")
+        Argument("a whole number of steps", is_count).check("steps", steps)
         run = self._run_with(optimizer)
         if not run.keys.fixed:
             steps -= self._account.made_ahead(run.keys.fingerprint, optimizer.steps)

@@ -170,27 +170,24 @@ class Sending:
     """A collate function that returns `Collated`: what was collated alone comes with its batch.
 
     Args:
-        collate_fn: one of `sampling.collate`, around a `CheckedCollate` or another function.
+        collate_fn: one of `sampling.collate`, around `checked`.
+        checked: keeps what it has collated alone; None: nothing was.
     """
 
-    def __init__(self, collate_fn: Callable[[list], Any]) -> None:
-        self._collate = self._checked = collate_fn
-        while hasattr(self._checked, "collate_fn") and not isinstance(
-            self._checked, CheckedCollate
-        ):
-            self._checked = self._checked.collate_fn  # of `sampling.collate`
+    def __init__(self, collate_fn: Callable[[list], Any], checked: CheckedCollate | None) -> None:
+        self._collate, self._checked = collate_fn, checked
 
     def __call__(self, samples: list) -> Collated:
         batch, alone = self._collate(samples), None
-        if isinstance(self._checked, CheckedCollate) and len(samples):
+        if self._checked is not None and len(samples):
             alone, self._checked.alone = self._checked.alone, None
         return Collated(batch, alone)
 
 
 @contextmanager
-def sending(loader: DataLoader) -> Iterator[None]:
+def sending(loader: DataLoader, checked: CheckedCollate | None) -> Iterator[None]:
     """Enters a context in which the loader begins iterations that yield `Collated`."""
-    own, loader.collate_fn = loader.collate_fn, Sending(loader.collate_fn)
+    own, loader.collate_fn = loader.collate_fn, Sending(loader.collate_fn, checked)
     try:
         yield
     finally:
@@ -203,23 +200,15 @@ class _Check:
     Args:
         collate: the function that is checked.
         samples: up to `LOOKED_AT` of a batch.
-        state: at which each call of the function begins.
-
-    Attributes:
-        example: batches of one sample, and of two copies of it.
-        parts: the parts of a batch that are compared.
-        alone: rows of each sample alone.
-        again, whole: rows of the samples, twice, from the same state.
-        drawn: the random states after these calls.
+        state: of the function, at which the first calls begin.
     """
 
     def __init__(self, collate: CheckedCollate, samples: list, state: CollateState) -> None:
-        self.collate, self.samples, self.state = collate, samples, state
-        self.example: tuple[Any, Any] = (None, None)
-        self.parts: list[str] = []
-        self.alone: list[Rows] = []
-        self.again: Rows = {}
-        self.whole: Rows = {}
+        self.collate, self.samples = collate, samples
+        self.example: tuple[Any, Any] = (None, None)  # batches of a sample, and of two copies of it
+        self.parts: list[str] = []  # of a batch, that are compared
+        self.alone: list[Rows] = []  # rows of each sample alone
+        self.state = state  # at which each call of the function begins
 
     def run(self) -> bool:
         """Raises ValueError as a call does; returns whether the samples differ."""
@@ -242,56 +231,38 @@ class _Check:
             raise ValueError(HIDDEN)
         self.parts = [part for part in steady if not _counts(whole[part])]
         count = len(self.samples)
-        for place in range(count):
-            self._refuse(self._replaced, replaced(count, place))
-        for place in range(count - 1 if self.collate.in_order else 0):
-            self._refuse(self._swapped, swapped(count, place))
+        others = [replaced(count, place) for place in range(count)]
+        if self.collate.in_order:
+            others += [swapped(count, place) for place in range(count - 1)]
+        for other in others:
+            for _ in range(LOOKS):  # a generator that is not set back may change rows by chance
+                found = self._look(other)
+                if found is None:
+                    break
+                self.state = CollateState(self.collate.collate_fn)  # the numbers that follow
+                self._run_twice()
+            else:
+                raise ValueError(found)
         return True
 
-    def _refuse(self, look: Callable[[Perturbed], str | None], other: Perturbed) -> None:
-        """Raises ValueError if a look finds something, and does so with the numbers that follow.
+    def _run_twice(self) -> None:
+        """Makes rows of the samples, with which those of other samples are compared."""
+        self.again, self.whole = self._rows(self.samples), self._rows(self.samples)
+        self.drawn = RandomStates()
 
-        Rows may differ by chance: with a generator that is not set back, or where numbers are drawn
-        until they fit, so that others are left for the next row.
-        """
-        own, found = self.state, None
-        try:
-            for _ in range(LOOKS):
-                found = look(other)
-                if found is None:
-                    return
-                self.state = CollateState(self.collate.collate_fn)
-                self._run_twice()
-        finally:
-            if self.state is not own:
-                self.state = own
-                self._run_twice()
-        raise ValueError(found)
-
-    def _replaced(self, other: Perturbed) -> str | None:
-        """Returns what to say of rows where another sample is in the place of one."""
-        compared = self._compared(other)
-        if compared is None:
-            return None
-        before, after, changed = compared
-        is_whole = len(before) == len(self.samples)
-        if is_whole and not any(other.stays[place] for place in changed):
-            return None
-        if self.collate.in_order and is_whole:
-            return MOVED
-        if (Counter(before) - Counter(after)).total() <= 1 or self._sorts():
-            return None
-        return MIXED
-
-    def _swapped(self, other: Perturbed) -> str | None:
-        """Returns what to say of rows where a sample and its neighbour have changed places."""
-        compared = self._compared(other)
-        if compared is None or len(compared[0]) != len(self.samples):
-            return None  # what leaves out samples of a unit is refused in the forward
-        before, _, changed = compared
-        i, j = pair = [place for place, stays in enumerate(other.stays) if not stays]
-        differ = self.alone[i] != self.alone[j] and before[i] != before[j]
-        return MOVED if changed - set(pair) or (differ and not changed >= set(pair)) else None
+    def _look(self, other: Perturbed) -> str | None:
+        """Returns what to say of rows with other samples in some places; None: nothing."""
+        before, after = self._compared(other)
+        changed = {i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y}
+        if self.collate.in_order and len(before) == len(self.samples):
+            new = {
+                i for i, j in enumerate(other.rows.tolist())
+                if self.alone[i] != self.alone[j] and before[i] != before[j]
+            }  # fmt: skip
+            is_moved = any(other.stays[i] for i in changed) or not changed >= new
+            return MOVED if is_moved else None
+        lost = (Counter(before) - Counter(after)).total()
+        return MIXED if lost > int((~other.stays).sum()) and not self._sorts() else None
 
     def _sorts(self) -> bool:
         """Returns whether rows have an order of their own, and random numbers by their place.
@@ -301,39 +272,28 @@ class _Check:
         self._rows(self.samples)
         if not self.state.has_drawn:
             return False
-        for place in range(len(self.samples) - 1):
-            if self.alone[place] != self.alone[place + 1]:
-                compared = self._compared(swapped(len(self.samples), place))
-                if compared is not None and not compared[2]:
-                    return True
-        return False
+        places = [i for i in range(len(self.samples) - 1) if self.alone[i] != self.alone[i + 1]]
+        pairs = (self._compared(swapped(len(self.samples), place)) for place in places)
+        return any(before and before == after for before, after in pairs)
 
-    def _compared(self, other: Perturbed) -> tuple[list[tuple], list[tuple], set[int]] | None:
-        """Returns rows of the samples before, rows of these, and which differ.
+    def _compared(self, other: Perturbed) -> tuple[list[tuple], list[tuple]]:
+        """Returns the rows of the samples, and of others in some of their places.
 
-        All parts of a batch are taken together. None: rows cannot be compared, as some are left
-        out, are padded to another length, or got other random numbers.
+        Those of all parts of a batch together. Both are empty if they cannot be compared, as some
+        are left out, are padded to another length, or got other random numbers.
         """
-        if not self.parts:
-            return None
-        whole, again, found = self.whole, self.again, self._rows(other.of(self.samples))
-        if self.drawn.have_moved:  # other numbers were left for the next row
-            return None
-        if any(_sizes(rows) != _sizes(found.get(part, ())) for part, rows in whole.items()):
-            return None
-        rows = [(whole.get(p, []), found.get(p, []), again.get(p, [])) for p in self.parts]
-        if len({len(x) for x, _, _ in rows}) > 1 or any(
-            len(x) != len(y) or x != z for x, y, z in rows
+        found = self._rows(other.of(self.samples))
+        before, after, again = (
+            [rows.get(part, []) for part in self.parts] for rows in (self.whole, found, self.again)
+        )
+        if (
+            self.drawn.have_moved  # other numbers were left for the next row
+            or any(_sizes(rows) != _sizes(found.get(n, ())) for n, rows in self.whole.items())
+            or before != again
+            or len({*map(len, before), *map(len, after)}) > 1
         ):
-            return None
-        before, after = (list(zip(*(x[i] for x in rows), strict=True)) for i in (0, 1))
-        pairs = enumerate(zip(before, after, strict=True))
-        return before, after, {i for i, (x, y) in pairs if x != y}
-
-    def _run_twice(self) -> None:
-        """Makes rows of the samples, with which those of other samples are compared."""
-        self.again, self.whole = self._rows(self.samples), self._rows(self.samples)
-        self.drawn = RandomStates()
+            return [], []
+        return list(zip(*before, strict=True)), list(zip(*after, strict=True))
 
     def _rows(self, samples: list) -> Rows:
         """Returns the rows of the samples; {} if they are all left out."""

@@ -70,6 +70,7 @@ class PoissonLoader(Uncopied, DataLoader):
         is_training: returns whether a batch that begins is for a step; None: no step uses any.
         is_over: returns whether the training has ended, so that no batch follows.
         usage: which samples of the last batch no backward has used.
+        checked: the user's collate function, as it is called.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class PoissonLoader(Uncopied, DataLoader):
         checked = CheckedCollate(
             collate_fn, batch_dim=batch_dim, in_order=sampler.rows_per_unit > 1
         )
+        self.checked = checked
         collate = CollateWithEmpty(checked, dataset[0], batch_dim=batch_dim, dummy=rand_on_empty)
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
         sampler.why_not_alone = _why_not_alone(self.num_workers, rand_on_empty, sampler)
@@ -185,7 +187,7 @@ class PoissonLoader(Uncopied, DataLoader):
         epoch = self.start_epoch()
         # Of this iteration alone: one that was left early cannot disturb it.
         yielded = self.batch_sampler.yielded = deque()
-        with sending(self):
+        with sending(self, self.checked):
             batches = super().__iter__()
         for number in count(epoch.start):
             with self.reading(number):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from dp_clipping.kinds import check_count, check_type
+from dp_clipping.kinds import instance_of, whole
 from dp_clipping.sampling.collate import PaddedCollate
 from dp_clipping.sampling.collate_check import sending
 from dp_clipping.sampling.loader import PoissonLoader, kept_options
@@ -55,13 +55,10 @@ class BatchMemoryManager:
         optimizer: Any,
         pad_batches: bool = False,
     ) -> None:
-        check_type("pad_batches", pad_batches, bool, "True or False")
-        check_type("data_loader", data_loader, DataLoader, "the one that make_private returned")
-        check_count("max_physical_batch_size", max_physical_batch_size, "a whole number, 1 or more")
-        if max_physical_batch_size < 1:
-            raise ValueError(
-                f"max_physical_batch_size is {max_physical_batch_size}: give 1 or more"
-            )
+        instance_of(bool, "True or False").check("pad_batches", pad_batches)
+        wanted = "the one that make_private returned"
+        instance_of(DataLoader, wanted).check("data_loader", data_loader)
+        whole("a whole number, 1 or more").check("max_physical_batch_size", max_physical_batch_size)
         if not hasattr(optimizer, "leave_microbatches"):
             raise ValueError(
                 f"optimizer is a {type(optimizer).__name__} and cannot skip steps: give the one "
@@ -201,7 +198,7 @@ class MicrobatchLoader(Uncopied, DataLoader):
         # Of this iteration alone: one that was left early cannot disturb it.
         yielded = self.batch_sampler.yielded = deque()
         try:
-            with sending(self):
+            with sending(self, poisson.checked if poisson else None):
                 batches = super().__iter__()
             while True:
                 with poisson.reading(place.number, len(place.left)) if poisson else nullcontext():

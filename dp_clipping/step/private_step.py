@@ -14,7 +14,8 @@ nothing and run backward a second time. Neither computes a non-private weight gr
 Layers call `PrivateStep`, which runs the phases. `work` decides when norms and sums are formed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +28,6 @@ from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import DENSE, Accumulate, Joint, Trainable
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
-from dp_clipping.sampling.parts import Slice
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import (
@@ -79,7 +79,6 @@ class PrivateStep:
         checks: what is called after the backward, when its graph is freed, and may raise.
         padding: bool for each row, True for padding, if a CUDA graph captures the step: the
             same graph serves batches with other real rows. None: `real` says it.
-        slices: where the samples are in memory, if they are a part of what the loader has yielded.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class PrivateStep:
         self.lengths: list[Any] = []  # of `guard.lengths.Lengths`
         self.checks: list[Callable[[], None]] = []
         self.padding: Tensor | None = None
-        self.slices: Sequence[Slice | None] = ()
         self.is_compiled = is_compiled
         self._is_in_forward = True
         self._slots: dict[Trainable, Tensor] = {}
@@ -110,6 +108,19 @@ class PrivateStep:
         """Is called when the forward has returned."""
         self._is_in_forward = False
 
+    def look_at(self, losses: Tensor, loss_of: Callable[..., float | None] | None = None) -> None:
+        """Checks the losses in their graph, and prepares what is compared after the backward.
+
+        Args:
+            losses: one per row.
+            loss_of: see `guard.lengths.Lengths.check`.
+        """
+        if self.watched is not None:
+            self.watched.check_graph(losses)
+        for lengths in self.lengths:
+            lengths.note(losses)
+            self.checks.append(partial(lengths.check, loss_of))
+
     def release(self) -> None:
         """Drops what refers to the step's autograd graph; the step is not used again.
 
@@ -117,7 +128,7 @@ class PrivateStep:
         collector does not see the cycle, and neither would be freed.
         """
         self.seen = self.watched = None
-        self.lengths, self.checks, self.slices = [], [], ()
+        self.lengths, self.checks = [], []
         self.slots = {}
         self._slots.clear()
         self._joins.clear()

@@ -161,7 +161,7 @@ def _check_lengths(run: PrivateRun, batch: Any, loss: Loss | None) -> None:
     The loader's collate function makes a batch of some of the first samples, which
     `guard.lengths` compares. Nothing is found if the user's batch is of another kind.
     """
-    collate = None if run.poisson is None else run.poisson.collate_fn.collate_fn
+    collate = None if run.poisson is None else run.poisson.checked
     if collate is None or collate.collate_fn is default_collate:
         return
     stage = Stage(run.model)

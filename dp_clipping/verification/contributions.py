@@ -11,7 +11,7 @@ from dp_clipping.clipping.coefficients import (
     coefficients,
     registered,
 )
-from dp_clipping.kinds import check_count, check_type
+from dp_clipping.kinds import Argument, instance_of, is_count, whole
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CLIP_NORMS = (LOWEST, 1e-6, 1e-3, 0.3, 1.0, 37.0, 1e6, 1e18)
@@ -45,11 +45,9 @@ def check_clipping_function(
             or where a coefficient depends on the other samples. WrongType, for a `name` that
             is no string, and `trials` or `seed` that are no whole numbers.
     """
-    check_type("name", name, str, 'the name of a clipping function, as "abadi"')
-    check_count("trials", trials, "a whole number of 1 or more, as trials=200")
-    check_count("seed", seed, "a whole number, as seed=0")
-    if trials < 1:
-        raise ValueError(f"trials is {trials}: give a whole number of 1 or more, as trials=200")
+    instance_of(str, 'the name of a clipping function, as "abadi"').check("name", name)
+    whole("a whole number of 1 or more, as trials=200").check("trials", trials)
+    Argument("a whole number, as seed=0", is_count).check("seed", seed)
     bound = 1.0 if name in CLIPPING_FUNCTIONS else registered(name)[1]
     draw = torch.Generator().manual_seed(seed)
     largest = 0.0

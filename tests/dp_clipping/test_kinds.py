@@ -8,20 +8,20 @@ import pytest
 from dp_clipping.kinds import (
     WrongType,
     by_name,
-    check_count,
-    check_number,
-    check_type,
+    instance_of,
     is_count,
     is_number,
+    number,
     plain,
     shown,
+    whole,
 )
 
 
 @pytest.mark.parametrize("value", [1, 2.5, Fraction(1, 3), np.float32(2), np.int64(3)])
 def test_numbers(value):
     assert is_number(value)
-    check_number("sigma", value, "one")
+    number("one").check("sigma", value)
     assert type(plain(value)) in (int, float)
 
 
@@ -29,7 +29,7 @@ def test_numbers(value):
 def test_what_is_no_number(value):
     assert not is_number(value)
     with pytest.raises(WrongType, match=r"^sigma is .*: give a number above 0$"):
-        check_number("sigma", value, "a number above 0")
+        number("a number above 0").check("sigma", value)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,14 @@ def test_counts(value, counts):
     assert is_count(value) == counts
     if not counts:
         with pytest.raises(WrongType, match="steps is"):
-            check_count("steps", value, "an integer")
+            whole("an integer").check("steps", value)
 
 
 def test_types():
-    check_type("mode", "ghost", str, "a name")
+    name = instance_of(str, "a name")
+    name.check("mode", "ghost")
     with pytest.raises(WrongType, match="mode is a list: give a name"):
-        check_type("mode", [], str, "a name")
+        name.check("mode", [])
 
 
 def test_a_wrong_type_is_a_value_error_too():

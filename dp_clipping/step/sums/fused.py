@@ -58,11 +58,6 @@ from dp_clipping.torch_compat import version_of
 Pair = tuple[Tensor, Tensor]
 
 
-def no_label(*_: Any) -> AbstractContextManager[None]:
-    """Returns `NOTHING`, where work by layers is neither recorded nor timed."""
-    return NOTHING
-
-
 @dataclass(frozen=True)
 class Table:
     """Points to one embedding among those that share a launch, for its sum."""
@@ -90,8 +85,7 @@ class Fused:
     def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
         self.context, self.batch_size, self.padding = context, batch_size, padding
         self._tile_size = context.policy.tile_size
-        self._labels_layers = context.timer.labels_layers()
-        self._label = self._labelled if self._labels_layers else no_label
+        self._labels = context.timer.labels_layers()
         self.counts: dict[Trainable, Tensor] = {}
         self._scale: Coefficients | None = None
         # Without norms yet, by their dtype.
@@ -109,12 +103,9 @@ class Fused:
             left_out |= ~losses.detach().isfinite().view(self.batch_size, -1).all(1)
         self._left_out = left_out
 
-    def _labelled(
-        self, what: str, records: Sequence[Trainable], chosen: Iterable[int] | None = None
-    ) -> AbstractContextManager:
-        """Labels work for these records, or for those at some positions of them."""
-        some = records if chosen is None else [records[n] for n in chosen]
-        return self.context.timer.layers(what, *some)
+    def _label(self, what: str, records: Iterable[Trainable]) -> AbstractContextManager:
+        """Labels and times work for some parameters, if that is recorded."""
+        return self.context.timer.layers(what, records) if self._labels else NOTHING
 
     # ---- norms ----------------------------------------------------------------------------------
 
@@ -210,7 +201,7 @@ class Fused:
                 of_tables.append(record)
                 continue
             keep = not (two_passes and use.may_be_recomputed)
-            with self._label("norm/factors", (record,)) if self._labels_layers else NOTHING:
+            with self._label("norm/factors", (record,)) if self._labels else NOTHING:
                 norm = use.take_norm(keep)
             if norm.scale is None:
                 records.append(record)
@@ -392,16 +383,16 @@ class Fused:
             values: G [B, *parameter], a linear layer's factors as a pair, a `Table`, or an object
                 with `weighted_sum` or `gradients`.
         """
-        scale, label = self._scale, self._label
+        scale = self._scale
+        totals: dict[int, Any] = dict.fromkeys(range(len(values)))
         if len(scale.rows) == 1:  # they are all of that group
             rows = [*scale.rows.values()] * len(records)
         else:
             rows = [scale.rows[record.group] for record in records]
-        totals: list[Any] = [None] * len(values)
-        linear: list[int] = []
-        alone: list[int] = []  # of one token
         gradients: dict[int, Tensor] = {}
+        linear: list[int] = []
         tables: dict[TokenSums, list[int]] = {}
+        alone: list[int] = []  # those of one launch each
         for n, one in enumerate(values):
             if isinstance(one, Tensor):
                 gradients[n] = one
@@ -411,36 +402,34 @@ class Fused:
                 tables.setdefault(one.sums, []).append(n)
             elif (kept := getattr(one, "gradients", None)) is not None:
                 gradients[n] = kept
+            else:
+                alone.append(n)
+
         if gradients:
-            with label("sum", records, gradients):
+            with self._label("sum", (records[n] for n in gradients)):
                 own = [rows[n] for n in gradients]
                 found = weighted_sums(list(gradients.values()), scale.values, own)
             for n, total in zip(gradients, found, strict=True):
                 one = values[n]
                 totals[n] = total if isinstance(one, Tensor) else one.shaped(total)
         if linear:
-            with label("sum", records, linear):
+            with self._label("sum", (records[n] for n in linear)):
                 pairs = [values[n] for n in linear]
                 tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
                 found = weighted_products(pairs, scale.sorted, [rows[n] for n in linear], tile)
-            for n, total in zip(linear, found, strict=True):
-                totals[n] = total
-        if alone:
-            with label("sum", records, alone):
-                for n in alone:
-                    left, right = values[n]
-                    totals[n] = sum_of_one_token(left, right, scale.values[rows[n]])
+            totals |= zip(linear, found, strict=True)
         for several, numbers in tables.items():
-            with label("sum", records, numbers):
-                own = [rows[n] for n in numbers]
-                uses = [values[n].number for n in numbers]
+            with self._label("sum", (records[n] for n in numbers)):
+                uses, own = [values[n].number for n in numbers], [rows[n] for n in numbers]
                 found = several.weighted_sums(uses, scale.values, own)
-            for n, total in zip(numbers, found, strict=True):
-                totals[n] = total
-        for n, (record, one) in enumerate(zip(records, values, strict=True)):
-            if totals[n] is None:
-                c = scale.values[rows[n]]
-                with label("sum", (record,)) if self._labels_layers else NOTHING:
+            totals |= zip(numbers, found, strict=True)
+        for n in alone:
+            one, c = values[n], scale.values[rows[n]]
+            with self._label("sum", (records[n],)) if self._labels else NOTHING:
+                if isinstance(one, tuple):
+                    left, right = one
+                    totals[n] = sum_of_one_token(left, right, c)
+                else:
                     totals[n] = one.weighted_sum(c)
         values.clear()
-        return totals
+        return list(totals.values())

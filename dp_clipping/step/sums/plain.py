@@ -61,11 +61,11 @@ class Plain:
                     if value.ndim == 2:
                         vectors.setdefault((value.shape, value.dtype), []).append((record, value))
                         continue
-                    with NOTHING if label is None else label("norm/dense", record):
+                    with NOTHING if label is None else label("norm/dense", (record,)):
                         own = squared_norms(value)
                     alone.setdefault(own.dtype, []).append((record, own))
                     continue
-                with NOTHING if label is None else label("norm/factors", record):
+                with NOTHING if label is None else label("norm/factors", (record,)):
                     norm = value.norm(self._grams)
                 if norm.scale is None:
                     alone.setdefault(norm.squared.dtype, []).append((record, norm.squared))
@@ -76,7 +76,7 @@ class Plain:
                     work.kept[record] = (value, left.tensors, left.versions)
             for mine in vectors.values():
                 records, rows = zip(*mine, strict=True)
-                with NOTHING if label is None else label("norm/dense", *records):
+                with NOTHING if label is None else label("norm/dense", records):
                     squares = squared_norms(torch.cat(rows)).view(len(mine), -1)
                 work.found(records, squares)
         for several in alone.values():
@@ -161,7 +161,7 @@ class Plain:
         label = self._label
         for record in records:
             weights, value = self._weights[record.group], values.pop()
-            with NOTHING if label is None else label("sum", record):
+            with NOTHING if label is None else label("sum", (record,)):
                 if isinstance(value, Tensor):
                     total = weighted_sum(weights, value)
                 else:

@@ -99,16 +99,13 @@ class Uses:
             # products are in no plan.
             for left, right in products:
                 self._add(record, gradients_of(left, right), True)
+            if record not in self._gradients:
+                continue
+            total, is_own = self._gradients.pop(record)
             if look_ups:
-                factors = EmbeddingFactors(*side_by_side(look_ups), record.shape[0])
-                total, is_own = self._gradients.get(record, (None, False))
-                if total is not None and is_own:
-                    factors.add_to(total)
-                else:
-                    self._add(record, factors.dense().to(stored_dtype(factors.y.dtype)), True)
-            if record in self._gradients:
-                total, _ = self._gradients.pop(record)
-                yield DENSE, (record,), (total, None), (total,)
+                total = total if is_own else total.clone()
+                EmbeddingFactors(*side_by_side(look_ups), record.shape[0]).add_to(total)
+            yield DENSE, (record,), (total, None), (total,)
 
 
 def _exceed(products: list[Pair], shape: torch.Size) -> bool:

@@ -369,8 +369,6 @@ def test_a_rank_that_dies_stops_the_others():
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="norm_reduction 'lazy' is unknown"):
-        NormReducer(mode="lazy")
     with pytest.raises(ValueError, match=r"not in .*bfloat16"):
         NormReducer(dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"would be rounded to .*float32"):

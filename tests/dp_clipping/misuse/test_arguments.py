@@ -81,6 +81,7 @@ FROZEN = engine.network().requires_grad_(False)
 MODES: list[Row] = [
     ({"grad_sample_mode": "hooks"}, r"'hooks' is unknown: .*docs/from_opacus.md has those"),
     ({"grad_sample_mode": "hook"}, r"'hook' is unknown: choose one of no_dp, per_sample"),
+    ({"norm_reduction": "lazy"}, "'lazy' is unknown: choose one of sync, async, layerwise"),
     ({"clipping": "layers"}, "'layers' is unknown: choose one of flat, per_layer"),
     ({"clipping_function": "x"}, "'x' is unknown: choose one of abadi, automatic"),
     ({"loss_reduction": "sum"}, "loss_reduction is 'sum' and criterion.reduction 'mean'"),

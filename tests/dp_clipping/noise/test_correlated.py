@@ -216,5 +216,5 @@ def test_bands_that_are_none(bands):
 
 def test_steps_that_are_none():
     for steps, batches in ((-1, 5), (5, 0)):
-        with pytest.raises(ValueError, match="give steps ≥ 0 and batches ≥ 1"):
+        with pytest.raises(ValueError, match=r"give a whole number, [01] or more, as sensitivity"):
             CorrelatedNoise(8).sensitivity(steps, batches)
