@@ -34,7 +34,7 @@ from ddp.base import DataParallel
 from ddp.buckets import Bucket
 from ddp.internals import copies, rounds
 from ddp.internals.options import mebibytes
-from ddp.internals.replicas import group_or_default
+from ddp.internals.ranks import group_or_default
 from ddp.torch_compat import version_of
 
 NOT_COUNTED = (

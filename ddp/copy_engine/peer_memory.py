@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp.internals.ranks import told_by_all
 from ddp.torch_compat import symmetric_memory
 
 FLAG_BYTES = 4096  # one word a peer, and what follows stays aligned
@@ -108,10 +109,8 @@ def _check(status: int) -> None:
 
 def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:
     """Returns the missing requirement ("needs ..."), the same on all ranks; None if all are met."""
-    answers: list[tuple[str | None, str, int]] = [(None, "", 0)] * dist.get_world_size(group)
     mine = (_own_obstacle(device), socket.gethostname() + _boot_id(), device.index or 0)
-    dist.all_gather_object(answers, mine, group=group)
-    obstacles, hosts, gpus = zip(*answers, strict=True)
+    obstacles, hosts, gpus = zip(*told_by_all(mine, group), strict=True)
     for obstacle in obstacles:
         if obstacle:
             return obstacle

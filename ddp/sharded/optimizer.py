@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ddp.sharded.internals.agreement import BROKEN, FAILED, ToldError, agree, status_of
 from ddp.sharded.internals.elementwise import refuse_not_elementwise
-from ddp.sharded.internals.state import entries, gather, load, own_entries, states
+from ddp.sharded.internals.state import entries, gather_states, load, own_entries, states
 from ddp.sharded.part import Part, Settings, in_parts
 
 OF_A_RANK = ("params", "param_names")  # of a group, of which every rank has its own part
@@ -163,7 +163,7 @@ class ShardedOptimizer(Optimizer):
 
         A collective call: every rank must take part, and every rank gets the whole.
         """
-        own, self.state = self.state, gather(self._parts)
+        own, self.state = self.state, gather_states(self._parts)
         try:
             return super().state_dict()
         finally:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.buckets import Bucket
+from ddp.internals.ranks import told_by_all
 from ddp.sharded.base import Sharded
 from ddp.sharded.units import Block, GatheredUnit
 from ddp.torch_compat import at_end_of_backward, in_backward, number_of_backward
@@ -78,8 +79,7 @@ class CallOrder:
         return [] if self.blocks is None else self.blocks[len(self._calls) :]
 
     def _compare(self, mine: str) -> None:
-        everyone = [mine] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
+        everyone = told_by_all(mine, self._group)
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 raise RuntimeError(
