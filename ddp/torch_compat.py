@@ -5,7 +5,7 @@ which. Where another version lacks one of these interfaces, its function does wi
 RuntimeError that names it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import ModuleType
@@ -77,18 +77,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     if queue is None:
         queue = found(Variable, "Variable", "_execution_engine.queue_callback")
     queue(callback)
-
-
-def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiplies tensors by a number in place, in few launches: `torch._foreach_mul_`.
-
-    Without it, one launch per tensor.
-    """
-    if (multiply := getattr(torch, "_foreach_mul_", None)) is not None:
-        multiply(tensors, factor)
-        return
-    for x in tensors:
-        x.mul_(factor)
 
 
 def ddp_record(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, Any]:

@@ -13,15 +13,8 @@ from ddp.torch_compat import all_gather, found
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies tensors, of another dtype perhaps, in few launches: `torch._foreach_copy_`.
-
-    Without it, one launch per tensor.
-    """
-    if (copy := getattr(torch, "_foreach_copy_", None)) is not None:
-        copy(targets, sources)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    """Copies tensors, of another dtype perhaps, in few launches: `torch._foreach_copy_`."""
+    found(torch, "torch", "_foreach_copy_")(targets, sources)
 
 
 def gather_on_hosts(everyone: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
