@@ -71,6 +71,7 @@ ABOUT_NO_VALUE = frozenset(_ABOUT_NO_VALUE.split())
 CPP = {  # the modules of functions that call C++ next
     "torch.distributed.distributed_c10d": "torch.distributed", "torch._functorch.vmap": "torch.vmap"
 }  # fmt: skip
+_this_frame: Callable[[], Any] = inspect.currentframe  # kept in no variable: a cycle
 LIKE = frozenset(["view_as", "reshape_as", "expand_as", "type_as"])  # of the second: no value
 VIEWS = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])
 WRITES = frozenset(["__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())])
@@ -117,8 +118,8 @@ class Divided(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame: Any = inspect.currentframe()
-        for module in (frame.f_back.f_globals.get("__name__"), getattr(func, "__module__", "")):
+        caller = _this_frame().f_back.f_globals.get("__name__")
+        for module in (caller, getattr(func, "__module__", "")):
             if module in CPP:
                 name = next(_stand_ins((args, kwargs)))._place.name
                 raise RuntimeError(IN_CPP.format(name=name, caller=CPP[module]))
