@@ -15,20 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp.buckets import ALIGNMENT_BYTES, Gradient, lay_out
+from ddp.buckets import ALIGNMENT_BYTES, Bucket, Gradient, lay_out
 from ddp.sharded.pieces import cut
 from ddp.torch_compat import all_gather
 
 
-class FlatUnit:
+class FlatUnit(Bucket):
     """Parameters of one dtype that are reduced and gathered together, and this rank's part.
+
+    It is the bucket of their gradients, of which the wrapper sets `members` and `nbytes`.
 
     Args:
         itemsize: bytes of an element in the flat buffer; default: as of the parameters.
 
     Attributes:
-        shapes, offsets: of each parameter, its shape and its first element in the flat buffer.
-        numel, slice_numel: elements of that and of a slice, padding included.
+        shapes: of the parameters.
+        slice_numel: elements of a slice; `numel` includes the padding.
         pieces: what this rank owns.
         values: the flat buffer of all values, [numel]; `value_views`: each parameter's place in it.
         shard: this rank's slice of the values, [slice_numel].

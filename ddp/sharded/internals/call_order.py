@@ -6,14 +6,14 @@ would compute with a mixture of both, without any error.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp.buckets import Bucket
 from ddp.internals.ranks import told_by_all
 from ddp.sharded.base import Sharded
-from ddp.sharded.units import Block, GatheredUnit
+from ddp.sharded.internals.blocks import Block
 from ddp.torch_compat import at_end_of_backward, in_backward, number_of_backward
 
 CREATES_GRAPH = (
@@ -174,7 +174,6 @@ class Ordered(Sharded):
     """A network whose gathers and reductions all ranks start in one order."""
 
     progress: Progress
-    unit_of: dict[Bucket, GatheredUnit]  # type: ignore[assignment]
     start: Callable[[Block], None]  # of fsdp.py
 
     def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
@@ -193,8 +192,9 @@ class Ordered(Sharded):
 
     def _is_next(self) -> bool:
         name = ""
-        for bucket in self.schedule.buckets[self.schedule.launched :]:
-            if name := self.unit_of[bucket].name:
+        units: Any = self.schedule.buckets[self.schedule.launched :]
+        for unit in units:
+            if name := unit.name:
                 break
         return self.progress.way_back.has_entered(name)
 

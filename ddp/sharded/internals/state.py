@@ -178,16 +178,15 @@ def gather_states(parts: Sequence[Part]) -> defaultdict[Tensor, Any]:
                         f"the optimizer's {key} is {list(value.shape)} for {numel_of[parameter]} "
                         "elements"
                     )
-    pieces: dict[tuple[int, str], list[Any]] = {}  # of ranks in order, as a parameter has them
+    pieces: dict[tuple[int, str], list[Any]] = {}  # a value's, of the ranks in order
     for theirs in gather(own, units[0].group, units[0].shard.device):
-        for place, value in theirs.items():
-            pieces.setdefault(place, []).append(value)
+        for place, piece_of_value in theirs.items():
+            pieces.setdefault(place, []).append(piece_of_value)
     whole: defaultdict[Tensor, Any] = defaultdict(dict)
     for number, key in sorted(pieces, key=itemgetter(0)):
-        parameter, values = parameters[number], pieces[number, key]
-        elementwise = _is_elementwise(key, values[0])
-        value = torch.cat(values).view(parameter.shape) if elementwise else values[0]
-        whole[parameter][key] = value
+        found, parameter = pieces[number, key], parameters[number]
+        is_cut = _is_elementwise(key, found[0])
+        whole[parameter][key] = torch.cat(found).view(parameter.shape) if is_cut else found[0]
     return whole
 
 
