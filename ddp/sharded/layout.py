@@ -3,9 +3,8 @@
     flat buffer   | parameter 0 | parameter 1    | parameter 2 |pad|
     slices        | rank 0             | rank 1                    |
 
-The parameters lie one behind the other, as gradients in a bucket. All slices are of one size, so
-that reduce-scatter and all-gather work on the buffer as it is. They are cut without regard to
-parameters: what a rank owns of each is a `Piece` (pieces.py).
+All slices are of one size, so that reduce-scatter and all-gather work on the buffer as it is. What
+a rank owns of each parameter is a `Piece` (pieces.py).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
 """The part of the optimizer's step that belongs to this rank's slices.
 
-Adam keeps two float32 numbers per parameter, on every rank the same. If each rank steps its slice
-only, it keeps its slice's state only: 1/W of the memory and of the work.
-
 An ordinary optimizer steps this rank's pieces of a few units, and there are a few of these parts.
 `optimizer.step()` steps one after another. When one has stepped, the model publishes the new values
 of its units: `zero1` starts to gather them, so that their transfer runs beside the next one's step.

@@ -1,7 +1,7 @@
 """Keeps the gathers and reductions of all ranks in one order, in forward and in backward.
 
-Collectives match by call order alone. If two ranks gathered different blocks at the same time, they
-would compute with a mixture of both, without any error.
+If two ranks gathered different blocks at the same time, they would compute with a mixture of both,
+without any error (ddp/schedule.py says why).
 """
 
 from collections.abc import Callable
