@@ -49,22 +49,13 @@ version_of: Callable[[Tensor], int] = (
 twice for each gradient."""
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns the dict that holds a module's own parameters, `Module._parameters`.
+def own(module: nn.Module, kind: str) -> dict[str, Any]:
+    """Returns the dict that holds a module's own "parameters", "buffers" or "modules".
 
-    `named_parameters` leaves out a tensor that stands in a parameter's place a second time.
+    These are `Module._parameters` and so on. `named_parameters` leaves out a tensor that stands in
+    a parameter's place a second time.
     """
-    return found(module, "Module", "_parameters")
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Returns the dict that holds a module's own buffers, `Module._buffers`."""
-    return found(module, "Module", "_buffers")
-
-
-def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Returns the dict that holds a module's own submodules, `Module._modules`."""
-    return found(module, "Module", "_modules")
+    return found(module, "Module", f"_{kind}")
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ddp.sharded.internals.views import take_replaced
 from ddp.sharded.units import GatheredUnit
-from ddp.torch_compat import own_parameters
+from ddp.torch_compat import own
 
 
 class Block:
@@ -108,7 +108,7 @@ def parameters_by_block(
         around = block_of[path.rpartition(".")[0]]
         block = first.setdefault(module, path) if module in chosen else around
         block_of[path] = block
-        for name, parameter in own_parameters(module).items():
+        for name, parameter in own(module, "parameters").items():
             if parameter is not None:
                 owner[parameter] = block if owner.get(parameter, block) == block else ""
                 names.setdefault(parameter, f"{path}.{name}" if path else name)

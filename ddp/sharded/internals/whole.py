@@ -12,7 +12,7 @@ from ddp.sharded.internals.agreement import add_note, agree, wait_for
 from ddp.sharded.internals.blocks import Block, call_around, cast
 from ddp.sharded.internals.call_order import CallOrder, Ordered, WayBack
 from ddp.sharded.torch_compat import in_transform
-from ddp.torch_compat import in_backward, own_parameters, without_torch_functions
+from ddp.torch_compat import in_backward, own, without_torch_functions
 
 IN_TRANSFORM = (
     "a forward of a network that fsdp has divided, inside of a transform of torch.func, where it "
@@ -170,7 +170,7 @@ class DividedInterface(Ordered):
         places = [
             (module, name, p)
             for module in self.module.modules()
-            for name, p in own_parameters(module).items()
+            for name, p in own(module, "parameters").items()
             if p in whole  # none that was added to the network since
         ]
         try:
