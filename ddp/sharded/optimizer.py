@@ -102,7 +102,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad():
             self.model.refuse_not_reduced()
-            settings, gradient_of = self._settings(), self.model.gradients.of
+            settings, gradient_of = self._settings(), self.model.gradient_of
             self._step_parts(self._act(), lambda part: part.step(settings, gradient_of))
         return loss
 
@@ -143,7 +143,7 @@ class ShardedOptimizer(Optimizer):
 
     def _act(self) -> str:
         """Returns what ranks that take the same step say."""
-        return f"optimizer.step() behind reduction {self.model.gradients.reductions}"
+        return f"optimizer.step() behind reduction {self.model.reductions}"
 
     def _tell(self, message: str, error: Exception) -> str:
         rank = self.model.units[0].rank

@@ -20,6 +20,7 @@ from ddp.internals.interface import trainable
 from ddp.sharded.internals.gradients import DividedGradients
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer
+from ddp.sharded.pieces import Piece
 from ddp.sharded.torch_compat import gather_on_hosts, gloo_beside
 
 STATUS_BYTES = 400  # of a message to other ranks
@@ -93,7 +94,7 @@ class ShardedInterface(DataParallel):
             (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
             for unit in self.units
             for piece in unit.pieces
-            if piece.numel and (gradient := self.gradients.of(unit, piece)) is not None
+            if piece.numel and (gradient := self.gradient_of(unit, piece)) is not None
         ]
 
     @torch.no_grad()
@@ -106,7 +107,7 @@ class ShardedInterface(DataParallel):
         for unit in self.units:
             if unit.gradient is not None:
                 for piece in unit.pieces:
-                    self.gradients.of(unit, piece)  # which makes it zero if the stand-in is
+                    self.gradient_of(unit, piece)  # which makes it zero if the stand-in is
                 whole |= zip(unit.parameters, unit.gather(unit.gradient), strict=True)
         return [None if p.grad is None else whole.get(p) for p in self.module.parameters()]
 
@@ -138,6 +139,14 @@ class ShardedInterface(DataParallel):
             raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
         if self.step.is_in_the_middle():  # `.grad` has stand-ins already
             raise RuntimeError(UNFINISHED)
+
+    def gradient_of(self, unit: FlatUnit, piece: Piece) -> Tensor | None:
+        """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
+        return self.gradients.of(unit, piece)
+
+    @property
+    def reductions(self) -> int:
+        return self.gradients.reductions
 
     def exchange(
         self, status: str, wait: Callable[[dist.Work], object] = methodcaller("wait")
