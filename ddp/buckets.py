@@ -32,7 +32,7 @@ class Gradient:
         return self.numel * self.itemsize
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Bucket:
     """A group of gradients of one dtype that are reduced together.
 

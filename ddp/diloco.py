@@ -23,18 +23,17 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp.base import DataParallel
+from ddp.bucketed import BucketedDDP
 from ddp.buckets import Bucket
 from ddp.internals import copies, rounds
-from ddp.internals.options import mebibytes
-from ddp.internals.replicas import group_or_default
+from ddp.internals.ranks import group_or_default
 from ddp.torch_compat import version_of
 
 NOT_COUNTED = (
@@ -55,14 +54,7 @@ NOT_PRIVATE = (
 )
 
 
-class Flat(NamedTuple):
-    """A bucket on its way: its buffer [numel], and each member's slice of it in its shape."""
-
-    work: dist.Work
-    slices: dict[int, Tensor]
-
-
-class DilocoDDP(DataParallel):
+class DilocoDDP(BucketedDDP):
     """Trains ranks apart for `every` steps of their optimizers, then takes one outer step.
 
     It is taken at the end of the last step, or in the next training forward if several optimizers
@@ -73,7 +65,7 @@ class DilocoDDP(DataParallel):
         every: local steps in a round, 1 or more.
         outer_lr: the outer step's learning rate; 1 with `outer_momentum=0` is the plain mean.
         outer_momentum: its Nesterov momentum, below 1.
-        bucket_size_mb: how much travels in one all-reduce, in MiB; None for one per dtype.
+        bucket_size_mb: as of `BucketedDDP`.
     """
 
     options = (
@@ -89,11 +81,9 @@ class DilocoDDP(DataParallel):
         every: int = 50,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        bucket_size_mb: float | None = 200,
         **options: Any,
     ):
         self.every, self.outer_lr, self.outer_momentum = every, outer_lr, outer_momentum
-        self.bucket_size_mb, self.bucket_bytes = bucket_size_mb, mebibytes(bucket_size_mb)
         if not copies.COPYING.get():
             settings = {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
             rounds.agree_on(settings, group_or_default(options.get("process_group")))
@@ -107,6 +97,9 @@ class DilocoDDP(DataParallel):
 
     def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
         """Launches nothing: an optimizer steps with this rank's own gradients."""
+
+    def collect(self, i: int) -> None:
+        """Leaves the gradient where it is."""
 
     def share_buffers(self) -> None:
         """Leaves buffers alone: the outer step makes them those of rank 0."""
@@ -171,7 +164,7 @@ class DilocoDDP(DataParallel):
                 return
             self.begin_round()
             self.momentum = self.momentum or [torch.zeros_like(start) for start in self.start]
-            in_flight: deque[tuple[Bucket, Flat]] = deque()
+            in_flight: deque[tuple[Bucket, Any]] = deque()
             for bucket in self.schedule.buckets:  # one is sent while the one before is stepped
                 in_flight.append((bucket, self.launch(bucket)))
                 if len(in_flight) > 1:
@@ -183,29 +176,23 @@ class DilocoDDP(DataParallel):
             raise
         self._forget_round()
 
-    def launch(self, bucket: Bucket) -> Flat:
+    def launch(self, bucket: Bucket) -> Any:
         """Starts to average the members' pseudo-gradients."""
-        parameters, first = self.gradients.parameters, bucket.members[0]
-        buffer = torch.empty(
-            bucket.numel, dtype=self.gradients.dtypes.all[first], device=parameters[first].device
-        )
-        slices = {}
-        for i, offset in zip(bucket.members, bucket.offsets, strict=True):
-            shape = parameters[i].shape
-            slices[i] = buffer[offset : offset + shape.numel()].view(shape)
-            slices[i].copy_(self.start[i] - parameters[i])
-        work = dist.all_reduce(
-            buffer, op=dist.ReduceOp.AVG, group=self.process_group, async_op=True
-        )
+        parameters, flat = self.gradients.parameters, self.new_flat(bucket)
+        for i, delta in flat.slices.items():
+            delta.copy_(self.start[i] - parameters[i])
+        op, group = dist.ReduceOp.AVG, self.process_group
+        work = dist.all_reduce(flat.buffer, op=op, group=group, async_op=True)
         done = self.step.finished  # the step of which this is the end
         done.collectives, done.nbytes = done.collectives + 1, done.nbytes + bucket.nbytes
         done.launches.append((len(parameters), bucket))
-        return Flat(work, slices)
+        return work, flat
 
-    def wait(self, bucket: Bucket, handle: Flat) -> None:
+    def wait(self, bucket: Bucket, handle: Any) -> None:
         """Takes the outer step of the members, once their mean pseudo-gradients are there."""
-        handle.work.wait()
-        for i, delta in handle.slices.items():
+        work, flat = handle
+        work.wait()
+        for i, delta in flat.slices.items():
             parameter, start = self.gradients.parameters[i], self.start[i]
             if parameter.requires_grad:  # it may have been frozen since
                 momentum = self.momentum[i].mul_(self.outer_momentum).add_(delta)

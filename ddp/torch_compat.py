@@ -5,7 +5,7 @@ which. Where another version lacks one of these interfaces, its function does wi
 RuntimeError that names it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import ModuleType
@@ -49,22 +49,13 @@ version_of: Callable[[Tensor], int] = (
 twice for each gradient."""
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns the dict that holds a module's own parameters, `Module._parameters`.
+def own(module: nn.Module, kind: str) -> dict[str, Any]:
+    """Returns the dict that holds a module's own "parameters", "buffers" or "modules".
 
-    `named_parameters` leaves out a tensor that stands in a parameter's place a second time.
+    These are `Module._parameters` and so on. `named_parameters` leaves out a tensor that stands in
+    a parameter's place a second time.
     """
-    return found(module, "Module", "_parameters")
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Returns the dict that holds a module's own buffers, `Module._buffers`."""
-    return found(module, "Module", "_buffers")
-
-
-def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Returns the dict that holds a module's own submodules, `Module._modules`."""
-    return found(module, "Module", "_modules")
+    return found(module, "Module", f"_{kind}")
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -77,18 +68,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     if queue is None:
         queue = found(Variable, "Variable", "_execution_engine.queue_callback")
     queue(callback)
-
-
-def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiplies tensors by a number in place, in few launches: `torch._foreach_mul_`.
-
-    Without it, one launch per tensor.
-    """
-    if (multiply := getattr(torch, "_foreach_mul_", None)) is not None:
-        multiply(tensors, factor)
-        return
-    for x in tensors:
-        x.mul_(factor)
 
 
 def ddp_record(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ddp.base import DataParallel
 from ddp.internals.interface import trainable
 from ddp.internals.options import mebibytes
 from ddp.synchronous import SynchronousDDP
-from ddp.torch_compat import ddp_record, scale_
+from ddp.torch_compat import ddp_record
 
 OTHER_DTYPE = (
     "{name} has a gradient of another type, and PyTorch's reducer works in the parameters' own "
@@ -104,9 +104,9 @@ class TorchDDP(SynchronousDDP):
             super().finish_gradient_synchronization()
         elif self.step.unfinished and self.step.is_complete(self):
             parameters = self.gradients.parameters
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            if self.reduce == "sum" and gradients and any(p.requires_grad for p in parameters):
-                scale_(gradients, self.world_size)
+            if self.reduce == "sum" and any(p.requires_grad for p in parameters):
+                for gradient in (p.grad for p in parameters if p.grad is not None):
+                    gradient.mul_(self.world_size)
             self.gradients.reduced.update(range(len(parameters)))
             self.step.finished = self.step.record
             self.step.begin()

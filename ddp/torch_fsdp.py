@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from ddp.internals.gradients import Reduction, full_names
 from ddp.internals.interface import trainable
-from ddp.internals.replicas import Replicas, group_or_default
+from ddp.internals.ranks import group_or_default
+from ddp.internals.replicas import Replicas
 from ddp.sharded.internals.blocks import parameters_by_block
 from ddp.sharded.internals.state import entries
 

@@ -10,13 +10,16 @@ import os
 import socket
 from collections.abc import Callable
 from itertools import permutations
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp.internals.ranks import told_by_all
 from ddp.torch_compat import symmetric_memory
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells two hosts of one name apart
 FLAG_BYTES = 4096  # one word a peer, and what follows stays aligned
 CAN_FLUSH_REMOTE_WRITES = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 WAIT_AND_FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH
@@ -108,10 +111,9 @@ def _check(status: int) -> None:
 
 def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:
     """Returns the missing requirement ("needs ..."), the same on all ranks; None if all are met."""
-    answers: list[tuple[str | None, str, int]] = [(None, "", 0)] * dist.get_world_size(group)
-    mine = (_own_obstacle(device), socket.gethostname() + _boot_id(), device.index or 0)
-    dist.all_gather_object(answers, mine, group=group)
-    obstacles, hosts, gpus = zip(*answers, strict=True)
+    host = f"{socket.gethostname()} {BOOT_ID.read_text() if BOOT_ID.exists() else ''}"
+    mine = (_own_obstacle(device), host, device.index or 0)
+    obstacles, hosts, gpus = zip(*told_by_all(mine, group), strict=True)
     for obstacle in obstacles:
         if obstacle:
             return obstacle
@@ -129,12 +131,3 @@ def _own_obstacle(device: torch.device) -> str | None:
     if os.environ.get(MULTICAST_OFF) != "1":
         return f"needs {MULTICAST_OFF}=1 from the start: multicast is neither used nor needed"
     return None
-
-
-def _boot_id() -> str:
-    """Tells two hosts of one name apart, where the system has it."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

@@ -38,8 +38,7 @@ class CopyEngineDDP(PeerBuckets):
     That of all gradients, and at most 64 MiB more for what it pulls, stay allocated (memory.py).
 
     Args:
-        bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
-            bucket per dtype.
+        bucket_size_mb: as of `BucketedDDP`.
 
     Raises:
         Unavailable: on every rank, without GPUs of one host that can read each other's memory.

@@ -3,8 +3,9 @@
 A first reading can skip them.
 
 - interface.py: the objects below, and the methods of a wrapper that take no part in a step
+- ranks.py: what ranks tell each other
 - replicas.py: every rank has the same model and the values of rank 0
-- gradients.py, dtypes.py: what each `.grad` holds, and in which dtype
+- gradients.py: what each `.grad` holds, and in which dtype
 - hooks.py: how autograd reports gradients
 - step.py, unused.py: what a step has sent; incomplete and failed steps, parameters without a
   gradient

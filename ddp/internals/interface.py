@@ -16,7 +16,8 @@ from ddp.internals import copies
 from ddp.internals.gradients import Gradients, Reduction
 from ddp.internals.hooks import AutogradHooks
 from ddp.internals.ownership import activate, shared_with_another, take_over
-from ddp.internals.replicas import Replicas, group_or_default
+from ddp.internals.ranks import group_or_default
+from ddp.internals.replicas import Replicas
 from ddp.internals.step import Launch, Step
 from ddp.internals.watch import Watch
 from ddp.schedule import Schedule

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ddp.internals.ranks import told_by_all
 from ddp.torch_compat import version_of
 
 MESSAGE_BYTES = 32 << 20  # tensors are flattened into messages of at most this size
@@ -56,8 +57,7 @@ class Replicas:
                 shapes or dtypes.
         """
         mine = lazy_parameters(self._module) or obstacle or describe(self._module)
-        everyone: list[str | Description] = [mine] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
+        everyone: list[str | Description] = told_by_all(mine, self._group)
         if obstacles := [theirs for theirs in everyone if isinstance(theirs, str)]:
             raise RuntimeError(obstacles[0])
         models = [theirs for theirs in everyone if not isinstance(theirs, str)]
@@ -110,14 +110,6 @@ class Replicas:
             buffer.data.copy_(values)
         else:
             buffer.copy_(values)
-
-
-def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        raise RuntimeError("no process group: call torch.distributed.init_process_group first")
-    group = group or dist.group.WORLD
-    assert group is not None  # there is one, as is_initialized() says
-    return group
 
 
 def lazy_parameters(module: nn.Module) -> str | None:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
+
+from ddp.internals.ranks import gather, told_by_all
 
 PARAMETER = "diloco parameter"  # a rank's own, among its state
 
@@ -101,28 +102,9 @@ def _of_optimizer(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]
     return {k: own for k, own in found.items() if own}
 
 
-def gather(
-    own: dict[Any, Any], group: dist.ProcessGroup, device: torch.device
-) -> list[dict[Any, Any]]:
-    """Returns what each rank has under its keys, tensors on the CPU; a collective call."""
-    mine = {key: x.to("meta") if isinstance(x, Tensor) else x for key, x in own.items()}
-    everyone = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    for rank, theirs in enumerate(everyone):
-        for key, x in theirs.items():
-            if isinstance(x, Tensor):
-                sent = torch.empty(x.shape, dtype=x.dtype, device=device)
-                if rank == dist.get_rank(group):
-                    sent.copy_(own[key])
-                dist.broadcast(sent, group=group, group_src=rank)
-                theirs[key] = torch.empty_like(x, device="cpu").copy_(sent)  # with its strides
-    return everyone
-
-
 def agree_on(settings: dict[str, Any], group: dist.ProcessGroup) -> None:
     """Raises ValueError on all ranks if settings of one are wrong, or not those of rank 0."""
-    everyone = [settings] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, settings, group=group)
+    everyone = told_by_all(settings, group)
     for rank, theirs in enumerate(everyone):
         if complaint := complaint_about(**theirs):
             raise ValueError(f"{complaint} (on rank {rank})")

@@ -17,13 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp.internals.gradients import Gradients
-from ddp.torch_compat import (
-    own_buffers,
-    own_modules,
-    own_parameters,
-    version_of,
-    without_torch_functions,
-)
+from ddp.torch_compat import own, version_of, without_torch_functions
 
 STEPPED = (
     "{name} was changed after its backward and before its gradient was reduced, so the ranks may "
@@ -117,7 +111,7 @@ class Watch:
             if self._seen == self._state() and None not in self._same_memory():
                 return
             for owner in module.modules():
-                for name, p in own_parameters(owner).items():
+                for name, p in own(owner, "parameters").items():
                     if not isinstance(p, Parameter) or not p.requires_grad:
                         continue
                     if not self._is_wrapped(p):
@@ -136,8 +130,8 @@ class Watch:
     def _look(self, module: nn.Module) -> None:
         """Notes what is compared in each forward, which is cheaper than a walk through it."""
         self._modules = list(module.modules())  # kept, so that an address is not used again
-        self._parts = [part for m in self._modules for part in (own_parameters(m), own_modules(m))]
-        self.buffers = [own_buffers(m) for m in self._modules]
+        self._parts = [own(m, kind) for m in self._modules for kind in ("parameters", "modules")]
+        self.buffers = [own(m, "buffers") for m in self._modules]
         self._frozen = [p for p in module.parameters() if self._index_of(p) < 0]
         self._memory = [weakref.ref(p.untyped_storage()) for p in self._parameters]
         self._seen = self._state()

@@ -34,30 +34,26 @@ class Sharded(ShardedInterface):
         return DividedGradients(self.module, self.reduction, self.units, self.process_group)
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
-        """Returns a bucket for each unit, in the order in which the last gradients of each come."""
+        """Returns the units in the order in which the last gradients of each come."""
         self.gradients.convert()
+        for unit in self.units:
+            numel = sum(gradients[i].numel for i in unit.members)
+            unit.nbytes = numel * self.gradients.reduced_in(unit).itemsize
         place = {i: place for place, i in enumerate(order)}
-        self.unit_of: dict[Bucket, FlatUnit] = {}
-        for unit, members in self.gradients.members.items():
-            nbytes = sum(gradients[i].numel for i in members)
-            nbytes *= self.gradients.reduced_in(unit).itemsize
-            bucket = Bucket(members, unit.offsets, unit.numel, nbytes)
-            self.unit_of[bucket] = unit
-        return sorted(self.unit_of, key=lambda bucket: max(place[i] for i in bucket.members))
+        return sorted(self.units, key=lambda unit: max(place[i] for i in unit.members))
 
-    def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor, Tensor]:
-        unit = self.unit_of[bucket]
-        flat = unit.shard.new_empty(bucket.numel, dtype=self.gradients.reduced_in(unit))
+    def launch(self, unit: Any) -> tuple[dist.Work, Tensor, Tensor]:
+        flat = unit.shard.new_empty(unit.numel, dtype=self.gradients.reduced_in(unit))
         self.gradients.collect(unit, flat)
         own = self.receiver(flat, unit.own(flat))
         op = self.reduction.op if self.gradients.can_average else dist.ReduceOp.SUM
         self.gradients.reductions += 1
-        self.count(collectives=1, nbytes=bucket.nbytes)
+        self.count(collectives=1, nbytes=unit.nbytes)
         return reduce_scatter(own, flat, op, self.process_group), own, flat
 
-    def wait(self, bucket: Bucket, handle: tuple[dist.Work, Tensor, Any]) -> None:
+    def wait(self, unit: Any, handle: tuple[dist.Work, Tensor, Any]) -> None:
         work, own, _ = handle  # the collective reads the flat buffer until now
         work.wait()
         if self.reduction.name == "mean" and not self.gradients.can_average:
             own.div_(self.world_size)
-        self.gradients.add(self.unit_of[bucket], own)
+        self.gradients.add(unit, own)

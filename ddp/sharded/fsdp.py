@@ -33,13 +33,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ddp.base import DataParallel
-from ddp.buckets import Bucket
 from ddp.internals.unused import tensors_in
-from ddp.sharded.internals.blocks import blocks_of
+from ddp.sharded.internals.blocks import Block, blocks_of
 from ddp.sharded.internals.call_order import CallOrder, Progress, WayBack
 from ddp.sharded.internals.whole import DividedInterface
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.units import Block, GatheredUnit
+from ddp.sharded.units import GatheredUnit
 from ddp.torch_compat import in_backward, number_of_backward
 
 
@@ -145,15 +144,15 @@ class HandBuiltFSDP(DividedInterface):
 
     # ---- gradients -----------------------------------------------------------------------------
 
-    def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor, Tensor]:
+    def launch(self, unit: Any) -> tuple[dist.Work, Tensor, Tensor]:
         self.catch_up()
         self.wait_for(*self.schedule.in_flight)  # one on the wire at a time bounds the memory
         # Backward needs a unit no more once its gradients are there. Those that come in another
         # backward, as reentrant checkpointing runs it, are of one segment alone.
-        are_there = self.schedule.arrivals.keys() >= set(bucket.members)
+        are_there = self.schedule.arrivals.keys() >= set(unit.members)
         if are_there and number_of_backward() == self.progress.backward:
-            self.unit_of[bucket].free()
-        return super().launch(bucket)
+            unit.free()
+        return super().launch(unit)
 
     def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
         return torch.empty_like(own)

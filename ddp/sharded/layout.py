@@ -3,9 +3,8 @@
     flat buffer   | parameter 0 | parameter 1    | parameter 2 |pad|
     slices        | rank 0             | rank 1                    |
 
-The parameters lie one behind the other, as gradients in a bucket. All slices are of one size, so
-that reduce-scatter and all-gather work on the buffer as it is. They are cut without regard to
-parameters: what a rank owns of each is a `Piece` (pieces.py).
+All slices are of one size, so that reduce-scatter and all-gather work on the buffer as it is. What
+a rank owns of each parameter is a `Piece` (pieces.py).
 """
 
 from collections.abc import Sequence
@@ -15,20 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp.buckets import ALIGNMENT_BYTES, Gradient, lay_out
+from ddp.buckets import ALIGNMENT_BYTES, Bucket, Gradient, lay_out
 from ddp.sharded.pieces import cut
 from ddp.torch_compat import all_gather
 
 
-class FlatUnit:
+class FlatUnit(Bucket):
     """Parameters of one dtype that are reduced and gathered together, and this rank's part.
+
+    It is the bucket of their gradients, of which the wrapper sets `members` and `nbytes`.
 
     Args:
         itemsize: bytes of an element in the flat buffer; default: as of the parameters.
 
     Attributes:
-        shapes, offsets: of each parameter, its shape and its first element in the flat buffer.
-        numel, slice_numel: elements of that and of a slice, padding included.
+        shapes: of the parameters.
+        slice_numel: elements of a slice; `numel` includes the padding.
         pieces: what this rank owns.
         values: the flat buffer of all values, [numel]; `value_views`: each parameter's place in it.
         shard: this rank's slice of the values, [slice_numel].

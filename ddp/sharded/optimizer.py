@@ -6,6 +6,7 @@ one process. Its parts step this rank's slices (part.py).
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -14,9 +15,11 @@ from torch.optim import Optimizer
 
 from ddp.sharded.internals.agreement import BROKEN, FAILED, ToldError, agree, status_of
 from ddp.sharded.internals.elementwise import refuse_not_elementwise
-from ddp.sharded.internals.state import entries, gather, load, own_entries, states
-from ddp.sharded.part import Part, Settings, in_parts
+from ddp.sharded.internals.state import entries, gather_states, load, own_entries, states
+from ddp.sharded.layout import FlatUnit
+from ddp.sharded.part import Part, Settings
 
+PARTS = 4
 OF_A_RANK = ("params", "param_names")  # of a group, of which every rank has its own part
 
 
@@ -163,7 +166,7 @@ class ShardedOptimizer(Optimizer):
 
         A collective call: every rank must take part, and every rank gets the whole.
         """
-        own, self.state = self.state, gather(self._parts)
+        own, self.state = self.state, gather_states(self._parts)
         try:
             return super().state_dict()
         finally:
@@ -199,3 +202,16 @@ class ShardedOptimizer(Optimizer):
             "a sharded optimizer cannot be copied or pickled, because it steps slices of a model: "
             "build another one by make_optimizer() and load this one's state_dict()"
         )
+
+
+def in_parts(units: list[FlatUnit]) -> list[list[FlatUnit]]:
+    """Returns the units in order, in at most `PARTS` lists of about as many elements.
+
+    A part for each unit would take the host longer than the GPU.
+    """
+    ends = list(accumulate(unit.slice_numel for unit in units))
+    size = max(1, -(-ends[-1] // PARTS))
+    parts: dict[int, list[FlatUnit]] = {}
+    for unit, end in zip(units, ends, strict=True):
+        parts.setdefault(max(0, end - 1) // size, []).append(unit)
+    return list(parts.values())

@@ -1,16 +1,11 @@
 """The part of the optimizer's step that belongs to this rank's slices.
 
-Adam keeps two float32 numbers per parameter, on every rank the same. If each rank steps its slice
-only, it keeps its slice's state only: 1/W of the memory and of the work.
-
 An ordinary optimizer steps this rank's pieces of a few units, and there are a few of these parts.
 `optimizer.step()` steps one after another. When one has stepped, the model publishes the new values
 of its units: `zero1` starts to gather them, so that their transfer runs beside the next one's step.
-A part for each unit would take the host longer than the GPU.
 """
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +15,6 @@ from torch.optim import Optimizer
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.pieces import Piece
 
-PARTS = 4
 Settings = list[dict[str, Any]]
 """The options of each parameter group of the network's optimizer."""
 
@@ -70,13 +64,3 @@ class Part:
         self.optimizer.step()
         for *_, own in self.pieces:
             own.grad = None
-
-
-def in_parts(units: list[FlatUnit]) -> list[list[FlatUnit]]:
-    """Returns the units in order, in at most `PARTS` lists of about as many elements."""
-    ends = list(accumulate(unit.slice_numel for unit in units))
-    size = max(1, -(-ends[-1] // PARTS))
-    parts: dict[int, list[FlatUnit]] = {}
-    for unit, end in zip(units, ends, strict=True):
-        parts.setdefault(max(0, end - 1) // size, []).append(unit)
-    return list(parts.values())

@@ -1,7 +1,6 @@
 """Wraps what the sharded variants use of PyTorch without a public name, as ddp/torch_compat.py."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,19 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.torch_compat import all_gather, found, missing
+from ddp.torch_compat import all_gather, found
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies tensors, of another dtype perhaps, in few launches: `torch._foreach_copy_`.
-
-    Without it, one launch per tensor.
-    """
-    if (copy := getattr(torch, "_foreach_copy_", None)) is not None:
-        copy(targets, sources)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    """Copies tensors, of another dtype perhaps, in few launches: `torch._foreach_copy_`."""
+    found(torch, "torch", "_foreach_copy_")(targets, sources)
 
 
 def gather_on_hosts(everyone: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -69,28 +61,6 @@ def without_dispatch() -> AbstractContextManager:
     `torch._C._DisableTorchDispatch`.
     """
     return found(torch._C, "torch._C", "_DisableTorchDispatch")()
-
-
-def register_tree(cls: type, as_leaf: Callable[[Any, str], Any]) -> None:
-    """Makes functions of nested arguments, as those of `torch.func`, call `as_leaf` of objects.
-
-    `torch.utils._pytree.register_pytree_node`. Beside an object `as_leaf` gets the name of the
-    module whose code calls such a function. What that makes of the leaf takes the object's place.
-    """
-    try:
-        from torch.utils import _pytree as trees
-
-        register = trees.register_pytree_node
-    except (ImportError, AttributeError) as error:
-        raise missing("torch.utils._pytree.register_pytree_node") from error
-
-    def flatten(x: Any) -> tuple[list[Any], None]:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals is vars(trees):
-            frame = frame.f_back
-        return [as_leaf(x, frame.f_globals.get("__name__", ""))], None
-
-    register(cls, flatten, lambda leaves, _: next(iter(leaves)))
 
 
 def refuse_writes(x: Tensor) -> None:

@@ -17,11 +17,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import Parameter
 
 from ddp.sharded.internals.agreement import wait_for
-from ddp.sharded.internals.views import DividedUnit, take_replaced
+from ddp.sharded.internals.views import DividedUnit
 from ddp.torch_compat import all_gather
 
 
@@ -76,47 +75,3 @@ class GatheredUnit(DividedUnit):
     def _wait_for_values(self) -> None:
         work, self._work = self._work, None
         wait_for(work, "gather", self.name)
-
-
-class Block:
-    """A module whose parameters are gathered just before it computes.
-
-    Attributes:
-        name: its name in the network; "" is the network itself, which has the rest.
-        units: its parameters, by dtype and whether they are trained.
-        around: the block itself and those that contain it, but not the network.
-        computes: its forward is running.
-    """
-
-    def __init__(self, name: str, module: nn.Module, units: list[GatheredUnit]):
-        self.name, self.module, self.units = name, module, units
-        self.around: list[Block] = []
-        self.computes = False
-
-    def wait(self) -> None:
-        for unit in self.units:
-            unit.wait()
-
-    def call(self) -> None:
-        """Notes that its forward is about to run."""
-        for unit in self.units:
-            unit.was_called = True
-
-    def end(self) -> None:
-        """Notes that its forward has ended, which may have given parameters other `.data`."""
-        self.computes = False
-        take_replaced(self.units)
-
-    def free(self) -> None:
-        for unit in self.units:
-            unit.free()
-
-    @property
-    def computes(self) -> bool:
-        return self._computes
-
-    @computes.setter
-    def computes(self, value: bool) -> None:
-        self._computes = value
-        for unit in self.units:
-            unit.computes = value

@@ -34,8 +34,7 @@ class Zero1DDP(Sharded):
     Parameters become contiguous views of flat buffers.
 
     Args:
-        bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
-            bucket per dtype.
+        bucket_size_mb: as of `BucketedDDP`.
     """
 
     options = (*DataParallel.options, "bucket_size_mb")

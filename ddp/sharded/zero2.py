@@ -13,20 +13,21 @@ computes. Gradients that accumulate over several backwards, under `no_sync` too,
 until they are reduced.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.buckets import Bucket
 from ddp.sharded.zero1 import Zero1DDP
 
 
 class Zero2DDP(Zero1DDP):
     """Does as `Zero1DDP`, and frees each bucket of gradients once it is reduced."""
 
-    def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor, Tensor]:
+    def launch(self, unit: Any) -> tuple[dist.Work, Tensor, Tensor]:
         self.wait_for(*list(self.schedule.in_flight)[:-1])
-        return super().launch(bucket)
+        return super().launch(unit)
 
     def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
         return torch.empty_like(own)

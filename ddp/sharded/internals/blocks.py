@@ -10,8 +10,54 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ddp.sharded.units import Block, GatheredUnit
-from ddp.torch_compat import own_parameters
+from ddp.sharded.internals.views import take_replaced
+from ddp.sharded.units import GatheredUnit
+from ddp.torch_compat import own
+
+
+class Block:
+    """A module whose parameters are gathered just before it computes.
+
+    Attributes:
+        name: its name in the network; "" is the network itself, which has the rest.
+        units: its parameters, by dtype and whether they are trained.
+        around: the block itself and those that contain it, but not the network.
+        computes: its forward is running.
+    """
+
+    def __init__(self, name: str, module: nn.Module, units: list[GatheredUnit]):
+        self.name, self.module, self.units = name, module, units
+        self.around: list[Block] = []
+        self.computes = False
+
+    def wait(self) -> None:
+        for unit in self.units:
+            unit.wait()
+
+    def call(self) -> None:
+        """Notes that its forward is about to run."""
+        for unit in self.units:
+            unit.was_called = True
+
+    def end(self) -> None:
+        """Notes that its forward has ended, which may have given parameters other `.data`."""
+        self.computes = False
+        take_replaced(self.units)
+
+    def free(self) -> None:
+        for unit in self.units:
+            unit.free()
+
+    @property
+    def computes(self) -> bool:
+        return self._computes
+
+    @computes.setter
+    def computes(self, value: bool) -> None:
+        self._computes = value
+        for unit in self.units:
+            unit.computes = value
+
 
 Enter = Callable[[Block, tuple, dict], tuple[tuple, dict] | None]
 Leave = Callable[[Block, Any], None]
@@ -62,7 +108,7 @@ def parameters_by_block(
         around = block_of[path.rpartition(".")[0]]
         block = first.setdefault(module, path) if module in chosen else around
         block_of[path] = block
-        for name, parameter in own_parameters(module).items():
+        for name, parameter in own(module, "parameters").items():
             if parameter is not None:
                 owner[parameter] = block if owner.get(parameter, block) == block else ""
                 names.setdefault(parameter, f"{path}.{name}" if path else name)

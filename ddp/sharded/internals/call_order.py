@@ -1,18 +1,19 @@
 """Keeps the gathers and reductions of all ranks in one order, in forward and in backward.
 
-Collectives match by call order alone. If two ranks gathered different blocks at the same time, they
-would compute with a mixture of both, without any error.
+If two ranks gathered different blocks at the same time, they would compute with a mixture of both,
+without any error (ddp/schedule.py says why).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp.buckets import Bucket
+from ddp.internals.ranks import told_by_all
 from ddp.sharded.base import Sharded
-from ddp.sharded.units import Block, GatheredUnit
+from ddp.sharded.internals.blocks import Block
 from ddp.torch_compat import at_end_of_backward, in_backward, number_of_backward
 
 CREATES_GRAPH = (
@@ -78,8 +79,7 @@ class CallOrder:
         return [] if self.blocks is None else self.blocks[len(self._calls) :]
 
     def _compare(self, mine: str) -> None:
-        everyone = [mine] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
+        everyone = told_by_all(mine, self._group)
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 raise RuntimeError(
@@ -174,7 +174,6 @@ class Ordered(Sharded):
     """A network whose gathers and reductions all ranks start in one order."""
 
     progress: Progress
-    unit_of: dict[Bucket, GatheredUnit]  # type: ignore[assignment]
     start: Callable[[Block], None]  # of fsdp.py
 
     def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
@@ -193,8 +192,9 @@ class Ordered(Sharded):
 
     def _is_next(self) -> bool:
         name = ""
-        for bucket in self.schedule.buckets[self.schedule.launched :]:
-            if name := self.unit_of[bucket].name:
+        units: Any = self.schedule.buckets[self.schedule.launched :]
+        for unit in units:
+            if name := unit.name:
                 break
         return self.progress.way_back.has_entered(name)
 

@@ -24,7 +24,6 @@ class DividedGradients(Gradients):
     """The gradients of parameters that lie in `units`.
 
     Attributes:
-        members: of each unit, the indices of its gradients.
         can_average: the backend's reduce-scatter can; that of gloo only sums.
         reductions: number of reductions that were started, which all ranks start alike.
         kept: gradients whose reduced value the next one is added to, and whether the stand-in was
@@ -39,7 +38,9 @@ class DividedGradients(Gradients):
         group: dist.ProcessGroup,
     ):
         super().__init__(module, reduction)
-        self.members = {u: tuple(self.index_of(p) for p in u.parameters) for u in units}
+        self.units = units
+        for unit in units:
+            unit.members = tuple(map(self.index_of, unit.parameters))
         self.can_average = dist.get_backend(group) == dist.Backend.NCCL
         self.reductions = 0
         self.kept: dict[int, bool] = {}
@@ -116,8 +117,8 @@ class DividedGradients(Gradients):
 
     def collect(self, unit: FlatUnit, flat: Tensor) -> None:
         """Copies this rank's gradients of a unit to `flat`; a stand-in takes the place of each."""
-        members, found, absent = self.members[unit], [], set()
-        for i in members:
+        found, absent = [], set()
+        for i in unit.members:
             gradient = self.parameters[i].grad
             if gradient is None:
                 absent.add(i)
@@ -126,7 +127,7 @@ class DividedGradients(Gradients):
                 gradient = self.local(i)  # zero
             found.append(gradient)
         copy_(unit.views(flat), found)
-        for i, stand_in in zip(members, self.stand_ins_for(*members), strict=True):
+        for i, stand_in in zip(unit.members, self.stand_ins_for(*unit.members), strict=True):
             if i in absent:
                 self.stand_ins[i] = stand_in
             else:
@@ -137,9 +138,9 @@ class DividedGradients(Gradients):
         """Makes `own` the reduced gradients of a unit, added to what is kept."""
         before = unit.gradient
         for piece in unit.pieces if self.kept else ():
-            if before is not None and self.members[unit][piece.member] in self.kept:
+            if before is not None and unit.members[piece.member] in self.kept:
                 piece.of(own).add_(piece.of(before))
-        for i in self.members[unit]:
+        for i in unit.members:
             self.kept.pop(i, None)
         unit.gradient = own
 
@@ -159,34 +160,34 @@ class DividedGradients(Gradients):
     def reduced_in(self, unit: FlatUnit) -> torch.dtype:
         """Returns the widest dtype of a unit's slices and gradients."""
         return reduce(
-            torch.promote_types, [self.dtypes.all[i] for i in self.members[unit]], unit.shard.dtype
+            torch.promote_types, [self.dtypes.all[i] for i in unit.members], unit.shard.dtype
         )
 
     def convert(self) -> None:
         """Converts reduced gradients after a change of `gradient_dtype`."""
-        for unit, members in self.members.items():
+        for unit in self.units:
             if unit.gradient is None:
                 continue
             for piece in unit.pieces:  # a converted stand-in does not tell that it was zeroed
                 if (stand_in := unit.parameters[piece.member].grad) is not None:
                     _cleared(piece.of(unit.gradient), stand_in)
             unit.gradient = unit.gradient.to(self.reduced_in(unit))
-            for i, stand_in in zip(members, self.stand_ins_for(*members), strict=True):
+            for i, stand_in in zip(unit.members, self.stand_ins_for(*unit.members), strict=True):
                 if isinstance(self.parameters[i].grad, StandIn):
                     self.parameters[i].grad = stand_in
 
     def free_cleared(self) -> None:
         """Frees slices of gradients that `zero_grad(set_to_none=True)` has cleared."""
-        for unit, members in self.members.items():
-            grads = [self.stand_ins.get(i, self.parameters[i].grad) for i in members]
+        for unit in self.units:
+            grads = [self.stand_ins.get(i, self.parameters[i].grad) for i in unit.members]
             if not any(gradient is not None for gradient in grads):
                 unit.gradient = None
 
     def hand_over(self, scale: float) -> None:
         """Makes each `.grad` this rank's part of the gradient, for another wrapper to reduce."""
-        for unit, members in self.members.items():
+        for unit in self.units:
             piece_of = {piece.member: piece for piece in unit.pieces}
-            for member, i in enumerate(members):
+            for member, i in enumerate(unit.members):
                 parameter, is_reduced = self.parameters[i], i not in self.kept
                 if is_reduced and not isinstance(parameter.grad, StandIn):
                     continue

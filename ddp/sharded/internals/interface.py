@@ -56,13 +56,7 @@ class ShardedInterface(DataParallel):
     def make_optimizer(
         self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
     ) -> Optimizer:
-        """Returns an optimizer that steps this rank's slices: see `ShardedOptimizer`.
-
-        Args:
-            cls: the class of an optimizer that treats every element alone.
-            params: parameters or parameter groups; default all trainable parameters.
-            options: further arguments of `cls`.
-        """
+        """Returns an optimizer that steps this rank's slices: see `ShardedOptimizer`."""
         params = trainable(self.module) if params is None else params
         return ShardedOptimizer(self, cls, params, **options)
 

@@ -7,15 +7,15 @@ between numbers of ranks and to and from a plain optimizer.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp.sharded.layout import FlatUnit
+from ddp.internals.ranks import gather
 from ddp.sharded.part import Part, Settings
 from ddp.sharded.pieces import Piece
 
@@ -162,61 +162,34 @@ def states(part: Part) -> Iterator[tuple[Parameter, dict[str, Any]]]:
             yield unit.parameters[piece.member], part.optimizer.state[own]
 
 
-def gather(parts: Sequence[Part]) -> defaultdict[Tensor, Any]:
+def gather_states(parts: Sequence[Part]) -> defaultdict[Tensor, Any]:
     """Returns the state of all ranks under the network's parameters; a collective call."""
-    whole: defaultdict[Tensor, Any] = defaultdict(dict)
+    units = [unit for part in parts for unit in part.units]
+    parameters = [parameter for unit in units for parameter in unit.parameters]
+    number_of = {parameter: number for number, parameter in enumerate(parameters)}
+    own = {}
     for part in parts:
-        own = dict(states(part))
-        for unit in part.units:
-            _gather_unit(unit, own, whole)
+        numel_of = {u.parameters[piece.member]: piece.numel for u, piece, _ in part.pieces}
+        for parameter, values in states(part):
+            for key, value in values.items():
+                own[number_of[parameter], key] = value
+                if _is_elementwise(key, value) and value.shape != (numel_of[parameter],):
+                    raise TypeError(
+                        f"the optimizer's {key} is {list(value.shape)} for {numel_of[parameter]} "
+                        "elements"
+                    )
+    pieces: dict[tuple[int, str], list[Any]] = {}  # a value's, of the ranks in order
+    for theirs in gather(own, units[0].group, units[0].shard.device):
+        for place, piece_of_value in theirs.items():
+            pieces.setdefault(place, []).append(piece_of_value)
+    whole: defaultdict[Tensor, Any] = defaultdict(dict)
+    for number, key in sorted(pieces, key=itemgetter(0)):
+        found, parameter = pieces[number, key], parameters[number]
+        is_cut = _is_elementwise(key, found[0])
+        whole[parameter][key] = torch.cat(found).view(parameter.shape) if is_cut else found[0]
     return whole
 
 
-def _gather_unit(
-    unit: FlatUnit, own: dict[Parameter, dict[str, Any]], whole: defaultdict[Tensor, Any]
-) -> None:
-    mine = {
-        piece.member: {
-            key: value.dtype if _is_elementwise(key, value, piece) else _on_cpu(value)
-            for key, value in own[parameter].items()
-        }
-        for piece in unit.pieces
-        if (parameter := unit.parameters[piece.member]) in own
-    }
-    everyone: list[dict[int, dict[str, Any]]] = [{}] * dist.get_world_size(unit.group)
-    dist.all_gather_object(everyone, mine, group=unit.group)
-    found = {member: values for theirs in everyone for member, values in theirs.items()}
-    for member in sorted(found):
-        whole[unit.parameters[member]] = dict(found[member])
-    kinds = {
-        (key, value)
-        for values in found.values()
-        for key, value in values.items()
-        if isinstance(value, torch.dtype)
-    }
-    for key, dtype in sorted(kinds, key=str):
-        flat = torch.zeros_like(unit.shard, dtype=dtype)
-        for piece in unit.pieces:
-            value = own.get(unit.parameters[piece.member], {}).get(key)
-            if value is not None and value.dtype == dtype:
-                piece.of(flat).copy_(value)
-        for member, values in enumerate(unit.gather(flat)):
-            if found.get(member, {}).get(key) == dtype:
-                whole[unit.parameters[member]][key] = values.to("cpu", copy=True)
-
-
-def _is_elementwise(key: str, value: Any, piece: Piece) -> bool:
-    """Returns whether a value of the state has one element for each of the parameter's.
-
-    Raises:
-        TypeError: if it has neither that nor a single one.
-    """
-    if not isinstance(value, Tensor) or key == "step" or value.dim() == 0:
-        return False
-    if value.shape != (piece.numel,):
-        raise TypeError(f"the optimizer's {key} is {list(value.shape)} for {piece.numel} elements")
-    return True
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+def _is_elementwise(key: str, value: Any) -> bool:
+    """Returns whether a value of a piece's state has one element for each of the piece's."""
+    return isinstance(value, Tensor) and key != "step" and value.dim() > 0

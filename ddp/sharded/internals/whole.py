@@ -8,13 +8,11 @@ from weakref import WeakMethod
 import torch
 from torch.nn import Parameter
 
-from ddp.buckets import Bucket
 from ddp.sharded.internals.agreement import add_note, agree, wait_for
-from ddp.sharded.internals.blocks import call_around, cast
+from ddp.sharded.internals.blocks import Block, call_around, cast
 from ddp.sharded.internals.call_order import CallOrder, Ordered, WayBack
 from ddp.sharded.torch_compat import in_transform
-from ddp.sharded.units import Block
-from ddp.torch_compat import in_backward, own_parameters, without_torch_functions
+from ddp.torch_compat import in_backward, own, without_torch_functions
 
 IN_TRANSFORM = (
     "a forward of a network that fsdp has divided, inside of a transform of torch.func, where it "
@@ -103,15 +101,15 @@ class DividedInterface(Ordered):
             return None
         return tuple(cast(x, dtype) for x in args), {k: cast(x, dtype) for k, x in kwargs.items()}
 
-    def launch(self, bucket: Bucket) -> Any:
+    def launch(self, unit: Any) -> Any:
         with without_torch_functions():
-            return super().launch(bucket)
+            return super().launch(unit)
 
-    def wait(self, bucket: Bucket, handle: Any) -> None:
+    def wait(self, unit: Any, handle: Any) -> None:
         try:
-            super().wait(bucket, handle)
+            super().wait(unit, handle)
         except RuntimeError as error:
-            add_note(error, "reduction", self.unit_of[bucket].name)
+            add_note(error, "reduction", unit.name)
             raise
 
     def finish_gradient_synchronization(self) -> None:
@@ -172,7 +170,7 @@ class DividedInterface(Ordered):
         places = [
             (module, name, p)
             for module in self.module.modules()
-            for name, p in own_parameters(module).items()
+            for name, p in own(module, "parameters").items()
             if p in whole  # none that was added to the network since
         ]
         try:

@@ -279,11 +279,10 @@ class Watched(HandBuiltFSDP):
             self.note("gather", block)
         super().start(block)
 
-    def launch(self, bucket):
-        unit = self.unit_of[bucket]
+    def launch(self, unit):
         self.note("reduce", next(b for b in self.blocks if unit in b.units))
         assert len(self.schedule.in_flight) <= 1
-        return super().launch(bucket)
+        return super().launch(unit)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
