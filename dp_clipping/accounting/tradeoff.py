@@ -30,8 +30,8 @@ LARGEST = 16.0
 """The logit of the largest δ of a curve: 1 − 1e-7."""
 
 MEANINGLESS = 500.0
-"""Above this ε, whose power of e is near the largest double, μ is infinite, and no δ but the smallest
-is looked at."""
+"""Above this ε, whose power of e is near the largest double, μ is infinite, and no δ but the
+smallest is looked at."""
 
 ROWS = 2000
 """Values of ε in a table."""
