@@ -69,7 +69,12 @@ class Ratio:
     @property
     def spacing(self) -> float:
         """Returns the log of the ratio of neighbours that a grid for this needs."""
-        return RESOLUTION * min(COARSEST, math.sqrt(self.variance) / self.mean)
+        return _spacing_for(math.sqrt(self.variance) / self.mean)
+
+
+def _spacing_for(deviation: float) -> float:
+    """Returns the log of the ratio of neighbours, for this relative standard deviation."""
+    return RESOLUTION * min(COARSEST, deviation)
 
 
 def constant(value: float) -> Ratio:
@@ -81,7 +86,7 @@ def of_one_step(sigma: float) -> Ratio:
     """Returns Λ on a grid: each interval's mass at its ends, with the interval's mean."""
     from scipy.special import ndtr  # a dependency of dp-accounting
 
-    spacing = RESOLUTION * min(COARSEST, 1 / sigma)
+    spacing = _spacing_for(1 / sigma)
     ends = REACH / sigma, REACH / sigma + 1 / sigma**2
     logs = spacing * np.arange(
         math.floor((-ends[0] - 0.5 / sigma**2) / spacing),
@@ -124,7 +129,6 @@ def on_grid(found: Ratio, spacing: float, scale: float = 1.0) -> tuple[int, Rati
 
     start = int(np.searchsorted(np.cumsum(mass), HARDLY, side="right"))
     stop = size - int(np.searchsorted(np.cumsum((mass * values)[::-1]), HARDLY * found.mean))
-    start, stop = min(start, size - 1), max(stop, start + 1)
     below, above = slice(0, start), slice(stop, size)
     kept = mass[start:stop].copy()
     moved = float((mass[below] * values[below]).sum() / values[start])
@@ -148,7 +152,7 @@ def added(one: Ratio, other: Ratio) -> Ratio:
     return on_grid(whole, whole.spacing)[1]
 
 
-@lru_cache(256)
+@lru_cache
 def doubled(sigma: float, times: int) -> Ratio:
     """Returns the distribution of Σ Λ_j over 2 ** times steps."""
     if not times:
@@ -241,8 +245,8 @@ def _is_amplified(epochs: Epochs) -> bool:
 
 def _spacing(epochs: Epochs) -> float:
     """Returns the interval of privacy losses of these epochs."""
-    return RESOLUTION * min(
-        min(1.0, math.sqrt(math.expm1(sigma**-2.0) / batches)) for (sigma, batches, _), _ in epochs
+    return _spacing_for(
+        min(math.sqrt(math.expm1(sigma**-2.0) / batches) for (sigma, batches, _), _ in epochs)
     )
 
 

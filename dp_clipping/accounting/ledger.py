@@ -235,8 +235,7 @@ class Account:
             yield
         finally:
             changed = list(self.history) != before
-            if changed:
-                self.accountant.history = before
+            self.accountant.history = before
         if changed:
             raise RuntimeError(
                 "a step hook has counted the step in engine.accountant, where the engine counts "

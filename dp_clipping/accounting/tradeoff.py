@@ -30,7 +30,8 @@ LARGEST = 16.0
 """The logit of the largest δ of a curve: 1 − 1e-7."""
 
 MEANINGLESS = 500.0
-"""Above this ε, whose power of e is near the largest double, no δ but the smallest is looked at."""
+"""Above this ε, whose power of e is near the largest double, μ is infinite, and no δ but the
+smallest is looked at."""
 
 ROWS = 2000
 """Values of ε in a table."""
@@ -49,13 +50,14 @@ def curve_of(epsilon: Callable[[float], float], delta: float) -> Curve:
     stated = epsilon(delta)
     if math.isinf(stated) or epsilon(least) == 0:
         return [(delta, stated)]
-    low, high = _logit(least), LARGEST
+    begin = low = math.log(least)  # its logit, but for less than 1e-6
+    high = LARGEST
     for _ in range(12):  # where ε becomes 0
         middle = (low + high) / 2
         low, high = (middle, high) if epsilon(_from_logit(middle)) > 0 else (low, middle)
     places = [(i / (PAIRS - 1)) ** CLOSER for i in range(PAIRS)]
-    deltas = {_from_logit(high - place * (high - _logit(least))) for place in places[:-1]}
-    decades = {least, *(10.0**-k for k in range(1, 7))}  # as people ask for them
+    deltas = {_from_logit(high - place * (high - begin)) for place in places[:-1]}
+    decades = {least, *(10.0**-k for k in range(7))}  # as people ask for them
     decades = {at for at in decades if least <= at < _from_logit(high)}
     return [(at, epsilon(at)) for at in sorted({delta, *decades, *deltas})]
 
@@ -109,15 +111,13 @@ def gaussian_mu(curve: Curve, delta: float) -> float:
     kinks f is a line. So it is below f where it is below f at the kinks.
     """
     lines = [(at, epsilon) for at, epsilon in curve if at >= delta]
-    if any(math.isinf(epsilon) for _, epsilon in lines):
+    if any(epsilon > MEANINGLESS for _, epsilon in lines):
         return math.inf
     normal, mu = NormalDist(), 0.0
     for rate in _kinks(lines):
         missed = false_negative_rate(curve, rate)
         if rate > missed * (1 + 1e-9):  # on the other side of the diagonal, which mirrors this one
             continue
-        if rate <= 0:
-            return math.inf
         mu = max(mu, -normal.inv_cdf(rate) - normal.inv_cdf(missed))
     return mu
 
@@ -133,11 +133,7 @@ def _kinks(lines: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def _exp(x: float) -> float:
-    return math.exp(min(x, 700.0))
-
-
-def _logit(x: float) -> float:
-    return math.log(x / (1 - x))
+    return math.exp(min(x, MEANINGLESS))
 
 
 def _from_logit(x: float) -> float:

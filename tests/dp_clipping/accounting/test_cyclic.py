@@ -49,6 +49,14 @@ def test_steps_of_several_rates_all_count():
     assert squared_mu([(1.0, 1 / 4, 2), (2.0, 1 / 5, 2)]) == 2 + 2 / 4
 
 
+def test_correlated_noise_counts_by_its_sensitivity():
+    """Of seven steps in epochs of three, and the least σ."""
+    history = [(2.0, 1 / 3, 4), (4.0, 1 / 3, 3)]
+    assert squared_mu(history, lambda steps, batches: steps + batches) == (10 / 2) ** 2
+    spent = epsilon([history, history], 1e-5, lambda steps, batches: 0.6)
+    assert spent == epsilon([[(2.0 / 0.6, 1.0, 2)]], 1e-5)
+
+
 def test_nothing_was_released():
     assert epsilon([], 1e-5) == 0
     assert epsilon([[(1e9, 0.5, 1)]], 1e-5) == 0

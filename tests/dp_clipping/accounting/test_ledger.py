@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from opacus.accountants import RDPAccountant
 
-from dp_clipping.accounting.ledger import Account
+from dp_clipping.accounting.ledger import Account, Release
 from tests.support.saved_runs import (
     build,
     data,
@@ -331,6 +331,34 @@ class TestAccount:
         train(one, 2)
         train(other, 2)
         assert one.engine.accountant.history == [(0.8, 1 / 6, 2), (0.9, 1 / 6, 2)]
+
+
+def test_steps_of_a_key_stay_through_changes_of_the_noise():
+    run = build()
+    for sigma in (0.8, 1.0, 1.2, 1.2):
+        run.optimizer.noise_multiplier = sigma
+        train(run, 1)
+    expected = [(0.8, 1 / 6, 1), (1.0, 1 / 6, 1), (1.2, 1 / 6, 2)]
+    assert run.engine.accountant.history == expected
+    assert run.engine.privacy_statement(1e-3).account["histories"] == [[[*e] for e in expected]]
+
+
+def test_a_step_that_a_hook_counts_is_taken_back():
+    account = Account(RDPAccountant())
+    account.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    with account.unchanged():
+        pass
+    with pytest.raises(RuntimeError, match="a step hook has counted"), account.unchanged():
+        account.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    assert account.history == [(1.0, 0.1, 1)]
+
+
+def test_steps_of_a_key_are_made_again_only_before_its_last_one():
+    account = Account(RDPAccountant())
+    for number in (4, 5):
+        account.count(Release("key", number, 1.0, 0.1, (1.0,), number), key_is_fixed=False)
+    assert [account.made_ahead("key", number) for number in (4, 5, 6, 7)] == [2, 1, 0, 0]
+    assert account.made_ahead("other", 0) == 0
 
 
 def test_epsilon_of_other_steps_counts_none():

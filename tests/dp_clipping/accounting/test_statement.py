@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
+from dp_clipping.accounting.statement import private_constants
 from tests.support.engine import build, data
 
 KEYS = [
@@ -95,6 +97,18 @@ def test_many_thresholds_are_cut_short():
     assert "0.5, 0.5, 0.5, 0.5, ... (6 of them)" in str(run.engine.privacy_statement(1e-3))
 
 
+def test_few_thresholds_are_all_shown():
+    run = build(max_grad_norm=[0.5, 0.25], clipping="per_layer")
+    assert "clipping threshold:     0.5, 0.25\n" in str(run.engine.privacy_statement(1e-3))
+
+
+@pytest.mark.parametrize(("poisson", "of"), [(True, "the data set"), (False, "a batch")])
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+def test_a_unit_of_several_examples_says_of_what(poisson, of):
+    run = build(examples_per_unit=3, poisson_sampling=poisson)
+    assert run.engine.privacy_statement(1e-3).unit == f"3 consecutive examples of {of}"
+
+
 def test_no_noise_and_no_poisson_sampling_have_no_epsilon():
     engine, private = made(noise_multiplier=0.0)
     train(private)
@@ -120,6 +134,13 @@ def test_what_is_private_and_what_no_page_covers_is_said():
     assert [words.partition(":")[0] for words in statement.unproved] == ["accountant='rdp'"]
     assert "unproved:               accountant='rdp': no page" in str(statement)
     assert "epsilons on the same data add up" in str(statement)
+    answers = statement.answers()
+    assert answers["constants"].startswith("sample rate, steps: from the private number of units")
+    assert answers["unproved"].startswith("accountant='rdp': no page")
+    assert answers["noise"].startswith("float32, from a generator that is not cryptographic")
+    answers = replace(statement, secure={"resolution": 1.0}).answers()
+    assert answers["noise"].startswith("rounded to a grid, from a cryptographic generator")
+    assert private_constants([{"divisor": False}, {"steps": True}]) == ["divisor"]  # as of resumed
 
 
 def test_a_covered_run_names_its_pages():
@@ -127,6 +148,7 @@ def test_a_covered_run_names_its_pages():
     run = build(accountant="pld", dataset=data(8), sample_rate=0.5, steps=2, **sampling)
     statement = run.engine.privacy_statement(1e-3)
     assert statement.unproved == []
+    assert statement.answers()["unproved"] == "nothing"
     assert statement.proofs == [
         "accumulation", "clipping", "gaussian_poisson", "sharded_noise", "truncated_poisson"
     ]  # fmt: skip
