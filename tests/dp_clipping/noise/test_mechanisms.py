@@ -52,6 +52,7 @@ def refusal(message: str, *arguments, **options) -> None:
 def test_one_without_an_account_is_refused():
     message = r"'mine' has no account, .* give epsilon=, as register_noise_mechanism\("
     refusal(message, "mine", logistic)
+    refusal(message, "mine", logistic, epsilon=3.0)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,10 @@ def test_a_wrong_quantile_is_refused(quantile, message):
     [
         (lambda history, delta: 0.0, "does not rise with more steps: 0, then 0"),
         (lambda history, delta: epsilon(history, delta) / 20, "shows that it is at least"),
+        (
+            lambda history, delta: epsilon(history, delta) / (1 if history[0][0] > 0.5 else 20),
+            "shows that it is at least",
+        ),
         (lambda history, delta: epsilon(history[:1], delta), "with further steps of other noise"),
         (lambda history, delta: 9 / history[0][2], "with more steps"),
         (lambda history, delta: 90 * sum(s * n for s, _, n in history), "with less noise"),
@@ -101,8 +106,14 @@ def test_names_are_taken_once():
     register(quantile=lambda u: logistic(u))  # the cell of a notebook runs again
     with pytest.raises(ValueError, match="'logistic' is taken by one that computes something else"):
         register(quantile=normal)
-    with pytest.raises(ValueError, match="give a name and a function"):
-        register("", logistic)
+    for name, quantile in (("", logistic), (3, logistic), ("mine", None)):
+        with pytest.raises(ValueError, match="give a name and a function"):
+            register(name, quantile)
+
+
+def test_an_account_may_state_no_bound():
+    register(of=lambda history, delta: float("inf"))
+    assert mechanisms.known_mechanisms() == ("gaussian", "logistic")
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
@@ -242,9 +253,12 @@ def test_an_engine_counts_one_mechanism():
         run.engine.accountant = gaussian.engine.accountant
 
 
-@pytest.mark.parametrize("name", ["gaussian", "gaussian, cyclic", "a, b"])
-def test_names_of_other_mechanisms_are_taken(name):
-    with pytest.raises(ValueError, match="give another name"):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("gaussian", "is taken"), ("gaussian, cyclic", "has a comma"), ("a, b", "has a comma")],
+)
+def test_names_of_other_mechanisms_are_taken(name, why):
+    with pytest.raises(ValueError, match=f"{why}.*: give another name"):
         register(name)
 
 
