@@ -16,11 +16,6 @@ from tests.dp_clipping.conftest import MODES, assert_close, gradients_of, privat
 from tests.support import zoo
 from tests.support.registered_layers import Dense, Gate, gate_gradients
 
-NAMES = (
-    "registered", "registered_apart", "registered_apart_reused",
-    "registered_reused", "registered_frozen", "registered_elsewhere",
-)  # fmt: skip
-
 
 def sums(network: nn.Module, batch, mode: str = "bookkeeping") -> dict:
     model = private(network, mode, 0.5)
