@@ -42,11 +42,6 @@ def test_a_second_backward_may_come_of_the_mode_or_of_a_budget():
     assert policy_of("flash_bookkeeping", memory_budget=0).may_run_twice
 
 
-def test_an_unknown_mode_is_told_the_known_ones():
-    with pytest.raises(ValueError, match="'fast' is unknown: choose one of no_dp, per_sample, "):
-        policy_of("fast")
-
-
 def test_each_twin_is_the_same_mode_without_kernels():
     for mode, twin in REFERENCE_MODE.items():
         assert {mode, twin} <= set(MODES)

@@ -82,7 +82,7 @@ MODES: list[Row] = [
     ({"grad_sample_mode": "hooks"}, r"'hooks' is unknown: .*docs/from_opacus.md has those"),
     ({"grad_sample_mode": "hook"}, r"'hook' is unknown: choose one of no_dp, per_sample"),
     ({"clipping": "layers"}, "'layers' is unknown: choose one of flat, per_layer"),
-    ({"clipping_function": "x"}, "'x' is unknown: choose one of abadi, automatic"),
+    ({"clipping_function": "x"}, "'x' is unknown: .* of abadi, automatic, or call dp_clipping.reg"),
     ({"loss_reduction": "sum"}, "loss_reduction is 'sum' and criterion.reduction 'mean'"),
     ({"loss_reduction": "none"}, "'none' is unknown: choose one of mean, sum"),
 ]

@@ -8,13 +8,10 @@ from dp_clipping import register_layer
 from dp_clipping.layers.registered.registry import arithmetic_of, is_registered, refuse_where_unfit
 from tests.dp_clipping.conftest import private
 from tests.support.registered_layers import (
-    Apart,
     Dense,
     Gate,
     dense_gradients,
     gate_gradients,
-    gate_norms,
-    gate_sums,
 )
 
 
@@ -26,14 +23,6 @@ def test_a_class_keeps_its_function():
     assert arithmetic_of(Gate(2, 3)).gradients is gate_gradients
     assert arithmetic_of(Dense(2, 3)).gradients is dense_gradients
     register_layer(Gate, gate_gradients)  # again, as a notebook's cell does
-
-
-def test_two_functions_are_kept():
-    register_layer(Apart, norm=gate_norms, weighted_sum=gate_sums)
-    with pytest.raises(ValueError, match="with another function: register a subclass"):
-        register_layer(Apart, norm=gate_sums, weighted_sum=gate_sums)
-    with pytest.raises(ValueError, match="with another function: register a subclass"):
-        register_layer(Apart, gate_gradients)
 
 
 class Other(Gate):
