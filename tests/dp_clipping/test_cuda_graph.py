@@ -22,6 +22,7 @@ from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable, add_noise_to_all_kernel_launch
 from dp_clipping.sampling.usage import Ticket
 from tests.support import engine, zoo
+from tests.support.registered_layers import Gate
 
 gpu = pytest.mark.gpu
 ROWS, BATCH, COUNT = 12, 6, 60
@@ -460,6 +461,7 @@ def compiled() -> nn.Module:
         ({"module": Wrapper()}, "the network itself on one GPU"),
         ({"module": nn.Linear(3, 2).double()}, "dtype without kernels"),
         ({"module": compiled()}, "compiled modules"),
+        ({"module": nn.Sequential(Gate(2, 2))}, "layers given to register_layer.*leave it out"),
         ({"memory_budget": 5}, "memory_budget"),
         ({"adaptive_threshold": object()}, "adaptive_threshold"),
         ({"rows_per_unit": 2}, "leave out examples_per_unit, or give examples_per_step=1"),

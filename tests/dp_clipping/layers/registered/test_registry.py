@@ -1,7 +1,6 @@
 """Which classes may be registered, and which combinations are refused."""
 
 import pytest
-import torch
 from torch import nn
 
 from dp_clipping import register_layer
@@ -52,23 +51,3 @@ def test_what_ranks_share_is_refused():
     refuse_where_unfit("gate", Gate(2, 2), None)
     with pytest.raises(ValueError, match=r"gate \(Gate\).*do not register the class"):
         refuse_where_unfit("gate", Gate(2, 2), object())
-
-
-def test_a_cuda_graph_is_refused():
-    from tests.dp_clipping import test_cuda_graph
-
-    network = nn.Sequential(Gate(2, 2)).to("meta")
-    ranks = test_cuda_graph.SimpleNamespace(
-        sharding=None, everyone=None, device=torch.device("cuda")
-    )
-    settings = test_cuda_graph.SimpleNamespace(
-        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
-        grad_sample_mode="flash_bookkeeping", rows_per_unit=1, memory_budget=None,
-        adaptive_threshold=None,
-    )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dp_clipping.cuda_graph.available", lambda *_: True)
-        with pytest.raises(ValueError, match=r"layers given to register_layer.*leave it out"):
-            test_cuda_graph.refuse(settings, ranks)
-        network = settings.module = nn.Sequential(Other(2, 2)).to("meta")
-        test_cuda_graph.refuse(settings, ranks)
