@@ -16,7 +16,7 @@ from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, ZERO_OUT
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from tests.support import saved_runs
 from tests.support.draws import joined
-from tests.support.saved_runs import BATCH, SAMPLES, data, load, save, state, train
+from tests.support.saved_runs import BATCH, SAMPLES, check_resume, data, load, save, state, train
 from tests.support.turns import in_turn
 
 DELTA = 1e-3
@@ -384,15 +384,7 @@ def test_units_are_sampled(name, ids):
 
 @pytest.mark.parametrize(("name", "steps"), in_turn(SAMPLINGS, (2, EPOCH, EPOCH + 1), 1))
 def test_a_run_is_resumed_bit_for_bit(name, steps, path):
-    run = build(name)
-    train(run, steps)
-    save(run, path)
-    drawn = train(run, 7)
-    again = build(name, seed=1)
-    load(again, path)
-    assert train(again, 7) == drawn
-    assert state(again) == state(run)
-    assert epsilon(again) == epsilon(run)
+    run, again = check_resume(path, functools.partial(build, name), steps, 7)
     assert again.engine.privacy_statement(DELTA) == run.engine.privacy_statement(DELTA)
 
 

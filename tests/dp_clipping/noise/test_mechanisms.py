@@ -214,15 +214,7 @@ def test_a_step_has_its_noise():
 
 def test_a_run_is_resumed_bit_for_bit(tmp_path):
     register()
-    run = build()
-    saved_runs.train(run, 2)
-    saved_runs.save(run, tmp_path / "file")
-    saved_runs.train(run, 2)
-    again = build(seed=1)
-    saved_runs.load(again, tmp_path / "file")
-    saved_runs.train(again, 2)
-    assert saved_runs.state(again) == saved_runs.state(run)
-    assert again.engine.get_epsilon(1e-3) == run.engine.get_epsilon(1e-3)
+    saved_runs.check_resume(tmp_path / "file", build)
     with pytest.raises(
         ValueError, match=r"noise_mechanism is logistic .* and gaussian in this run"
     ):
