@@ -10,12 +10,13 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchM
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dp_clipping import BatchMemoryManager, CorrelatedNoise, PrivacyEngine
+from dp_clipping import CorrelatedNoise, PrivacyEngine
 from dp_clipping.accounting import balls_in_bins, cyclic, truncated_poisson
 from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, ZERO_OUT
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from tests.support import saved_runs
 from tests.support.draws import joined
+from tests.support.engine import in_parts, step
 from tests.support.saved_runs import BATCH, SAMPLES, check_resume, data, load, save, state, train
 from tests.support.turns import in_turn
 
@@ -61,13 +62,6 @@ def each_epsilon_once(monkeypatch):
 
 def build(name, **changes):
     return saved_runs.build(**RUNS[name] | changes)
-
-
-def step(run, batch):
-    x, y = batch
-    run.criterion(run.model(x), y).backward()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
 
 
 def numbers(batch):
@@ -292,9 +286,7 @@ def test_microbatches_are_one_batch(name):
 @every_order
 def test_a_batch_left_half_way_comes_again(name):
     run = build(name, noise_generator=torch.Generator().manual_seed(2))
-    manager = BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
-    )
+    manager = in_parts(run, 1)
     with manager as loader:
         pieces = iter(loader)
         step(run, next(pieces))
@@ -309,9 +301,7 @@ def test_a_batch_left_half_way_comes_again(name):
 def test_opacus_batch_memory_manager_is_refused(name):
     run = build(name)
     with (
-        OpacusBatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
-        ) as loader,
+        in_parts(run, 2, OpacusBatchMemoryManager) as loader,
         pytest.raises(RuntimeError, match=r"use dp_clipping\.BatchMemoryManager"),
     ):
         next(iter(loader))
