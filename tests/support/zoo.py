@@ -686,13 +686,7 @@ def _hugging_face() -> list[Case]:
             for name, (family, kind, batch) in cases.items()
         ),
         *(
-            _case(
-                name,
-                partial(lora, *how),
-                batch,
-                cross_entropy,
-                needs=("transformers", "peft"),
-            )
+            _case(name, partial(lora, *how), batch, cross_entropy, needs=("transformers", "peft"))
             for name, (*how, batch) in adapted.items()
         ),
     ]

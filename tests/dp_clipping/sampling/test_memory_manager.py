@@ -261,10 +261,7 @@ class TestOtherLoaders:
             collate_fn=lambda samples: [torch.tensor([number for (number,) in samples])],
         )
         assert draws_of(loader, 2) == [[[0]], [[1], [2, 3]], [[]]]
-        with (
-            split_by(loader, 2) as memory_safe,
-            pytest.raises(TypeError, match="Growing"),
-        ):
+        with split_by(loader, 2) as memory_safe, pytest.raises(TypeError, match="Growing"):
             len(memory_safe)
 
 

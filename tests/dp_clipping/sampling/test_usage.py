@@ -104,10 +104,7 @@ def test_prefetched_batches_are_not_chosen_among_either():
 
 def test_nor_among_those_that_the_memory_manager_splits():
     run = make()
-    with (
-        warnings.catch_warnings(action="ignore"),
-        in_parts(run, 1) as loader,
-    ):
+    with warnings.catch_warnings(action="ignore"), in_parts(run, 1) as loader:
         for _ in range(100):
             next(iter(loader))
         with pytest.raises(RuntimeError, match="in a row began with batch 0"):

@@ -6,12 +6,7 @@ from torch import nn
 from dp_clipping import register_layer
 from dp_clipping.layers.registered.registry import arithmetic_of, is_registered, refuse_where_unfit
 from tests.dp_clipping.conftest import private
-from tests.support.registered_layers import (
-    Dense,
-    Gate,
-    dense_gradients,
-    gate_gradients,
-)
+from tests.support.registered_layers import Dense, Gate, dense_gradients, gate_gradients
 
 
 def kinds(network: nn.Module) -> list[str]:

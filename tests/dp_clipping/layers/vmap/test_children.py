@@ -9,12 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from tests.dp_clipping.conftest import (
-    assert_step,
-    clipped_sums,
-    private,
-    private_loss,
-)
+from tests.dp_clipping.conftest import assert_step, clipped_sums, private, private_loss
 from tests.support import zoo
 from tests.support.turns import in_turn
 from tests.support.zoo import Net

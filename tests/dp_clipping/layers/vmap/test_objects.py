@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.layers.vmap.objects import Objects, exchanged, refuse_iterators
-from tests.dp_clipping.conftest import (
-    MODES,
-    assert_exact,
-    assert_step,
-    private,
-    private_loss,
-)
+from tests.dp_clipping.conftest import MODES, assert_exact, assert_step, private, private_loss
 from tests.support import zoo
 from tests.support.turns import in_turn
 
