@@ -87,7 +87,7 @@ def train(run: SimpleNamespace, steps: int, graphed: bool, zero_first: bool = Fa
     step = run.optimizer.graphed(body) if graphed else body
     seen = []
     while run.optimizer.steps < steps:
-        with in_parts(run, ROWS, pad_batches=True) as pieces:  # fmt: skip
+        with in_parts(run, ROWS, pad_batches=True) as pieces:
             for x, y in pieces:
                 x, y = x.to(run.device), y.to(run.device)
                 replays = graphed and step.is_captured and step._is_alike()
@@ -565,7 +565,7 @@ def captured(monkeypatch):
         return loss.detach()
 
     step = cuda_graph.GraphedStep(run.optimizer, body)
-    with in_parts(run, ROWS, pad_batches=True) as pieces:  # fmt: skip
+    with in_parts(run, ROWS, pad_batches=True) as pieces:
         yield SimpleNamespace(run=run, step=step, pieces=pieces, graph=Graph)
 
 

@@ -112,7 +112,7 @@ class TestSteps:
     def test_physical_batches_hold_whole_units(self, size, pad):
         run, alone = (build(sample_rate=0.6, noise_generator=fixed()) for _ in range(2))
         whole = [gradients_of(alone.model) for _ in steps(alone)]
-        with in_parts(run, size, pad_batches=pad) as pieces:  # fmt: skip
+        with in_parts(run, size, pad_batches=pad) as pieces:
             found, parts = [], 0
             for x, _, loss in steps(run, pieces):
                 assert pieces.real % MOST == 0
@@ -223,7 +223,7 @@ class TestDrawnExamples:
         run, alone = (build(noise_generator=fixed(), **given) for _ in range(2))
         whole = [gradients_of(alone.model) for _ in steps(alone)]
         found = []
-        with in_parts(run, 4, pad_batches=pad) as pieces:  # fmt: skip
+        with in_parts(run, 4, pad_batches=pad) as pieces:
             for x, _, _ in steps(run, pieces):
                 assert len(x) == 4 if pad else len(x) <= 4
                 if not run.model.step_state.accumulating:

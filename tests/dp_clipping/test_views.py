@@ -151,7 +151,7 @@ class TestSteps:
     def test_physical_batches_hold_all_views_of_a_sample(self, pad):
         run = build(sample_rate=0.7, steps=3, loss_reduction="sum")
         rows, parts = [], 0
-        with in_parts(run, 2 * V, pad_batches=pad) as pieces:  # fmt: skip
+        with in_parts(run, 2 * V, pad_batches=pad) as pieces:
             for x, y in pieces:
                 assert len(x) == 2 * V if pad else len(x) <= 2 * V
                 rows.append((x[: pieces.real], y[: pieces.real]))
@@ -169,7 +169,7 @@ class TestSteps:
         assert run.optimizer.expected_batch_size == 1.0
         assert run.model.examples_per_unit == 3 * V
         rows = []
-        with in_parts(run, 6 * V, pad_batches=pad) as pieces:  # fmt: skip
+        with in_parts(run, 6 * V, pad_batches=pad) as pieces:
             for x, y in pieces:
                 rows.append((x[: pieces.real], y[: pieces.real]))
                 found = step(run, x, y)
@@ -266,10 +266,6 @@ class TestAccount:
 
 
 class TestRefused:
-    def test_batches_of_the_users_own_loader(self):
-        with pytest.raises(ValueError, match="views=3 is for Poisson sampling"):
-            build(poisson_sampling=False)
-
     def test_a_batch_or_physical_batch_with_parts_of_samples(self):
         run = build(sample_rate=1.0, steps=1)
         ((x, _),) = run.loader
