@@ -11,6 +11,7 @@ from dp_clipping.clipping.coefficients import (
     HIGHEST,
     LOWEST,
     MARGIN,
+    check_range,
     clip_norms_of,
     coefficients,
     described,
@@ -68,6 +69,16 @@ def test_thresholds_of_groups_have_the_sensitivity_of_one():
     assert split == [1.0] * 4
     assert sum(c * c for c in split) == 2.0**2
     assert clip_norms_of([1, 3], 2, "per_layer") == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("value", [0.0, LOWEST / 2, HIGHEST * 2, float("inf"), float("nan"), -1.0])
+def test_thresholds_out_of_range_are_refused(value):
+    with pytest.raises(ValueError, match="max_grad_norm is"):
+        clip_norms_of(value, 1, "flat")
+    with pytest.raises(ValueError, match="a clipping group"):
+        clip_norms_of([1.0, value], 2, "per_layer")
+    with pytest.raises(ValueError, match="gamma is"):
+        check_range("gamma", value)
 
 
 def test_the_ends_of_the_range_are_taken():

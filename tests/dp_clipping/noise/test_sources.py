@@ -1,5 +1,6 @@
 """Where the noise of a step comes from."""
 
+import pytest
 import torch
 
 from dp_clipping.distributed.placement import spans_of
@@ -36,3 +37,8 @@ def test_a_part_gets_the_noise_of_its_place():
         [torch.zeros(2, 3)], ["w"], step=1, dtypes=[torch.float32], places=[place], **HOW
     )
     torch.testing.assert_close(found, 0.5 * z("w", 1, 24).view(4, 6)[1:3, 2:5])
+
+
+def test_a_mechanism_that_nobody_registered():
+    with pytest.raises(ValueError, match="noise_mechanism 'laplace' is unknown"):
+        source_of("laplace")
