@@ -41,6 +41,10 @@ class TestUnits:
         assert rows_of(units) == [[0, 2, 5], [1, 4, 4], [3, 3, 3], [6, 6, 6]]
         assert units.are_named
 
+    def test_a_unit_with_too_many_is_refused(self):
+        with pytest.raises(ValueError, match="a unit has 3 examples, and examples_per_unit=2"):
+            units_of(7, 2, NAMES)
+
     def test_each_example_has_a_unit(self):
         with pytest.raises(ValueError, match="unit_ids has 7 entries, and the data set 8 examples"):
             units_of(8, 3, NAMES)
