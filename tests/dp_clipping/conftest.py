@@ -154,6 +154,30 @@ def count_calls(function: Callable) -> Callable:
     return counted
 
 
+def assert_step(
+    model: PrivateModel,
+    plain: nn.Module,
+    batch: oracle.Batch,
+    per_sample_loss: oracle.PerSampleLoss = zoo.product,
+    *,
+    limit: float = 1.0,
+    clipping: str = "flat",
+    rows_per_unit: int = 1,
+    tolerance: float = 1e-9,
+) -> None:
+    """Compares norms and clipped sums of one step with one ordinary backward a unit.
+
+    `plain` is an equal network that is not private, and `limit` the model's threshold.
+    """
+    gradients = oracle.per_sample_gradients(plain, batch, per_sample_loss)
+    gradients = oracle.unit_gradients(gradients, rows_per_unit)
+    sums = clipped_sums(model, batch, per_sample_loss)
+    if clipping == "flat":
+        found, norms = model.per_sample_gradient_norms.double(), oracle.norms(gradients).double()
+        assert ((found - norms).abs() <= tolerance * norms.max()).all()
+    assert_close(sums, oracle.clipped_sum(gradients, limit, clipping), tolerance)
+
+
 def assert_exact(
     network: nn.Module, batch: oracle.Batch, mode: str = "bookkeeping", tolerance: float = 1e-9
 ) -> set[str]:
@@ -161,14 +185,10 @@ def assert_exact(
 
     The threshold is the median norm, which clips some samples.
     """
-    gradients = oracle.per_sample_gradients(network, batch, zoo.product)
-    norms = oracle.norms(gradients).double()
-    threshold = norms.median().item()
-    model = private(copy.deepcopy(network), mode, max_grad_norm=threshold)
-    private_loss(model, batch, zoo.product).backward()
-    found = model.per_sample_gradient_norms.double()
-    assert ((found - norms).abs() <= tolerance * norms.max()).all()
-    assert_close(gradients_of(model), oracle.clipped_sum(gradients, threshold), tolerance)
+    norms = oracle.norms(oracle.per_sample_gradients(network, batch, zoo.product))
+    limit = norms.median().item()
+    model = private(copy.deepcopy(network), mode, max_grad_norm=limit)
+    assert_step(model, network, batch, limit=limit, tolerance=tolerance)
     return {handle.kind for handle in model.capture.handles}
 
 

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from dp_clipping.arguments.given import refuse_used
-from dp_clipping.build import (
-    build_criterion,
-    build_loader,
-    build_model,
-    keys_for,
-    ranks_of,
-)
+from dp_clipping.build import build_criterion, build_loader, build_model, keys_for, ranks_of
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.sampling.loader import PoissonLoader
 from tests.dp_clipping.arguments.test_settings import settings

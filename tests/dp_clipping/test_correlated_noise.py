@@ -1,6 +1,7 @@
-"""`make_private(.., noise_mechanism=CorrelatedNoise(bands=b), sampling="cyclic")` end to end."""
+"""`make_private(.., noise_mechanism=CorrelatedNoise(bands=b), sampling="cyclic")` end to end.
 
-import math
+What it has in common with independent noise is in test_samplings.py.
+"""
 
 import numpy as np
 import pytest
@@ -18,19 +19,12 @@ from tests.support import saved_runs
 from tests.support.saved_runs import load, save, state, train
 
 DELTA, EPOCH = samplings.DELTA, samplings.EPOCH
-CORRELATED = {"noise_mechanism": CorrelatedNoise(bands=3), "sampling": "cyclic"}
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed")
 
 
-@pytest.fixture(autouse=True)
-def _as_a_sampling(monkeypatch):
-    """Lets the tests of samplings run with correlated noise."""
-    monkeypatch.setitem(samplings.SAMPLINGS, "correlated", CORRELATED)
-
-
 def build(**changes):
-    return saved_runs.build(**CORRELATED | changes)
+    return saved_runs.build(**samplings.CORRELATED | changes)
 
 
 # ---- noise ---------------------------------------------------------------------------------------
@@ -58,7 +52,7 @@ def zeros(**changes):
     options = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "expected_batch_size": 1}
     made = engine.make_private(
         module=network, optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
-        data_loader=DataLoader(dataset, batch_size=2), **CORRELATED | options | changes,
+        data_loader=DataLoader(dataset, batch_size=2), **samplings.CORRELATED | options | changes,
     )  # fmt: skip
     return engine, *made
 
@@ -100,37 +94,6 @@ def test_a_resumed_run_takes_back_noise_of_before(new_keys, epochs, tmp_path):
     assert samplings.epsilon(again) == again.engine._mechanism.epsilon(parts, DELTA)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        samplings.test_metrics_have_the_epsilon_of_the_sampling,
-        samplings.test_no_noise_and_no_privacy,
-        samplings.test_each_unit_is_in_one_batch_of_an_epoch,
-        samplings.test_a_batch_that_no_step_used_comes_again,
-        samplings.test_a_step_out_of_order_is_refused_and_changes_nothing,
-        samplings.test_another_batch_is_refused,
-        samplings.test_microbatches_are_one_batch,
-        samplings.test_a_batch_left_half_way_comes_again,
-        samplings.test_steps_are_a_public_number_of_batches,
-        samplings.test_two_runs_of_one_engine_add_up,
-        samplings.test_several_losses_of_one_batch_are_one_step,
-        samplings.test_two_batches_before_a_step_are_refused,
-        samplings.test_opacus_batch_memory_manager_is_refused,
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_what_holds_for_cyclic_batches(check):
-    check("correlated")
-
-
-@pytest.mark.parametrize(
-    "check",
-    [samplings.test_a_run_set_back_makes_the_same_steps, samplings.test_new_keys_begin_an_epoch],
-)
-def test_checkpoints_of_cyclic_batches(check, tmp_path):
-    check("correlated", tmp_path / "file")
-
-
 @pytest.mark.parametrize("ids", [None, [i // 3 * 2 for i in range(24)]])
 def test_units_are_protected_as_a_whole(ids):
     run = build(examples_per_unit=4, unit_ids=ids)
@@ -150,11 +113,6 @@ def test_noise_of_planned_epochs_for_a_target():
     sigma = optimizer.noise_multiplier
     spent = cyclic.epsilon([[(sigma, 1 / EPOCH, 2 * EPOCH)]], DELTA, noise.sensitivity)
     assert 3.98 < spent <= 4.0
-
-
-@pytest.mark.parametrize("target", [1.0, 6.0])
-def test_noise_for_a_target(target):
-    samplings.test_noise_for_a_target("correlated", target)
 
 
 # ---- the account ---------------------------------------------------------------------------------
@@ -233,9 +191,3 @@ def test_epochs_of_another_loader_are_refused():
     noise = CorrelatedNoise(3, epochs=1, batches=EPOCH + 1)
     with pytest.raises(ValueError, match=f"and an epoch has {EPOCH}: leave batches out"):
         build(noise_mechanism=noise)
-
-
-def test_epsilon_is_infinite_without_noise():
-    run = build(noise_multiplier=0)
-    train(run, 2)
-    assert math.isinf(samplings.epsilon(run))

@@ -101,9 +101,7 @@ def test_the_users_criterion_is_as_it_was(model):
     assert own.reduction == "mean"
 
 
-def test_reductions_must_agree(model):
-    with pytest.raises(ValueError, match=r"is 'sum' and criterion\.reduction 'mean'"):
-        PrivateCriterion(model, nn.CrossEntropyLoss(), "sum")
+def test_a_reduction_that_is_none_is_refused(model):
     with pytest.raises(ValueError, match="both must be"):
         PrivateCriterion(model, nn.CrossEntropyLoss(reduction="none"), "none")
 
@@ -120,7 +118,9 @@ def test_evaluation_has_losses_and_no_backward(model):
     model.eval()
     loss = criterion(model(torch.randn(2, 3)), torch.tensor([0, 1]))
     assert loss.loss_per_sample.shape == (2,)
-    with pytest.raises(RuntimeError, match="backward of a loss of evaluation"):
+    with pytest.raises(
+        RuntimeError, match=r"loss of evaluation.*call model\.train\(\) before the f"
+    ):
         loss.backward()
 
 

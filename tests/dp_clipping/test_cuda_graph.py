@@ -16,12 +16,14 @@ from ddp_by_hand.experiments.networks.models import (
     TransformerClassifier,
     WideResNet,
 )
-from dp_clipping import BatchMemoryManager, cuda_graph
+from dp_clipping import cuda_graph
 from dp_clipping.cuda_graph import EAGER, GraphedStep, as_in_a_capture, refuse
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable, add_noise_to_all_kernel_launch
 from dp_clipping.sampling.usage import Ticket
 from tests.support import engine, zoo
+from tests.support.engine import in_parts
+from tests.support.registered_layers import Gate
 
 gpu = pytest.mark.gpu
 ROWS, BATCH, COUNT = 12, 6, 60
@@ -85,10 +87,7 @@ def train(run: SimpleNamespace, steps: int, graphed: bool, zero_first: bool = Fa
     step = run.optimizer.graphed(body) if graphed else body
     seen = []
     while run.optimizer.steps < steps:
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=ROWS, optimizer=run.optimizer,
-            pad_batches=True,
-        ) as pieces:  # fmt: skip
+        with in_parts(run, ROWS, pad_batches=True) as pieces:
             for x, y in pieces:
                 x, y = x.to(run.device), y.to(run.device)
                 replays = graphed and step.is_captured and step._is_alike()
@@ -460,6 +459,7 @@ def compiled() -> nn.Module:
         ({"module": Wrapper()}, "the network itself on one GPU"),
         ({"module": nn.Linear(3, 2).double()}, "dtype without kernels"),
         ({"module": compiled()}, "compiled modules"),
+        ({"module": nn.Sequential(Gate(2, 2))}, "layers given to register_layer.*leave it out"),
         ({"memory_budget": 5}, "memory_budget"),
         ({"adaptive_threshold": object()}, "adaptive_threshold"),
         ({"rows_per_unit": 2}, "leave out examples_per_unit, or give examples_per_step=1"),
@@ -501,9 +501,7 @@ def eager_on_cpu(run: SimpleNamespace) -> cuda_graph.GraphedStep:
 def test_steps_with_checks_and_microbatches_are_eager():
     run = build(transformer(), "cpu", cuda_graph=False)
     step, seen = eager_on_cpu(run), []
-    with BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer, pad_batches=True
-    ) as pieces:
+    with in_parts(run, 4, pad_batches=True) as pieces:
         for number, (x, y) in enumerate(pieces, 1):
             alike, skips = step._is_alike(), run.model.step_state.skips_next
             if alike:
@@ -567,10 +565,7 @@ def captured(monkeypatch):
         return loss.detach()
 
     step = cuda_graph.GraphedStep(run.optimizer, body)
-    with BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=ROWS, optimizer=run.optimizer,
-        pad_batches=True,
-    ) as pieces:  # fmt: skip
+    with in_parts(run, ROWS, pad_batches=True) as pieces:
         yield SimpleNamespace(run=run, step=step, pieces=pieces, graph=Graph)
 
 

@@ -94,16 +94,6 @@ class TestRefused:
             build(module=other, optimizer=torch.optim.SGD(other[2].parameters(), lr=1))
 
     @pytest.mark.parametrize("mode", PRIVATE)
-    def test_a_loss_already_reduced(self, mode):
-        def mean_of_all(outputs, targets):
-            return nn.functional.cross_entropy(outputs, targets)
-
-        mean_of_all.reduction = "mean"
-        run = build(criterion=mean_of_all, grad_sample_mode=mode)
-        with pytest.raises(ValueError, match="one per sample, not a loss already reduced"):
-            backward(run, data()[:5])
-
-    @pytest.mark.parametrize("mode", PRIVATE)
     def test_steps_out_of_order(self, mode):
         run = build(grad_sample_mode=mode)
         with pytest.raises(RuntimeError, match="without a backward since the last one"):
@@ -119,13 +109,6 @@ class TestRefused:
         step(run)
         assert run.optimizer.steps == 2
         assert run.engine.accountant.history == [(1.0, 1 / 4, 2)]
-
-    def test_a_second_draw_before_the_step(self):
-        run = build()
-        draws = iter(run.loader)
-        backward(run, next(draws))
-        with pytest.raises(RuntimeError, match="batch 1 of the loader begins before"):
-            next(draws)
 
     def test_parameters_added_later(self):
         with pytest.raises(RuntimeError, match="before make_private"):

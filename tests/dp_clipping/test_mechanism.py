@@ -16,9 +16,10 @@ from scipy.stats import chi2
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_clipping import MODES, BatchMemoryManager, PrivacyEngine
+from dp_clipping import MODES, PrivacyEngine
 from dp_clipping.optimizer import PrivateOptimizer
 from tests.support import zoo
+from tests.support.engine import in_parts
 from tests.support.turns import in_turn
 
 PRIVATE_MODES = [mode for mode in MODES if mode != "no_dp"]
@@ -168,9 +169,7 @@ class TestNoise:
     @pytest.mark.parametrize("physical", [1, 5, 24])
     def test_is_added_once_to_all_microbatches_of_a_draw(self, physical):
         run = make_run()
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=physical, optimizer=run.optimizer
-        ) as microbatches:
+        with in_parts(run, physical) as microbatches:
             pieces = [run.step(batch) for batch in microbatches]
         assert run.optimizer.steps == 1
         assert len(pieces) == -(-SAMPLES // physical)

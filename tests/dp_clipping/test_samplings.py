@@ -10,27 +10,36 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchM
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dp_clipping import BatchMemoryManager, PrivacyEngine
+from dp_clipping import CorrelatedNoise, PrivacyEngine
 from dp_clipping.accounting import balls_in_bins, cyclic, truncated_poisson
 from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, ZERO_OUT
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from tests.support import saved_runs
 from tests.support.draws import joined
-from tests.support.saved_runs import BATCH, SAMPLES, data, load, save, state, train
+from tests.support.engine import in_parts, step
+from tests.support.saved_runs import BATCH, SAMPLES, check_resume, data, load, save, state, train
 from tests.support.turns import in_turn
 
 DELTA = 1e-3
 EPOCH = SAMPLES // BATCH
 
-IN_ORDER = ["balls_in_bins", "cyclic"]
 MOST = 5
-SAMPLINGS = {name: {"sampling": name} for name in IN_ORDER} | {
-    "truncated_poisson": {"sampling": "truncated_poisson", "max_batch_size": MOST}
+SAMPLINGS = {
+    "balls_in_bins": {"sampling": "balls_in_bins"},
+    "cyclic": {"sampling": "cyclic"},
+    "truncated_poisson": {"sampling": "truncated_poisson", "max_batch_size": MOST},
 }
+CORRELATED = {"noise_mechanism": CorrelatedNoise(bands=3), "sampling": "cyclic"}
+RUNS = SAMPLINGS | {"correlated": CORRELATED}
+TRUNCATED = pytest.param("truncated_poisson", marks=pytest.mark.slow)  # its ε takes seconds
 every_sampling = pytest.mark.parametrize("name", SAMPLINGS)
-every_order = pytest.mark.parametrize("name", IN_ORDER)
-every_sampling_with_epsilon = pytest.mark.parametrize(  # of truncated batches it takes seconds
-    "name", [*IN_ORDER, pytest.param("truncated_poisson", marks=pytest.mark.slow)]
+every_run = pytest.mark.parametrize("name", RUNS)
+every_order = pytest.mark.parametrize("name", ["balls_in_bins", "cyclic", "correlated"])
+every_sampling_with_epsilon = pytest.mark.parametrize(
+    "name", ["balls_in_bins", "cyclic", TRUNCATED]
+)
+every_run_with_epsilon = pytest.mark.parametrize(
+    "name", ["balls_in_bins", "cyclic", "correlated", TRUNCATED]
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed")
@@ -52,14 +61,7 @@ def each_epsilon_once(monkeypatch):
 
 
 def build(name, **changes):
-    return saved_runs.build(**SAMPLINGS[name] | changes)
-
-
-def step(run, batch):
-    x, y = batch
-    run.criterion(run.model(x), y).backward()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    return saved_runs.build(**RUNS[name] | changes)
 
 
 def numbers(batch):
@@ -130,7 +132,7 @@ def test_poisson_is_what_it_was():
     assert epsilon(run) == epsilon(same) == run.engine.accountant.get_epsilon(DELTA)
 
 
-@every_sampling
+@every_run
 def test_metrics_have_the_epsilon_of_the_sampling(name):
     run = build(name)
     found = []
@@ -157,7 +159,7 @@ def test_the_noise_may_change_whatever_the_accountant(name, tmp_path):
     assert epsilon(resumed) == epsilon(run)
 
 
-@every_sampling
+@every_run
 def test_no_noise_and_no_privacy(name):
     for options in ({"noise_multiplier": 0.0}, {"grad_sample_mode": "no_dp"}):
         run = build(name, **options)
@@ -165,7 +167,7 @@ def test_no_noise_and_no_privacy(name):
         assert math.isinf(epsilon(run))
 
 
-@every_sampling_with_epsilon
+@every_run_with_epsilon
 @pytest.mark.parametrize("target", [1.0, pytest.param(6.0, marks=pytest.mark.slow)])
 def test_noise_for_a_target(name, target):
     run = build(name)
@@ -174,7 +176,7 @@ def test_noise_for_a_target(name, target):
     _, optimizer, _, loader = engine.make_private_with_epsilon(
         module=network, optimizer=saved_runs.sgd(network.parameters()), max_grad_norm=1.0,
         data_loader=DataLoader(data(), batch_size=BATCH), target_epsilon=target, epochs=3,
-        target_delta=DELTA, **SAMPLINGS[name],
+        target_delta=DELTA, **RUNS[name],
     )  # fmt: skip
     assert len(loader) == EPOCH
     mechanism = run.engine._mechanism
@@ -184,7 +186,7 @@ def test_noise_for_a_target(name, target):
         PrivacyEngine(accountant="rdp").make_private_with_epsilon(
             module=network, optimizer=None, max_grad_norm=1.0, alphas=[2.0], epochs=1,
             data_loader=DataLoader(data(), batch_size=BATCH), target_epsilon=target,
-            target_delta=DELTA, **SAMPLINGS[name],
+            target_delta=DELTA, **RUNS[name],
         )  # fmt: skip
 
 
@@ -196,7 +198,7 @@ def test_steps_are_a_public_number_of_batches(name):
         model, _, _, loader = PrivacyEngine().make_private_with_epsilon(
             module=network, optimizer=saved_runs.sgd(network.parameters()), max_grad_norm=1.0,
             data_loader=DataLoader(data(samples), batch_size=BATCH), target_epsilon=2.0,
-            target_delta=DELTA, steps=5, **SAMPLINGS[name],
+            target_delta=DELTA, steps=5, **RUNS[name],
         )  # fmt: skip
         model.eval()
         batches = list(loader)
@@ -256,7 +258,7 @@ def test_a_step_out_of_order_is_refused_and_changes_nothing(name):
     train(run, EPOCH)
 
 
-@every_sampling
+@every_run
 def test_another_batch_is_refused(name):
     run = build(name)
     x, y = data().tensors
@@ -266,7 +268,7 @@ def test_another_batch_is_refused(name):
     assert run.engine.get_epsilon(DELTA) == 0
 
 
-@every_sampling_with_epsilon
+@every_run_with_epsilon
 def test_microbatches_are_one_batch(name):
     generator = {"noise_generator": torch.Generator().manual_seed(2)}
     whole, split = (build(name, seed=1, **generator) for _ in range(2))
@@ -284,9 +286,7 @@ def test_microbatches_are_one_batch(name):
 @every_order
 def test_a_batch_left_half_way_comes_again(name):
     run = build(name, noise_generator=torch.Generator().manual_seed(2))
-    manager = BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
-    )
+    manager = in_parts(run, 1)
     with manager as loader:
         pieces = iter(loader)
         step(run, next(pieces))
@@ -301,15 +301,13 @@ def test_a_batch_left_half_way_comes_again(name):
 def test_opacus_batch_memory_manager_is_refused(name):
     run = build(name)
     with (
-        OpacusBatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
-        ) as loader,
+        in_parts(run, 2, OpacusBatchMemoryManager) as loader,
         pytest.raises(RuntimeError, match=r"use dp_clipping\.BatchMemoryManager"),
     ):
         next(iter(loader))
 
 
-@every_sampling
+@every_run
 def test_several_losses_of_one_batch_are_one_step(name):
     run = build(name)
     x, y = next(iter(run.loader))
@@ -319,7 +317,7 @@ def test_several_losses_of_one_batch_are_one_step(name):
     assert saved_runs.steps_of(run) == 1
 
 
-@every_sampling
+@every_run
 def test_two_batches_before_a_step_are_refused(name):
     run = build(name)
     batches = iter(run.loader)
@@ -376,15 +374,7 @@ def test_units_are_sampled(name, ids):
 
 @pytest.mark.parametrize(("name", "steps"), in_turn(SAMPLINGS, (2, EPOCH, EPOCH + 1), 1))
 def test_a_run_is_resumed_bit_for_bit(name, steps, path):
-    run = build(name)
-    train(run, steps)
-    save(run, path)
-    drawn = train(run, 7)
-    again = build(name, seed=1)
-    load(again, path)
-    assert train(again, 7) == drawn
-    assert state(again) == state(run)
-    assert epsilon(again) == epsilon(run)
+    run, again = check_resume(path, functools.partial(build, name), steps, 7)
     assert again.engine.privacy_statement(DELTA) == run.engine.privacy_statement(DELTA)
 
 
@@ -434,7 +424,7 @@ def test_new_keys_for_other_data_begin_after_an_unused_batch_too(name, path):
     assert sorted(joined(epoch)) == sorted(data(30).tensors[0][:, 0].tolist())
 
 
-@every_sampling_with_epsilon
+@every_run_with_epsilon
 def test_a_run_set_back_makes_the_same_steps(name, path):
     run = build(name)
     train(run, 2)
@@ -464,7 +454,7 @@ def test_a_checkpoint_of_another_sampling_is_refused(name, path):
 # ---- one account ---------------------------------------------------------------------------------
 
 
-@every_sampling_with_epsilon
+@every_run_with_epsilon
 def test_two_runs_of_one_engine_add_up(name):
     run = build(name)
     train(run, 2)
@@ -477,7 +467,7 @@ def test_two_runs_of_one_engine_add_up(name):
     assert epsilon(run) == run.engine._mechanism.epsilon(parts, DELTA)
 
 
-@every_sampling
+@every_run
 def test_steps_that_somebody_else_counts_are_not_covered(name):
     run = build(name)
     train(run, 1)

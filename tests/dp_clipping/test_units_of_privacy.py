@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from dp_clipping import BatchMemoryManager, PrivacyEngine
+from dp_clipping import PrivacyEngine
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from tests.dp_clipping.conftest import assert_close, clipped_sums, gradients_of, unchecked
 from tests.support import zoo
+from tests.support.engine import in_parts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
@@ -111,10 +112,7 @@ class TestSteps:
     def test_physical_batches_hold_whole_units(self, size, pad):
         run, alone = (build(sample_rate=0.6, noise_generator=fixed()) for _ in range(2))
         whole = [gradients_of(alone.model) for _ in steps(alone)]
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=size, optimizer=run.optimizer,
-            pad_batches=pad,
-        ) as pieces:  # fmt: skip
+        with in_parts(run, size, pad_batches=pad) as pieces:
             found, parts = [], 0
             for x, _, loss in steps(run, pieces):
                 assert pieces.real % MOST == 0
@@ -225,10 +223,7 @@ class TestDrawnExamples:
         run, alone = (build(noise_generator=fixed(), **given) for _ in range(2))
         whole = [gradients_of(alone.model) for _ in steps(alone)]
         found = []
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer,
-            pad_batches=pad,
-        ) as pieces:  # fmt: skip
+        with in_parts(run, 4, pad_batches=pad) as pieces:
             for x, _, _ in steps(run, pieces):
                 assert len(x) == 4 if pad else len(x) <= 4
                 if not run.model.step_state.accumulating:
@@ -351,9 +346,7 @@ class TestRefused:
     def test_physical_batches_of_parts_of_units(self, size, fits):
         run = build()
         with pytest.raises(ValueError, match=f"give {fits}$"):
-            BatchMemoryManager(
-                data_loader=run.loader, max_physical_batch_size=size, optimizer=run.optimizer
-            )
+            in_parts(run, size)
 
     def test_another_loader_over_the_sampler(self):
         run = build()

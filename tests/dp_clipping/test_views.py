@@ -8,10 +8,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from dp_clipping import MODES, BatchMemoryManager
+from dp_clipping import MODES
 from tests.dp_clipping.conftest import assert_close
 from tests.support import engine as runs
 from tests.support import zoo
+from tests.support.engine import in_parts
 
 SAMPLES, CLASSES, V, C = 9, 3, 3, 0.2
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
@@ -150,10 +151,7 @@ class TestSteps:
     def test_physical_batches_hold_all_views_of_a_sample(self, pad):
         run = build(sample_rate=0.7, steps=3, loss_reduction="sum")
         rows, parts = [], 0
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=2 * V, optimizer=run.optimizer,
-            pad_batches=pad,
-        ) as pieces:  # fmt: skip
+        with in_parts(run, 2 * V, pad_batches=pad) as pieces:
             for x, y in pieces:
                 assert len(x) == 2 * V if pad else len(x) <= 2 * V
                 rows.append((x[: pieces.real], y[: pieces.real]))
@@ -171,10 +169,7 @@ class TestSteps:
         assert run.optimizer.expected_batch_size == 1.0
         assert run.model.examples_per_unit == 3 * V
         rows = []
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=6 * V, optimizer=run.optimizer,
-            pad_batches=pad,
-        ) as pieces:  # fmt: skip
+        with in_parts(run, 6 * V, pad_batches=pad) as pieces:
             for x, y in pieces:
                 rows.append((x[: pieces.real], y[: pieces.real]))
                 found = step(run, x, y)
@@ -271,10 +266,6 @@ class TestAccount:
 
 
 class TestRefused:
-    def test_batches_of_the_users_own_loader(self):
-        with pytest.raises(ValueError, match="views=3 is for Poisson sampling"):
-            build(poisson_sampling=False)
-
     def test_a_batch_or_physical_batch_with_parts_of_samples(self):
         run = build(sample_rate=1.0, steps=1)
         ((x, _),) = run.loader
@@ -283,9 +274,7 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"forward of 6 examples, .* has yielded 27"):
             run.model(x[:6])
         with pytest.raises(ValueError, match=r"3 views of each example: give 3 or 6$"):
-            BatchMemoryManager(
-                data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
-            )
+            in_parts(run, 4)
 
     def test_another_loader_over_the_sampler(self):
         with pytest.raises(RuntimeError, match=r"split the views of a sample: .* or views=1"):
@@ -302,9 +291,7 @@ def test_a_moving_average_follows_steps_and_not_parts_of_them(wrap_model):
     run.engine.on_step(lambda _: averaged.update_parameters(run.model))
     expected = [p.detach().clone() for p in run.network.parameters()]
     whole = parts = 0
-    with BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=2 * V, optimizer=run.optimizer
-    ) as pieces:
+    with in_parts(run, 2 * V) as pieces:
         for x, y in pieces:
             parts += 1
             if step(run, x, y) is None:

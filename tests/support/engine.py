@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_clipping import PrivacyEngine, register_noise_mechanism
+from dp_clipping import BatchMemoryManager, PrivacyEngine, register_noise_mechanism
 
 SAMPLES, BATCH, CLASSES = 24, 6, 3
 
@@ -50,6 +50,13 @@ def build(*, engine=None, accountant="rdp", hide_unprotected=False, **changes):
         engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader,
         network=given["module"],
     )  # fmt: skip
+
+
+def in_parts(run, size, manager=BatchMemoryManager, **options):
+    """What splits the batches of a run into those of at most so many samples."""
+    return manager(
+        data_loader=run.loader, max_physical_batch_size=size, optimizer=run.optimizer, **options
+    )
 
 
 def on_any_batches(**changes):

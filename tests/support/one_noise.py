@@ -9,6 +9,15 @@ from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.noise.add_noise import add_noise_to_all
 from dp_clipping.noise.gaussian import GAUSSIAN, NoiseStream, Values
 
+# Words with and without the sign bit, and ones that Triton would make constants of: 0, 1, 16.
+STREAMS = [
+    NoiseStream.derive(bytes(32), step=5, parameter="weight", share=1),
+    NoiseStream(0, 0, 0, 0),
+    NoiseStream(1, 0, 1, 16),
+    NoiseStream(0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
+    NoiseStream(0xA4093822, 0x299F31D0, 0x13198A2E, 0x83707344),
+]
+
 
 def add_noise(
     total: Tensor,

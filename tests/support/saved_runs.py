@@ -111,6 +111,21 @@ def load(run, path, **more):
     return run.engine.load_checkpoint(path=path, module=run.model, optimizer=run.optimizer, **more)
 
 
+def check_resume(path, build=build, steps=3, more=5, microbatch=None, **options):
+    """Compares a run with one that goes on from its checkpoint; returns both."""
+    whole = build(**options)
+    train(whole, steps, microbatch=microbatch)
+    save(whole, path)
+    expected = train(whole, more, microbatch=microbatch)
+    resumed = build(**options, seed=9)
+    load(resumed, path)
+    assert train(resumed, more, microbatch=microbatch) == expected
+    assert state(resumed) == state(whole)
+    assert resumed.loader.position == whole.loader.position
+    assert resumed.engine.get_epsilon(1e-3) == whole.engine.get_epsilon(1e-3)
+    return whole, resumed
+
+
 def edit(run, path, change):
     """Saves again what `change(saved)` leaves, with its digest, as somebody with the key can."""
     saved = torch.load(path)

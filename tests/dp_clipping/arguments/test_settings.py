@@ -45,12 +45,6 @@ def test_nothing_changes_later():
         settings().noise_multiplier = 0.0
 
 
-@pytest.mark.parametrize("name", ["noise_multiplier", "tile_size"])
-def test_what_is_out_of_range_is_refused_by_name(name):
-    with pytest.raises(ValueError, match=name):
-        settings(**{name: False})
-
-
 def test_a_registered_function_is_public_by_what_it_computes(monkeypatch):
     monkeypatch.setattr(coefficients, "_REGISTERED", {})
     coefficients.register_clipping_function("mine", lambda norms, limit: limit / norms)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from opacus.accountants import create_accountant
 
-from dp_clipping import MODES, BatchMemoryManager
-from tests.support.engine import arguments, backward, build, data, fixed, parameters, step
+from dp_clipping import MODES
+from tests.support.engine import arguments, backward, build, data, fixed, in_parts, parameters, step
 
 DELTA = 1e-5
 
@@ -43,9 +43,7 @@ def test_a_step_is_counted_once_and_before_parameters_change(mode):
 def test_microbatches_and_skipped_steps_are_not_counted():
     run = build()
     history = run.engine.accountant.history
-    with BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
-    ) as loader:
+    with in_parts(run, 1) as loader:
         counts = []
         for batch in loader:
             step(run, batch)

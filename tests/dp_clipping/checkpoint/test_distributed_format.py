@@ -158,10 +158,7 @@ def test_the_same_ranks_go_on_bit_for_bit(cpu_ranks, saved_at):
         assert key.noise not in content
 
 
-PAIRS = [
-    ("2 x tensor", "2"),
-    ("alone", "tensor"),
-]
+PAIRS = [("2 x tensor", "2"), ("alone", "tensor")]
 MORE_PAIRS = [
     ("4", "2"),
     ("2", "4"),

@@ -134,17 +134,6 @@ class TestRefused:
             save(run, path, checkpoint_dict=entry)
         assert path.read_bytes() == before
 
-    def test_things_of_another_make_private(self, path):
-        one, other = build(), build()
-        with pytest.raises(ValueError, match="not one that this engine's make_private returned"):
-            one.engine.save_checkpoint(path=path, module=other.model)
-        with pytest.raises(ValueError, match="optimizer is not the one"):
-            one.engine.save_checkpoint(path=path, module=one.model, optimizer=other.optimizer)
-        with pytest.raises(ValueError, match="data_loader is not the one"):
-            one.engine.save_checkpoint(path=path, module=one.model, data_loader=other.loader)
-        with open(path, "wb") as file, pytest.raises(ValueError, match="give the name of a file"):
-            save(one, file)
-
 
 class Crash(BaseException):
     """Nothing after it runs, as after a kill."""

@@ -13,6 +13,7 @@ from tests.support.saved_runs import (
     adamw,
     batches,
     build,
+    check_resume,
     data,
     keys_of,
     load,
@@ -25,18 +26,6 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 class TestResume:
-    def check(self, path, *, microbatch=None, **options):
-        whole = build(**options)
-        train(whole, 3, microbatch=microbatch)
-        save(whole, path)
-        expected = train(whole, 5, microbatch=microbatch)  # past the end of the epoch
-        resumed = build(**options, seed=9)
-        load(resumed, path)
-        assert train(resumed, 5, microbatch=microbatch) == expected
-        assert state(resumed) == state(whole)
-        assert resumed.loader.position == whole.loader.position == 8
-        assert resumed.engine.get_epsilon(1e-5) == whole.engine.get_epsilon(1e-5)
-
     def test_a_key_at_another_place(self, path, tmp_path):
         whole, elsewhere = build(), tmp_path / "other.key"
         save(whole, path, key_path=elsewhere)
@@ -50,18 +39,18 @@ class TestResume:
 
     @pytest.mark.parametrize("mode", MODES)
     def test_every_mode_in_the_middle_of_an_epoch(self, path, mode):
-        self.check(path, grad_sample_mode=mode)
+        check_resume(path, grad_sample_mode=mode)
 
     def test_adamw_and_per_layer_thresholds(self, path):
-        self.check(path, make=adamw, clipping="per_layer", max_grad_norm=[0.2, 0.3])
+        check_resume(path, make=adamw, clipping="per_layer", max_grad_norm=[0.2, 0.3])
 
     def test_microbatches(self, path):
-        self.check(path, microbatch=2)
+        check_resume(path, microbatch=2)
 
     @pytest.mark.slow
     def test_workers(self, path):
-        self.check(path, workers=2)
-        self.check(path, workers=2, microbatch=2)
+        check_resume(path, workers=2)
+        check_resume(path, workers=2, microbatch=2)
 
     def test_saved_again_and_again(self, path):
         whole = build()

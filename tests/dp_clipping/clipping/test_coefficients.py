@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dp_clipping import register_clipping_function
-from dp_clipping.arguments.checks import check
 from dp_clipping.clipping import coefficients as module
 from dp_clipping.clipping.coefficients import (
     HIGHEST,
@@ -221,8 +220,3 @@ def test_a_private_step_clips_by_it(names, mode, clipping):
     )  # fmt: skip
     check = run.engine.check(run.model, data[:])
     assert check.ok, str(check)
-
-
-def test_an_unknown_name_says_how_to_register():
-    with pytest.raises(ValueError, match=r"of abadi, automatic, or call dp_clipping.reg"):
-        check("clipping_function", "psac")

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
 from ddp_by_hand.lm.rank_pool import Context
-from dp_clipping import BatchMemoryManager, PrivacyEngine
+from dp_clipping import PrivacyEngine
 from dp_clipping.validation import check_module
 from tests.ddp.conftest import CPU_COPY_ENGINE
+from tests.support.engine import in_parts
 from tests.support.on_ranks import on_ranks
 from tests.support.replicas import SYNCHRONISING, applied, build, parameters, train
 from tests.support.turns import in_turn
@@ -157,9 +158,7 @@ def left_early(context: Context, variant: str) -> tuple[bytes, list[str]]:
     run, usual = build(context, variant, batch_size=12), build(context, variant, batch_size=12)
     with (
         warnings.catch_warnings(record=True) as caught,
-        BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
-        ) as loader,
+        in_parts(run, 1) as loader,
     ):
         warnings.simplefilter("always")
         for inputs, targets, _ in loader:

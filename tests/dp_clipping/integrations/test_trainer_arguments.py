@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dp_clipping.integrations.trainer_arguments import GIVEN_BY_TRAINER, PrivacyArguments
-from tests.dp_clipping.integrations.conftest import arguments, trainer_of
+from tests.dp_clipping.integrations.conftest import arguments, privacy, trainer_of
 
 REFUSED = [
     ({"auto_find_batch_size": True}, "gradient_accumulation_steps=.. for larger batches"),
@@ -90,6 +90,23 @@ def test_clipping_of_the_sum_is_off_and_said_to_be(tmp_path, caplog):
 def test_privacy_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         PrivacyArguments(**{"target_delta": 1e-5, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling": "truncated_poisson"}, "max_batch_size is missing"),
+        ({"sampling": "balls_in_bins", "sample_rate": 0.1}, "with sample_rate.* give steps="),
+        ({"sampling": "cyclic", "options": {"noise_mechanism": "laplace"}}, "mechanism='laplace'"),
+        ({"options": {"sampling": "cyclic"}}, "options has sampling, .* of PrivacyArguments"),
+        ({"options": {"examples_per_unit": 3}}, "has examples_per_unit, .* of PrivacyArguments"),
+        ({"unit_ids": [0, 0, 1]}, "give examples_per_unit, the most"),
+        ({"secure_mode": 1}, "secure_mode is 1: give True or False"),
+    ],
+)
+def test_what_does_not_go_together(options, message):
+    with pytest.raises(ValueError, match=message):
+        privacy(**options)
 
 
 def test_what_the_trainer_gives_are_arguments_of_make_private():

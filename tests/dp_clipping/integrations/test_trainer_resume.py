@@ -114,21 +114,6 @@ def test_a_resume_with_a_new_key(tmp_path):
     assert again.privacy_statement().steps == 3
 
 
-@pytest.mark.slow  # test_trainer_sampling.py refuses one of another sampling
-def test_a_resume_that_would_end_above_its_target_is_refused(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2, "privacy": {"target_epsilon": 4.0}}
-    trainer_of("gpt2", tmp_path, **options).train()
-    checkpoint = str(tmp_path / "checkpoint-2")
-    longer = trainer_of("gpt2", tmp_path, max_steps=9, **options)
-    with (
-        pytest.warns(UserWarning, match="noise_multiplier was"),
-        pytest.raises(ValueError, match=r"epsilon would end at 4\.\d+, above target_epsilon=4"),
-    ):
-        longer.train(resume_from_checkpoint=checkpoint)
-    same = trainer_of("gpt2", tmp_path, **options)
-    assert same.train(resume_from_checkpoint=checkpoint).metrics["epsilon"] <= 4.0
-
-
 def test_a_checkpoint_without_an_account_is_refused(tmp_path):
     trainer = trainer_of(
         "gpt2", tmp_path, save_strategy="steps", save_steps=3, save_only_model=True

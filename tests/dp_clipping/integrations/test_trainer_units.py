@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from tests.dp_clipping.integrations.conftest import Compared, privacy, trainer_of
+from tests.dp_clipping.integrations.conftest import Compared, trainer_of
 from tests.support.language_models import collated
 
 USERS = [i // 3 if i < 12 else i - 8 for i in range(24)]  # 4 users of 3 samples, 12 of one
@@ -87,11 +87,7 @@ def test_the_noise_is_for_the_rate_of_units(tmp_path):
     )
 
 
-def test_units_in_the_wrong_place_and_microbatches_of_parts(tmp_path):
-    with pytest.raises(ValueError, match=r"options has examples_per_unit, .* of PrivacyArguments"):
-        privacy(options={"examples_per_unit": 3})
-    with pytest.raises(ValueError, match="give examples_per_unit, the most"):
-        privacy(unit_ids=USERS)
+def test_microbatches_of_parts_of_units_are_refused(tmp_path):
     trainer = trainer_of("gpt2", tmp_path, privacy={"examples_per_unit": 3})
     with pytest.raises(ValueError, match="give it batch_size 3 or 6"):
         trainer.train()

@@ -26,14 +26,6 @@ def tied() -> nn.Module:
     return network
 
 
-def reused() -> nn.Module:
-    def twice(net, x):
-        y = net.layer(x, x, x, need_weights=False)[0]
-        return net.layer(y, x, x, need_weights=False)[0]
-
-    return zoo.Net(twice, layer=nn.MultiheadAttention(E, 2, batch_first=True))
-
-
 def one_of_each() -> nn.Module:
     return zoo.Net(
         lambda net, x: net.layer(*[x[:, :1, :1]] * 3)[0],
@@ -52,7 +44,7 @@ def beside_a_parameter() -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("build", [tied, reused, one_of_each, beside_a_parameter])
+@pytest.mark.parametrize("build", [tied, one_of_each, beside_a_parameter])
 def test_other_networks(build):
     network = zoo.seeded(build).double()
     x = torch.randn(B, S, E, dtype=torch.float64)

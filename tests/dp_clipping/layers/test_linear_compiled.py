@@ -56,10 +56,13 @@ def compiled(
     return model
 
 
-def check(model, network: nn.Module, batch, loss, clipping="flat", tolerance=4e-5) -> None:
+def check(
+    model, network: nn.Module, batch, loss, clipping="flat", tolerance=4e-5, rows_per_unit=1
+) -> None:
     """One step of the model, beside the oracle's of an equal network."""
     sums = clipped_sums(model, batch, loss)
     gradients = oracle.per_sample_gradients(network, batch, loss)
+    gradients = oracle.unit_gradients(gradients, rows_per_unit)
     norms = oracle.norms(gradients)
     torch.testing.assert_close(model.per_sample_gradient_norms.double(), norms, rtol=1e-5, atol=0)
     assert (norms > LIMIT).any()
@@ -125,13 +128,7 @@ def units_of_several_examples(
         )
         network.compile(backend="aot_eager", fullgraph=True)
         for count in counts:
-            batch = zoo.tokens(count, 9)
-            sums = clipped_sums(model, batch, zoo.cross_entropy)
-            gradients = oracle.per_sample_gradients(build(), batch, zoo.cross_entropy)
-            units = oracle.unit_gradients(gradients, 2)
-            found = model.per_sample_gradient_norms.double()
-            torch.testing.assert_close(found, oracle.norms(units), rtol=1e-5, atol=0)
-            assert_close(sums, oracle.clipped_sum(units, LIMIT), 4e-5)
+            check_tokens(model, build(), count, 9, rows_per_unit=2)
         assert algorithm in algorithms(model)
 
 

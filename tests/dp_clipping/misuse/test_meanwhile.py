@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import ddp
-from dp_clipping import BatchMemoryManager, PrivacyEngine
+from dp_clipping import PrivacyEngine
 from tests.support import engine, replicas, zoo
 from tests.support import sharded_steps as sharded
-from tests.support.engine import CHANGED, CHANGES
+from tests.support.engine import CHANGED, CHANGES, in_parts
 from tests.support.on_ranks import on_ranks
 
 BATCH = engine.data()[:5]
@@ -438,9 +438,7 @@ def test_several_batches_are_not_accumulated_by_hand():
         engine.backward(run, (x[part], y[part]))
     run.optimizer.step()
     run.optimizer.zero_grad()
-    with BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
-    ) as loader:
+    with in_parts(run, 2) as loader:
         for batch in loader:
             engine.step(run, batch)
     assert run.optimizer.steps == 2 + len(run.loader)

@@ -13,7 +13,7 @@ from dp_clipping.noise import gaussian as noise
 from dp_clipping.noise import kernel as kernels
 from dp_clipping.noise.add_noise import add_noise_to_all
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
-from tests.support.one_noise import add_noise
+from tests.support.one_noise import STREAMS, add_noise
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -22,14 +22,6 @@ PROGRAM = 4 * kernels.BLOCK
 SIZES = [0, 1, 2, 3, 4, 5, 127, PROGRAM - 1, PROGRAM, PROGRAM + 1, 3 * PROGRAM + 2]
 OFFSETS = [0, 1, 2, 3, 4, 2**31 - 2, 2**34 - 5, 2**40 + 3, 2**62 + 1]
 HALF_STEP = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-# Words with and without the sign bit, and ones that Triton would make constants of: 0, 1, 16.
-STREAMS = [
-    NoiseStream.derive(bytes(32), step=5, parameter="weight", share=1),
-    NoiseStream(0, 0, 0, 0),
-    NoiseStream(1, 0, 1, 16),
-    NoiseStream(0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
-    NoiseStream(0xA4093822, 0x299F31D0, 0x13198A2E, 0x83707344),
-]
 
 
 def check_noise(device: str) -> None:

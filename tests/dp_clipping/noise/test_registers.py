@@ -8,19 +8,10 @@ import torch
 
 from dp_clipping.noise import gaussian as noise
 from dp_clipping.noise import registers
-from dp_clipping.noise.gaussian import NoiseStream
+from tests.support.one_noise import STREAMS
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-
-# Words with and without the sign bit, and ones that Triton would make constants of: 0, 1, 16.
-STREAMS = [
-    NoiseStream.derive(bytes(32), step=5, parameter="weight", share=1),
-    NoiseStream(0, 0, 0, 0),
-    NoiseStream(1, 0, 1, 16),
-    NoiseStream(0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
-    NoiseStream(0xA4093822, 0x299F31D0, 0x13198A2E, 0x83707344),
-]
 
 
 @triton.jit(do_not_specialize=["first", "seed", "c2", "c3"])

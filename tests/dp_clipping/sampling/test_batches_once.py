@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from dp_clipping import BatchMemoryManager
+from tests.support.engine import in_parts, step
 from tests.support.saved_runs import build, load, save, train
 
 SAMPLINGS = [
@@ -16,13 +16,6 @@ SAMPLINGS = [
     {"sampling": "balls_in_bins"},
 ]
 every_sampling = pytest.mark.parametrize("options", SAMPLINGS, ids=str)
-
-
-def step(run, batch):
-    x, y = batch
-    run.criterion(run.model(x), y).backward()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
 
 
 @every_sampling
@@ -79,9 +72,7 @@ def test_a_checkpoint_knows_which_batches_were_used(tmp_path):
 )
 def test_copies_are_refused(again):
     run = build()
-    with BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
-    ) as parts:
+    with in_parts(run, 2) as parts:
         for one in (run.loader, run.loader.batch_sampler, parts):
             with pytest.raises(TypeError, match=f"a {type(one).__name__} holds the key of its"):
                 again(one)
@@ -89,9 +80,7 @@ def test_copies_are_refused(again):
 
 def test_a_part_of_a_batch_that_was_left_is_refused():
     run = build(noise_generator=torch.Generator().manual_seed(1))
-    manager = BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
-    )
+    manager = in_parts(run, 1)
     with manager as parts:
         held = next(iter(parts))  # and the iterator is gone
     with pytest.raises(RuntimeError, match="of the loader's last batch none are unused"):

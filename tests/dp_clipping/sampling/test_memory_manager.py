@@ -25,6 +25,7 @@ from dp_clipping.sampling.loader import PoissonLoader
 from dp_clipping.sampling.memory_manager import BatchMemoryManager, split
 from dp_clipping.sampling.usage import Ticket
 from tests.support import zoo
+from tests.support.engine import in_parts
 from tests.support.replicas import build, parameters, train
 
 KEY = bytes(range(32))
@@ -56,13 +57,17 @@ def poisson(count=60, batch_size=12, *, rank=0, world_size=1, rand_on_empty=Fals
     )
 
 
+def split_by(loader, size: int, optimizer: Optimizer | None = None) -> BatchMemoryManager:
+    return BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=size, optimizer=optimizer or Optimizer()
+    )
+
+
 def draws_of(loader: DataLoader, max_size: int) -> list[list[list[int]]]:
     """The microbatches of each draw of an epoch, told apart by the signals."""
     optimizer = Optimizer()
     draws, pieces = [], []
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=max_size, optimizer=optimizer
-    ) as memory_safe:
+    with split_by(loader, max_size, optimizer) as memory_safe:
         for received, (batch,) in enumerate(memory_safe, 1):
             assert len(optimizer.signals) == received, "one signal before each microbatch"
             pieces.append(batch.tolist())
@@ -123,9 +128,7 @@ class TestPoisson:
         loader.on_batch = lambda draw: events.append(draw)
         optimizer = Optimizer()
         optimizer.signal_skip_step = lambda do_skip: events.append(do_skip)
-        with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
-        ) as memory_safe:
+        with split_by(loader, 4, optimizer) as memory_safe:
             for _ in memory_safe:
                 skipped = events[-1]
                 draw = [event for event in events if type(event) is int][-1]
@@ -143,9 +146,7 @@ class TestPoisson:
         loader.on_batch = refuse
         optimizer = Optimizer()
         with (
-            BatchMemoryManager(
-                data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
-            ) as memory_safe,
+            split_by(loader, 4, optimizer) as memory_safe,
             pytest.raises(RuntimeError, match="no second draw"),
         ):
             next(iter(memory_safe))
@@ -157,9 +158,7 @@ class TestPoisson:
         whole = draws_of(poisson(), 4)
         for received in (len(whole[0]), len(whole[0]) + 1):  # one draw, and one and a piece
             loader = poisson(num_workers=workers)
-            with BatchMemoryManager(
-                data_loader=loader, max_physical_batch_size=4, optimizer=Optimizer()
-            ) as memory_safe:
+            with split_by(loader, 4) as memory_safe:
                 batches = iter(memory_safe)
                 for _ in range(received):
                     next(batches)
@@ -174,9 +173,7 @@ class TestPoisson:
         options = {"num_workers": workers, "persistent_workers": workers > 0}
         loader = poisson(**options)
         optimizer = Optimizer()
-        with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
-        ) as memory_safe:
+        with split_by(loader, 4, optimizer) as memory_safe:
             for _ in memory_safe:
                 break
             optimizer.signals.clear()
@@ -192,9 +189,7 @@ class TestPoisson:
         ahead = 99 if workers else None  # the whole epoch
         loader, announced = poisson(num_workers=workers, prefetch_factor=ahead), []
         loader.on_batch = announced.append
-        with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=1000, optimizer=Optimizer()
-        ) as whole_draws:
+        with split_by(loader, 1000) as whole_draws:
             both = [iter(whole_draws), iter(loader)]
             older, newer = both if split_first else both[::-1]
             seen = [next(older), next(newer)]
@@ -207,9 +202,7 @@ class TestPoisson:
 
     def test_len(self):
         loader = poisson()
-        with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=4, optimizer=Optimizer()
-        ) as memory_safe:
+        with split_by(loader, 4) as memory_safe:
             lengths = []
             for _ in range(3):
                 before = len(memory_safe)
@@ -220,9 +213,7 @@ class TestPoisson:
             next(iter(memory_safe))
         state = {**loader.state_dict(), "position": 13, "epoch_end": 15}
         loader.load_state_dict(state)
-        with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=4, optimizer=Optimizer()
-        ) as memory_safe:
+        with split_by(loader, 4) as memory_safe:
             assert len(memory_safe) == sum(1 for _ in memory_safe)
 
     def test_holds_dummy_tells_the_made_up_sample(self):
@@ -232,9 +223,7 @@ class TestPoisson:
             ]
             assert 0 in sizes
             loader = poisson(24, 3, rank=rank, world_size=2, rand_on_empty=True)
-            with BatchMemoryManager(
-                data_loader=loader, max_physical_batch_size=1, optimizer=Optimizer()
-            ) as memory_safe:
+            with split_by(loader, 1) as memory_safe:
                 received = [(len(batch), loader.holds_dummy) for (batch,) in memory_safe]
             assert received == [(1, size == 0) for size in sizes]
 
@@ -250,9 +239,7 @@ class TestOtherLoaders:
         draws = draws_of(loader, max_size)
         assert [joined(pieces) for pieces in draws] == whole
         assert all(len(piece) <= max_size for pieces in draws for piece in pieces)
-        with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=max_size, optimizer=Optimizer()
-        ) as memory_safe:
+        with split_by(loader, max_size) as memory_safe:
             assert len(memory_safe) == len(joined(draws))
 
     def test_a_shuffled_loader_follows_its_generator(self):
@@ -275,12 +262,7 @@ class TestOtherLoaders:
             collate_fn=lambda samples: [torch.tensor([number for (number,) in samples])],
         )
         assert draws_of(loader, 2) == [[[0]], [[1], [2, 3]], [[]]]
-        with (
-            BatchMemoryManager(
-                data_loader=loader, max_physical_batch_size=2, optimizer=Optimizer()
-            ) as memory_safe,
-            pytest.raises(TypeError, match="Growing"),
-        ):
+        with split_by(loader, 2) as memory_safe, pytest.raises(TypeError, match="Growing"):
             len(memory_safe)
 
 
@@ -312,9 +294,7 @@ class TestLeftEarly:
     """Through the front door: the optimizer is between two steps afterwards."""
 
     def leave(self, run, how):
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
-        ) as loader:
+        with in_parts(run, 1) as loader:
             batches = iter(loader)
             for x, y, _ in batches if how == "kept" else loader:
                 run.criterion(run.model(x), y).backward()
@@ -352,9 +332,7 @@ class TestLeftEarly:
 
     def test_a_draw_of_which_a_step_has_used_a_part_is_not_drawn_again(self):
         run = build(batch_size=12)
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
-        ) as loader:
+        with in_parts(run, 1) as loader:
             for x, y, _ in loader:
                 run.criterion(run.model(x), y).backward()
                 run.optimizer.step()  # skipped
@@ -407,10 +385,7 @@ class Shapes(TorchDispatchMode):
 
 
 def padded(run, size=4):
-    return BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=size, optimizer=run.optimizer,
-        pad_batches=True,
-    )  # fmt: skip
+    return in_parts(run, size, pad_batches=True)
 
 
 class TestPadded:
@@ -595,9 +570,7 @@ def train_bags(max_size: int) -> list[torch.Tensor]:
         noise_generator=torch.Generator().manual_seed(1),
     )  # fmt: skip
     sizes = []
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=max_size, optimizer=optimizer
-    ) as split_loader:
+    with split_by(loader, max_size, optimizer) as split_loader:
         for ids, offsets, labels in split_loader:
             sizes.append(len(offsets))
             criterion(model(ids, offsets), labels).backward()

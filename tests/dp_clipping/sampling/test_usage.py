@@ -7,9 +7,8 @@ import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchMemoryManager
 from torch.utils.data import DataLoader
 
-from dp_clipping import BatchMemoryManager
 from dp_clipping.sampling.usage import SampleUsage, Ticket
-from tests.support.engine import backward, build, data, fixed, step
+from tests.support.engine import backward, build, data, fixed, in_parts, step
 
 TWICE = "a sample is in one backward of one step only"
 SECOND_DRAW = "a step is one batch"
@@ -105,12 +104,7 @@ def test_prefetched_batches_are_not_chosen_among_either():
 
 def test_nor_among_those_that_the_memory_manager_splits():
     run = make()
-    with (
-        warnings.catch_warnings(action="ignore"),
-        BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=1, optimizer=run.optimizer
-        ) as loader,
-    ):
+    with warnings.catch_warnings(action="ignore"), in_parts(run, 1) as loader:
         for _ in range(100):
             next(iter(loader))
         with pytest.raises(RuntimeError, match="in a row began with batch 0"):
@@ -224,9 +218,7 @@ def test_declared_parts_have_no_more_samples_than_the_batch():
 
 def test_what_the_memory_manager_announces_are_no_parts_of_a_microbatch():
     run = make(data_loader=DataLoader(data(20), batch_size=20))
-    with BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=6, optimizer=run.optimizer
-    ) as loader:
+    with in_parts(run, 6) as loader:
         batches = iter(loader)
         x, y = next(batches)
         backward(run, (x[:1], y[:1]))
@@ -273,9 +265,7 @@ def test_evaluation_on_the_batches_is_no_step():
 
 def test_a_microbatch_counts_once():
     run = make(data_loader=DataLoader(data(20), batch_size=20))
-    with BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=6, optimizer=run.optimizer
-    ) as loader:
+    with in_parts(run, 6) as loader:
         batches = iter(loader)
         batch = next(batches)
         backward(run, batch)
@@ -313,9 +303,7 @@ def test_batches_that_opacus_takes_are_not_counted():
     run = make()
     _, batch = first_draw(run)
     step(run, batch)
-    with OpacusBatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
-    ) as loader:
+    with in_parts(run, 2, OpacusBatchMemoryManager) as loader:
         for batch in loader:
             step(run, batch)
     _, batch = first_draw(run)
@@ -327,9 +315,7 @@ def test_batches_that_opacus_takes_are_not_counted():
 
 def test_two_batches_that_opacus_takes_are_not_one_step():
     run = make()
-    with OpacusBatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=100, optimizer=run.optimizer
-    ) as loader:
+    with in_parts(run, 100, OpacusBatchMemoryManager) as loader:
         batches = iter(loader)
         backward(run, next(batches))
         with pytest.raises(RuntimeError, match=SECOND_DRAW):
@@ -347,9 +333,7 @@ def test_batches_that_opacus_would_mix_up_are_refused(loader, options, instead):
     """It skips steps as it fetches, ahead of them, and does not know what is made up."""
     run = make(data_loader=DataLoader(data(), batch_size=3, **loader), **options)
     with (
-        OpacusBatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
-        ) as pieces,
+        in_parts(run, 2, OpacusBatchMemoryManager) as pieces,
         pytest.raises(RuntimeError, match=f"use dp_clipping.BatchMemoryManager, or {instead}"),
     ):
         next(iter(pieces))

@@ -1,6 +1,5 @@
 """What `.grad` holds from one zero_grad to the next."""
 
-import pytest
 import torch
 
 from dp_clipping.step.gradient_buffer import GradientBuffer
@@ -47,12 +46,3 @@ def test_zeros_are_sums_too(buffer, network):
     buffer.accumulate([(one, None) for one in buffer.capture.trained])
     buffer.end_backward()
     assert all((p.grad == 0).all() for p in network.parameters())
-
-
-def test_gradients_of_the_last_step_are_refused(buffer):
-    fill(buffer)
-    buffer.watch.settle()
-    buffer.state.add_noise()
-    buffer.state.apply()
-    with pytest.raises(ValueError, match="gradients of the last step are still there"):
-        begin(buffer)

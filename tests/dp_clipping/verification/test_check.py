@@ -19,6 +19,7 @@ from dp_clipping.step.sums.plain import Plain
 from dp_clipping.verification import check
 from dp_clipping.verification import report as check_report
 from dp_clipping.verification.report import Check
+from tests.dp_clipping.sampling.test_memory_manager import Bags
 from tests.support import replicas, zoo
 from tests.support.engine import on_any_batches
 
@@ -687,15 +688,6 @@ def on_ranks(context: Context, variant: str) -> None:
 @pytest.mark.parametrize("variant", ["ddp_bucketed", "torch_ddp"])
 def test_replicas(cpu_ranks, variant, world_size):
     cpu_ranks.run(world_size, on_ranks, variant)
-
-
-class Bags(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(9, 4, mode="mean"), nn.Linear(4, 3)
-
-    def forward(self, ids, offsets):
-        return self.head(self.bag(ids, offsets))
 
 
 def bags() -> tuple[Tensor, Tensor, Tensor]:

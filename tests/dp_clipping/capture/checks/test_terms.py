@@ -6,9 +6,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from dp_clipping import BatchMemoryManager
 from dp_clipping.capture.checks.terms import leaves_of, penalized
-from tests.support.engine import build, fixed
+from tests.support.engine import build, fixed, in_parts
 
 AFTER_NOISE = r"optimizer\.pre_step\(\); for p, g in zip\(parameters, torch\.autograd\.grad\("
 FREEZE = r"call model\.requires_grad_\(False\) before the forward for it"
@@ -130,9 +129,7 @@ def test_a_generator_is_trained_between_parts_of_a_batch(way):
         run, maker = make(plain), nn.Linear(3, 5)
         run.optimizer.noise_multiplier = 0.0
         torch.manual_seed(1)
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=3, optimizer=run.optimizer
-        ) as parts:
+        with in_parts(run, 3) as parts:
             for part, (x, y) in enumerate(parts):
                 run.criterion(run.model(x), y).backward()
                 run.optimizer.step()

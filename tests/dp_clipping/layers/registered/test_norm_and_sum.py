@@ -6,13 +6,18 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import register_layer
 from dp_clipping.layers.registered.norm_and_sum import NormAndSum, without
 from dp_clipping.step.sums.work import Work
-from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
+from tests.dp_clipping.conftest import (
+    assert_close,
+    assert_step,
+    gradients_of,
+    private,
+    private_loss,
+)
 from tests.support import zoo
 from tests.support.registered_layers import Apart, Gate, gate_norms, gate_sums
 
@@ -211,17 +216,11 @@ def test_several_inputs(mode):
             return self.head(self.marker(x, x.sum(-1, keepdim=True).gt(0).to(x.dtype)))
 
     network, batch = Tagged(), zoo.numbers(6, 4, 5, out=(4, 3))
-    gradients = oracle.per_sample_gradients(copy.deepcopy(network), batch, zoo.product)
-    assert_close(backward(network, batch, mode), oracle.clipped_sum(gradients, C), 1e-4)
+    assert_step(private(copy.deepcopy(network), mode, C), network, batch, limit=C, tolerance=1e-4)
 
 
 def test_16_bit():
     network = nn.Sequential(Apart(5, 3)).bfloat16()
     batch = tuple(t.bfloat16() for t in zoo.numbers(6, 4, 5, out=(4, 3)))
-    plain = copy.deepcopy(network)
-
-    def expected() -> dict[str, Tensor]:
-        gradients = oracle.per_sample_gradients(plain, batch, zoo.product)
-        return oracle.clipped_sum(gradients, C)
-
-    assert_close(backward(network, batch), expected(), 5e-2)
+    model = private(copy.deepcopy(network), "bookkeeping", C)
+    assert_step(model, network, batch, limit=C, tolerance=5e-2)

@@ -1,21 +1,12 @@
 """Which classes may be registered, and which combinations are refused."""
 
 import pytest
-import torch
 from torch import nn
 
 from dp_clipping import register_layer
 from dp_clipping.layers.registered.registry import arithmetic_of, is_registered, refuse_where_unfit
 from tests.dp_clipping.conftest import private
-from tests.support.registered_layers import (
-    Apart,
-    Dense,
-    Gate,
-    dense_gradients,
-    gate_gradients,
-    gate_norms,
-    gate_sums,
-)
+from tests.support.registered_layers import Dense, Gate, dense_gradients, gate_gradients
 
 
 def kinds(network: nn.Module) -> list[str]:
@@ -26,14 +17,6 @@ def test_a_class_keeps_its_function():
     assert arithmetic_of(Gate(2, 3)).gradients is gate_gradients
     assert arithmetic_of(Dense(2, 3)).gradients is dense_gradients
     register_layer(Gate, gate_gradients)  # again, as a notebook's cell does
-
-
-def test_two_functions_are_kept():
-    register_layer(Apart, norm=gate_norms, weighted_sum=gate_sums)
-    with pytest.raises(ValueError, match="with another function: register a subclass"):
-        register_layer(Apart, norm=gate_sums, weighted_sum=gate_sums)
-    with pytest.raises(ValueError, match="with another function: register a subclass"):
-        register_layer(Apart, gate_gradients)
 
 
 class Other(Gate):
@@ -63,23 +46,3 @@ def test_what_ranks_share_is_refused():
     refuse_where_unfit("gate", Gate(2, 2), None)
     with pytest.raises(ValueError, match=r"gate \(Gate\).*do not register the class"):
         refuse_where_unfit("gate", Gate(2, 2), object())
-
-
-def test_a_cuda_graph_is_refused():
-    from tests.dp_clipping import test_cuda_graph
-
-    network = nn.Sequential(Gate(2, 2)).to("meta")
-    ranks = test_cuda_graph.SimpleNamespace(
-        sharding=None, everyone=None, device=torch.device("cuda")
-    )
-    settings = test_cuda_graph.SimpleNamespace(
-        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
-        grad_sample_mode="flash_bookkeeping", rows_per_unit=1, memory_budget=None,
-        adaptive_threshold=None,
-    )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dp_clipping.cuda_graph.available", lambda *_: True)
-        with pytest.raises(ValueError, match=r"layers given to register_layer.*leave it out"):
-            test_cuda_graph.refuse(settings, ranks)
-        network = settings.module = nn.Sequential(Other(2, 2)).to("meta")
-        test_cuda_graph.refuse(settings, ranks)

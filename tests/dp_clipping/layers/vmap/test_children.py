@@ -1,5 +1,7 @@
 """Child layers of a module that owns bare parameters have their own arithmetic."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from tests.dp_clipping.conftest import assert_close, clipped_sums, private, private_loss
+from tests.dp_clipping.conftest import assert_step, clipped_sums, private, private_loss
 from tests.support import zoo
 from tests.support.turns import in_turn
 from tests.support.zoo import Net
@@ -174,30 +176,20 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 )
 def test_gradients_are_those_of_one_sample_at_a_time(build, mode):
     network, batch = zoo.seeded(build).double(), batch_of()
-    gradients = oracle.per_sample_gradients(network, batch, loss)
-    norms = oracle.norms(gradients)
-    limit = float(norms.median())
+    plain = copy.deepcopy(network)
+    limit = float(oracle.norms(oracle.per_sample_gradients(plain, batch, loss)).median())
     model = private(network, mode, limit)
     for _ in range(2):
-        sums = clipped_sums(model, batch, loss)
-        torch.testing.assert_close(model.per_sample_gradient_norms, norms, rtol=1e-9, atol=0)
-        assert_close(sums, oracle.clipped_sum(gradients, limit), 1e-9)
-        model.zero_grad()
+        assert_step(model, plain, batch, loss, limit=limit)
     assert model.capture.apart
 
 
 def test_other_batch_sizes_and_no_samples():
     network = zoo.seeded(in_rows).double()
-    model = private(network, "bookkeeping")
-    for size in (3, 5, 64, 1, 0):
-        batch = batch_of(size)
-        sums = clipped_sums(model, batch, loss)
-        if size:
-            gradients = oracle.per_sample_gradients(network, batch, loss)
-            norms = oracle.norms(gradients)
-            torch.testing.assert_close(model.per_sample_gradient_norms, norms, rtol=1e-9, atol=0)
-            assert_close(sums, oracle.clipped_sum(gradients, 1.0), 1e-9)
-        model.zero_grad()
+    model = private(copy.deepcopy(network), "bookkeeping")
+    for size in (3, 5, 64, 1):
+        assert_step(model, network, batch_of(size), loss)
+    clipped_sums(model, batch_of(0), loss)
 
 
 @pytest.mark.parametrize("build", [vision, scaled_block], ids=lambda build: build.__name__)
@@ -217,16 +209,9 @@ def test_layers_have_their_own_arithmetic(build):
 
 
 def test_clipped_per_layer():
-    network, batch = zoo.seeded(scaled_block).double(), batch_of()
-    gradients = oracle.per_sample_gradients(network, batch, loss)
-    model = private(network, "bookkeeping", clipping="per_layer")
-    groups = {name: model.capture.groups[p] for name, p in network.named_parameters()}
-    limit = 1 / max(groups.values()).__add__(1) ** 0.5
-    sums = clipped_sums(model, batch, loss)
-    for group in set(groups.values()):
-        own = {name: g for name, g in gradients.items() if groups[name] == group}
-        expected = oracle.clipped_sum(own, limit)
-        assert_close({name: sums[name] for name in own}, expected, 1e-9)
+    network = zoo.seeded(scaled_block).double()
+    model = private(copy.deepcopy(network), "bookkeeping", clipping="per_layer")
+    assert_step(model, network, batch_of(), loss, clipping="per_layer")
 
 
 def test_evaluation_and_removal_leave_the_network_alone():
@@ -246,8 +231,4 @@ def test_a_network_compiled_takes_children_along():
     network.first.compile(backend="eager")
     model = private(network, "bookkeeping")
     assert model.capture.apart == []
-    batch = batch_of()
-    gradients = oracle.per_sample_gradients(zoo.seeded(vision).double(), batch, loss)
-    clipped_sums(model, batch, loss)
-    norms = oracle.norms(gradients)
-    torch.testing.assert_close(model.per_sample_gradient_norms, norms, rtol=1e-9, atol=0)
+    assert_step(model, zoo.seeded(vision).double(), batch_of(), loss)

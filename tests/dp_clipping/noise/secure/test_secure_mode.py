@@ -180,15 +180,7 @@ def test_secure_sampling_decides_by_64_bits():
 
 
 def test_a_run_is_resumed_bit_for_bit(tmp_path):
-    run = build()
-    saved_runs.train(run, 2)
-    saved_runs.save(run, tmp_path / "file")
-    saved_runs.train(run, 2)
-    again = build(seed=1)
-    saved_runs.load(again, tmp_path / "file")
-    saved_runs.train(again, 2)
-    assert saved_runs.state(again) == saved_runs.state(run)
-    assert again.engine.get_epsilon(1e-3) == run.engine.get_epsilon(1e-3)
+    saved_runs.check_resume(tmp_path / "file", build)
     with pytest.raises(ValueError, match=r"secure_mode is True .* and False in this run"):
         saved_runs.load(saved_runs.build(), tmp_path / "file")
 
