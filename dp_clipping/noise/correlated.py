@@ -18,7 +18,7 @@ steps keeps r²t of noise. So where the n steps of the training are planned, the
 more: w_(b-1) = r - (w_0 + ... + w_(b-2)), for the r that makes the noise smallest that sums of
 1, ..., n steps keep at equal ε, in the mean square: ‖AW‖²·s²/n, with A the prefix sums, and s the
 sensitivity below. r is near √(2/n) for one epoch. The rule is our own; what it gains, beside the
-best of all coefficients, is in `docs/proofs/correlated_noise.md`.
+best of all coefficients, is in `docs/mechanisms.md`.
 
 **What it costs.** Let G [n, d] be the clipped sums of n steps, in units of C, and W [n, n] the
 lower triangular Toeplitz matrix of w. The steps release G + σWz = W(W⁻¹G + σz): as much as one

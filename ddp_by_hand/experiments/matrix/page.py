@@ -60,6 +60,7 @@ def words_of(outcome: Outcome) -> tuple[str, str]:
     words = outcome.words
     if outcome.status in (REFUSED, FAILED):
         words = " ".join(words.replace("|", "/").replace("`", "'").split())
+        words = re.sub(r"(output \d+ of )\w+Model\b", r"\1the model", words)  # alike in one row
         words = re.sub(r"([*_<>\[\]])", r"\\\1", words)
     return outcome.status, words
 
