@@ -1,6 +1,7 @@
 """Wraps what the sharded variants use of PyTorch without a public name, as ddp/torch_compat.py."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.torch_compat import all_gather, found
+from ddp.torch_compat import all_gather, found, missing
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -61,6 +62,28 @@ def without_dispatch() -> AbstractContextManager:
     `torch._C._DisableTorchDispatch`.
     """
     return found(torch._C, "torch._C", "_DisableTorchDispatch")()
+
+
+def register_tree(cls: type, as_leaf: Callable[[Any, str], Any]) -> None:
+    """Makes functions of nested arguments, as those of `torch.func`, call `as_leaf` of objects.
+
+    `torch.utils._pytree.register_pytree_node`. Beside an object `as_leaf` gets the name of the
+    module whose code calls such a function. What that makes of the leaf takes the object's place.
+    """
+    try:
+        from torch.utils import _pytree as trees
+
+        register = trees.register_pytree_node
+    except (ImportError, AttributeError) as error:
+        raise missing("torch.utils._pytree.register_pytree_node") from error
+
+    def flatten(x: Any) -> tuple[list[Any], None]:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals is vars(trees):
+            frame = frame.f_back
+        return [as_leaf(x, frame.f_globals.get("__name__", ""))], None
+
+    register(cls, flatten, lambda leaves, _: next(iter(leaves)))
 
 
 def refuse_writes(x: Tensor) -> None:

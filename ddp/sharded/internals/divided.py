@@ -9,9 +9,9 @@ class, whose functions PyTorch hands to `call` below.
     all others                         work on whole values, and have gradients
 
 The last two are collective calls, which the ranks agree on before. So what is written is not lost,
-and what is read is not garbage. C++ that works on memory without a call to here reads NaN, and
-cannot write; `torch.distributed` and `torch.vmap` are refused. While its block computes, a
-parameter is an ordinary one, and PyTorch calls nothing here.
+and what is read is not garbage. Refused are functions that work on a tensor's memory without a call
+to here: of `torch.func`, of `torch.distributed`, and those that return the memory. While its block
+computes, a parameter is an ordinary one, and PyTorch calls nothing here.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch.nn import Parameter
 
 from ddp.internals.unused import tensors_in
 from ddp.sharded.internals.stand_in import refuse_plain, stepping_optimizer
+from ddp.sharded.torch_compat import register_tree
 from ddp.torch_compat import version_of, without_torch_functions
 
 GONE = (
@@ -53,9 +54,17 @@ REPLACED = (
     "this is a view of what {name} was before it got other .data: take a copy before that, as by "
     "parameter.data.clone()"
 )
-IN_CPP = (
-    "{name} in a function of {caller}, and this rank has a slice of it: call that inside of `with "
-    "model.whole_parameters():`, for a parameter that model.parameters() returns there"
+LEAVES = (
+    "{name}.{function}() would give its memory to others, and this rank has a slice of it: take a "
+    "copy, parameter.detach().clone()"
+)
+IN_TRANSFORM = (
+    "{name} in the arguments of a function of torch.func, and this rank has a slice of it: call "
+    "that inside of `with model.whole_parameters():`, or, in a loss, with parameter.clone()"
+)
+IN_COLLECTIVE = (
+    "{name} in a function of torch.distributed, and this rank has a slice of it: call that inside "
+    "of `with model.whole_parameters():`, for a parameter that model.parameters() returns there"
 )
 
 _ABOUT_NO_VALUE = """
@@ -68,10 +77,8 @@ _ABOUT_NO_VALUE = """
 """
 _OPERATORS = "add sub mul truediv div floordiv mod pow and or xor"
 ABOUT_NO_VALUE = frozenset(_ABOUT_NO_VALUE.split())
-CPP = {  # the modules of functions that call C++ next
-    "torch.distributed.distributed_c10d": "torch.distributed", "torch._functorch.vmap": "torch.vmap"
-}  # fmt: skip
-_this_frame: Callable[[], Any] = inspect.currentframe  # kept in no variable: a cycle
+MEMORY = frozenset(["storage", "_typed_storage", "as_strided", "__dlpack__"])
+COLLECTIVES = "torch.distributed.distributed_c10d"  # the module of these
 LIKE = frozenset(["view_as", "reshape_as", "expand_as", "type_as"])  # of the second: no value
 VIEWS = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])
 WRITES = frozenset(["__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())])
@@ -110,6 +117,13 @@ class Place:
         return value
 
 
+def _caller() -> str:
+    """Returns the name of the module whose code calls a function of PyTorch."""
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
+
+
 class Divided(Tensor):
     """A tensor without values, whose functions PyTorch hands to `call`."""
 
@@ -118,15 +132,16 @@ class Divided(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        caller = _this_frame().f_back.f_globals.get("__name__")
-        for module in (caller, getattr(func, "__module__", "")):
-            if module in CPP:
-                name = next(_stand_ins((args, kwargs)))._place.name
-                raise RuntimeError(IN_CPP.format(name=name, caller=CPP[module]))
+        if COLLECTIVES in (_caller(), getattr(func, "__module__", "")):  # it calls C++ next
+            first = next(_stand_ins((args, kwargs)))
+            raise RuntimeError(IN_COLLECTIVE.format(name=first._place.name))
         if is_about_no_value(func):
             with without_torch_functions():
                 return func(*args, **(kwargs or {}))
         return call(func, args, kwargs or {})
+
+    def as_subclass(self, _cls: type) -> NoReturn:  # which PyTorch hands to nobody
+        raise RuntimeError(LEAVES.format(name=self._place.name, function="as_subclass"))
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         values = self.detach().clone()
@@ -140,9 +155,32 @@ class Divided(Tensor):
         return self.__deepcopy__({}).__reduce_ex__(protocol)
 
 
+class _Leaf(Divided):
+    """A view of a stand-in where that lies in nested arguments."""
+
+
+def _as_leaf(x: Divided, caller: str) -> Divided:
+    """Returns what functions of nested arguments, called by code of a module, see of a stand-in.
+
+    Raises:
+        RuntimeError: in `torch.func`, which wraps memory in C++.
+    """
+    if caller.startswith("torch._functorch"):
+        raise RuntimeError(IN_TRANSFORM.format(name=x._place.name))
+    with without_torch_functions():
+        leaf: Any = x.view_as(x)
+    leaf.__class__, leaf._place = _Leaf, x._place
+    return leaf
+
+
+register_tree(Divided, _as_leaf)
+
+
 @cache
 def _divided(cls: type[Parameter]) -> type[Parameter]:
-    return type(f"Divided{cls.__name__}", (Divided, cls), {"__module__": __name__})
+    made = type(f"Divided{cls.__name__}", (Divided, cls), {"__module__": __name__})
+    register_tree(made, _as_leaf)
+    return made
 
 
 def hide_all(parameters: list[Parameter], places: list[Place], nothing: Tensor) -> None:
@@ -193,6 +231,8 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
         return f"{first._place.name}, {list(first.shape)}, divided among ranks"
     if name == "data_ptr":
         return 0  # as of any tensor without memory
+    if name in MEMORY:
+        raise RuntimeError(LEAVES.format(name=first._place.name, function=name))
     if func in (torch.autograd.grad, torch.autograd.backward):
         with without_torch_functions():
             args, kwargs = _replace((args, kwargs), get_gradient_edge)
