@@ -109,6 +109,20 @@ def test_no_run_of_a_check_begins_while_another_graph_lives(step):
         assert all(alive == 0 for n, (_, _, alive) in enumerate(runs) if n != own)
 
 
+def test_no_run_of_a_check_has_more_samples_than_fit_beside_the_step(step):
+    """A batch of the network alone; of losses, which come beside the batch's outputs, 3/4 of one."""
+    for number in range(1, 9):
+        step()
+        shares = {"forward": [], "backward": [], "criterion": []}
+        for what, share, _ in runs:
+            shares[what].append(share)
+        assert max(shares["forward"] + shares["backward"]) <= 1
+        *checks, own = sorted(shares["criterion"])
+        assert own == 1
+        assert max(checks, default=0) <= 0.75
+        assert bool(checks) == (number in CHECKED)
+
+
 def test_python_calls_of_checks(step, monkeypatch):
     """Beside 2,400 in an ordinary step of this network."""
     counts = []
