@@ -83,10 +83,25 @@ def test_no_noise_asked_for():
     assert gradient_noise_multiplier(0.0, 0.0) == 0.0
 
 
-@pytest.mark.parametrize(("count_std", "groups"), [(0.0, 1), (0.5, 1), (0.9, 4)])
-def test_counts_that_would_cost_everything_are_refused(count_std, groups):
-    with pytest.raises(ValueError, match=r"count_std is .* the whole budget"):
-        gradient_noise_multiplier(1.0, count_std, groups)
+@pytest.mark.parametrize(
+    ("sigma", "count_std", "groups", "least"),
+    [(1.0, 0.0, 1, 0.5), (1.0, 0.5, 1, 0.5), (1.0, 0.9, 4, 1), (3.0, 2.5, 4, 3)],
+)
+def test_counts_that_would_cost_everything_are_refused(sigma, count_std, groups, least):
+    with pytest.raises(ValueError, match=rf"the whole budget, give more than {least:g} \("):
+        gradient_noise_multiplier(sigma, count_std, groups)
+    assert gradient_noise_multiplier(sigma, least * 1.001, groups) > sigma
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_grad_norm": [1.0, -1.0]}, {"max_grad_norm": []}, {"quantile": 1.5}, {"quantile": -0.1},
+     {"learning_rate": -1.0}, {"expected_batch_size": 0}, {"count_std": -1.0}],
+)  # fmt: skip
+def test_arguments_out_of_range_are_refused(wrong):
+    given = {"max_grad_norm": 1.0, "expected_batch_size": 10} | wrong
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        AdaptiveThreshold(**given)
 
 
 # ---- the noise -----------------------------------------------------------------------------------
@@ -170,8 +185,9 @@ def test_each_group_has_its_own():
     threshold.update(torch.full((2, 100), 4.0), step=0, noise_key=KEY)
     assert threshold.max_grad_norm == pytest.approx([math.exp(0.1), 10 * math.exp(-0.1)])
     assert isinstance(threshold.max_grad_norm, list)
-    with pytest.raises(ValueError, match="norms of 1 clipping groups for 2"):
-        threshold.update(norms(1.0), step=1, noise_key=KEY)
+    for groups in (1, 3):
+        with pytest.raises(ValueError, match=f"norms of {groups} clipping groups for 2"):
+            threshold.update(torch.ones(groups, 5), step=1, noise_key=KEY)
 
 
 def test_limits_are_kept():

@@ -424,3 +424,9 @@ def test_refused_addresses():
     for wrong in ({"step": -1}, {"share": -1}):
         with pytest.raises(ValueError, match="must not be negative"):
             derive(**wrong)
+
+
+def test_uniform_numbers_have_the_bits_of_two_words():
+    words = tuple(torch.tensor([w]) for w in (1, 5 << 12, 2**31, 7 << 12))
+    expected = [((1 << 20) + 5 + 0.5) / 2**52, ((2**31 << 20) + 7 + 0.5) / 2**52]
+    assert noise.uniform(words).tolist() == expected
