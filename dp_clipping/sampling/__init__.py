@@ -12,5 +12,6 @@ Files:
     collate_check         refuses a collate function whose rows are not one sample each
     alone                 samples that are collated alone, beside their batch
     memory_manager        one Poisson batch in several physical ones
+    parts                 whether parts of a batch have rows in common
     usage                 ensures that each sample is in exactly one optimizer step
 """

@@ -1,11 +1,13 @@
 """Ensures that each sampled example contributes to exactly one optimizer step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dp_clipping.sampling.parts import Slice, apart
 
 BOTH_OUTPUTS = (
     "make a module private whose forward returns both outputs, as def forward(self, real, fake): "
@@ -69,8 +71,8 @@ class SampleUsage:
     The loader calls `hand_over` for each batch that it yields, the model calls `use` before each
     backward and `close` when a step is released. A batch whose backward ran three times would move
     a sum by 3C, and two Poisson batches in one step would be accounted for as one. A batch may be
-    used in parts, each of which `signal_skip_step` declares. Each batch that is yielded replaces
-    the one before.
+    used in parts that have no sample in common: slices of one tensor, or declared by
+    `signal_skip_step`. Each batch that is yielded replaces the one before.
 
     Without a Poisson loader only the samples of a step are counted: `batch_size` of them are a
     batch, and those of several batches would be divided by the size of one.
@@ -97,7 +99,7 @@ class SampleUsage:
         self.left = 0
         self._in_step = 0
         self._more_to_come = False
-        self._part_is_used = False  # by a backward: of the part of the batch that is under way
+        self._parts: list[Sequence[Slice | None]] = []  # of the batch, that backwards have used
         self.uses = 0
         self.steps = 0
         self.unused_from = 0
@@ -133,7 +135,7 @@ class SampleUsage:
         """Records a batch that a Poisson loader is about to yield."""
         self.ticket = ticket
         self.handed = self.left = ticket.samples
-        self._part_is_used = False
+        self._parts = []
         self.uses = 0
         self.is_unused = True
 
@@ -159,12 +161,17 @@ class SampleUsage:
                 "max_physical_batch_size=.., optimizer=optimizer)"
             )
 
+    def is_part(self, rows: int) -> bool:
+        """Returns whether a forward of so many rows has a part of the batch."""
+        return self.handed is not None and self.ticket.rows is None and rows < self.handed
+
     def use(
         self,
         samples: int,
         on_any_rank: Callable[[bool], bool] = bool,
         *,
         part: bool = False,
+        slices: Sequence[Slice | None] = (),
     ) -> None:
         """Counts samples that a backward is about to add.
 
@@ -173,6 +180,7 @@ class SampleUsage:
                 batch on, since a rank without samples would block where others raise.
             part: more of the batch is to come, as `signal_skip_step` has said; without a Poisson
                 loader.
+            slices: where the samples are in memory, if they are a part of the batch.
 
         Raises:
             RuntimeError: if they are more than are unused, or may be used already.
@@ -187,13 +195,14 @@ class SampleUsage:
                 "so begin another iteration to train, for x, y in loader:, after model.train()"
             )
         too_many = samples > self.left
-        is_again = bool(samples) and self._part_is_used
+        is_again = bool(samples) and not self._are_apart(slices)
         elsewhere = bool(self.uses) and on_any_rank(too_many or is_again)
         if too_many or elsewhere:
             raise RuntimeError(self._twice(samples, too_many, is_again))
         self.uses += 1
         self.left -= samples
-        self._part_is_used = self._part_is_used or bool(samples)
+        if samples:
+            self._parts.append(slices)
 
     def end_part(self) -> None:
         """Records that a step was skipped: what follows are other samples of the batch.
@@ -201,7 +210,10 @@ class SampleUsage:
         `BatchMemoryManager` skips steps too. What follows there is another microbatch.
         """
         if self.ticket.largest is None:
-            self._part_is_used = False
+            self._parts = []
+
+    def _are_apart(self, slices: Sequence[Slice | None]) -> bool:
+        return all(apart(slices, used) for used in self._parts)
 
     def _twice(self, samples: int, too_many: bool, is_again: bool) -> str:
         once = "a sample is in one backward of one step only"
@@ -211,8 +223,9 @@ class SampleUsage:
                 f"some of them: {once}, so add up the losses of a batch before one backward(), "
                 "with a factor of 0 for samples that a loss leaves out, as (mask * loss_a + "
                 "loss_b).backward(); parts without a sample in common are split by "
-                "BatchMemoryManager, or follow optimizer.signal_skip_step(True) and "
-                "optimizer.step() in each part but the last"
+                "BatchMemoryManager, or are slices of tensors that were moved and converted "
+                "before, as model(x[:8]), model(x[8:]), or follow optimizer.signal_skip_step(True) "
+                "and optimizer.step() in each part but the last"
             )
         if too_many and self.uses:
             return (
@@ -245,7 +258,7 @@ class SampleUsage:
     def give_back(self) -> None:
         """Accepts the batch of a step whose sums were dropped once more."""
         self._in_step = 0
-        self._part_is_used = False
+        self._parts = []
         self.left = self.handed or 0
 
     def close(self) -> None:
@@ -259,14 +272,14 @@ class SampleUsage:
     def take_back(self) -> None:
         """Refuses further backwards of the yielded batch."""
         self._in_step = 0
-        self._part_is_used = False
+        self._parts = []
         if self.handed is not None:
             self.handed = self.left = 0
         self.is_unused = False
 
     def forget(self) -> None:
         """Stops counting: another loader (Opacus's BatchMemoryManager) takes the batches."""
-        self._part_is_used = False
+        self._parts = []
         self.ticket = replace(self.ticket, largest=None, alone=None)
         self.handed = self.pending = None
         self.is_unused = self.is_firm = False

@@ -28,6 +28,7 @@ from dp_clipping.layers.vmap.refusals import escape_of, recomputation_of
 from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
 from dp_clipping.profiling.profile import NOTHING
+from dp_clipping.sampling.parts import slices_of
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.other_calls import OF_ZEROS, OtherCalls, shown
@@ -37,7 +38,7 @@ from dp_clipping.step.sums.fused import Fused
 from dp_clipping.step.sums.layer_plans import FusedPlans, PlainPlans
 from dp_clipping.step.sums.plain import Plain
 from dp_clipping.step.sums.work import Work
-from dp_clipping.torch_compat import is_compiled_in_place
+from dp_clipping.torch_compat import is_compiled_in_place, version_of
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
@@ -238,6 +239,9 @@ class ForwardBackward:
         self._carried.check(mark, seen, "a forward in training")
         private_step.end_forward()
         self.state.pending, private_step.seen = private_step, seen
+        if self.state.usage.is_part(given.size):
+            rows = given.rows()
+            private_step.slices = slices_of(rows, [version_of(x) for x, _ in rows])
         if check is not None:
             private_step.watched = Watched(output, self._establishment.layouts_of(output), check)
             output = private_step.watched.outputs
@@ -326,7 +330,7 @@ class ForwardBackward:
         samples = 0 if is_empty else private_step.real
         part = state.accumulating
         try:
-            state.usage.use(samples, self._is_so_on_any_rank, part=part)
+            state.usage.use(samples, self._is_so_on_any_rank, part=part, slices=private_step.slices)
         except RuntimeError as error:
             if private_step.is_through:
                 raise RuntimeError(THROUGH) from error

@@ -14,7 +14,7 @@ nothing and run backward a second time. Neither computes a non-private weight gr
 Layers call `PrivateStep`, which runs the phases. `work` decides when norms and sums are formed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -28,6 +28,7 @@ from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import DENSE, Accumulate, Joint, Trainable
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
+from dp_clipping.sampling.parts import Slice
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import (
@@ -79,6 +80,7 @@ class PrivateStep:
         checks: what is called after the backward, when its graph is freed, and may raise.
         padding: bool for each row, True for padding, if a CUDA graph captures the step: the
             same graph serves batches with other real rows. None: `real` says it.
+        slices: where the samples are in memory, if they are a part of what the loader has yielded.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class PrivateStep:
         self.lengths: list[Any] = []  # of `guard.lengths.Lengths`
         self.checks: list[Callable[[], None]] = []
         self.padding: Tensor | None = None
+        self.slices: Sequence[Slice | None] = ()
         self.is_compiled = is_compiled
         self._is_in_forward = True
         self._slots: dict[Trainable, Tensor] = {}
@@ -128,7 +131,7 @@ class PrivateStep:
         collector does not see the cycle, and neither would be freed.
         """
         self.seen = self.watched = None
-        self.lengths, self.checks = [], []
+        self.lengths, self.checks, self.slices = [], [], ()
         self.slots = {}
         self._slots.clear()
         self._joins.clear()

@@ -26,6 +26,7 @@ TRADEOFF = "tests/dp_clipping/accounting/test_tradeoff.py"
 POISSON = "tests/dp_clipping/sampling/test_poisson.py"
 LOADER = "tests/dp_clipping/sampling/test_loader.py"
 USAGE = "tests/dp_clipping/sampling/test_usage.py"
+PARTS = "tests/dp_clipping/sampling/test_parts.py"
 COLLATE_CHECK = "tests/dp_clipping/sampling/test_collate_check.py"
 MEMORY = "tests/dp_clipping/sampling/test_memory_manager.py"
 LENGTHS = "tests/dp_clipping/guard/test_lengths.py"
@@ -374,9 +375,17 @@ ROWS = [
      "self.position = number + 1", "self.position = number", LOADER),
     ("a batch may be used twice", "sampling/usage.py", "self.left -= samples", "pass", USAGE),
     ("parts of a batch may have samples in common", "sampling/usage.py",
-     " and self._part_is_used\n", " and False\n", USAGE),
+     " and not self._are_apart(slices)", " and False", USAGE),
     ("a declared part has several backwards", "sampling/usage.py",
-     "self._part_is_used or bool(samples)", "not part and bool(samples)", USAGE),
+     "self._parts.append(slices)", "self._parts = [] if part else [slices]", USAGE),
+    ("slices of one tensor are different rows", "sampling/parts.py",
+     "between >= rows or", "True or", PARTS),
+    ("slices at other columns are of one tensor", "sampling/parts.py",
+     "if rest or not (", "if not (", PARTS),
+    ("rows of one tensor do not overlap", "sampling/parts.py",
+     "return not _overlaps(self.strides, self._with_rows(both))", "return True", PARTS),
+    ("pairs of two halves, each way round, are different samples", "sampling/parts.py",
+     "else not a.may_meet(b)", "else True", PARTS),
     ("rows of several samples", "sampling/collate_check.py",
      "return MIXED if lost", "return None if lost", COLLATE_CHECK),
     ("several rows of a sample", "sampling/collate_check.py",
