@@ -82,15 +82,11 @@ class BucketedDDP(DataParallel):
 
     def flat(self, bucket: Bucket) -> Flat:
         if bucket not in self.flats:
-            self.flats[bucket] = self.new_flat(bucket)
+            flat = self.flats[bucket] = Flat(self.allocate(bucket), {})
+            for i, start in zip(bucket.members, bucket.offsets, strict=True):
+                shape = self.gradients.parameters[i].shape
+                flat.slices[i] = flat.buffer[start : start + shape.numel()].view(shape)
         return self.flats[bucket]
-
-    def new_flat(self, bucket: Bucket) -> Flat:
-        flat = Flat(self.allocate(bucket), {})
-        for i, start in zip(bucket.members, bucket.offsets, strict=True):
-            shape = self.gradients.parameters[i].shape
-            flat.slices[i] = flat.buffer[start : start + shape.numel()].view(shape)
-        return flat
 
     def allocate(self, bucket: Bucket) -> Tensor:
         """Returns the bucket's buffer, uninitialised."""

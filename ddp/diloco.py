@@ -178,7 +178,8 @@ class DilocoDDP(BucketedDDP):
 
     def launch(self, bucket: Bucket) -> Any:
         """Starts to average the members' pseudo-gradients."""
-        parameters, flat = self.gradients.parameters, self.new_flat(bucket)
+        parameters, flat = self.gradients.parameters, self.flat(bucket)
+        del self.flats[bucket]  # a round may be long
         for i, delta in flat.slices.items():
             delta.copy_(self.start[i] - parameters[i])
         op, group = dist.ReduceOp.AVG, self.process_group

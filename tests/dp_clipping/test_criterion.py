@@ -103,7 +103,7 @@ def test_the_users_criterion_is_as_it_was(model):
 
 def test_a_reduction_that_is_none_is_refused(model):
     with pytest.raises(ValueError, match="both must be"):
-        PrivateCriterion(model, nn.CrossEntropyLoss(reduction="none"), "none")
+        PrivateCriterion(model, nn.CrossEntropyLoss(reduction="none"), "mean")
 
 
 def test_a_loss_over_the_batch_is_refused(model):

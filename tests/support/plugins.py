@@ -104,7 +104,8 @@ class Uphill(DilocoDDP):
     """Its outer step goes in the wrong direction."""
 
     def wait(self, bucket, handle):
-        handle.work.wait()
-        for delta in handle.slices.values():
+        work, flat = handle
+        work.wait()
+        for delta in flat.slices.values():
             delta.neg_()
         super().wait(bucket, handle)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
+from dp_clipping.noise.secure import certificate
 from dp_clipping.noise.secure.certificate import (
     EXACTNESS,
     KAPPA,
@@ -293,6 +294,23 @@ def test_epsilon_is_infinite_where_delta_is_below_that_of_the_sampler():
     assert math.isinf(LARGE.epsilon(history, LARGE.distance(1).delta, gaussian))
     assert math.isinf(LARGE.epsilon([(0.001, 1.0, 1)], 1e-6, lambda *_: 900.0))
     assert math.isfinite(LARGE.epsilon(history, 1e-9, gaussian))
+
+
+@pytest.mark.parametrize("share", certificate.SHARES)
+def test_the_mechanism_has_the_largest_share_of_delta_that_leaves_the_sampler_its_own(share):
+    distance = LARGE.distance(1)
+    delta = 2.1 * distance.delta / (1 - share)
+    found = LARGE.epsilon([(1.0, 1.0, 1)], delta, lambda _, part: 1e6 * part)
+    assert found - 2 * distance.epsilon == pytest.approx(1e6 * share * delta, rel=1e-3)
+
+
+@pytest.mark.parametrize(("j", "scale"), [(64, 1.0), (96, 1.0), (96, 2.0**40)])
+def test_the_logarithm_of_a_ratio_is_bounded_as_in_the_proof(j, scale):
+    two = mpmath.mpf(2)
+    r = mpmath.sqrt(-2 * mpmath.log(two**-j))  # of u = 2⁻ʲ
+    moved = mpmath.sqrt(2) * r * scale * (KAPPA + two**j * two**-129 / r**2)
+    offset = 2 * KAPPA + two**-52 + scale * two**-78
+    assert certificate._largest_logarithm(j, scale) == pytest.approx(float(2.04 * (moved + offset)))
 
 
 def test_neighbours_have_one_certificate_under_public_rates():
