@@ -21,6 +21,21 @@ def test_noise_is_that_of_the_step():
     assert not any(map(torch.equal, first, second))
 
 
+def test_noise_of_pieces_is_that_of_whole_gradients():
+    (_, whole), run = noisy(), engine.build(noise_generator=engine.fixed())
+    engine.backward(run, engine.data()[:5])
+    pieces = []
+    for parameter in run.network.parameters():
+        flat, first = parameter.grad.view(-1), parameter.numel() // 3
+        last = len(flat) - first
+        pieces.append((parameter, 0, first, flat[:first]))
+        pieces.append((parameter, first, last, flat[first:]))
+    with patch.object(run.model.gradient_buffer, "pieces", return_value=pieces):
+        run.optimizer.noise.add(0)
+    for parameter, expected in zip(run.network.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, expected)
+
+
 def test_without_noise_sums_are_divided():
     _, mean = noisy(noise_multiplier=0.0)
     _, total = noisy(noise_multiplier=0.0, loss_reduction="sum", criterion=torch.nn.
