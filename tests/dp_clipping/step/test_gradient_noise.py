@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from dp_clipping import PrivacyEngine
 from tests.support import engine
 
 
@@ -34,6 +35,17 @@ def test_noise_of_pieces_is_that_of_whole_gradients():
         run.optimizer.noise.add(0)
     for parameter, expected in zip(run.network.parameters(), whole, strict=True):
         torch.testing.assert_close(parameter.grad, expected)
+
+
+def test_pieces_are_divided_where_a_source_returns_other_tensors():
+    """As that of `secure_mode` does without noise."""
+    run = engine.build(engine=PrivacyEngine(secure_mode=True), noise_multiplier=0.0)
+    engine.backward(run, engine.data()[:5])
+    weight, sums = run.network[0].weight, run.network[0].weight.grad.clone()
+    pieces = [(weight, 0, sums.numel(), weight.grad.view(-1))]
+    with patch.object(run.model.gradient_buffer, "pieces", return_value=pieces):
+        run.optimizer.noise.add(0)
+    torch.testing.assert_close(weight.grad * engine.BATCH, sums)
 
 
 def test_without_noise_sums_are_divided():
