@@ -43,11 +43,11 @@ class StepContext:
     mode: str
     batch_first: bool
     reducer: NormReducer
-    sums: ShardedSums | None = None
-    departures: Departures | None = None
-    examples_per_unit: int = 1
-    views: int = 1
-    profile: Profile | None = None
+    sums: ShardedSums | None
+    departures: Departures | None
+    examples_per_unit: int
+    views: int
+    profile: Profile | None
     plans: Plans = field(default_factory=Plans)
 
     @cached_property

@@ -15,4 +15,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "@lru_cache(4)",
         "@lru_cache( 5)",
     ): "the size of a cache changes speed alone",
+    (
+        "dp_clipping/step/private_step.py",
+        "losses = losses.masked_fill(self.fill, 0)",
+        "losses = losses.masked_fill(self.fill, 1)",
+    ): "a constant has no gradient, and of losses only that they are finite is read",
 }

@@ -1,6 +1,8 @@
 """Settings of a step are those at its first backward; see `distributed/test_agreement.py`."""
 
 import numpy as np
+import pytest
+import torch
 
 from tests.support import engine
 
@@ -17,6 +19,20 @@ def test_what_is_changed_later_is_the_next_steps():
     engine.backward(run, engine.data()[:5])
     assert state.settings.noise_multiplier == 5.0
     assert type(state.settings.noise_multiplier) is float
+
+
+def test_a_step_that_is_refused_can_be_run_again():
+    """Of the settings, one out of range; the samples count as unused."""
+    run, fresh = engine.build(), engine.build()
+    run.optimizer.expected_batch_size = 0
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        engine.backward(run, engine.data()[:5])
+    assert run.model.step_state.is_idle
+    run.optimizer.expected_batch_size = fresh.optimizer.expected_batch_size
+    for one in (run, fresh):
+        engine.backward(one, engine.data()[:5])
+    for ours, theirs in zip(run.network.parameters(), fresh.network.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_a_process_alone_agrees():

@@ -94,8 +94,17 @@ def test_an_empty_batch_gives_no_rows_and_zeros(model):
     assert model(batch[0]).shape == (0, 2)
     assert model.step_state.pending.is_empty
     model.clear_gradients()
+    model.step_state.usage.hand_over(Ticket(0))
     private_loss(model, batch, zoo.product).backward()
     assert all((p.grad == 0).all() for p in model.network.parameters())
+    assert model.step_state.usage.left == 0
+
+
+def test_a_made_up_sample_adds_nothing(model):
+    model.step_state.usage.hand_over(Ticket(0, is_dummy=True))
+    private_loss(model, (torch.ones(1, 3), torch.ones(1, 2)), zoo.product).backward()
+    assert all((p.grad == 0).all() for p in model.network.parameters())
+    assert model.per_sample_gradient_norms.shape == (0,)
 
 
 def test_a_normalisation_that_was_fixed_stays_so():
@@ -230,7 +239,8 @@ def joined(x, edges, of_graph):
 
 OF_ALL_ROWS = {  # a call that runs, and does not with other numbers of samples
     "view": (lambda x: x.view(6, -1), [], r"as x\.view\(len\(x\), -1\) does"),
-    "assertion": (lambda x: x if len(x) == 6 else fails(AssertionError())(x), [], "any number of"),
+    "assertion": (lambda x: x if len(x) == 6 else fails(AssertionError("not six\nrows"))(x), [],
+                  r"\(AssertionError: not six\).*any number of"),
     "graphs": (
         joined, [torch.tensor([[0, 1, 3, 5], [1, 0, 4, 5]]), torch.tensor([0, 0, 1, 1, 2, 2])],
         r"IndexError.*joined into one; pad them .*adjacency \[batch, nodes, nodes\]",
@@ -243,8 +253,10 @@ def test_a_call_that_needs_all_of_its_rows_is_refused_in_words(do, others, messa
     torch.manual_seed(0)
     x = torch.randn(6, 5)
     Calls(do)(x, *others)
+    network = Calls(do)
+    network.spare = nn.Linear(2, 2)  # which no forward uses
     with pytest.raises(ValueError, match="runs on its batch, and not on some.*" + message):
-        private(Calls(do), "bookkeeping")(x, *others)
+        private(network, "bookkeeping")(x, *others)
 
 
 def test_graphs_that_are_padded_train():
@@ -259,9 +271,11 @@ def test_graphs_that_are_padded_train():
     assert model.per_sample_gradient_norms.shape == (4,)
 
 
-def test_an_empty_batch_that_fails_names_the_row_of_zeros():
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_empty_batch_that_fails_names_the_row_of_zeros(is_first):
     model = private(Calls(lambda x: x if x.any() else fails(ValueError("zeros"))(x)), "bookkeeping")
     torch.manual_seed(0)
-    model(torch.randn(4, 5))
+    if not is_first:
+        model(torch.randn(4, 5))
     with pytest.raises(ValueError, match=r"no sample.*row of zeros .*ValueError: zeros"):
         model(torch.zeros(0, 5))

@@ -1,8 +1,11 @@
 """What `.grad` holds from one zero_grad to the next."""
 
+import pytest
 import torch
+from torch import nn
 
 from dp_clipping.step.gradient_buffer import GradientBuffer
+from dp_clipping.step.state import StepState
 
 
 def begin(buffer: GradientBuffer) -> None:
@@ -46,3 +49,46 @@ def test_zeros_are_sums_too(buffer, network):
     buffer.accumulate([(one, None) for one in buffer.capture.trained])
     buffer.end_backward()
     assert all((p.grad == 0).all() for p in network.parameters())
+
+
+class Wrapper(nn.Module):
+    """Notes what a data-parallel wrapper is given to send."""
+
+    reduce, gradient_dtype, gradients_come_by_hand = "mean", None, False
+
+    def __init__(self):
+        super().__init__()
+        self.sent, self.finished = [], 0
+
+    def before_gradient(self, parameter):
+        pass
+
+    def gradient_ready(self, parameter):
+        self.sent.append(parameter)
+
+    def finish_gradient_synchronization(self):
+        self.finished += 1
+
+
+def test_sums_are_sent_once_and_those_held_back_at_the_end(buffer, network):
+    context, backwards = buffer.context, list(reversed(list(network.parameters())))
+    buffer.remove()
+    wrapper = Wrapper()
+    buffer = GradientBuffer(context, StepState(), wrapper)
+    assert (wrapper.reduce, wrapper.gradients_come_by_hand) == ("sum", True)
+    fill(buffer)
+    count = len(wrapper.sent)
+    buffer.finish()
+    assert (len(wrapper.sent), wrapper.finished) == (count, 1)
+    clear(buffer)
+    wrapper.require_backward_grad_sync = False
+    fill(buffer)
+    wrapper.sent.clear()
+    with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) under no_sync\(\)"):
+        buffer.finish()
+    wrapper.require_backward_grad_sync = True
+    buffer.finish()
+    assert all(map(lambda one, other: one is other, wrapper.sent, backwards))
+    assert (len(wrapper.sent), wrapper.finished) == (len(backwards), 2)
+    buffer.remove()
+    assert (wrapper.reduce, wrapper.gradients_come_by_hand) == ("mean", False)

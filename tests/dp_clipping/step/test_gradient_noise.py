@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from dp_clipping import PrivacyEngine
 from tests.support import engine
 
 
@@ -19,6 +20,32 @@ def test_noise_is_that_of_the_step():
     (_, first), (_, again), (_, second) = noisy(0), noisy(0), noisy(1)
     assert all(map(torch.equal, first, again))
     assert not any(map(torch.equal, first, second))
+
+
+def test_noise_of_pieces_is_that_of_whole_gradients():
+    (_, whole), run = noisy(), engine.build(noise_generator=engine.fixed())
+    engine.backward(run, engine.data()[:5])
+    pieces = []
+    for parameter in run.network.parameters():
+        flat, first = parameter.grad.view(-1), parameter.numel() // 3
+        last = len(flat) - first
+        pieces.append((parameter, 0, first, flat[:first]))
+        pieces.append((parameter, first, last, flat[first:]))
+    with patch.object(run.model.gradient_buffer, "pieces", return_value=pieces):
+        run.optimizer.noise.add(0)
+    for parameter, expected in zip(run.network.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, expected)
+
+
+def test_pieces_are_divided_where_a_source_returns_other_tensors():
+    """As that of `secure_mode` does without noise."""
+    run = engine.build(engine=PrivacyEngine(secure_mode=True), noise_multiplier=0.0)
+    engine.backward(run, engine.data()[:5])
+    weight, sums = run.network[0].weight, run.network[0].weight.grad.clone()
+    pieces = [(weight, 0, sums.numel(), weight.grad.view(-1))]
+    with patch.object(run.model.gradient_buffer, "pieces", return_value=pieces):
+        run.optimizer.noise.add(0)
+    torch.testing.assert_close(weight.grad * engine.BATCH, sums)
 
 
 def test_without_noise_sums_are_divided():

@@ -175,6 +175,13 @@ def test_a_resumed_run_is_between_two_steps():
     assert not state.accumulating
 
 
+def test_a_run_resumed_before_its_first_step_still_looks_for_a_finite_norm():
+    state = StepState()
+    for steps, had_finite in ((0, False), (1, True), (0, True)):
+        state.resume(steps)
+        assert state.had_finite is had_finite
+
+
 def test_one_step_of_an_engine_passes_through_all_phases():
     dataset = torch.utils.data.TensorDataset(*zoo.classes(8, 3, count=2))
     run = engine.build(module=nn.Linear(3, 2), dataset=dataset, noise_generator=engine.fixed())
