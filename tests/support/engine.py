@@ -53,7 +53,7 @@ def build(*, engine=None, accountant="rdp", hide_unprotected=False, **changes):
 
 
 def in_parts(run, size, manager=BatchMemoryManager, **options):
-    """What splits the batches of a run into those of at most so many samples."""
+    """Splits the batches of a run into parts of at most so many samples."""
     return manager(
         data_loader=run.loader, max_physical_batch_size=size, optimizer=run.optimizer, **options
     )

@@ -50,7 +50,7 @@ def test_steps_of_several_rates_all_count():
 
 
 def test_correlated_noise_counts_by_its_sensitivity():
-    """Of seven steps in epochs of three, and the least σ."""
+    """Checks μ² of seven steps in epochs of three, at the least σ."""
     history = [(2.0, 1 / 3, 4), (4.0, 1 / 3, 3)]
     assert squared_mu(history, lambda steps, batches: steps + batches) == (10 / 2) ** 2
     spent = epsilon([history, history], 1e-5, lambda steps, batches: 0.6)

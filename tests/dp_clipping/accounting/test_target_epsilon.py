@@ -35,7 +35,7 @@ def test_a_search_that_fails_names_the_target():
 
 @pytest.mark.parametrize(("target", "tolerance", "below"), [(2.0, 0.01, 0.01), (40.0, 0.01, 0.04)])
 def test_the_default_accountants_noise_is_as_close_as_the_tolerance(target, tolerance, below):
-    """Of a large ε a thousandth, as ε is rounded."""
+    """Asks for a thousandth of a large ε, as ε is rounded."""
     arguments = {**SETTING, "target_epsilon": target, "epsilon_tolerance": tolerance}
     found = noise_multiplier_for(**arguments, accountant="pld")
     assert target - below <= pld.epsilon([(found, 0.01, 100)], 1e-5) <= target

@@ -110,7 +110,7 @@ def test_no_run_of_a_check_begins_while_another_graph_lives(step):
 
 
 def test_no_run_of_a_check_has_more_samples_than_fit_beside_the_step(step):
-    """Of the network a batch; of losses, which come beside the batch's outputs, 3/4 of one."""
+    """Bounds runs of the network by a batch, and of losses, beside its outputs, by 3/4 of one."""
     for number in range(1, 9):
         step()
         shares = {"forward": [], "backward": [], "criterion": []}

@@ -55,7 +55,7 @@ def test_norm_layers(place: Place) -> None:
 
 @on_kernels()
 def test_few_copies_at_a_time(place: Place) -> None:
-    """What the kernel cannot read as it is, is copied: not all of it, where that is much."""
+    """Copies operands that the kernel cannot read in parts, where they are large."""
     x, rstd = place.normal(2, 20, 24, seed=1), torch.ones(2, 20, device=place.device)
     uses = [Normalized((n * x).mT.contiguous().mT, x, rstd) for n in (1, 2, 3)]
     found, sizes, run = [], [], norm_layer_gradients._launch

@@ -22,7 +22,7 @@ def test_what_is_changed_later_is_the_next_steps():
 
 
 def test_a_step_that_is_refused_can_be_run_again():
-    """Of the settings, one out of range; the samples count as unused."""
+    """Refuses a setting out of range, and counts the samples as unused."""
     run, fresh = engine.build(), engine.build()
     run.optimizer.expected_batch_size = 0
     with pytest.raises(ValueError, match="expected_batch_size"):

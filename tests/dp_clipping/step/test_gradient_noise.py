@@ -38,7 +38,7 @@ def test_noise_of_pieces_is_that_of_whole_gradients():
 
 
 def test_pieces_are_divided_where_a_source_returns_other_tensors():
-    """As that of `secure_mode` does without noise."""
+    """Returns other tensors, as the source of `secure_mode` does without noise."""
     run = engine.build(engine=PrivacyEngine(secure_mode=True), noise_multiplier=0.0)
     engine.backward(run, engine.data()[:5])
     weight, sums = run.network[0].weight, run.network[0].weight.grad.clone()
