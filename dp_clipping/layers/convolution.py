@@ -31,7 +31,12 @@ from dp_clipping.clipping.accumulation import (
 from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
 from dp_clipping.kernels.convolution import gram
 from dp_clipping.kernels.convolution.geometry import NARROW, Geometry, gradients_plain
-from dp_clipping.kernels.convolution.gradients import gradients_and_squares, weighted_sum, work_of
+from dp_clipping.kernels.convolution.gradients import (
+    gradients_and_squares,
+    tiles_of,
+    weighted_sum,
+    work_of,
+)
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.kernels.convolution.packing import pack, packed_shape
 from dp_clipping.kernels.launch.tiles import available, ceil_div
@@ -45,6 +50,7 @@ from dp_clipping.layers.recorder import DENSE, FACTORS
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
 PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them
+LEAST_PROGRAMS = 192  # of a launch, if samples are divided: fewer leave processors idle
 KINDS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
@@ -286,7 +292,7 @@ class KernelFactors:
         x, y, geometry, batch_size = self._use.x, self._use.y, self._geometry, self._batch_size
         dtype = torch.float16 if self._tf32 else x.dtype
         samples = _samples_at_a_time(
-            x.shape, y.shape, self._shape, dtype, batch_size, geometry.padding, PACKED_BYTES
+            x.shape, y.shape, self._shape, dtype, batch_size, geometry, PACKED_BYTES
         )
         if keep and samples and samples < batch_size:
             self.gradients, squares = self._of_pieces(x, y, samples)
@@ -342,15 +348,19 @@ class KernelFactors:
 @lru_cache(maxsize=1024)
 def _samples_at_a_time(
     given: torch.Size, left: torch.Size, shape: torch.Size, dtype: torch.dtype, batch_size: int,
-    padding: tuple[int, int, int], most: int,
+    geometry: Geometry, most: int,
 ) -> int:  # fmt: skip
-    """Returns of how many samples `most` bytes are packed, if G is smaller; 0: it is not.
+    """Returns how many samples are packed at a time, if G is smaller; 0: it is not.
+
+    They take `most` bytes, or are as many as make `LEAST_PROGRAMS`, if these are more.
 
     Args:
         given, left, shape: of the operands that are packed in this dtype, and of the parameter.
     """
-    packed = (prod(packed_shape(given, padding)) + prod(packed_shape(left))) * dtype.itemsize
+    x, y = packed_shape(given, geometry.padding), packed_shape(left)
+    packed = (prod(x) + prod(y)) * dtype.itemsize
     if batch_size * prod(shape) * stored_dtype(dtype).itemsize > packed:
         return 0
-    pieces = min(batch_size, ceil_div(packed, most))
+    programs = batch_size * tiles_of(x[-1], y[-1], geometry, dtype)
+    pieces = min(batch_size, ceil_div(packed, most), max(1, programs // LEAST_PROGRAMS))
     return ceil_div(batch_size, pieces) if pieces else 1

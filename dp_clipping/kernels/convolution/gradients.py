@@ -123,18 +123,15 @@ def _work_of(
     given: torch.Size, left: torch.Size, dtype: torch.dtype, scaled: bool, geometry: Geometry,
     batch_size: int,
 ) -> Work:  # fmt: skip
-    wide, groups = dtype.itemsize == 4, geometry.groups
-    pictures = given[0] // max(1, batch_size)
+    groups, pictures = geometry.groups, given[0] // max(1, batch_size)
     inputs, outputs, taps = given[-1] // groups, left[-1] // groups, prod(geometry.taps)
     columns, positions = taps * inputs, prod(left[1:-1])
-    vector = VECTOR if inputs % VECTOR == 0 else 1
-    block_o = _block(outputs, 64 if wide else 128)
-    block_n = _block(columns, 64 if wide or vector == 1 else 128)
-    tiles = max(1, groups * ceil_div(outputs, block_o) * ceil_div(columns, block_n))
+    vector, block_o, block_n = _blocks(inputs, outputs, columns, dtype)
+    tiles = tiles_of(given[-1], left[-1], geometry, dtype)
     places = numbers(geometry, given[1:4], left[1:4])
     constants = dict(
         VECTOR=vector, SCALED=scaled, SMALLEST=SMALLEST, EXPONENT=EXPONENT, BLOCK_O=block_o,
-        BLOCK_N=block_n, BLOCK_L=32 if wide else 64,
+        BLOCK_N=block_n, BLOCK_L=32 if dtype.itemsize == 4 else 64,
     )  # fmt: skip
     is_empty = not (batch_size and pictures and positions and columns and outputs)
     shape, stored = (batch_size, left[-1], taps, inputs), stored_dtype(dtype)
@@ -142,6 +139,22 @@ def _work_of(
         shape, stored, prod(shape) * stored.itemsize, tiles, is_empty,
         (pictures, *places, inputs, outputs, groups), constants,
     )  # fmt: skip
+
+
+def tiles_of(inputs: int, outputs: int, geometry: Geometry, dtype: torch.dtype) -> int:
+    """Returns how many programs compute a sample's G from operands of so many channels."""
+    groups = geometry.groups
+    inputs, outputs = inputs // groups, outputs // groups
+    columns = prod(geometry.taps) * inputs
+    _, block_o, block_n = _blocks(inputs, outputs, columns, dtype)
+    return max(1, groups * ceil_div(outputs, block_o) * ceil_div(columns, block_n))
+
+
+def _blocks(inputs: int, outputs: int, columns: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Returns VECTOR, and the outputs and columns of G of a program."""
+    wide, vector = dtype.itemsize == 4, VECTOR if inputs % VECTOR == 0 else 1
+    most = 64 if wide or vector == 1 else 128
+    return vector, _block(outputs, 64 if wide else 128), _block(columns, most)
 
 
 def _block(size: int, most: int) -> int:

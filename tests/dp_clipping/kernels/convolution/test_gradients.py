@@ -42,22 +42,28 @@ def test_wide(place: Place) -> None:
 
 @on_kernels()
 def test_pieces(place: Place) -> None:
-    """Packed one sample after another, large operands have the same G and norms."""
+    """Packed one sample after another, large operands have the same G and norms.
+
+    Where a launch would have too few programs, all are packed.
+    """
     case = (3, 2, 16, 8, (1, 9, 9), Geometry((1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), 1))
     size, *_, geometry = case
     x, y, right = operands(case, place.dtype, place.device)
     found, packed = [], []
-    for most in (1 << 26, 1):
+    for most, programs in ((1 << 26, 1), (1, 1), (1, 7)):
+        convolution._samples_at_a_time.cache_clear()
         with (
             patch.object(convolution, "PACKED_BYTES", most),
+            patch.object(convolution, "LEAST_PROGRAMS", programs),
             patch.object(convolution, "pack", lambda x, *a: packed.append(len(x)) or pack(x, *a)),
         ):
             use = convolution.Factors(x, y, torch.Size((8, 16, 1, 3, 3)), size, geometry, False)
             kernels = use.on_kernels()
             found.append((kernels.take_norm(True).squared, kernels.gradients))
-    assert packed == [6, 6] + [2] * 6
-    for one, other in zip(*found, strict=True):
+    assert packed == [6, 6] + [2] * 6 + [6, 6]
+    for one, other, as_before in zip(*found, strict=True):
         assert torch.equal(one, other)
+        assert torch.equal(one, as_before)
     own = found[1][1].movedim(3, 2).double()
     bound = TF32 if place.dtype == torch.float32 else DTYPES[place.dtype]  # PyTorch's default
     assert (own - right).abs().max() <= bound * right.abs().max()

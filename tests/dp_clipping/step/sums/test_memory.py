@@ -55,6 +55,7 @@ def peak_of(step: Callable[[], object]) -> int:
             patch.object(layer_plans, "allocated", now),
             patch.object(work, "allocated", now),
             patch.object(convolution, "PACKED_BYTES", 1 << 18),
+            patch.object(convolution, "LEAST_PROGRAMS", 1),
             patch.object(work, "PENDING_BYTES", 0),
             patch.object(work.Work, "_has_room", lambda own: False),
         ):
