@@ -9,6 +9,7 @@ import pytest
 import torch
 from opacus.validators.errors import UnsupportedModuleError
 
+from ddp_by_hand.experiments.networks import picture
 from ddp_by_hand.experiments.networks.__main__ import PROGRAM, Options, main, run_all
 from ddp_by_hand.experiments.networks.bounds import bounds_of, describe_bounds
 from ddp_by_hand.experiments.networks.graphs import GraphedTraining, in_pinned_memory
@@ -16,6 +17,7 @@ from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.networks.training import failure_of, training_of
 from ddp_by_hand.experiments.rounds import report
 from ddp_by_hand.measure.options import parse_options
+from ddp_by_hand.measure.picture import read_picture
 from ddp_by_hand.measure.runs import cells_of, read_cells
 from dp_clipping.cuda_graph import EAGER
 from tests.dp_clipping.test_cuda_graph import Graph, captured_by_nobody
@@ -100,6 +102,35 @@ def test_the_table():
     assert ours[5] == "2.000"
     assert ours[-5:] == ["1.500", "19.0", "12.0", "7,300", "host"]
     assert " ".join(theirs[2:]) == "error: refused: NotImplementedError: no"
+
+
+def test_the_picture_and_its_table(tmp_path, capsys):
+    """Ratios are to the ordinary step of the same run; what has none is a dash, and no bar."""
+    name, other = "vit_b16", "lstm"
+
+    def run(path, **medians):
+        cells = [
+            {"row": row, "variant": variant, "round": 0, "config": {"batch": "2 x 3"},
+             "status": "ok" if ms else "error", "step_ms": [9.0, ms, 1.0], "kernel_ms": ms,
+             "peak_memory_mb": 10 * ms}
+            for row in (name, other) for variant, ms in medians.items()
+        ]  # fmt: skip
+        path.write_text(json.dumps({"cells": cells}))
+        return str(path)
+
+    eager = run(tmp_path / "e", ordinary=2.0, flash_bookkeeping=3.0, opacus_hooks=8.0)
+    graphs = run(tmp_path / "g", ordinary=0, flash_bookkeeping=3.0)
+    target = tmp_path / "networks.png"
+    files = ["--eager", eager, "--graphs", graphs, "--picture", str(target)]
+    assert picture.main(files) == 0
+    line = "| `vit_b16`, 2 × 3 | – | 2.0 / 3.0, 1.50 | 1.50 | 4.00 | – | 1.50 / 4.00 / – |"
+    assert line in capsys.readouterr().out.split("\n")
+    assert "0 of 2 networks" in read_picture(target).description
+    (tmp_path / "g").write_text("{}")
+    assert picture.main(files) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "no results of experiments.networks" in error
 
 
 def test_what_bounds_a_step():
