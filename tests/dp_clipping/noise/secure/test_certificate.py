@@ -310,7 +310,17 @@ def test_the_logarithm_of_a_ratio_is_bounded_as_in_the_proof(j, scale):
     r = mpmath.sqrt(-2 * mpmath.log(two**-j))  # of u = 2⁻ʲ
     moved = mpmath.sqrt(2) * r * scale * (KAPPA + two**j * two**-129 / r**2)
     offset = 2 * KAPPA + two**-52 + scale * two**-78
-    assert certificate._largest_logarithm(j, scale) == pytest.approx(float(2.04 * (moved + offset)))
+    expected = pytest.approx(float(2.04 * (moved + offset)), rel=1e-9, abs=0)
+    assert certificate._largest_logarithm(j, scale) == expected
+
+
+def test_epsilon_of_a_sampler_has_what_is_between_its_tails():
+    """3·pairs·2⁻ᴸ/α², times α; half of all sums that are too long for a bound have none."""
+    without, with_pairs = (certificate._epsilon_of(0.0625, n, 64, 1.0) for n in (0, 2**60))
+    order = 1 + min((certificate.LOG_SMALL / 0.0625) ** 0.5, 0.09 / certificate._largest_logarithm(
+        certificate.LOWEST_TAIL, 1.0))  # fmt: skip
+    assert with_pairs - without == pytest.approx(3 * 2.0**-4 / order, rel=1e-9)
+    assert Certificate(1, 1, 1, int(0.5 / certificate.UNIT)).summation == math.inf
 
 
 def test_neighbours_have_one_certificate_under_public_rates():

@@ -137,3 +137,12 @@ def test_a_group_takes_each_word_once():
         radius, cosine, sine = exact([int(i) for i in w])
         assert abs(x[2 * p] - float(radius * cosine * 2**24)) <= 0.51
         assert abs(x[2 * p + 1] - float(radius * sine * 2**24)) <= 0.51
+
+
+def test_a_radius_has_the_first_four_words_of_a_pair(monkeypatch):
+    """The fourth changes u by 2⁻⁹⁶ of itself and less, which no value shows."""
+    given = []
+    monkeypatch.setattr(made, "radius", lambda *w: given.extend(w) or (w[0] * 0.0, w[0] * 0.0))
+    made.values_at(KEY, np.arange(16), 2.0**24)
+    stream = blocks(KEY, np.arange(3, dtype=np.uint64)).T.reshape(8, 6)
+    assert np.array_equal(np.stack(given), stream[:, :4].T)
