@@ -237,13 +237,17 @@ def function_at(source: str, line: int) -> str | None:
 class Watched:
     """A plugin of pytest: how long each test takes, and which functions of ours it calls.
 
-    Calls in other processes, as on ranks, are not seen.
+    Calls in other processes are not seen: tests with a pool of ranks are said to have one.
     """
 
     def __init__(self, copy: Path):
         self.prefix = f"{copy}/"
         self.tests: dict[str, dict] = {}
         self.called: set = set()
+        self.on_ranks: set = set()
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        self.on_ranks |= {i.nodeid for i in items if any("ranks" in n for n in i.fixturenames)}
 
     def _call(self, frame, event, _argument) -> None:
         code = frame.f_code
@@ -263,7 +267,8 @@ class Watched:
         ours = {f"{file.removeprefix(self.prefix)}:{name}" for file, name in self.called}
         seconds = round(time.monotonic() - self.began, 2)
         mutated = sorted(at for at in ours if at.startswith((*ROOMS, "ddp/")))
-        self.tests[nodeid] |= {"seconds": seconds, "calls": mutated}
+        on_ranks = nodeid in self.on_ranks
+        self.tests[nodeid] |= {"seconds": seconds, "calls": mutated, "on_ranks": on_ranks}
 
 
 class Chosen:
@@ -405,7 +410,7 @@ class TestFile:
 
 
 class Judged:
-    """A job: one mutant with those of the tests that call the function it is in."""
+    """A job: one mutant with the tests that call the function it is in, and then those on ranks."""
 
     def __init__(
         self, mutant: Drawn, files: Sequence[str], known: dict[str, dict], most_seconds: float
@@ -419,9 +424,10 @@ class Judged:
             if facts["passed"] and "seconds" in facts
         ]
         mine = [t for t in all_tests if mutant.function is None or self.at in t[2]["calls"]]
-        # What runs on ranks only is called by no test that is seen: then all are tried.
+        mine += [t for t in all_tests if t[2].get("on_ranks") and t not in mine]
+        mine.sort(key=lambda t: (self.at not in t[2]["calls"], t[2]["seconds"]))
         chosen, self.seconds = [], 0.0
-        for place, name, facts in sorted(mine or all_tests, key=lambda t: t[2]["seconds"]):
+        for place, name, facts in mine or all_tests:
             if self.seconds + facts["seconds"] <= most_seconds:
                 chosen.append((place, name))
                 self.seconds += facts["seconds"]
