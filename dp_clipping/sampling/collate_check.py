@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import DataLoader, default_collate
@@ -386,7 +385,7 @@ def _growing(
 def _unbound(batch: Tensor | np.ndarray, dim: int) -> Iterable[Any]:
     if isinstance(batch, np.ndarray):
         return np.moveaxis(batch, dim, 0)
-    return (batch if batch.layout is torch.strided else batch.to_dense()).cpu().unbind(dim)
+    return batch.to_dense().cpu().unbind(dim)
 
 
 def _row(x: Any) -> Row:

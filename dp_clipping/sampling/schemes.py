@@ -4,6 +4,8 @@ The words of a scheme come from `words`, with a purpose of its own. Accounts are
 `dp_clipping.accounting`.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,10 +32,10 @@ class Cyclic(Scheme):
 
     def __init__(self, units: int, batches: int) -> None:
         self.units, self.batches = units, batches
-        self._order: tuple[bytes, np.ndarray] = b"", np.empty(0)
+        self._order: tuple[Any, ...] = ()  # of which key, and what it is
 
     def batch(self, key: bytes, number: int) -> Tensor:
-        if self._order[0] != key:
+        if self._order[:1] != (key,):
             order = np.argsort(words(key, b"cyclic", 0, self.units), kind="stable")
             self._order = key, order
         place = number % self.batches
@@ -71,7 +73,7 @@ class BallsInBins(Scheme):
 
     def __init__(self, units: int, batches: int) -> None:
         self.units, self.batches = units, batches
-        self._chosen: tuple[bytes, int, np.ndarray] = b"", 0, np.empty(0)
+        self._chosen: tuple[Any, ...] = ()  # by which key, in which epoch, and what
 
     def batch(self, key: bytes, number: int) -> Tensor:
         epoch, place = divmod(number, self.batches)

@@ -213,7 +213,7 @@ def fill_of(rows: Sequence[int], size: int, views: int = 1) -> Tensor | None:
     Args:
         size: the rows of a unit.
     """
-    if size == views or not rows:
+    if size == views:
         return None
     units = torch.tensor(rows).view(-1, size)
     found = torch.zeros_like(units, dtype=torch.bool)

@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
+from dp_clipping.sampling import chacha
 from dp_clipping.sampling.chacha import CHUNK, blocks, words
 
 KEY = bytes(range(32))
@@ -50,6 +51,14 @@ def test_words_are_the_bytes_of_the_stream_in_order(bits):
     expected = [int.from_bytes(stream[size * i : size * (i + 1)], "little") for i in range(20)]
     assert words(KEY, 20, bits).tolist() == expected
     assert words(KEY, 0, bits).tolist() == []
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 1), (32, 1), (33, 2)])
+def test_words_cost_the_blocks_that_they_are_in(count, expected, monkeypatch):
+    made = []
+    monkeypatch.setattr(chacha, "blocks", lambda *a: made.append(len(a[1])) or blocks(*a))
+    assert len(words(KEY, count, 16)) == count
+    assert made == [expected]
 
 
 def test_chunks_join():

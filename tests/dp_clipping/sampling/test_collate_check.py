@@ -1,7 +1,9 @@
 """A collate function makes one row of each sample, from that sample alone; else it is refused."""
 
 import functools
+import math
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, default_collate
 
 from dp_clipping import BatchMemoryManager
+from dp_clipping.sampling import collate_check
 from dp_clipping.sampling.alone import SIZES, chosen_of
 from dp_clipping.sampling.collate_check import CheckedCollate
 from tests.dp_clipping.test_engine import build, data, fixed
@@ -320,10 +323,18 @@ def one_of_each_label(samples):
     return stack([*{y: (x, y) for x, y in reversed(samples)}.values()])
 
 
+def windows_beside(samples):
+    return pad(samples), first_windows(samples)
+
+
+def two_views_without_zero(samples):
+    return two_views([sample for sample in samples if sample[1]])
+
+
 LOTS = 4
 SEVERAL = [
     (windows, LONG), (two_views, SAME), (packed_rows, LONG), (first_windows, LONG),
-    (one_of_each_label, SAME),
+    (one_of_each_label, SAME), (windows_beside, LONG), (two_views_without_zero, SAME),
 ]  # fmt: skip
 
 
@@ -476,6 +487,96 @@ def test_lengths_that_alternate_are_all_seen(period):
     samples = [[0.0] * (1 + n % period) for n in range(600)]
     assert len(chosen_of(samples)) == period
     assert chosen_of([]) == {}
+    many = chosen_of([[0.0] * n for n in range(99)])
+    assert (len(many), min(many), max(many)) == (8, 0, 98)
+
+
+def of_length(*lengths):
+    return [torch.ones(length) for length in lengths]
+
+
+def in_eights(samples):
+    """Returns rows that are padded to a multiple of 8."""
+    longest = max(map(len, samples))
+    return pad_sequence([*samples, torch.zeros(-(-longest // 8) * 8)], batch_first=True)[:-1]
+
+
+CONTAINERS = {
+    "tensor": lambda x: x,
+    "array": lambda x: x.numpy(),
+    "one without a company": lambda x: [x, x if len(x) > 1 else None],
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_the_samples_that_tell_most_of_padding_are_collated_alone(container):
+    """Looks at one as long as the batch, the shortest, the longest other, and the fullest row."""
+
+    def collate_fn(samples):
+        return CONTAINERS[container](in_eights(samples))
+
+    collate = CheckedCollate(collate_fn, batch_dim=0, in_order=False)
+    _, alone = collate.some_of(of_length(3, 8, 9, 20))
+    assert alone.places == (3, 0, 2, 1)
+
+
+def test_random_parts_of_a_batch_are_known():
+    def collate_fn(samples):
+        x = pad_sequence(samples, batch_first=True, padding_value=math.nan)
+        return x, torch.rand(x.shape), torch.rand(1 + int(3 * torch.rand(())))
+
+    torch.manual_seed(0)
+    collate = CheckedCollate(collate_fn, batch_dim=0, in_order=False)
+    assert collate.some_of(of_length(2, 5)).alone.random == (False, True, True)
+
+
+def test_samples_are_looked_at_alone_when_their_lengths_become_different():
+    collate, seen = CheckedCollate(in_eights, batch_dim=0, in_order=False), []
+    for lengths in ((3, 3), (3, 3), (3, 11), (3, 11), (3, 19), (3, 3), (3, 3), (3, 11)):
+        collate(of_length(*lengths))
+        seen.append(collate.alone is not None)
+    assert seen == [False, False, True, True, False, False, False, True], "and when they are due"
+
+
+def test_looks_at_new_lengths_end_where_no_sample_is_padded(monkeypatch):
+    looks = []
+    monkeypatch.setattr(collate_check, "collated_alone", lambda *of: looks.append(of[3].shape[1]))
+    collate = CheckedCollate(in_eights, batch_dim=0, in_order=False)
+    for number in range(1, 40):
+        collate(of_length(8 * number, 8 * number))
+    assert [look // 8 for look in looks] == [*range(1, 14), 16, 32]
+
+
+def together_never(samples):
+    if len({len(x) for x in samples}) > 1:
+        raise ValueError
+    return torch.stack(samples)
+
+
+def none_of(samples):
+    raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "lengths", "expected"),
+    [
+        (in_eights, (3, 5), [1, 2, 2, 3, 3]),
+        (in_eights, (3, 3), [1, 2, 3, 4, 5]),
+        (together_never, (3, 5), [1, 2, 2, 3, 3]),
+        (none_of, (3, 5), [1, 2, 2, 3, 3]),
+    ],
+)
+def test_batches_are_checked_until_samples_differ_and_seldom_afterwards(
+    collate_fn, lengths, expected, monkeypatch
+):
+    run, runs, found = collate_check._Check.run, [], []
+    monkeypatch.setattr(collate_check._Check, "run", lambda self: runs.append(self) or run(self))
+    collate = CheckedCollate(collate_fn, batch_dim=0, in_order=False)
+    for _ in range(5):
+        with nullcontext() if collate_fn is in_eights else pytest.raises(ValueError):
+            collate(of_length(*lengths))
+        found.append(len(runs))
+    assert found == expected
 
 
 def test_a_check_of_many_samples_costs_what_one_of_few_does():

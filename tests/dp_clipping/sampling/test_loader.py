@@ -12,10 +12,12 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    RandomSampler,
     Subset,
+    WeightedRandomSampler,
 )
 
-from dp_clipping.sampling.loader import PoissonLoader, expected_batch_size_of
+from dp_clipping.sampling.loader import PoissonLoader, batches_of, expected_batch_size_of
 from dp_clipping.sampling.memory_manager import BatchMemoryManager
 from dp_clipping.sampling.poisson import PoissonSampler
 from tests.support.draws import KEY, drawn, joined, numbers, poisson
@@ -67,6 +69,11 @@ class TestLoader:
         assert len(loader) == 4
         assert expected_batch_size_of(original, 4) == 24
         assert all(i % 4 == rank for batch in drawn(loader) for i in batch)
+
+    @pytest.mark.parametrize(("units", "expected"), [(2, 1), (3, 1), (7, 2)])
+    def test_units_that_a_dropped_batch_has_count_in_the_one_that_is_left(self, units, expected):
+        original = DataLoader(numbers(4 * units), batch_size=12, drop_last=True)
+        assert batches_of(original, units, 4) == expected
 
     def test_a_batch_sampler_of_the_users(self):
         class Fixed:
@@ -409,6 +416,14 @@ class TestRefusedLoaders:
         order = DistributedSampler(numbers(8), num_replicas=2, rank=0)
         message = refusal(DataLoader(numbers(8), sampler=order), world_size=4)
         assert "num_replicas=4" in message
+
+    @pytest.mark.parametrize(
+        "sampler",
+        [RandomSampler(range(8), replacement=True), WeightedRandomSampler([1.0] * 8, 8, False)],
+    )
+    def test_samplers_that_draw_by_chance(self, sampler):
+        message = refusal(DataLoader(numbers(8), sampler=sampler))
+        assert "does not visit each of the 8 samples alike" in message
 
     @pytest.mark.parametrize("drop_last", [False, True])
     def test_distributed_sampler_over_an_uneven_data_set(self, drop_last):

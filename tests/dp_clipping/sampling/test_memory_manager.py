@@ -280,6 +280,13 @@ class TestRefused:
         ):
             BatchMemoryManager(data_loader=memory_safe, **options)
 
+    @pytest.mark.parametrize(("views", "more"), [(1, ""), (3, ", 3 views of each example")])
+    def test_parts_of_units(self, views, more):
+        optimizer = Optimizer()
+        optimizer.model = SimpleNamespace(examples_per_unit=3, views=views)
+        with pytest.raises(ValueError, match=f"holds 3 rows of each unit{more}: give 3 or 6$"):
+            split_by(poisson(), 4, optimizer)
+
 
 @pytest.mark.parametrize(("length", "count"), [(0, 1), (0, 3), (1, 3), (7, 3), (9, 3), (10, 4)])
 def test_split_is_even_and_in_order(length, count):

@@ -1,13 +1,14 @@
 """Poisson sampling: rate, independence and ranks."""
 
 import math
+from collections import deque
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from dp_clipping.sampling.poisson import PoissonSampler, included
+from dp_clipping.sampling.poisson import Drawn, PoissonSampler, included
 from tests.support.draws import KEY, OTHER_KEY, joined
 
 FROZEN = [6, 26, 46, 54, 57]  # draw 5 of 60 samples at rate 0.1
@@ -137,6 +138,26 @@ class TestSampler:
         batches = joined(epochs)
         assert all(one != other for one, other in pairwise(batches))
         assert batches == [sampler.shares(step)[0] for step in range(18)]
+
+    def test_another_loader_begins_where_the_user_is_or_is_refused(self):
+        """The loader that owns a sampler passes `yielded`, and may have prefetched batches."""
+        sampler = self.sampler()
+        sampler.step = 4
+        assert next(iter(sampler)) == sampler.shares(0)[0]
+        sampler.why_not_alone = "it would split units"
+        with pytest.raises(RuntimeError, match="it would split units"):
+            next(iter(sampler))
+        yielded = sampler.yielded = deque()
+        sampler.seek(range(3, 5))
+        batches = list(sampler)
+        assert batches == [sampler.shares(3)[0], sampler.shares(4)[0]]
+        assert list(yielded) == [Drawn(len(batch), None) for batch in batches]
+        assert sampler.position == 1
+
+    def test_parts_and_ranks_have_seeds_of_their_own(self):
+        ranks = [self.sampler(rank=rank, world_size=2) for rank in range(2)]
+        assert len({one.seed(3, part) for one in ranks for part in range(3)}) == 6
+        assert all(one.seed(3) == one.seed(3, 0) for one in ranks)
 
     def test_more_ranks_than_samples(self):
         ranks = [self.sampler(num_samples=2, rank=r, world_size=3) for r in range(3)]

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from dp_clipping.sampling import schemes
 from dp_clipping.sampling.poisson import Poisson, PoissonSampler
-from dp_clipping.sampling.schemes import BallsInBins, Cyclic, TruncatedPoisson, scheme_of
+from dp_clipping.sampling.schemes import FIXED, BallsInBins, Cyclic, TruncatedPoisson, scheme_of
 from dp_clipping.sampling.words import words
 from tests.support.draws import KEY, OTHER_KEY, joined
 
@@ -300,6 +301,16 @@ FROZEN_TRUNCATED = [1, 3, 22, 26, 28, 30, 33, 46, 48, 57]
 
 # ---- of all schemes ------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("kind", [Cyclic, BallsInBins])
+def test_the_batches_of_an_epoch_are_chosen_at_once(kind, monkeypatch):
+    scheme, calls = kind(UNITS, BATCHES), []
+    monkeypatch.setattr(schemes, "words", lambda *of: calls.append(of) or words(*of))
+    for number in range(BATCHES):
+        scheme.batch(KEY, number)
+    assert len(calls) == 1
+
+
 SCHEMES = ["truncated_poisson", "balls_in_bins", "cyclic"]
 
 
@@ -334,4 +345,4 @@ class TestSampler:
         first = [sampler.shares(number) for number in range(6)]
         sampler.rekey(KEY, start=4)
         later = [sampler.shares(number) for number in range(4, 10)]
-        assert (later == first) == sampler.scheme.in_order
+        assert (later == first) == sampler.scheme.in_order == (sampling in FIXED)

@@ -170,7 +170,9 @@ class TestFill:
     def test_the_same_index_in_another_unit_is_none(self):
         assert fill_of([1, 2, 2, 3], 2) is None
 
-    @pytest.mark.parametrize(("rows", "size"), [([], 3), ([5, 5, 6], 1), ([0, 1, 2], 3)])
+    @pytest.mark.parametrize(
+        ("rows", "size"), [([], 3), ([5, 5, 6], 1), (["a"], 1), ([0, 1, 2], 3)]
+    )
     def test_full_units_have_none(self, rows, size):
         assert fill_of(rows, size) is None
 

@@ -350,6 +350,16 @@ def test_without_poisson_batches_nothing_is_counted():
     step(run, batch)
 
 
+def test_a_refusal_tells_too_many_samples_from_those_of_another_rank():
+    usage = SampleUsage()
+    usage.hand_over(Ticket(3))
+    with pytest.raises(RuntimeError, match=r"of 5 samples, and of .* 3 of 3 are unused: a sample"):
+        usage.use(5)
+    usage.use(2)
+    with pytest.raises(RuntimeError, match="of samples that another rank has used already"):
+        usage.use(0, lambda here: True)
+
+
 def test_rows_that_are_no_samples():
     usage = SampleUsage()
     assert usage.ticket.real_of(5) == 5
