@@ -267,5 +267,6 @@ def test_four_ranks(cpu_ranks, tmp_path):
         assert (x != start[name.removeprefix("network.")].numpy()).any(), name
 
 
+@pytest.mark.slow  # each rank imports Lightning
 def test_wrong_strategies_on_four_ranks(cpu_ranks, tmp_path):
     cpu_ranks.run(4, refused_on_ranks, str(tmp_path))
