@@ -12,7 +12,6 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MOST_BYTES, MOST_CELLS, MOST_LINES = 300_000, 13, 50
-FAST = "private_digits"  # runs in `make test`, the others in `make test-all`
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -74,13 +73,8 @@ def test_links_of_a_notebook_lead_somewhere(path):
         assert (path.parent / link).resolve().is_file(), link
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=() if path.stem == FAST else pytest.mark.slow)
-        for path in NOTEBOOKS
-    ],
-)
+@pytest.mark.slow
+@each_notebook
 def test_a_notebook_shows_what_is_committed(path, tmp_path, monkeypatch):
     """It runs in a folder that has nothing else, with the packages of this interpreter."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

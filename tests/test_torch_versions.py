@@ -30,18 +30,14 @@ def run_with_another_torch(folder: Path, *arguments: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow  # who is warned, and in which processes, is below
 @pytest.mark.parametrize(
     ("arguments", "last"),
     [
-        pytest.param(
-            ["-c", FIRST_PRIVATE.search((ROOT / "README.md").read_text())[1]],
-            r"\d\.\d+",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        (["-c", FIRST_PRIVATE.search((ROOT / "README.md").read_text())[1]], r"\d\.\d+"),
+        (
             ["-m", "ddp_by_hand.exercises.check", "average", SOLUTIONS],
             r"(\d) of \1 right",
-            marks=pytest.mark.slow,
         ),
         ([SCRIPT, *TINY, "--implementations", "ddp_bucketed", "--output-dir", "OUT"], ".*OUT.*"),
     ],

@@ -144,6 +144,7 @@ def test_two_processes_train_one_classifier(start, engine):
     assert [line[:8] for line in done.stdout.splitlines()] == [f"epoch {n}:" for n in range(1, 6)]
 
 
+@pytest.mark.slow
 def test_everything_is_trained_where_opacus_cannot():
     pytest.importorskip("transformers")
     result = trained("text --train all", "dp_clipping", "--epochs", "2", "--epsilon", "50")

@@ -36,6 +36,7 @@ def check(cells: list[dict], text: str, ranks: int) -> None:
         assert float(own.split()[2]) > 0
 
 
+@pytest.mark.slow
 def test_variants_are_measured_in_one_set_of_processes(cpu_ranks):
     everywhere = cpu_ranks.run(4, cells_of)
     check(everywhere[0], report(everywhere[0]), 4)

@@ -71,6 +71,7 @@ def test_the_error_is_one_of_imports(monkeypatch):
     assert issubclass(MissingExtra, ImportError)
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_without_them():
     run = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True)
     assert run.stdout == "imported\n", run.stderr

@@ -241,7 +241,7 @@ ROWS = [
     ("cross terms of tokens are dropped", "layers/linear_factors.py",
      "squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)",
      "squared = (gram_a * gram_y).diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64)", OPS,
-     "at_most_c and linear_large"),
+     "at_most_c and linear"),
     ("a Gram matrix of other activations", "layers/linear_factors.py",
      "if not same:", "if self._of is None:", OPS, "at_most_c and gru_packed"),
     ("16-bit sums are of rounded coefficients", "layers/linear_factors.py",

@@ -168,7 +168,11 @@ def test_compiled(case, mode):
 
 
 @pytest.mark.parametrize(
-    ("case", "clipping"), turns.in_turn(OF_COMPILED[1:], ("flat", "per_layer"))
+    ("case", "clipping"),
+    [
+        *turns.in_turn(OF_COMPILED[1:2], ("flat", "per_layer")),
+        *turns.in_turn(OF_COMPILED[2:], ("flat", "per_layer"), fast=0),
+    ],
 )
 def test_compiled_in_the_interpreter(interpreter, case, clipping):
     interpreter.run(compare_on_kernels, case.name, compiled("flash_bookkeeping", clipping))

@@ -123,7 +123,9 @@ def hugging_face(name: str) -> tuple[nn.Module, torch.Tensor]:
     ("name", "caller", "is_apart"),
     [
         ("t5", "network.encoder.block.0.layer.0.SelfAttention", True),
-        ("swin", "network.swin.encoder.layers.0.blocks.0.attention", True),
+        pytest.param(
+            "swin", "network.swin.encoder.layers.0.blocks.0.attention", True, marks=pytest.mark.slow
+        ),
         ("deberta", "network.encoder", False),
         ("perceiver", "network.perceiver.embeddings", False),  # no argument has rows for it
     ],

@@ -371,6 +371,8 @@ LONG = (
     a_budget_takes_a_second_backward,
     a_forward_that_saves_little_is_planned_again,
     transposed_weights_and_autocast,
+    gradients_do_not_depend_on_the_number_of_tokens,
+    a_second_look_up_leaves_all_samples_out,
 )
 
 

@@ -57,7 +57,13 @@ NETWORKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "mode"), in_turn(NETWORKS, ["bookkeeping", "ghost"]))
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *in_turn(("plain", "tied_and_masked"), ["bookkeeping", "ghost"]),
+        *in_turn(("tied", "masked"), ["ghost", "bookkeeping"], fast=0),
+    ],
+)
 def test_norms_and_sums(name, mode):
     assert_exact(t5(**NETWORKS[name]), batch(), mode, tolerance=1e-6)
 
