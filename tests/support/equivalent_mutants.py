@@ -25,4 +25,14 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "elif sampler.rows_per_unit > 1:",
         "elif sampler.rows_per_unit != 1:",
     ): "a unit has one row at least",
+    (
+        "dp_clipping/accounting/truncated_poisson.py",
+        "@lru_cache(4)",
+        "",
+    ): "a cache of what its arguments alone say changes speed alone",
+    (
+        "dp_clipping/clipping/accumulation.py",
+        "torch.mv(piece.t(), coefficients, out=total[start : start + width])",
+        "torch.mv(piece.t(), coefficients, out=total[start : start // width])",
+    ): "an empty output grows where it begins, in the same storage",
 }

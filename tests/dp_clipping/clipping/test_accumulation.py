@@ -2,16 +2,21 @@
 
 import pytest
 import torch
+from torch import nn
 
+from dp_clipping.clipping import accumulation
 from dp_clipping.clipping.accumulation import (
     PIECE,
+    SUM_ROUNDING,
     Weights,
     accumulation_dtype,
     full_float32,
+    network_in_float64,
     norms,
     product_squares,
     round_down,
     squared_norms,
+    sum_of_one_token,
     weighted_sum,
     wide_product,
 )
@@ -99,6 +104,57 @@ def test_weighted_sums(dtype):
     assert found.dtype == accumulation_dtype(dtype)
     expected = torch.einsum("b,bij->ij", values.double(), gradients.double())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
+
+
+def test_wide_sums_are_formed_a_piece_at_a_time(monkeypatch):
+    """Of a row or a column at a time, the float32 copies have at most `CHUNK_ELEMENTS`."""
+    values, gradients = torch.tensor([0.5, 0.0, 2.0]), normal(3, 10, dtype=torch.float16)
+    whole, sizes, multiply = weighted_sum(Weights(values), gradients), [], torch.mv
+    monkeypatch.setattr(accumulation, "CHUNK_ELEMENTS", 12)
+    monkeypatch.setattr(
+        torch, "mv", lambda x, *a, **k: sizes.append(x.numel()) or multiply(x, *a, **k)
+    )
+    torch.testing.assert_close(weighted_sum(Weights(values), gradients), whole)
+    assert sizes == [12, 12, 6]
+
+
+@pytest.mark.parametrize("count", [100, 128, 200])
+def test_sums_of_samples_that_cannot_be_cut_evenly(count):
+    gradients, values = normal(4, count, dtype=torch.float16), torch.tensor([0.5, 0.0, 1.0, 0.25])
+    found = accumulation._sum_by_pieces(Weights(values), gradients)
+    torch.testing.assert_close(found, values @ gradients.float(), rtol=0, atol=1e-5)
+
+
+def test_a_sum_over_samples_of_one_token():
+    left, right, c = normal(3, 1, 4), normal(3, 1, 5), torch.tensor([0.5, 0.0, 1.0])
+    left[1], right[1] = torch.nan, torch.inf
+    expected = sum(c[i] * left[i].T @ right[i] for i in (0, 2))
+    torch.testing.assert_close(sum_of_one_token(left, right, c).double(), expected)
+
+
+def test_rounding_is_half_of_the_distance_between_numbers():
+    assert {d: torch.finfo(d).eps / 2 for d in SUM_ROUNDING} == SUM_ROUNDING
+
+
+def test_a_network_in_float64_is_the_same_afterwards():
+    network = nn.BatchNorm1d(2).half()
+    before = {name: x.data_ptr() for name, x in network.state_dict().items()}
+    with network_in_float64(network):
+        assert {x.dtype for x in network.parameters()} == {torch.float64}
+        assert network.num_batches_tracked.dtype == torch.int64
+        network.weight.data.add_(1)
+    assert {name: x.data_ptr() for name, x in network.state_dict().items()} == before
+    assert torch.equal(network.weight, torch.ones(2).half())
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_layers_are_computed_in_float32_where_it_is_said(layers):
+    of = torch.backends.mkldnn.conv, torch.backends.cudnn.rnn
+    before = [one.fp32_precision for one in of]
+    assert "ieee" not in before
+    with full_float32(), full_float32(layers):
+        assert [one.fp32_precision for one in of] == (["ieee"] * 2 if layers else before)
+    assert [one.fp32_precision for one in of] == before
 
 
 def test_float32_products_are_put_back():

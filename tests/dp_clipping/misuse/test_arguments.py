@@ -319,7 +319,7 @@ def test_engines(changes, message):
 @pytest.mark.parametrize(
     ("name", "beyond"),
     [("expected_batch_size", 0), ("quantile", 1.5), ("learning_rate", 0.0),
-     ("count_std", -1e-9), ("lowest", 0.0), ("highest", 0.5)],
+     ("count_std", -1e-9), ("lowest", 0.0), ("lowest", 1.5), ("highest", 0.5)],
 )  # fmt: skip
 def test_adaptive_thresholds(name, beyond):
     for value in ("1", True, [1.0], math.nan, -1.0, beyond):
