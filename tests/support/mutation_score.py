@@ -423,9 +423,12 @@ class Judged:
             for name, facts in known[file]["tests"].items()
             if facts["passed"] and "seconds" in facts
         ]
-        mine = [t for t in all_tests if mutant.function is None or self.at in t[2]["calls"]]
-        mine += [t for t in all_tests if t[2].get("on_ranks") and t not in mine]
-        mine.sort(key=lambda t: (self.at not in t[2]["calls"], t[2]["seconds"]))
+        mine = [
+            t for t in all_tests
+            if mutant.function is None or self.at in t[2]["calls"] or t[2].get("on_ranks")
+        ]  # fmt: skip
+        for some in (mine, all_tests):
+            some.sort(key=lambda t: (self.at not in t[2]["calls"], t[2]["seconds"]))
         chosen, self.seconds = [], 0.0
         for place, name, facts in mine or all_tests:
             if self.seconds + facts["seconds"] <= most_seconds:

@@ -107,7 +107,7 @@ def test_weighted_sums(dtype):
 
 
 def test_wide_sums_are_formed_a_piece_at_a_time(monkeypatch):
-    """Of a row or a column at a time, the float32 copies have at most `CHUNK_ELEMENTS`."""
+    """Bounds the float32 copies by `CHUNK_ELEMENTS`."""
     values, gradients = torch.tensor([0.5, 0.0, 2.0]), normal(3, 10, dtype=torch.float16)
     whole, sizes, multiply = weighted_sum(Weights(values), gradients), [], torch.mv
     monkeypatch.setattr(accumulation, "CHUNK_ELEMENTS", 12)

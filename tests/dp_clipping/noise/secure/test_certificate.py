@@ -315,11 +315,14 @@ def test_the_logarithm_of_a_ratio_is_bounded_as_in_the_proof(j, scale):
 
 
 def test_epsilon_of_a_sampler_has_what_is_between_its_tails():
-    """3·pairs·2⁻ᴸ/α², times α; half of all sums that are too long for a bound have none."""
+    """Adds 3·pairs·2⁻ᴸ/α² to ρ, which is multiplied by the order α."""
     without, with_pairs = (certificate._epsilon_of(0.0625, n, 64, 1.0) for n in (0, 2**60))
     order = 1 + min((certificate.LOG_SMALL / 0.0625) ** 0.5, 0.09 / certificate._largest_logarithm(
         certificate.LOWEST_TAIL, 1.0))  # fmt: skip
     assert with_pairs - without == pytest.approx(3 * 2.0**-4 / order, rel=1e-9)
+
+
+def test_sums_of_too_many_additions_have_no_bound():
     assert Certificate(1, 1, 1, int(0.5 / certificate.UNIT)).summation == math.inf
 
 

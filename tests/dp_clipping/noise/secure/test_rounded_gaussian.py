@@ -140,7 +140,7 @@ def test_a_group_takes_each_word_once():
 
 
 def test_a_radius_has_the_first_four_words_of_a_pair(monkeypatch):
-    """The fourth changes u by 2⁻⁹⁶ of itself and less, which no value shows."""
+    """Compares words and not values: the fourth changes u too little for any value to show it."""
     given = []
     monkeypatch.setattr(made, "radius", lambda *w: given.extend(w) or (w[0] * 0.0, w[0] * 0.0))
     made.values_at(KEY, np.arange(16), 2.0**24)
