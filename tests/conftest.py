@@ -53,8 +53,14 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the longest files: a process that began one last would end alone."""
+    """Begins with the longest files: a process that began one last would end alone.
+
+    Raises:
+        UsageError: A test's name has an address in it, so two processes would not agree on it.
+    """
     for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"give ids= without an address to {item.nodeid}")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))

@@ -55,9 +55,9 @@ def test_one_without_an_account_is_refused():
     refusal(message, "mine", logistic, epsilon=3.0)
 
 
-@pytest.mark.parametrize("arguments", [("", logistic), (3, logistic), ("mine", 2.0)], ids=str)
-def test_a_name_and_a_function_are_needed(arguments):
-    refusal("give a name and a function of uniform numbers", *arguments, epsilon=epsilon)
+@pytest.mark.parametrize(("name", "quantile"), [("", logistic), (3, logistic), ("mine", 2.0)])
+def test_a_name_and_a_function_are_needed(name, quantile):
+    refusal("give a name and a function of uniform numbers", name, quantile, epsilon=epsilon)
 
 
 @pytest.mark.parametrize(
