@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.capture.checks.summaries import summary
+from dp_clipping.capture.checks.terms import leaves_of
 from dp_clipping.capture.network import Arguments, CapturedNetwork, trials
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.clipping.accumulation import full_float32
@@ -97,10 +98,18 @@ class Observer:
         return seen
 
     def _backward(self, starts: list[tuple[Tensor, Tensor]], triggers: list[Tensor]) -> None:
-        """Runs from gradients of outputs down to all layers, without a gradient of a parameter."""
+        """Runs from gradients of outputs down to all layers, without a gradient of a parameter.
+
+        It goes to all other leaves, such as an input that requires a gradient: only in front of
+        these may be a Function that computes layers in its own backward, as reentrant checkpointing
+        does, which is refused. A private step, which leaves out what no layer is in front of, would
+        not come to it.
+        """
         sharding, device = self._capture.sharding, self._capture.trigger.device
         ys, gradients = zip(*starts, strict=True)
-        inputs = list({id(trigger): trigger for trigger in triggers}.values())
+        leaves = set[Tensor]().union(*map(leaves_of, ys))
+        others = [x for x in leaves if not isinstance(x, nn.Parameter)]
+        inputs = list({id(x): x for x in [*triggers, *others]}.values())
         with (
             nullcontext() if sharding is None else sharding.backward(),
             torch.autocast(device.type, enabled=False),

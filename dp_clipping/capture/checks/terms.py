@@ -1,6 +1,6 @@
 """Finds what a loss is made of, in its autograd graph."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -44,12 +44,14 @@ def penalized(loss: Tensor, parameters: Collection[Tensor]) -> set[Tensor]:
     return found
 
 
-def _nodes(root: Any) -> Iterator[Any]:
-    """Yields the nodes of an autograd graph."""
-    seen, found = set(), [root]
+def _nodes(root: Any) -> list[Any]:
+    """Returns the nodes of an autograd graph."""
+    seen, found, nodes = {None}, [root], []
     while found:
         node = found.pop()
-        if node is not None and node not in seen:
+        if node not in seen:
             seen.add(node)
-            yield node
-            found += [part for part, _ in node.next_functions]
+            nodes.append(node)
+            for part, _ in node.next_functions:
+                found.append(part)
+    return nodes

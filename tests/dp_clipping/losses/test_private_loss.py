@@ -264,11 +264,16 @@ def test_arguments_of_a_tensors_backward_show_what_works(loss, options):
 
 class Checkpointed(nn.Sequential):
     def forward(self, x):
+        x = x if x.requires_grad else x.requires_grad_()  # as enable_input_require_grads() does
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
-def test_reentrant_checkpointing_is_refused():
-    model = private(nn.Sequential(nn.Linear(2, 2), Checkpointed(nn.Linear(2, 2))), "bookkeeping")
+@pytest.mark.parametrize("before", ["trained", "frozen", "nothing"])
+def test_reentrant_checkpointing_is_refused(before):
+    first = nn.Identity() if before == "nothing" else nn.Linear(2, 2)
+    first.requires_grad_(before == "trained")
+    network = nn.Sequential(first, Checkpointed(nn.Linear(2, 2)), nn.Linear(2, 2))
+    model = private(network, "bookkeeping")
     criterion = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")
     with pytest.raises(RuntimeError, match=r"checkpoint\(\.\., use_reentrant=False\)"):
         criterion(model(torch.randn(3, 2)), torch.tensor([0, 1, 0])).backward()

@@ -40,7 +40,7 @@ class Reversible(nn.Module):
         return self.last(self.again(self.first(x), self.middle))
 
 
-@pytest.mark.parametrize("way", ["freeze", "checkpoint", None])
+@pytest.mark.parametrize("way", ["freeze", "checkpoint", None, "after what is frozen"])
 def test_a_backward_of_the_network_s_own_is_named(way):
     def again(x, layer):
         if way == "checkpoint":
@@ -48,10 +48,14 @@ def test_a_backward_of_the_network_s_own_is_named(way):
         return ComputedAgain.apply(x, layer)
 
     torch.manual_seed(0)
-    model = private(Reversible(way == "freeze", again), "bookkeeping")
+    network = Reversible(way == "freeze", again)
+    if way == "after what is frozen":  # autograd alone would not come to such a backward
+        network.first.requires_grad_(False)
+        network.first.register_forward_hook(lambda _, args, y: y.requires_grad_())
+    model = private(network, "bookkeeping")
     criterion = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")
     loss = criterion(model(torch.randn(4, 4)), torch.arange(4))
-    if way is not None:
+    if way in ("freeze", "checkpoint"):
         loss.backward()
         assert model.first.weight.grad.abs().sum() > 0
         return
