@@ -141,7 +141,8 @@ def gradients_left(
     """Returns G of some parameters that a use has left something for."""
     if kind is LINEAR:
         y, a, site = value
-        return gradients_of_tokens(records, *site.tokens(y, a, batch_size), site)
+        y, a = site.tokens(y, a, batch_size)
+        return gradients_of_tokens(records, y, a, site)
     if kind is NORMALIZED:
         use, own = value
         formed = use.plain(accumulation_dtype(use.x.dtype))

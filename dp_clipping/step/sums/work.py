@@ -414,7 +414,8 @@ class Work:
 
     def end_sums(self) -> None:
         """Forms all sums that are left."""
-        self._sum_waiting()
+        if self.waiting:
+            self._sum_waiting()
         left = [(record, self.kept[record]) for record in self._order if record in self.kept]
         self.kept.clear()
         if self.compiled and self._departures is None:
