@@ -35,4 +35,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "torch.mv(piece.t(), coefficients, out=total[start : start + width])",
         "torch.mv(piece.t(), coefficients, out=total[start : start // width])",
     ): "an empty output grows where it begins, in the same storage",
+    (
+        "dp_clipping/step/sums/work.py",
+        "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=True)]",
+        "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=False)]",
+    ): "every caller makes both lists with one entry for each parameter",
 }

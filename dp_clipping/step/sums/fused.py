@@ -147,13 +147,13 @@ class Fused:
                 normalized.append(left)
             elif kind is DENSE:
                 gradients, own = value
+                if own is None and gradients.dim() == 2:
+                    vectors.append((records[0], gradients))
+                    continue
                 if not self.context.policy.two_passes or gradients.dim() == 2:
                     work.kept[records[0]] = (gradients, left.tensors, left.versions)
                 else:
                     work.recomputed.append(records[0])
-                if own is None and gradients.dim() == 2:
-                    vectors.append((records[0], gradients))
-                    continue
                 if own is None:
                     with self._label("norm/dense", records):
                         own = squared_norms(gradients)

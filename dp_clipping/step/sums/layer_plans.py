@@ -100,7 +100,7 @@ class FusedPlans:
         self._uses = {} if forecast is None else forecast.of_batch(batch_size)
         self._shapes = tuple(self._uses.values())  # expected ones
         self.calls: list[Call] = []
-        if forecast is None and context.plans.measured.get(batch_size) is None:
+        if forecast is None and not context.plans.measured.get(batch_size):
             self.calls = MeasuredCalls(self._device)
         self.measures = isinstance(self.calls, MeasuredCalls)
         self.plan: Plan | None = None
@@ -254,15 +254,15 @@ class FusedPlans:
         """
         if not isinstance(calls, MeasuredCalls) or self._policy.memory_budget is not None:
             return None
-        held, rooms, numbers = self._held(), list[tuple[int, int]](), dict[Trainable, int]()
+        held, rooms, known = self._held(), list[tuple[int, int]](), set[Trainable]()
         seen = []  # how many planned weights were before each call
         for (record, shape, dtype, _), used in zip(calls, calls.bytes, strict=True):
-            seen.append(len(numbers))
-            if record not in numbers:
+            seen.append(len(known))
+            if record not in known:
                 before = used - self.at_first - shape.numel() * dtype.itemsize
-                rooms.append((len(numbers), held - max(0, before)))
-                numbers[record] = len(numbers)
-        seen.append(len(numbers))
+                rooms.append((len(known), held - max(0, before)))
+                known.add(record)
+        seen.append(len(known))
         peak = max([held, *(used - self.at_first for _, used, _, _ in calls.others)])
         kept = 0
         for number, used, passing, own in reversed(calls.others):

@@ -58,7 +58,7 @@ class Plain:
             for record, value, left in self._each(lefts):
                 if isinstance(value, Tensor):
                     dense.append((record, value))
-                    if value.ndim == 2:
+                    if value.ndim <= 2:
                         vectors.setdefault((value.shape, value.dtype), []).append((record, value))
                         continue
                     with NOTHING if label is None else label("norm/dense", (record,)):

@@ -42,7 +42,7 @@ class StepNorms:
         self.known: set[Trainable] = set()
         self._partial: Layerwise | None = None
         self._left: set[Trainable] = set()  # whose norms are in it
-        self._parts: list[Tensor] = []  # squared norms of this rank's parts, exchange by exchange
+        self._parts: list[Tensor] = []  # squared norms of this rank's parts, to be added up
         if self.split.is_split and self._reducer.mode == "layerwise":
             self._partial = self._reducer.layerwise(self._order, self._own_table)
 
@@ -72,18 +72,17 @@ class StepNorms:
         if not self.split.is_split:
             squared = self.table.squared()
             return squared, squared if self.table.is_exact else self.table.bounds()
-        if self._partial is not None:
-            with self._timer.phase("norm_all_reduce"):
-                return self.split.unpack(self._partial.wait())
-        self._parts.clear()  # groups that were clipped on their own are among all again
-        return self.exchange(list(self.known))
-
-    def exchange(
-        self, records: list[Trainable], groups: slice | list[int] = slice(None)
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the norms of some parameters and groups, exchanged now."""
         with self._timer.phase("norm_all_reduce"):
-            table = self._own_table(records)[:, groups]
+            if self._partial is None:
+                total = self._reducer.reduce(self._own_table(list(self.known))).wait()
+            else:
+                total = self._partial.wait()
+            return self.split.unpack(total)
+
+    def exchange(self, records: list[Trainable], groups: list[int]) -> tuple[Tensor, Tensor]:
+        """Returns the norms of some parameters and groups, exchanged now and among all again."""
+        with self._timer.phase("norm_all_reduce"):
+            table = self.split.table(self.table, records)[:, groups]
             return self.split.unpack(self._reducer.reduce(table).wait())
 
     def own_squares(self) -> Tensor | None:

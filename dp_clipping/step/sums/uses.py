@@ -141,8 +141,7 @@ def gradients_left(
     """Returns G of some parameters that a use has left something for."""
     if kind is LINEAR:
         y, a, site = value
-        if y.ndim != 3 or site.layout is not None:
-            y, a = site.tokens(y, a, batch_size)
+        y, a = site.tokens(y, a, batch_size)
         return gradients_of_tokens(records, y, a, site)
     if kind is NORMALIZED:
         use, own = value

@@ -92,8 +92,6 @@ class Work:
     Attributes:
         waiting: what is left and has no norms yet.
         pending: bytes of what waits that nothing else would hold.
-        may_wait: of these, before the next look at the memory; below 0 on a sharded model, which
-            looks for a sync point whenever something is left.
         kept: parameter -> what its sum will be formed of.
         recomputed: parameters whose G a second backward computes again.
         seen: parameters whose uses have left something in the backward under way.
@@ -142,7 +140,6 @@ class Work:
     def _reset(self) -> None:
         """Begins with nothing that waits: a backward, or the sums after it."""
         self.pending = 0
-        self.may_wait = self._least if self._sharding is None else -1
         self._room = self._least  # of `pending`, before the next look at the memory
         self._arrivals: dict[int, int] = defaultdict(int)  # of parameters, by their unit
         self._complete = 0  # bytes of the units that have all, since the last sync point
@@ -158,7 +155,6 @@ class Work:
         saved = self._held - self.plans.at_first
         if saved > 0:
             self._room = self._least = min(PENDING_BYTES, max(AT_ONCE, saved // PENDING_SHARE))
-            self.may_wait = self._least if self._sharding is None else -1
         per_layer = self.arithmetic.fused and self.context.policy.per_layer
         self.streams = per_layer and not self.runs_twice
         self._staying = () if self.streams else self.plans.kept_as_they_are
@@ -238,8 +234,10 @@ class Work:
             self.pending += max(size, self.plans.gradient_bytes.get(records[0], 0))
             if self.streams or self.is_summing:
                 self.pending += self.bytes_of(records)
-        if self.pending > self.may_wait:
-            self._make_room(records)
+        if self._sharding is not None and self._is_sync_point(records) and self._sends_early():
+            self._meet()
+        elif self.pending > self._room and not self._has_room():
+            self._make_room()
 
     def join(self, joint: Joint) -> None:
         """Takes what all uses of parameters have left, as one."""
@@ -271,25 +269,28 @@ class Work:
             return 0
         return sum([SUM_BYTES * record.shape.numel() for record in records])
 
-    def _make_room(self, records: tuple[Trainable, ...]) -> None:
-        """Launches what waits if its results can be sent now, or if memory is short."""
+    def _sends_early(self) -> bool:
+        """Returns whether sync points send something before the end of the backward under way."""
         leaves = self.streams or self.norms.leave_early or self.is_summing
-        if self._is_sync_point(records) and leaves and self._is_in_backward:
-            self._launch(everything=True)
-            self.norms.launch()
-            if self.streams:
-                self._clip_complete_groups()
-            self._send()
-        elif self.pending > self._room and not self._has_room():
-            alone = not self.norms.split.is_split  # else coefficients take a collective
-            self._launch(everything=self.is_summing or (leaves and alone))
-            if self.streams and alone:
-                self._clip_complete_groups()
+        return leaves and self._is_in_backward
+
+    def _meet(self) -> None:
+        """Launches what waits at a sync point, and sends its results."""
+        self._launch(everything=True)
+        self.norms.launch()
+        if self.streams:
+            self._clip_complete_groups()
+        self._send()
+
+    def _make_room(self) -> None:
+        """Launches what waits because memory is short."""
+        clips = self.streams and not self.norms.split.is_split  # else that is a collective
+        self._launch(everything=clips)
+        if clips:
+            self._clip_complete_groups()
 
     def _is_sync_point(self, records: tuple[Trainable, ...]) -> bool:
         """Returns whether the arrival of these parameters is a sync point. Called once for each."""
-        if self._sharding is None:
-            return False
         for record in records:
             unit = self._sharding.parts[record.parameter].unit
             self._arrivals[unit] += 1
@@ -308,25 +309,32 @@ class Work:
         if room < self.pending + self._least // 4:
             return False
         self._room = room
-        self.may_wait = room if self._sharding is None else -1
         return True
 
     def _launch(self, everything: bool) -> None:
         """Takes norms of what waits, or forms its sums in a second backward.
 
         Args:
-            everything: also of what is kept until the sums in any case.
+            everything: also norms of what is kept until the sums in any case.
         """
-        waiting, self.waiting = self.waiting, []
-        self.pending, self._room = 0, self._least
-        self.may_wait = self._least if self._sharding is None else -1
+        if self.is_summing:
+            self._sum_waiting()
+            return
+        waiting = self._taken_out()
         if not everything:
             self.waiting = [left for left in waiting if self._stays(left)]
             waiting = [left for left in waiting if not self._stays(left)]
-        if self.is_summing:
-            self._form(*self.arithmetic.summands(waiting, self.taken))
-        else:
-            self._take_norms(waiting, everything)
+        self._take_norms(waiting, everything)
+
+    def _sum_waiting(self) -> None:
+        """Forms sums of what a second backward has left."""
+        self._form(*self.arithmetic.summands(self._taken_out(), self.taken))
+
+    def _taken_out(self) -> list[Left]:
+        """Returns what waits, and begins with nothing that does."""
+        waiting, self.waiting = self.waiting, []
+        self.pending, self._room = 0, self._least
+        return waiting
 
     def _take_norms(self, lefts: list[Left], everything: bool) -> None:
         self.versions.refuse_changed(
@@ -351,7 +359,7 @@ class Work:
     def keep_gradients(self, several: Iterable[tuple[Trainable, Tensor | None]]) -> None:
         """Keeps G of several parameters."""
         for record, gradients in several:
-            if gradients is not None and record not in self.kept:
+            if gradients is not None:
                 tensors = (gradients,)
                 self.kept[record] = (gradients, tensors, tuple(map(version_of, tensors)))
                 if self.versions.reads_values:
@@ -407,17 +415,18 @@ class Work:
     def end_sums(self) -> None:
         """Forms all sums that are left."""
         if self.waiting:
-            self._launch(everything=True)
+            self._sum_waiting()
         left = [(record, self.kept[record]) for record in self._order if record in self.kept]
         self.kept.clear()
         if self.compiled and self._departures is None:
             # A sum that takes more than it frees is late.
             left.sort(key=lambda one: self.bytes_of((one[0],)) > _nbytes(one[1]))
-        self._is_sync_point(tuple([record for record, _ in left]))
+        if self._sharding is not None:
+            self._is_sync_point(tuple([record for record, _ in left]))
         left.reverse()
         while left:  # what sums are formed of is freed with them
             records, summands, size = [], [], 0
-            while left and (not size or size <= self._room):
+            while left:
                 record, summand = left.pop()
                 records.append(record)
                 summands.append(summand)

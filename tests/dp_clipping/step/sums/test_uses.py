@@ -5,11 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.checks.kept import Kept
+from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
 from dp_clipping.layers.handle import Site
 from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Joint, Trainable
 from dp_clipping.step.sums.uses import Uses
+from tests.dp_clipping.step.sums.test_memory import Live
 
 B, T, D, P = 3, 2, 8, 9
 
@@ -65,6 +67,8 @@ def test_look_ups_are_more_tokens_beside_products(weight, products, look_ups):
     assert type(factors) is (TiedFactors if products else EmbeddingFactors)
     assert tensors == factors.held(factors)
     torch.testing.assert_close(factors.norm().squared, norms_of(expected))
+    total = factors.weighted_sum(Weights(torch.ones(B)))
+    torch.testing.assert_close(total, expected.sum(0))
     assert not list(uses.joined(weight.joint))
 
 
@@ -121,6 +125,17 @@ def test_beside_compiled_code_gradients_are_added(weight):
     assert kind is DENSE
     torch.testing.assert_close(gradients, expected)
     assert torch.equal(given, before)
+
+
+def test_gradients_of_further_uses_are_added_in_place(weight):
+    """So that one sum takes memory beside what is given."""
+    uses, given = Uses(B, Kept()), [torch.randn(B, D, P) for _ in range(4)]
+    with Live() as live:
+        for gradients in given:
+            uses.add(DENSE, (weight,), (gradients, None), (gradients,))
+    assert live.peak == 5 * given[0].nbytes
+    ((_, _, (total, _), _),) = uses.joined(weight.joint)
+    torch.testing.assert_close(total, sum(given))
 
 
 def test_what_changes_while_it_waits_is_refused(weight):

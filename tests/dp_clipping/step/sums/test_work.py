@@ -34,9 +34,10 @@ ONE_MODULE = ("abcd",)
 class Noting:
     """An arithmetic that notes its calls, as the letters of the parameters that each is for."""
 
-    def __init__(self, is_fused: bool, keeps: bool) -> None:
-        self.fused, self.keeps = is_fused, keeps
+    def __init__(self, is_fused: bool, keeps: bool, late: str) -> None:
+        self.fused, self.keeps, self.late = is_fused, keeps, late
         self.events: list[tuple[str, str]] = []
+        self.waiting: list = []
 
     def note(self, what: str, records: list) -> None:
         self.events.append((what, "".join(record.name for record in records)))
@@ -46,6 +47,10 @@ class Noting:
 
     def norms(self, lefts: list, step: Work, everything: bool) -> None:
         records = [left.records[0] for left in lefts]
+        self.waiting += [record for record in records if record.name in self.late]
+        records = [record for record in records if record not in self.waiting]
+        if everything:
+            records, self.waiting = records + self.waiting, []
         if records:
             self.note("norms", records)
             step.found(records, torch.ones(len(records), BATCH))
@@ -98,12 +103,14 @@ class Step:
         groups: the clipping group of each parameter; several are clipped as they are complete.
         modules: parameters of each FSDP module; None: the network is not sharded.
         stay: parameters whose factors are kept for their sums in any case.
+        late: parameters whose norms wait for a launch with others, until all are asked for.
         is_fused, two_passes, compiled: of the mode.
     """
 
     def __init__(
         self, *, groups: str = "0000", modules: tuple[str, ...] | None = None, stay: str = "",
-        is_fused: bool = True, two_passes: bool = False, compiled: bool = False, saved: int = 0,
+        late: str = "", is_fused: bool = True, two_passes: bool = False, compiled: bool = False,
+        saved: int = 0,
     ) -> None:  # fmt: skip
         self.records = {
             name: trained(Parameter(torch.zeros(SHAPE)), name, int(group))
@@ -111,7 +118,7 @@ class Step:
         }
         everyone = list(self.records.values())
         members = [[r for r in everyone if r.group == k] for k in sorted({*map(int, groups)})]
-        self.arithmetic = Noting(is_fused, not two_passes)
+        self.arithmetic = Noting(is_fused, not two_passes, late)
         self.events = self.arithmetic.events
         plans = SimpleNamespace(
             make=lambda: None, runs_twice=False, gradient_bytes={}, choices={},
@@ -175,9 +182,10 @@ def test_more_than_may_wait_is_normed_as_it_arrives(little):
     held += step.take("b")
     assert step.events == [("norms", "dcb")]
     assert not any(one() is not None for one in held), "no sum needs it, so it is let go of"
-    step.take("a")
+    step.backward("ad")  # so much fits again
+    assert step.events == [("norms", "dcb")]
     step.work.clip()
-    assert step.events == [("norms", "dcb"), ("norms", "a"), ("clip", "0")]
+    assert step.events == [("norms", "dcb"), ("norms", "ad"), ("clip", "0")]
 
 
 @pytest.mark.parametrize(("saved", "arrivals"), [(3, 2), (0, 9), (1000, 9)])
@@ -207,7 +215,7 @@ def test_what_is_kept_for_its_sum_waits_in_any_case(little):
     step.take("dcba", LINEAR)
     assert step.events == []
     step.work.pending = 3 * EACH  # of layers that are not here
-    step.work._make_room((step.records["a"],))
+    step.work._make_room()
     assert step.events == [("norms", "ca")]
     assert step.end()[1:] == [("norms", "db"), ("clip", "0"), ("sums", "dc"), ("sums", "ba")]
 
@@ -232,8 +240,8 @@ def test_large_factors_are_normed_at_once(monkeypatch):
 
 @pytest.mark.parametrize(
     ("freed", "arrivals"),
-    [(0, 3), (4, 4), (1000, 9)],
-    ids=["nothing", "half of it", "never more than the most"],
+    [(0, 3), (4, 4), (4.75, 4), (1000, 9)],
+    ids=["nothing", "half of it", "half of what is left of it", "never more than the most"],
 )
 def test_half_of_what_backward_has_freed_may_wait(monkeypatch, freed, arrivals):
     """In units of one use. Two may wait in any case, and eight at most."""
@@ -249,16 +257,22 @@ def test_half_of_what_backward_has_freed_may_wait(monkeypatch, freed, arrivals):
     assert number == arrivals
 
 
-def test_sums_are_formed_as_memory_allows(little):
-    """What they are formed of is freed with them."""
+@pytest.mark.parametrize(
+    ("room", "sums"),
+    [(2 * EACH, ["dc", "ba"]), (2 * EACH + SUM, ["dc", "ba"]), (2 * EACH + 2 * SUM, ["dcb", "a"])],
+    ids=["uses alone", "and one sum", "both"],
+)
+def test_sums_are_formed_as_memory_allows(little, monkeypatch, room, sums):
+    """What they are formed of is freed with them. The last ones may exceed the room."""
+    monkeypatch.setattr(work, "PENDING_BYTES", room)
     step = Step(stay="abcd")
     held = step.take("dcba", LINEAR)
     seen = []
     step.work._accumulate = lambda sums: seen.append(
         (len(list(sums)), sum(one() is not None for one in held))
     )
-    assert [names for what, names in step.end() if what == "sums"] == ["dc", "ba"]
-    assert [count for count, _ in seen] == [2, 2]
+    assert [names for what, names in step.end() if what == "sums"] == sums
+    assert [count for count, _ in seen] == [len(names) for names in sums]
     assert not any(one() is not None for one in held)
 
 
@@ -285,6 +299,12 @@ def test_groups_are_summed_as_they_are_complete_where_memory_is_short(little):
     step.backward("a")
     assert step.events[3:] == [("norms", "ba"), ("clip", "0"), ("sums", "ba")]
     assert step.end()[6:] == [("clip", "01")]  # for the norms of all, which are returned
+
+
+def test_groups_are_complete_with_norms_that_wait_for_a_common_launch(little):
+    step = Step(groups="0011", late="c")
+    step.backward("dc")
+    assert step.events == [("norms", "dc"), ("clip", "1"), ("sums", "dc")]
 
 
 def test_a_group_that_is_not_complete_waits(little):
@@ -382,6 +402,14 @@ def test_memory_forms_no_sums_that_wait_for_a_sync_point(little):
     with step.work.in_backward():
         assert step.work.bytes_of((step.records["a"],)) == 0
     assert step.work.bytes_of((step.records["a"],)) == SUM
+
+
+def test_what_waits_for_a_sync_point_may_take_as_much_as_without_shards(little):
+    step = Step(modules=ONE_MODULE, two_passes=True)
+    step.take("dc")
+    assert step.events == []
+    step.take("b")
+    assert step.events == [("norms", "dcb")]
 
 
 @pytest.mark.parametrize("arrival", ["dcba", "cdab"])

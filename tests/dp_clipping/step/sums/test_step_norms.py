@@ -1,0 +1,39 @@
+"""The norms of a step whose parameters are split: what this rank adds, in each way of exchange."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from dp_clipping.distributed.norm_reduce import PARAMETERS_PER_PARTIAL_SUM, NormReducer
+from dp_clipping.profiling.timer import Timer
+from dp_clipping.step.sums.step_norms import StepNorms
+from tests.dp_clipping.conftest import trained
+
+BATCH, GROUPS, COUNT = 3, 2, PARAMETERS_PER_PARTIAL_SUM + 4  # two partial sums
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "layerwise"])
+def test_norms_of_split_parameters_are_exchanged(mode):
+    """Other ranks have nothing to add, so that all is this rank's part."""
+    records = [trained(Parameter(torch.zeros(2)), group=n % GROUPS) for n in range(COUNT)]
+    reducer = NormReducer(mode=mode)
+    reducer.splits_parameters = True
+    split = SimpleNamespace(parts={r.parameter: SimpleNamespace(split=True) for r in records})
+    capture = SimpleNamespace(trained=records, trigger=torch.zeros(()))
+    norms = StepNorms(
+        SimpleNamespace(capture=capture, reducer=reducer, timer=Timer(None), sharding=split), BATCH
+    )
+    for _ in range(2):  # the second step begins anew
+        squares = torch.rand(COUNT, BATCH)
+        expected = torch.stack([squares[k::GROUPS].sum(0) for k in range(GROUPS)])
+        norms.begin(GROUPS)
+        assert norms.own_squares() is None
+        norms.table.add_rows(records, squares)
+        norms.known.update(records)
+        norms.launch()
+        one_group, _ = norms.exchange(records[::GROUPS], [0])  # clipped on its own
+        torch.testing.assert_close(one_group, expected[:1])
+        for found in (*norms.squares_and_bounds(), norms.own_squares()):
+            torch.testing.assert_close(found, expected)
