@@ -33,16 +33,9 @@ from dp_clipping.layers.handle import (
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.module import every_sample, may_loop, on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
+from dp_clipping.layers.vmap.own import Own, UnknownOperation, replaced, taken_for
 from dp_clipping.layers.vmap.refusals import escape_of, reason_of, recomputed
-from dp_clipping.layers.vmap.whole_batch import (
-    Call,
-    Noted,
-    Own,
-    UnknownOperation,
-    learn,
-    replaced,
-    taken_for,
-)
+from dp_clipping.layers.vmap.whole_batch import Call, Noted, learn
 from dp_clipping.torch_compat import (
     every_module,
     is_in_backward,

@@ -23,8 +23,9 @@ from dp_clipping.layers.handle import (
 )
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.module import on_whole_batch
+from dp_clipping.layers.vmap.own import UnknownOperation
 from dp_clipping.layers.vmap.refusals import recomputation_of
-from dp_clipping.layers.vmap.whole_batch import Call, UnknownOperation
+from dp_clipping.layers.vmap.whole_batch import Call
 from dp_clipping.torch_compat import (
     every_module,
     flush_ready_nodes,

@@ -12,12 +12,10 @@ A unit of privacy of k examples (`examples_per_unit`) is a sample of k times as 
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 FEW, MORE = 2, 3  # samples in the two runs
-SIDE_BY_SIDE = ("sample_major", "unit")
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class Layout:
     | `unit` | [.., B·k, ..] | `dim` counts examples, the k of a sample side by side |
     | `shared` | [..] | no batch: every sample uses the same values (position ids); `dim` is 1 if
     the first dimension is a batch of one, to be broadcast |
+    | `alone` | [B, ..] | the samples are laid behind each other, as copies of a parameter |
     """
 
     kind: str = "dimension"
@@ -39,14 +38,11 @@ class Layout:
 
     def batch_first(self, x: Tensor, batch_size: int) -> Tensor:
         """Returns a view or copy of x whose first dimension is the sample."""
+        if self.kind == "dimension":
+            return x.movedim(self.dim, 0) if self.dim else x
         if self.kind == "shared":
             raise ValueError("a shared tensor has no samples")
-        x = x.movedim(self.dim, 0) if self.dim else x
-        if self.kind in SIDE_BY_SIDE:
-            return rearrange(x, "(b t) ... -> b t ...", b=batch_size)
-        if self.kind == "time_major":
-            return rearrange(x, "(t b) ... -> b t ...", b=batch_size)
-        return x
+        return self.split(x, batch_size).movedim(self.dim + 1, 1)
 
     def batch_tokens(self, x: Tensor, batch_size: int) -> Tensor:
         """Returns x [.., features] as [B, T, features]."""
@@ -60,17 +56,31 @@ class Layout:
 
     def restore(self, x: Tensor) -> Tensor:
         """Returns the inverse of `batch_first`."""
+        if self.kind == "dimension":
+            return x.movedim(0, self.dim) if self.dim else x  # no view: it may be changed in place
         if self.kind == "shared":
             raise ValueError("a shared tensor has no samples")
-        if self.kind in SIDE_BY_SIDE:
-            x = rearrange(x, "b t ... -> (b t) ...")
-        elif self.kind == "time_major":
-            x = rearrange(x, "b t ... -> (t b) ...")
-        return x.movedim(0, self.dim) if self.dim else x  # no view: it may be changed in place
+        return self.joined(x.movedim(1, self.dim + 1))
 
-    def joined(self, x: Tensor) -> Tensor:
+    def split(self, x: Tensor, batch_size: int) -> Tensor:
+        """Returns a view [B, ..] of x: each sample as x would be of a batch of one."""
+        dim = self.dim
+        if self.kind == "alone":
+            return x
+        if self.kind == "dimension":
+            return x.movedim(dim, 0).unsqueeze(dim + 1)
+        if self.kind == "time_major":
+            return x.unflatten(dim, (x.shape[dim] // batch_size, batch_size)).movedim(dim + 1, 0)
+        return x.unflatten(dim, (batch_size, x.shape[dim] // batch_size)).movedim(dim, 0)
+
+    def joined(self, y: Tensor) -> Tensor:
         """Returns the inverse of `split`."""
-        return x if self.kind in ("dimension", "alone") else x.flatten(self.dim, self.dim + 1)
+        dim = self.dim
+        if self.kind == "alone":
+            return y
+        if self.kind == "dimension":
+            return y.squeeze(dim + 1).movedim(0, dim)
+        return y.movedim(0, dim + (self.kind == "time_major")).flatten(dim, dim + 1)
 
     def of_units(self, what: str) -> "Layout":
         """Returns the layout of units of k examples, from that of examples.
@@ -85,18 +95,6 @@ class Layout:
                 "the layer [tokens, batch, features], as x.unflatten(0, (tokens, -1))"
             )
         return Layout("unit", self.dim) if self.kind == "dimension" else self
-
-    def sample_dim(self) -> int:
-        """Returns which dimension `split` has put the samples in."""
-        return self.dim + (self.kind == "time_major")
-
-    def split(self, x: Tensor, batch_size: int) -> Tensor:
-        """Returns x with a dimension of its own for the samples, in place: for `torch.vmap`."""
-        if self.kind in SIDE_BY_SIDE:
-            return x.unflatten(self.dim, (batch_size, x.shape[self.dim] // batch_size))
-        if self.kind == "time_major":
-            return x.unflatten(self.dim, (x.shape[self.dim] // batch_size, batch_size))
-        return x
 
 
 TRIMMED = (

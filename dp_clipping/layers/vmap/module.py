@@ -22,7 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping.distributed.dtensor import fsdp_classes, owner_of
-from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import (
     LayerState,
     LayoutUnknown,
@@ -33,14 +32,9 @@ from dp_clipping.layers.handle import (
 )
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
 from dp_clipping.layers.vmap.objects import Objects
+from dp_clipping.layers.vmap.own import Own, UnknownOperation, rows_of_table, taken_for
 from dp_clipping.layers.vmap.refusals import leaves_samples, reason_of, refusal_of
-from dp_clipping.layers.vmap.whole_batch import (
-    Call,
-    Own,
-    UnknownOperation,
-    rows_of_table,
-    taken_for,
-)
+from dp_clipping.layers.vmap.whole_batch import Call
 from dp_clipping.torch_compat import (
     is_passed_on,
     own_parameters,
@@ -122,21 +116,20 @@ def every_sample(
         is_compiled: code is traced in steps, and copies have no attributes; None: as now.
     """
     handle: LayerState = self._private
-    owners = [owner_of(self, name) for name in handle.trainable]
-    is_compiled = torch.compiler.is_compiling() if is_compiled is None else is_compiled
-    call = _OneSample(self, owners, batch_size, args, kwargs, has_attributes=not is_compiled)
+    is_traced = torch.compiler.is_compiling()
+    is_compiled = is_traced if is_compiled is None else is_compiled
+    call = _OneSample(self, batch_size, args, kwargs, has_attributes=not is_compiled)
     # A trial is the first run, and may fail half-way.
     before = Objects(self, args, kwargs) if handle.private_step is None else None
     if handle.one_by_one:
         return call.joined(_in_a_loop(call, copies))
+    # PyTorch does not notice under vmap that a mask (a relative position bias) needs a gradient,
+    # and chooses a kernel without.
+    masks: Any = nullcontext() if is_traced else sdpa_kernel(SDPBackend.MATH)
     try:
-        with _uncovered(owners), _with_masks(), _with_padding():
-            run = torch.vmap(
-                call,
-                in_dims=(dict.fromkeys(handle.trainable, 0), *map(_sample_dim, call.layouts)),
-                out_dims=tuple(_sample_dim(y) or 0 for y in call.out_layouts),
-                randomness="different",
-            )
+        with _uncovered(call.owners), masks, nullcontext() if is_traced else _Padding():
+            places = [None if layout.kind == "shared" else 0 for layout in call.layouts]
+            run = torch.vmap(call, (0, *places), randomness="different")
             return call.joined(run(copies, *call.rows))
     except (LayoutUnknown, ValueError):
         raise
@@ -155,26 +148,14 @@ def every_sample(
         return outputs
 
 
-def _with_masks() -> Any:
-    """Returns a context in which attention has a gradient for its mask under vmap.
-
-    PyTorch does not notice there that a mask (a relative position bias) needs one, and chooses a
-    kernel without.
-    """
-    return nullcontext() if torch.compiler.is_compiling() else sdpa_kernel(SDPBackend.MATH)
-
-
 class _Padding(TorchFunctionMode):
+    """A context in which the padding of an embedding has no gradient under vmap."""
+
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         function = rows_of_table if function is F.embedding else function
         return function(*args, **(kwargs or {}))
-
-
-def _with_padding() -> Any:
-    """Returns a context in which the padding of an embedding has no gradient under vmap."""
-    return nullcontext() if torch.compiler.is_compiling() else _Padding()
 
 
 def may_loop(module: nn.Module) -> bool:
@@ -194,9 +175,9 @@ def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, .
     Raises:
         ValueError: a sample leaves something in an object, where there is room for one.
     """
-    dims = [_sample_dim(layout) for layout in call.layouts]
-    pairs = list(zip(call.rows, dims, strict=True))
     parameters = {name: copy.unbind(0) for name, copy in copies.items()}
+    pairs = zip(call.rows, call.layouts, strict=True)
+    inputs = [(x, layout.kind == "shared") for x, layout in pairs]
     objects = Objects(*call.roots)
     found, given, left = [], [], []
     with _uncovered(call.owners):
@@ -204,7 +185,7 @@ def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, .
             objects.put_back()
             own = {name: values[n] for name, values in parameters.items()}
             # Copies: a write to a view of one sample would count as one to those of the others.
-            rows = [x if dim is None else x.select(dim, n).clone() for x, dim in pairs]
+            rows = [x if is_shared else x[n].clone() for x, is_shared in inputs]
             given.append(rows)
             found.append(call(own, *rows))
             if call.handle.private_step is None:
@@ -220,13 +201,11 @@ def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, .
             "and its samples run one after another, so the last one's would be there: return it "
             "from the module's forward, as return y, memory"
         )
-    for (x, dim), rows in zip(pairs, zip(*given, strict=True), strict=True):
-        if dim is not None and any(map(version_of, rows)):
-            x.copy_(torch.stack(rows, dim))
-    out_dims = [_sample_dim(layout) or 0 for layout in call.out_layouts]
-    columns = zip(zip(*found, strict=True), out_dims, strict=True)
+    for (x, is_shared), rows in zip(inputs, zip(*given, strict=True), strict=True):
+        if not is_shared and any(map(version_of, rows)):
+            x.copy_(torch.stack(rows))
     try:
-        return tuple(torch.stack(y, dim) for y, dim in columns)
+        return tuple(map(torch.stack, zip(*found, strict=True)))
     except RuntimeError as error:
         raise rows_unknown(call.handle.name) from error
 
@@ -237,20 +216,19 @@ class _OneSample:
     Attributes:
         owners: of the parameters that it captures: module and name.
         has_attributes: copies have the class and the attributes of their parameters.
-        rows: the inputs that have samples or are shared, with a dimension of its own for those.
-        layouts: where it is in each.
-        out_layouts: where the samples are in the outputs.
+        rows: the inputs, those that have samples as [B, ..].
+        layouts, out_layouts: where samples are in inputs and outputs.
         roots: of the objects that a call may write to.
     """
 
     def __init__(
-        self, module: nn.Module, owners: list[tuple[nn.Module, str]], batch_size: int,
-        args: tuple, kwargs: dict, has_attributes: bool,
-    ):  # fmt: skip
-        self.module, self.owners, self.batch_size = module, owners, batch_size
+        self, module: nn.Module, batch_size: int, args: tuple, kwargs: dict, has_attributes: bool
+    ):
+        self.module, self.batch_size = module, batch_size
         self.handle: LayerState = module._private
+        self.owners = [owner_of(module, name) for name in self.handle.trainable]
         self.roots, self._body = (module, args, kwargs), Body(module)
-        pairs = zip(self.handle.trainable, owners, strict=True)
+        pairs = zip(self.handle.trainable, self.owners, strict=True)
         self._taken_for = {n: getattr(*owner) for n, owner in pairs} if has_attributes else {}
         given, self._structure = tree_flatten((args, kwargs))
         self._leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given]
@@ -261,15 +239,14 @@ class _OneSample:
         self.out_layouts = self.handle.output_layouts_of(tensors)
         for x, layout in zip(tensors, self.layouts, strict=True):
             check_size(x, layout, self.handle, batch_size)
-        self.rows = [
-            layout.split(x, batch_size) for x, layout in zip(tensors, self.layouts, strict=True)
-        ]
+        inputs = zip(tensors, self.layouts, strict=True)
+        self.rows = [x if at.kind == "shared" else at.split(x, batch_size) for x, at in inputs]
 
     def __call__(self, parameters: dict[str, Tensor], *rows: Tensor) -> tuple[Tensor, ...]:
         """Returns the outputs of one sample."""
         leaves = list(self._leaves)
-        for n, row, layout in zip(self._places, rows, self.layouts, strict=True):
-            leaves[n] = row.unsqueeze(layout.dim) if layout.kind == "dimension" else row
+        for n, row in zip(self._places, rows, strict=True):
+            leaves[n] = row
         args, kwargs = tree_unflatten(leaves, self._structure)
         for name, parameter in self._taken_for.items():  # in place: the caller looks for them
             parameters[name] = taken_for(parameters[name], parameter)
@@ -278,19 +255,20 @@ class _OneSample:
         outputs, self._shape = tree_flatten(found)
         self._outputs = [None if isinstance(y, Tensor) else y for y in outputs]
         self._where = [n for n, y in enumerate(outputs) if isinstance(y, Tensor)]
-        _refuse_other_number(self.module, len(self._where), len(self.out_layouts))
-        pairs = zip(self._where, self.out_layouts, strict=True)
-        return tuple(_one_row(outputs[n], layout, self.handle) for n, layout in pairs)
+        return tuple([outputs[n] for n in self._where])
 
     def joined(self, outputs: tuple[Tensor, ...]) -> Any:
         """Returns the outputs of the whole batch."""
+        k = self.handle.examples_per_unit
+        _refuse_other_number(self.module, len(outputs), len(self.out_layouts))
         for n, y, layout in zip(self._where, outputs, self.out_layouts, strict=True):
-            if layout.kind != "shared":
-                self._outputs[n] = layout.joined(y)
+            if layout.kind == "shared":  # a batch: every sample has its own parameters
+                y = y.squeeze(1) if layout.dim else y
+                self._outputs[n] = y if k == 1 else y.repeat_interleave(k, 0)
                 continue
-            y = y.squeeze(1) if layout.dim else y  # a batch: every sample has its own parameters
-            k = self.handle.examples_per_unit
-            self._outputs[n] = y if k == 1 else y.repeat_interleave(k, 0)
+            if layout.kind == "dimension" and y.shape[layout.dim + 1] != 1:
+                raise rows_unknown(self.handle.name)
+            self._outputs[n] = layout.joined(y)
         return tree_unflatten(self._outputs, self._shape)
 
 
@@ -301,19 +279,6 @@ def _refuse_other_number(module: nn.Module, found: int, known: int) -> None:
             "samples were looked for: let it return the same for every batch, or call "
             "model.reset_batch_layouts() before one that differs"
         )
-
-
-def _sample_dim(layout: Layout) -> int | None:
-    return None if layout.kind == "shared" else layout.sample_dim()
-
-
-def _one_row(y: Tensor, layout: Layout, handle: LayerState) -> Tensor:
-    """Returns an output of one sample without the dimension that counts samples."""
-    if layout.kind != "dimension":
-        return y
-    if y.shape[layout.dim] != 1:
-        raise rows_unknown(handle.name)
-    return y.squeeze(layout.dim)
 
 
 @contextmanager
