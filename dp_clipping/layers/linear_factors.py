@@ -132,7 +132,7 @@ class LinearFactors:
         each = self._each
         for first in range(0, len(self.a), each):
             part = slice(first, first + each)
-            yield part, self.select(part).dense()
+            yield part, self.gradients(part)
 
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Returns Σ_i c_i G_i in `accumulation_dtype(dtype)`, in the parameter's shape.
@@ -167,8 +167,9 @@ class LinearFactors:
         left, right = self.operands
         return wide_product(left.mT, right)
 
-    def select(self, samples: slice) -> "LinearFactors":
-        return LinearFactors(self.a[samples], self.y[samples], self.transposed)
+    def gradients(self, part: slice) -> Tensor:
+        """Returns G of some samples."""
+        return LinearFactors(self.a[part], self.y[part], self.transposed).dense()
 
     def only(self, good: Tensor) -> "LinearFactors":
         """Returns zeros for the samples that are not `good` [B]."""

@@ -7,16 +7,12 @@ gradients of slots, as `layers.linear` explains.
 from operator import attrgetter
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.embedding.factors import (
-    EmbeddingFactors,
-    by_sample,
-    look_up,
-    without_padding,
-)
+from dp_clipping.layers.embedding.factors import EmbeddingFactors, by_sample, without_padding
 from dp_clipping.layers.handle import CHANGED, LOOK_UP_SLOTS, LayerState, forward_of
 from dp_clipping.layers.recorder import FACTORS
 
@@ -47,7 +43,7 @@ class Embedding(torch.autograd.Function):
     def forward(ctx, ids, weight, _, __, ___, rest):
         ctx.save_for_backward(ids)
         ctx.rest, ctx.vocabulary = rest, weight.shape[0]
-        return look_up(ids, weight)
+        return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx, gy):
@@ -89,7 +85,7 @@ class CompiledEmbedding(torch.autograd.Function):
         ctx.rest = (kind, dim, batch_size, padding_idx)
         ctx.vocabulary, ctx.slot_dtype = weight.shape[0], first.dtype
         ctx.tokens_dtype = None if tokens is None else tokens.dtype
-        return look_up(ids, weight)
+        return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx, gy):
