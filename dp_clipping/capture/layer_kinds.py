@@ -14,7 +14,7 @@ from torch import nn
 
 from dp_clipping.capture.rms_norms import rms_norm_kind
 from dp_clipping.distributed.dtensor import plain_type
-from dp_clipping.layers import attention, convolution, group_norm, linear, norm
+from dp_clipping.layers import attention, convolution, linear, norm
 from dp_clipping.layers.embedding import bag
 from dp_clipping.layers.embedding import module as embedding
 from dp_clipping.layers.inner_call import Inner, inner_of
@@ -87,7 +87,7 @@ KINDS = (
         "convolution", convolution.forward, lambda _, plain: convolution.is_plain(plain),
         convolution.KINDS,
     ),
-    Kind("group_norm", group_norm.forward, group_norm.is_plain, group_norm.KINDS),
+    Kind("group_norm", norm.forward_of_channels, norm.is_plain_of_channels, norm.OF_CHANNELS),
     Kind("rms_norm", norm.forward, has_forward_of(nn.RMSNorm), (nn.RMSNorm,)),
     Kind("layer_norm", norm.forward, has_forward_of(nn.LayerNorm), (nn.LayerNorm,)),
     Kind("conv1d", linear.forward, _is_conv1d_of_transformers, is_linear=True),

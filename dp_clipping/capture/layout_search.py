@@ -29,10 +29,10 @@ from dp_clipping.layers.handle import (
     NeedsVmap,
     expanded_input,
     expanded_output,
-    product_dtype,
     rows_unknown,
 )
 from dp_clipping.layers.recorder import Joint, Trainable
+from dp_clipping.layers.site import product_dtype
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.refusals import refuse_transforms
 from dp_clipping.torch_compat import is_in_backward

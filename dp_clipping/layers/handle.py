@@ -1,7 +1,6 @@
 """State of a captured layer: its private step, and where its samples are."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,23 +9,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.layers.batch_layout import Layout, all_tokens, bag_tensors, first_tokens
 from dp_clipping.layers.recorder import Recorder, Trainable
-from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves, tree_map
+from dp_clipping.layers.site import FIRST, Site, autocast_of
+from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
+from dp_clipping.torch_compat import tree_leaves, tree_map
 from dp_clipping.trials.schedule import Schedule
 
-# What arrives at the slots of a layer in a compiled region: see linear.py, embedding/module.py.
-GRADIENT_SLOTS = ("gradient", "squares", "count")
-FACTOR_SLOTS = ("y", "a", "count")
-LOOK_UP_SLOTS = ("y", "ids", "count")
-CHANGED = (
-    "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
-    "must be known beforehand; if the network has changed call model.reset_batch_layouts(), if it "
-    "depends on its inputs' values do not compile it"
-)
-
-FIRST = Layout()  # samples are counted by the first dimension
 OWN = ("weight", "bias")
-
-Forward = Callable[..., Any]
 
 
 class LayoutUnknown(Exception):
@@ -70,98 +58,6 @@ def rows_unknown(layer: str) -> NeedsVmap:
         f"{layer or 'the network'} returns rows for each sample, and none of its arguments has "
         "them: give it a tensor with a row for each sample, as x in place of len(x)",
     )
-
-
-@dataclass(eq=False, slots=True)
-class Site:
-    """One way in which a layer is used in private steps: what is asked once.
-
-    Attributes:
-        function: runs the layer, `apply(x, weight, bias, trigger, None, (site, private step))`.
-        weight, bias: the trainable parameters; None for one that is frozen or not there.
-        layout: where samples are in its input and output; None: in the first dimension.
-        cast: the dtype that autocast gives its operands; None: it leaves them.
-        transposed: the weight is [p, d].
-        options: what else the function needs.
-        settings: what they follow from, as `reads` reads it of the module.
-        records: the trainable ones of weight and bias.
-        planned: the weight, if the step plans what becomes of its factors.
-        run: the function, without PyTorch's look at each argument.
-    """
-
-    function: type[torch.autograd.Function]
-    weight: Trainable | None
-    bias: Trainable | None = None
-    layout: Layout | None = None
-    cast: torch.dtype | None = None
-    transposed: bool = False
-    options: Any = None
-    settings: Any = None
-    reads: Callable[[Any], Any] | None = None
-    records: tuple[Trainable, ...] = ()
-    planned: Trainable | None = None
-    run: Callable[..., Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        weight = self.weight
-        self.records = tuple([one for one in (weight, self.bias) if one is not None])
-        is_planned = weight is not None and (weight.joint is None or weight in weight.joint.linear)
-        self.planned = weight if is_planned else None
-        self.run = apply_directly(self.function)
-
-    def tokens(self, y: Tensor, a: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Returns output gradients and inputs [.., features] as [B, T, features]."""
-        if self.layout is None and y.ndim == a.ndim == 2 and y.shape[0] == batch_size:
-            return y[:, None], a[:, None]
-        layout = self.layout or FIRST
-        return layout.batch_tokens(y, batch_size), layout.batch_tokens(a, batch_size)
-
-    def use(
-        self, private_step: Recorder, x: Tensor, weight: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        """Runs the layer's function with these parameters."""
-        trigger = private_step.trigger(self.records[0]) if self.records else None
-        bias = None if bias is None else bias.detach()
-        run = self.function.apply if transforms_run() else self.run
-        return run(x, weight.detach(), bias, trigger, None, (self, private_step))
-
-
-def forward_of(kind: str, first_call: Forward) -> Forward:
-    """Returns the forward of a kind of layers, which reads a layer's site where it has one.
-
-    Args:
-        first_call: (module, its state, input, ..) -> output, of any other call in a private step.
-    """
-
-    def forward(self: nn.Module, x: Tensor, *others: Any, **named: Any) -> Any:
-        handle: LayerState = self._private
-        private_step = handle.private_step
-        if private_step is None:
-            return type(self).forward(self, x, *others, **named)
-        if private_step.is_compiled or others or named or type(x) is not Tensor:
-            return first_call(self, handle, x, *others, **named)
-        device, dtype = x.device.type, x.dtype
-        is_cast = torch.is_autocast_enabled(device) and dtype != torch.float64
-        cast = torch.get_autocast_dtype(device) if is_cast else None
-        site: Site | None = handle.sites.get((x.ndim, dtype, cast))
-        if (
-            site is None
-            or x.shape[0 if site.layout is None else site.layout.dim] != private_step.batch_size
-            or (site.reads is not None and site.reads(self) != site.settings)
-            or transforms_run()
-        ):
-            return first_call(self, handle, x)
-        own, parameters = self.__dict__, self._parameters
-        weight = own["weight"] if "weight" in own else parameters["weight"]  # FSDP1 lays it over
-        bias = own["bias"] if "bias" in own else parameters.get("bias")
-        record = site.records[0]
-        trigger = record.trigger if record.joint is None else private_step.trigger(record)
-        bias = None if bias is None else bias.detach()
-        return site.run(x, weight.detach(), bias, trigger, None, (site, private_step))
-
-    # `torch.compile` counts by code how often it compiles anew: each kind has code of its own.
-    forward.__code__ = forward.__code__.replace(co_name=f"{kind}_forward")
-    return forward
 
 
 class LayerState:
@@ -270,6 +166,51 @@ class LayerState:
             if not more:
                 self.sites[key] = site
         return site
+
+    def run(
+        self,
+        function: type[torch.autograd.Function],
+        layer: nn.Module,
+        x: Tensor,
+        layout: Layout,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: Any,
+        reads: Callable[[Any], Any],
+        given: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the output of a layer, which it keeps a site for; or its output in compiled code.
+
+        There the function gets slots, at which G arrives, and where the samples are.
+
+        Args:
+            options: what the function needs; it follows from what `reads` reads of the layer.
+            given: the input that the layer was called with, if later calls may read the site.
+        """
+        if torch.compiler.is_compiling():
+            bias = None if bias is None else bias.detach()
+            place = (layout.kind, layout.dim, self.private_step.batch_size)
+            slots = self.slot("weight"), self.slot("bias")
+            return function.apply(x, weight.detach(), bias, *slots, (None, place, options))
+        site = self.site(function, x, layout, options=options, settings=reads(layer), reads=reads)
+        if given is not None:
+            self.keep(given, site)
+        return site.use(self.private_step, x, weight, bias)
+
+    def pictures(
+        self, x: Tensor, *parameters: Tensor | None
+    ) -> tuple[Tensor, Layout, Callable[[Tensor], Tensor]]:
+        """Returns an input as [N, ..], its layout, and what gives an output the input's layout.
+
+        N is a multiple of B where samples have several pictures each.
+        """
+        refuse_distributed(self, x, *parameters)
+        layout, x = self.batched(settled(x))
+        rows = layout.batch_first(x, self.private_step.batch_size)
+        if rows.ndim == x.ndim:
+            return rows, layout, layout.restore
+        split = rows.shape[:2]
+        return rows.flatten(0, 1), layout, lambda y: layout.restore(y.unflatten(0, split))
 
     def keep(self, x: Tensor, site: Site) -> None:
         """Keeps a site for later calls with such an input, if it is as in the network's batch.
@@ -414,32 +355,3 @@ def check_size(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -
             "per-sample gradients need every sample's own rows; if the way it is called has "
             "changed, call model.reset_batch_layouts()"
         )
-
-
-def autocast_of(x: Tensor) -> torch.dtype | None:
-    """Returns the dtype that autocast gives operands of a matrix product of x; None: their own."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of a matrix product of x, as autocast has it."""
-    return autocast_of(x) or x.dtype
-
-
-def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """Returns the operands as autocast would make them for a matrix product."""
-    dtype = autocast_of(x)
-    if dtype is None:
-        return (x, *parameters)
-    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
-
-
-def norm_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """Returns the operands as autocast would make them for a normalisation: float32 on a GPU."""
-    if not x.is_cuda or not torch.is_autocast_enabled("cuda"):
-        return (x, *parameters)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))

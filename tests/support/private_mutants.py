@@ -618,7 +618,7 @@ ROWS = [
     ("a step too many is dropped", "accounting/history.py",
      "left = number - min(number, steps)", "left = number - min(number, steps + 1)", HISTORY),
     ("a convolution that autocast casts has no input gradient", "layers/convolution.py",
-     "x.requires_grad, weight_slot", "x.requires_grad and site.cast is None, weight_slot",
+     "if ctx.needs_input_grad[0]:", "if ctx.needs_input_grad[0] and site.cast is None:",
      OPS, "norms_those_of_float64 and conv1d"),
     ("bytes of a tensor are shown where they are", "trials/values.py",
      "plain.clone(memory_format=torch.contiguous_format).reshape", "plain.contiguous().reshape",

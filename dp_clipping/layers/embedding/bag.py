@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, by_sample, without_padding
-from dp_clipping.layers.handle import FIRST, LayerState, check_size, expand_shared, forward_of
+from dp_clipping.layers.handle import LayerState, check_size, expand_shared
 from dp_clipping.layers.recorder import FACTORS
+from dp_clipping.layers.site import FIRST, forward_of
 
 SETTINGS = attrgetter("mode", "padding_idx")
 
@@ -94,7 +95,7 @@ def _run(
     else:
         site = handle.site(Bag, ids, layout, options=options, settings=settings, reads=SETTINGS)
         slot = private_step.trigger(site.records[0]) if site.records else None
-        rest = (site, private_step)
+        rest = (site, private_step, options)
         if site.records and offsets is None and scales is None:
             handle.keep(ids, site)
     if offsets is not None and self.include_last_offset:
@@ -105,8 +106,8 @@ def _run(
 class Bag(torch.autograd.Function):
     """Runs `F.embedding_bag`; its backward leaves ids and their output gradients.
 
-    `rest` has the site and the private step. In a compiled region it has None, where samples are,
-    and options: there backward returns G [B, V, d] as the gradient of the slot.
+    `rest` has the site, the private step and options. In a compiled region it has None and where
+    samples are: there backward returns G [B, V, d] as the gradient of the slot.
     """
 
     @staticmethod
@@ -114,7 +115,7 @@ class Bag(torch.autograd.Function):
         ctx.save_for_backward(ids, offsets, scales, None if scales is None else weight)
         ctx.vocabulary = weight.shape[0]
         ctx.rest, ctx.slot_dtype = rest, None if slot is None else slot.dtype
-        mode, padding_idx, _ = rest[2] if rest[0] is None else rest[0].options
+        mode, padding_idx, _ = rest[2]
         return F.embedding_bag(
             ids, weight, offsets, mode=mode, per_sample_weights=scales, padding_idx=padding_idx
         )
@@ -122,8 +123,7 @@ class Bag(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         ids, offsets, scales, weight = ctx.saved_tensors
-        site, private_step = ctx.rest[:2]
-        mode, padding_idx, each = ctx.rest[2] if site is None else site.options
+        site, private_step, (mode, padding_idx, each) = ctx.rest
         gy = tensor_parallel.arrived(gy)
         bags = None if offsets is None else bags_of(ids, offsets)
         y = gy.unsqueeze(1) if bags is None else gy[bags]  # [N, 1, d], or [ids, d]
@@ -144,7 +144,7 @@ class Bag(torch.autograd.Function):
         if padding_idx is not None:
             y = without_padding(ids, y, padding_idx)
         if site is None:
-            kind, dim, batch_size = ctx.rest[1]
+            kind, dim, batch_size = private_step
             layout = Layout(kind, dim)
         else:
             layout, batch_size = site.layout, private_step.batch_size

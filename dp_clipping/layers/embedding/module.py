@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, by_sample, without_padding
-from dp_clipping.layers.handle import CHANGED, LOOK_UP_SLOTS, LayerState, forward_of
+from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import FACTORS
+from dp_clipping.layers.site import CHANGED, LOOK_UP_SLOTS, forward_of
 
 SETTINGS = attrgetter("padding_idx")
 
@@ -48,10 +49,10 @@ class Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         (ids,) = ctx.saved_tensors
-        site, private_step = ctx.rest
+        site, private_step, padding_idx = ctx.rest
         gy = tensor_parallel.arrived(gy)
         ids, gy = by_sample(ids, gy, site.layout, private_step.batch_size)
-        factors = EmbeddingFactors(ids, without_padding(ids, gy, site.options), ctx.vocabulary)
+        factors = EmbeddingFactors(ids, without_padding(ids, gy, padding_idx), ctx.vocabulary)
         private_step.take(FACTORS, site.records, factors, factors.held(factors))
         return None, None, None, None, None, None
 

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import Site
 from dp_clipping.layers.recorder import LINEAR, Recorder
 from dp_clipping.layers.recurrent.kernel import Weights
 from dp_clipping.layers.recurrent.packing import Packing
+from dp_clipping.layers.site import Site
 
 
 @dataclass(frozen=True)

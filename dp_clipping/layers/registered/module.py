@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dp_clipping.clipping.accumulation import accumulation_dtype, only
-from dp_clipping.layers.handle import LayerState, Site, check_size
+from dp_clipping.layers.handle import LayerState, check_size
 from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
 from dp_clipping.layers.registered.norm_and_sum import LayerSums, NormAndSum, checked, without
 from dp_clipping.layers.registered.one_alone import refuse_wrong
 from dp_clipping.layers.registered.registry import LinearProduct, arithmetic_of
+from dp_clipping.layers.site import Site
 from dp_clipping.layers.tensor_parallel import arrived
 from dp_clipping.layers.vmap.module import Body, plain_forward
 from dp_clipping.torch_compat import never_compiled, tree_flatten, tree_unflatten
