@@ -185,7 +185,7 @@ def _rms_norm_input_gradient(gy, x, weight, rstd, shape) -> Tensor:
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
-# ---- over channels ----------------------------------------------------------------------------------
+# ---- over channels -------------------------------------------------------------------------------
 
 OF_CHANNELS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
