@@ -30,6 +30,7 @@ from dp_clipping.layers.registered.registry import (
     is_registered,
     register,
 )
+from dp_clipping.layers.rms_norm_copies import COPIES
 from dp_clipping.layers.vmap import module as vectorized
 
 
@@ -91,7 +92,7 @@ KINDS = (
     Kind("rms_norm", norm.forward, has_forward_of(nn.RMSNorm), (nn.RMSNorm,)),
     Kind("layer_norm", norm.forward, has_forward_of(nn.LayerNorm), (nn.LayerNorm,)),
     Kind("conv1d", linear.forward, _is_conv1d_of_transformers, is_linear=True),
-    *(Kind(name, norm.forward) for name in norm.COPIES),  # which `capture.rms_norms` knows
+    *(Kind(name, norm.forward) for name in COPIES),  # which `capture.rms_norms` knows
 )  # fmt: skip
 ALL = {
     kind.name: kind

@@ -2,11 +2,11 @@
 
 Files:
 
-    handle                the state of a captured layer
-    site                  one way in which it is used, and the forward that reads it
+    handle                the state of a captured layer, and how it is used
     recorder              the interface of a private step for layers
     batch_layout          finds the dimension of a tensor that counts samples
     linear, convolution, norm, attention    layers with arithmetic of their own
+    rms_norm_copies       RMS norms that other libraries define
     embedding/            nn.Embedding and nn.EmbeddingBag
     recurrent/            LSTM, GRU and RNN, and their cells
     projection            a linear layer, or one that is part of another layer

@@ -10,6 +10,7 @@ A unit of privacy of k examples (`examples_per_unit`) is a sample of k times as 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,6 +108,49 @@ TRIMMED = (
 
 class FitsBothOrders(ValueError):
     """All tokens of a flattened tensor are alike, so values do not tell in which order they are."""
+
+
+class LayoutUnknown(Exception):
+    """A layer was called in a way that the search for the batch dimension has not seen.
+
+    Attributes:
+        arguments: of the forward, where it is not that of the user's batch.
+    """
+
+    arguments: tuple[tuple, dict] | None = None
+
+
+class NeedsVmap(ValueError):
+    """A layer has no per-sample gradients as it is called; it may where its caller is under vmap.
+
+    Attributes:
+        layers: its name, and those of other such layers.
+    """
+
+    def __init__(self, layer: str, message: str):
+        super().__init__(message)
+        self.layers = {layer}
+
+
+class CalledDifferently(ValueError):
+    """A layer is called with other tensors for some samples than for others."""
+
+    def __init__(self, layer: str):
+        super().__init__(
+            f"{layer} is called with more tensors for some samples than for others (a mask that is "
+            "left out where nothing is padded, for example), so where its samples are cannot be "
+            "established: call it alike for all samples, or give a first batch in which more "
+            "samples are padded"
+        )
+
+
+def rows_unknown(layer: str) -> NeedsVmap:
+    """Returns the error of a module whose rows are those of a batch that it was not given."""
+    return NeedsVmap(
+        layer,
+        f"{layer or 'the network'} returns rows for each sample, and none of its arguments has "
+        "them: give it a tensor with a row for each sample, as x in place of len(x)",
+    )
 
 
 def find_layout(
@@ -230,3 +274,33 @@ def bag_tensors(args: tuple, kwargs: dict, has_last: bool, whole: bool) -> list[
     places = (starts[:, None] + table).where(is_there, 0)
     rows = [x[places].where(is_there, 0) if len(x) else x.new_zeros(places.shape) for x in found]
     return [torch.cat((counts[:, None].to(x), x), 1)[:, :, None, None] for x in rows]
+
+
+def expand_shared(x: Tensor, batch_size: int) -> Tensor:
+    """Returns x [1, ..] as [B, ..]; anything else gets a new first dimension."""
+    x = x if x.dim() > 1 and x.shape[0] == 1 else x.unsqueeze(0)
+    return x.expand(batch_size, *x.shape[1:])
+
+
+def has_rows(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> bool:
+    """Returns whether a tensor has the rows of every sample where the layout says."""
+    if layout.kind == "shared":
+        return not layout.dim or x.shape[0] == 1
+    if x.dim() <= layout.dim:
+        return False
+    if layout.kind == "unit":
+        return x.shape[layout.dim] == batch_size * handle.examples_per_unit
+    if layout.kind in ("sample_major", "time_major"):
+        return x.shape[layout.dim] % batch_size == 0
+    return x.shape[layout.dim] == batch_size
+
+
+def check_size(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> None:
+    """Refuses an input without rows of its own for every sample."""
+    if not has_rows(x, layout, handle, batch_size):
+        raise ValueError(
+            f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)} for a batch of "
+            f"{batch_size} samples, and its samples were seen as {layout} in an earlier batch: "
+            "per-sample gradients need every sample's own rows; if the way it is called has "
+            "changed, call model.reset_batch_layouts()"
+        )

@@ -41,9 +41,8 @@ from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.kernels.convolution.packing import pack, packed_shape
 from dp_clipping.kernels.launch.tiles import available, ceil_div
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.handle import LayerState, autocast_operands, forward_of
 from dp_clipping.layers.recorder import DENSE, FACTORS
-from dp_clipping.layers.site import autocast_operands, forward_of
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
 PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them
@@ -70,7 +69,8 @@ def _first_call(
     self: nn.Module, handle: LayerState, x: Tensor, output_size: list[int] | None = None
 ) -> Tensor:
     weight, bias = self.weight, self.bias
-    rows, layout, restored = handle.pictures(x, weight, bias)
+    tensor_parallel.refuse_distributed(handle, x, weight, bias)
+    rows, layout, restored = handle.pictures(tensor_parallel.settled(x))
     if rows.ndim != weight.ndim:
         raise ValueError(
             f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)}: give it "

@@ -1,63 +1,142 @@
-"""State of a captured layer: its private step, and where its samples are."""
+"""State of a captured layer: its private step, where its samples are, and how it is used."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.layers.batch_layout import Layout, all_tokens, bag_tensors, first_tokens
-from dp_clipping.layers.recorder import Recorder, Trainable
-from dp_clipping.layers.site import FIRST, Site, autocast_of
-from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
-from dp_clipping.torch_compat import tree_leaves, tree_map
+from dp_clipping.layers.batch_layout import (
+    Layout,
+    LayoutUnknown,
+    all_tokens,
+    bag_tensors,
+    check_size,
+    expand_shared,
+    first_tokens,
+)
+from dp_clipping.layers.recorder import Trainable
+from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves, tree_map
 from dp_clipping.trials.schedule import Schedule
 
+FIRST = Layout()  # samples are counted by the first dimension
 OWN = ("weight", "bias")
 
 
-class LayoutUnknown(Exception):
-    """A layer was called in a way that the search for the batch dimension has not seen.
+@dataclass(eq=False, slots=True)
+class Site:
+    """One way in which a layer is used in private steps: what is asked once.
 
     Attributes:
-        arguments: of the forward, where it is not that of the user's batch.
+        function: runs the layer: `apply(x, weight, bias, trigger, None, (site, private step,
+            options))`.
+        weight, bias: the trainable parameters; None for one that is frozen or not there.
+        layout: where samples are in its input and output; None: in the first dimension.
+        cast: the dtype that autocast gives its operands; None: it leaves them.
+        transposed: the weight is [p, d].
+        options: what else the function needs.
+        settings: what they follow from, as `reads` reads it of the module.
+        records: the trainable ones of weight and bias.
+        planned: the weight, if the step plans what becomes of its factors.
+        run: the function, without PyTorch's look at each argument.
     """
 
-    arguments: tuple[tuple, dict] | None = None
+    function: type[torch.autograd.Function]
+    weight: Trainable | None
+    bias: Trainable | None = None
+    layout: Layout | None = None
+    cast: torch.dtype | None = None
+    transposed: bool = False
+    options: Any = None
+    settings: Any = None
+    reads: Callable[[Any], Any] | None = None
+    records: tuple[Trainable, ...] = ()
+    planned: Trainable | None = None
+    run: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        self.records = tuple([one for one in (weight, self.bias) if one is not None])
+        is_planned = weight is not None and (weight.joint is None or weight in weight.joint.linear)
+        self.planned = weight if is_planned else None
+        self.run = apply_directly(self.function)
+
+    def tokens(self, y: Tensor, a: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Returns output gradients and inputs [.., features] as [B, T, features]."""
+        if self.layout is None and y.ndim == a.ndim == 2 and y.shape[0] == batch_size:
+            return y[:, None], a[:, None]
+        layout = self.layout or FIRST
+        return layout.batch_tokens(y, batch_size), layout.batch_tokens(a, batch_size)
+
+    def use(
+        self, private_step: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Runs the layer's function with these parameters."""
+        trigger = private_step.trigger(self.records[0]) if self.records else None
+        bias = None if bias is None else bias.detach()
+        run = self.function.apply if transforms_run() else self.run
+        return run(x, weight.detach(), bias, trigger, None, (self, private_step, self.options))
 
 
-class NeedsVmap(ValueError):
-    """A layer has no per-sample gradients as it is called; it may where its caller is under vmap.
+def forward_of(kind: str, first_call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the forward of a kind of layers, which reads a layer's site where it has one.
 
-    Attributes:
-        layers: its name, and those of other such layers.
+    Args:
+        first_call: (module, its state, input, ..) -> output, of any other call in a private step.
     """
 
-    def __init__(self, layer: str, message: str):
-        super().__init__(message)
-        self.layers = {layer}
+    def forward(self: nn.Module, x: Tensor, *others: Any, **named: Any) -> Any:
+        handle: Any = self._private
+        private_step = handle.private_step
+        if private_step is None:
+            return type(self).forward(self, x, *others, **named)
+        if private_step.is_compiled or others or named or type(x) is not Tensor:
+            return first_call(self, handle, x, *others, **named)
+        device, dtype = x.device.type, x.dtype
+        is_cast = torch.is_autocast_enabled(device) and dtype != torch.float64
+        cast = torch.get_autocast_dtype(device) if is_cast else None
+        site: Site | None = handle.sites.get((x.ndim, dtype, cast))
+        if (
+            site is None
+            or x.shape[0 if site.layout is None else site.layout.dim] != private_step.batch_size
+            or (site.reads is not None and site.reads(self) != site.settings)
+            or transforms_run()
+        ):
+            return first_call(self, handle, x)
+        own, parameters = self.__dict__, self._parameters
+        weight = own["weight"] if "weight" in own else parameters["weight"]  # FSDP1 lays it over
+        bias = own["bias"] if "bias" in own else parameters.get("bias")
+        record = site.records[0]
+        trigger = record.trigger if record.joint is None else private_step.trigger(record)
+        bias = None if bias is None else bias.detach()
+        return site.run(x, weight.detach(), bias, trigger, None, (site, private_step, site.options))
+
+    # `torch.compile` counts by code how often it compiles anew: each kind has code of its own.
+    forward.__code__ = forward.__code__.replace(co_name=f"{kind}_forward")
+    return forward
 
 
-class CalledDifferently(ValueError):
-    """A layer is called with other tensors for some samples than for others."""
-
-    def __init__(self, layer: str):
-        super().__init__(
-            f"{layer} is called with more tensors for some samples than for others (a mask that is "
-            "left out where nothing is padded, for example), so where its samples are cannot be "
-            "established: call it alike for all samples, or give a first batch in which more "
-            "samples are padded"
-        )
+def autocast_of(x: Tensor) -> torch.dtype | None:
+    """Returns the dtype that autocast gives operands of a matrix product of x; None: their own."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
 
 
-def rows_unknown(layer: str) -> NeedsVmap:
-    """Returns the error of a module whose rows are those of a batch that it was not given."""
-    return NeedsVmap(
-        layer,
-        f"{layer or 'the network'} returns rows for each sample, and none of its arguments has "
-        "them: give it a tensor with a row for each sample, as x in place of len(x)",
-    )
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of a matrix product of x, as autocast has it."""
+    return autocast_of(x) or x.dtype
+
+
+def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+    """Returns the operands as autocast would make them for a matrix product."""
+    dtype = autocast_of(x)
+    if dtype is None:
+        return (x, *parameters)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
 
 
 class LayerState:
@@ -101,7 +180,7 @@ class LayerState:
         self.own_forward: Callable[..., Any] | None = (
             vars(module).get("forward") if before is None else before.own_forward
         )
-        self.private_step: Recorder | None = None
+        self.private_step: Any = None
         self.sites: dict[tuple, Any] = {}
         self.slots: dict[str, Tensor] = {}
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
@@ -168,17 +247,10 @@ class LayerState:
         return site
 
     def run(
-        self,
-        function: type[torch.autograd.Function],
-        layer: nn.Module,
-        x: Tensor,
-        layout: Layout,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: Any,
-        reads: Callable[[Any], Any],
+        self, function: type[torch.autograd.Function], layer: nn.Module, x: Tensor, layout: Layout,
+        weight: Tensor, bias: Tensor | None, options: Any, reads: Callable[[Any], Any],
         given: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Returns the output of a layer, which it keeps a site for; or its output in compiled code.
 
         There the function gets slots, at which G arrives, and where the samples are.
@@ -197,15 +269,12 @@ class LayerState:
             self.keep(given, site)
         return site.use(self.private_step, x, weight, bias)
 
-    def pictures(
-        self, x: Tensor, *parameters: Tensor | None
-    ) -> tuple[Tensor, Layout, Callable[[Tensor], Tensor]]:
+    def pictures(self, x: Tensor) -> tuple[Tensor, Layout, Callable[[Tensor], Tensor]]:
         """Returns an input as [N, ..], its layout, and what gives an output the input's layout.
 
         N is a multiple of B where samples have several pictures each.
         """
-        refuse_distributed(self, x, *parameters)
-        layout, x = self.batched(settled(x))
+        layout, x = self.batched(x)
         rows = layout.batch_first(x, self.private_step.batch_size)
         if rows.ndim == x.ndim:
             return rows, layout, layout.restore
@@ -297,12 +366,6 @@ def plain_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
 
-def expand_shared(x: Tensor, batch_size: int) -> Tensor:
-    """Returns x [1, ..] as [B, ..]; anything else gets a new first dimension."""
-    x = x if x.dim() > 1 and x.shape[0] == 1 else x.unsqueeze(0)
-    return x.expand(batch_size, *x.shape[1:])
-
-
 def expanded_input(
     handle: LayerState, layouts: Sequence[Layout], inputs: list[Tensor], batch_size: int
 ) -> tuple[tuple, dict] | None:
@@ -331,27 +394,3 @@ def expanded_output(
         return expand_shared(y, batch_size) if is_shared else y
 
     return tree_map(expanded, output)
-
-
-def has_rows(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -> bool:
-    """Returns whether a tensor has the rows of every sample where the layout says."""
-    if layout.kind == "shared":
-        return not layout.dim or x.shape[0] == 1
-    if x.dim() <= layout.dim:
-        return False
-    if layout.kind == "unit":
-        return x.shape[layout.dim] == batch_size * handle.examples_per_unit
-    if layout.kind in ("sample_major", "time_major"):
-        return x.shape[layout.dim] % batch_size == 0
-    return x.shape[layout.dim] == batch_size
-
-
-def check_size(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -> None:
-    """Refuses an input without rows of its own for every sample."""
-    if not has_rows(x, layout, handle, batch_size):
-        raise ValueError(
-            f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)} for a batch of "
-            f"{batch_size} samples, and its samples were seen as {layout} in an earlier batch: "
-            "per-sample gradients need every sample's own rows; if the way it is called has "
-            "changed, call model.reset_batch_layouts()"
-        )

@@ -6,9 +6,9 @@ t runs over pixels. PyTorch's own backward computes the input's gradient, and on
 weights' gradients are one elementwise product and one sum over a sample's tokens.
 """
 
-from collections.abc import Callable
 from math import prod
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,24 +20,10 @@ from dp_clipping.kernels.launch.tiles import AT_ONCE, available
 from dp_clipping.kernels.norm_layer_gradients import Normalized
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.handle import FIRST, LayerState, forward_of
 from dp_clipping.layers.recorder import DENSE, NORMALIZED
-from dp_clipping.layers.site import FIRST, forward_of, norm_operands
+from dp_clipping.layers.rms_norm_copies import COPIES, copied
 from dp_clipping.torch_compat import fused_rms_norm, fused_rms_norm_backward
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
-# RMS norms that other libraries define (`capture.rms_norms`): the attribute with epsilon, and input
-# and weight -> what scales x̂, the dtype that x̂ is rounded to before (None: none), and that of the
-# output (None: the product's).
-COPIES: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple]]] = {
-    "llama_rms_norm": ("variance_epsilon", lambda x, w: (w, x.dtype, None)),  # Qwen, Mistral too
-    "t5_rms_norm": (
-        "variance_epsilon", lambda x, w: (w, w.dtype if w.dtype in LOW_PRECISION else None, None),
-    ),
-    "olmo_rms_norm": ("variance_epsilon", lambda x, w: (w, None, x.dtype)),  # OLMo 2, gpt-oss
-    # Gemma 1 to 3 and Qwen3-Next
-    "gemma_rms_norm": ("eps", lambda x, w: (1.0 + w.float(), None, x.dtype)),
-}  # fmt: skip
 
 
 def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) -> Tensor:
@@ -118,19 +104,6 @@ class Norm(torch.autograd.Function):
         return gx, None, None, None, None, None
 
 
-def copied(kind: str, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what an RMS norm of `COPIES` computes, what scales x̂ in it, and rstd."""
-    scale, inner, outer = COPIES[kind][1](x, weight)
-    if x.is_cuda and x.dtype == (inner or torch.float32) != torch.float64:
-        normalized, rstd = fused_rms_norm(x, x.shape[-1:], None, eps)
-    else:
-        wider = x.to(torch.float32)
-        rstd = torch.rsqrt(wider.pow(2).mean(-1, keepdim=True) + eps)
-        normalized = (x if kind == "t5_rms_norm" else wider) * rstd
-    y = scale * normalized.to(inner or normalized.dtype)
-    return y.to(outer or y.dtype), scale, rstd
-
-
 class RMSNorm(Norm):
     """Runs `F.rms_norm`, or a copy of it."""
 
@@ -185,6 +158,14 @@ def _rms_norm_input_gradient(gy, x, weight, rstd, shape) -> Tensor:
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
+def norm_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+    """Returns the operands as autocast would make them for a normalisation: float32 on a GPU."""
+    if not x.is_cuda or not torch.is_autocast_enabled("cuda"):
+        return (x, *parameters)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
+
+
 # ---- over channels -------------------------------------------------------------------------------
 
 OF_CHANNELS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -197,7 +178,8 @@ def is_plain_of_channels(module: nn.Module, kind: type) -> bool:
 
 
 def _first_call_of_channels(self: nn.Module, handle: LayerState, x: Tensor) -> Tensor:
-    rows, layout, restored = handle.pictures(x, self.weight, self.bias)
+    tensor_parallel.refuse_distributed(handle, x, self.weight, self.bias)
+    rows, layout, restored = handle.pictures(tensor_parallel.settled(x))
     groups = "num_groups" if isinstance(self, nn.GroupNorm) else "num_features"
     reads = attrgetter(groups, "eps")
     own, given = (self.weight, self.bias), x if rows is x else None

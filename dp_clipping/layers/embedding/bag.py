@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.batch_layout import Layout, check_size, expand_shared
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, by_sample, without_padding
-from dp_clipping.layers.handle import LayerState, check_size, expand_shared
+from dp_clipping.layers.handle import FIRST, LayerState, forward_of
 from dp_clipping.layers.recorder import FACTORS
-from dp_clipping.layers.site import FIRST, forward_of
 
 SETTINGS = attrgetter("mode", "padding_idx")
 

@@ -84,7 +84,7 @@ class EmbeddingFactors:
         self.batch_size = ids.shape[0] if samples is None else batch_size
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def norm(self, _grams: object = None) -> Norm:
+    def norm(self) -> Norm:
         """Returns ‖G_i‖² of the sums over equal tokens, which are what `weighted_sum` adds."""
         sums, samples, _ = self.distinct()
         squares = squared_norms(sums)

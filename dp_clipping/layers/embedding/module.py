@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, by_sample, without_padding
-from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.recorder import FACTORS
-from dp_clipping.layers.site import CHANGED, LOOK_UP_SLOTS, forward_of
+from dp_clipping.layers.handle import LayerState, forward_of
+from dp_clipping.layers.recorder import CHANGED, FACTORS, LOOK_UP_SLOTS
 
 SETTINGS = attrgetter("padding_idx")
 

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, check_size
+from dp_clipping.layers.batch_layout import Layout, check_size
+from dp_clipping.layers.handle import LayerState, autocast_of
 from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recurrent import kernel
 from dp_clipping.layers.recurrent.kinds import mode_of
 from dp_clipping.layers.recurrent.packing import Packing
 from dp_clipping.layers.recurrent.recurrence import Enter, Layer, Leave, Part, Run
-from dp_clipping.layers.site import autocast_of
 from dp_clipping.torch_compat import apply_directly, never_compiled, transforms_run
 
 KINDS = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")

@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dp_clipping.clipping.accumulation import accumulation_dtype, only
-from dp_clipping.layers.handle import LayerState, check_size
+from dp_clipping.layers.batch_layout import check_size
+from dp_clipping.layers.handle import LayerState, Site, plain_forward
 from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
-from dp_clipping.layers.registered.norm_and_sum import LayerSums, NormAndSum, checked, without
+from dp_clipping.layers.registered.norm_and_sum import LayerSums, NormAndSum, without
 from dp_clipping.layers.registered.one_alone import refuse_wrong
-from dp_clipping.layers.registered.registry import LinearProduct, arithmetic_of
-from dp_clipping.layers.site import Site
+from dp_clipping.layers.registered.registry import LinearProduct, arithmetic_of, checked
 from dp_clipping.layers.tensor_parallel import arrived
-from dp_clipping.layers.vmap.module import Body, plain_forward
+from dp_clipping.layers.vmap.own import replaced
 from dp_clipping.torch_compat import never_compiled, tree_flatten, tree_unflatten
 
 
@@ -77,8 +76,8 @@ class Use:
     def run(self, parameters: dict[str, Tensor], leaves: list[Any]) -> Tensor:
         """Runs the layer's own forward with these parameters and arguments."""
         args, kwargs = tree_unflatten(leaves, self.structure)
-        own = {f"module.{name}": value for name, value in parameters.items()}
-        return functional_call(Body(self.module), own, args, kwargs)
+        with replaced(self.module, parameters):
+            return plain_forward(self.module, *args, **kwargs)
 
     def row(self, found: Tensor | LinearProduct | NormAndSum, i: int) -> Tensor:
         """Returns G of example i."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
@@ -14,6 +14,12 @@ from torch import Tensor, nn
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.torch_compat import apply_directly, own_parameters, transforms_run, tree_map
 
+SAME_ORDER = {Tensor.view, Tensor.reshape, Tensor.unsqueeze, Tensor.squeeze, Tensor.flatten}
+SAME_ORDER |= {torch.reshape, torch.unsqueeze, torch.squeeze, torch.flatten, Tensor.contiguous}
+PERMUTING = {Tensor.permute, torch.permute}
+AS_IT_IS = [None, None, 2.0, False, False]  # arguments of `F.embedding` behind ids and table
+OPERATORS = ("add", "sub", "mul", "div")  # as Python's +, -, *, / and their in-place forms call
+ELEMENTWISE = {getattr(owner, name) for owner in (torch, Tensor) for name in OPERATORS}
 FACTS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__}
 _FACTS = ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "itemsize")
 FACTS |= {getattr(Tensor, name).__get__ for name in _FACTS}
@@ -115,6 +121,38 @@ def laid_beside(copies: Tensor, dims: int, dim: int) -> Tensor:
     return copies.squeeze(place + 1).movedim(0, place)
 
 
+def at_once(function: Callable[..., Any], leaves: list[Any], results: Any) -> Tensor | None:
+    """Returns what an operator computes of all copies at once; None for one that is not known so.
+
+    Args:
+        results: what it computes of the parameters.
+    """
+    if not isinstance(results, Tensor):
+        return None
+    own, rest, dims = leaves[0], leaves[1:], results.ndim
+    if function in SAME_ORDER:
+        return own.copies.reshape(own.copies.shape[0], *results.shape)
+    if function in PERMUTING:
+        return own.copies.permute(0, *[dim % dims + 1 for dim in rest])
+    if function is F.embedding and type(own) is Tensor and leaves[2:] == AS_IT_IS:
+        own, rest, function = leaves[1], leaves[:1], Tensor.__getitem__
+    if function is Tensor.__getitem__ and len(rest) == 1 and type(rest[0]) is Tensor:
+        (ids,) = rest
+        if ids.dtype != torch.int64:  # a mask, or bytes, which are one
+            return None
+        rows = own.copies.index_select(1, (ids % own.copies.shape[1]).flatten())
+        return rows.view(rows.shape[0], *results.shape)
+    if function in ELEMENTWISE or function is torch.where:
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if all([x.dtype in (results.dtype, torch.bool) for x in map(value_of, tensors)]):
+            rows = [
+                x.copies.reshape(-1, *[1] * (dims + 1 - x.copies.ndim), *x.copies.shape[1:])
+                if isinstance(x, Own) else x for x in leaves
+            ]  # fmt: skip
+            return function(*rows)
+    return None
+
+
 def rows_of_table(
     ids: Tensor, table: Tensor, padding_idx: int | None = None, *others: Any, **named: Any
 ) -> Tensor:
@@ -154,3 +192,13 @@ def replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]
     finally:
         for place, name, parameter in reversed(before):
             place[name] = parameter
+
+
+def refuse_other_number(module: nn.Module, found: int, known: int) -> None:
+    """Raises ValueError if a module returns another number of tensors than is known."""
+    if found != known:
+        raise ValueError(
+            f"{module._private.title(module)} returns {found} tensors, and {known} when its "
+            "samples were looked for: let it return the same for every batch, or call "
+            "model.reset_batch_layouts() before one that differs"
+        )

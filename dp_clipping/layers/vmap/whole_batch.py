@@ -36,25 +36,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.batch_layout import Layout, find_layout
+from dp_clipping.layers.handle import LayerState, expanded_output, plain_forward
 from dp_clipping.layers.vmap.own import (
+    ELEMENTWISE,
+    OPERATORS,
     Own,
     UnknownOperation,
+    at_once,
     laid_beside,
+    refuse_other_number,
     replaced,
     rows_of_table,
     value_of,
 )
 from dp_clipping.torch_compat import tree_flatten, tree_leaves, tree_unflatten
 
-_OPERATORS = ("add", "sub", "mul", "div")  # as Python's +, -, *, / and their in-place forms call
-ELEMENTWISE = {getattr(owner, name) for owner in (torch, Tensor) for name in _OPERATORS}
-IN_PLACE = {getattr(Tensor, f"{name}_") for name in _OPERATORS}
+IN_PLACE = {getattr(Tensor, f"{name}_") for name in OPERATORS}
 EXPANDING = {Tensor.expand, Tensor.expand_as, Tensor.repeat, torch.broadcast_to}
-SAME_ORDER = {Tensor.view, Tensor.reshape, Tensor.unsqueeze, Tensor.squeeze, Tensor.flatten}
-SAME_ORDER |= {torch.reshape, torch.unsqueeze, torch.squeeze, torch.flatten, Tensor.contiguous}
-PERMUTING = {Tensor.permute, torch.permute}
 PLAIN = (Tensor, int, float, torch.dtype, torch.device)  # arguments that hold no tensors
-AS_IT_IS = [None, None, 2.0, False, False]  # arguments of `F.embedding` behind ids and table
 ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 CREATING = {Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor}
 ALONE = Layout("alone")  # [B, *shape], of what has no samples elsewhere: copies of a parameter
@@ -231,7 +230,7 @@ class Call:
         """
         _refuse_writing(function, kwargs)
         results = _call(function, map(value_of, leaves), structure)
-        if (copies := _at_once(function, leaves, results)) is not None:
+        if (copies := at_once(function, leaves, results)) is not None:
             return Own.of(copies, self.name)
         parts, made = tree_flatten(results)
         places = [n for n, y in enumerate(parts) if isinstance(y, Tensor)]
@@ -260,36 +259,30 @@ class Call:
         return ys[0] if len(ys) == 1 else tuple(ys)
 
 
-def _at_once(function: Callable[..., Any], leaves: list[Any], results: Any) -> Tensor | None:
-    """Returns what an operator computes of all copies at once; None for one that is not known so.
+def on_whole_batch(
+    self: nn.Module, call: Call, copies: Mapping[str, Tensor], args: tuple, kwargs: dict
+) -> Any:
+    """Returns a module's output on the whole batch; see `whole_batch`.
 
     Args:
-        results: what it computes of the parameters.
+        copies: [B, *parameter] of each that the module captures.
+
+    Raises:
+        UnknownOperation: it computes otherwise with its parameters than `call` knows.
+        ValueError: in a private step it returns another number of tensors than is known.
     """
-    if not isinstance(results, Tensor):
-        return None
-    own, rest, dims = leaves[0], leaves[1:], results.ndim
-    if function in SAME_ORDER:
-        return own.copies.reshape(own.copies.shape[0], *results.shape)
-    if function in PERMUTING:
-        return own.copies.permute(0, *[dim % dims + 1 for dim in rest])
-    if function is F.embedding and type(own) is Tensor and leaves[2:] == AS_IT_IS:
-        own, rest, function = leaves[1], leaves[:1], Tensor.__getitem__
-    if function is Tensor.__getitem__ and len(rest) == 1 and type(rest[0]) is Tensor:
-        (ids,) = rest
-        if ids.dtype != torch.int64:  # a mask, or bytes, which are one
-            return None
-        rows = own.copies.index_select(1, (ids % own.copies.shape[1]).flatten())
-        return rows.view(rows.shape[0], *results.shape)
-    if function in ELEMENTWISE or function is torch.where:
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if all([x.dtype in (results.dtype, torch.bool) for x in map(value_of, tensors)]):
-            rows = [
-                x.copies.reshape(-1, *[1] * (dims + 1 - x.copies.ndim), *x.copies.shape[1:])
-                if isinstance(x, Own) else x for x in leaves
-            ]  # fmt: skip
-            return function(*rows)
-    return None
+    handle: LayerState = self._private
+    dims = tuple([x.dim() for x in handle.tensors((args, kwargs))])
+    known = handle.output_layouts.get(dims)
+    with call.of(self, copies):
+        outputs = plain_forward(self, *args, **kwargs)
+        if known is not None and handle.private_step is not None:
+            refuse_other_number(self, len(handle.tensors(outputs)), len(known))
+        if any([layout.kind == "shared" for layout in known or ()]):
+            outputs = expanded_output(handle, known, outputs, call.rows)
+    if any([isinstance(y, Own) for y in tree_leaves(outputs)]):
+        raise UnknownOperation("it returns a parameter in the place of samples")
+    return outputs
 
 
 def _is_masked(args: tuple, kwargs: dict, known: Operation) -> bool:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import ACCUMULATED, accumulation_dtype, stored_dtype
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
+from dp_clipping.layers.handle import Site
 from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.projection import Linear, gradients_of
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, NORMALIZED, Joint, Trainable
-from dp_clipping.layers.site import Site
 from dp_clipping.torch_compat import version_of
 
 Left = tuple[str, tuple[Trainable, ...], Any, tuple[Tensor, ...]]

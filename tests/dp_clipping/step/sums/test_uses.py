@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
+from dp_clipping.layers.handle import Site
 from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Joint, Trainable
-from dp_clipping.layers.site import Site
 from dp_clipping.step.sums.uses import Uses
 from tests.dp_clipping.step.sums.test_memory import Live
 
