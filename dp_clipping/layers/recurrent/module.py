@@ -23,7 +23,7 @@ from dp_clipping.layers.recurrent.packing import Packing
 from dp_clipping.layers.recurrent.recurrence import Enter, Layer, Leave, Part, Run
 from dp_clipping.torch_compat import apply_directly, never_compiled, transforms_run
 
-KINDS = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
+KINDS = ("weight_ih", "bias_ih", "weight_hh", "bias_hh")
 ENTER, LEAVE = apply_directly(Enter), apply_directly(Leave)
 
 
@@ -124,7 +124,6 @@ def _layers_anew(
                 names,
                 handle.site(Linear, tokens, sequences, (names[0], names[1])),
                 handle.site(Enter, tokens, sequences, (names[2], names[3])),
-                handle.site(Enter, tokens, sequences, (names[4], "")),
             ))  # fmt: skip
         layers.append(Layer(mode, parts))
     return layers
@@ -196,12 +195,10 @@ def _run(
         own_states = slice(number * count, (number + 1) * count)
         states = [s[own_states].to(together.dtype) for s in first]
     else:
-        count_of_states = 2 if layer.mode == "LSTM" else 1
-        widths = (self.proj_size or self.hidden_size, self.hidden_size)[:count_of_states]
-        states = [together.new_zeros(count, x.shape[1], width) for width in widths]
+        shape = (count, x.shape[1], self.hidden_size)
+        states = [together.new_zeros(shape) for _ in range(2 if layer.mode == "LSTM" else 1)]
     last = _all_steps(layer.mode, together, states, weights, packing)
-    h, c = (*map(Tensor.detach, states), None)[:2]
-    return leave(run, h, c, *last)
+    return leave(run, states[0].detach(), *last)
 
 
 def _all_steps(
