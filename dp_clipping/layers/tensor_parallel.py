@@ -196,15 +196,11 @@ def arrived(gy: Tensor) -> Tensor:
         RuntimeError: the gradients that the layer computes of it are to be differentiated, and its
             weights would be constants there.
     """
-    is_differentiated = torch.is_grad_enabled()
-    if type(gy) is Tensor and not is_differentiated:
+    if not torch.is_grad_enabled():
+        return gy if type(gy) is Tensor else settled(gy)
+    if torch.compiler.is_compiling():
         return gy
-    compiling = torch.compiler.is_compiling()
-    if is_differentiated and not compiling:
-        raise RuntimeError(DIFFERENTIATED_AGAIN)
-    if type(gy) is Tensor or compiling or not _is_under_way(gy):
-        return gy
-    return Settle.apply(gy)
+    raise RuntimeError(DIFFERENTIATED_AGAIN)
 
 
 DIFFERENTIATED_AGAIN = (

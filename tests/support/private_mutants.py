@@ -76,7 +76,7 @@ POST_TRAINING = "tests/dp_clipping/integrations/test_trl.py"
 ROWS = [
     # ---- second derivatives
     ("a gradient of layers may be differentiated again", "layers/tensor_parallel.py",
-     "if is_differentiated and not compiling:", "if False:", DERIVATIVES, "loop"),
+     "raise RuntimeError(DIFFERENTIATED_AGAIN)", "return settled(gy)", DERIVATIVES, "loop"),
     ("layers that a forward differentiates keep their arithmetic", "capture/layout_search.py",
      "lambda _: self.differentiated.add(handle)", "lambda _: None", DERIVATIVES,
      "in_its_forward"),

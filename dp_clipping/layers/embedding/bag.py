@@ -32,74 +32,58 @@ def _first_call(
     offsets: Tensor | None = None,
     per_sample_weights: Tensor | None = None,
 ) -> Tensor:
-    """Computes bags of ids [N, T], or of ids [N] with the offsets of one bag for each sample."""
-    given = [x for x in (input, per_sample_weights) if x is not None]
+    """Computes bags of ids [N, T], or of ids [N] with the offsets of one bag for each sample.
+
+    `capture.samples` assigns concatenated bags to samples. The last bag has all ids from its offset
+    on, whatever a last offset says. That this is their number is looked at in batches that are
+    checked: the host waits for it on a GPU.
+    """
+    scales, private_step = per_sample_weights, handle.private_step
+    given = [x for x in (input, scales) if x is not None]
     tensor_parallel.refuse_distributed(handle, *given, self.weight)
-    if input.dim() == 1:
-        return _with_offsets(self, handle, input, offsets, per_sample_weights)
-    layouts, private_step = handle.layouts_of(given), handle.private_step
-    for x, layout in zip(given, layouts, strict=True):
+    is_flat = input.dim() == 1
+    has_last = is_flat and self.include_last_offset
+    if has_last and private_step.is_looked_at and int(offsets[-1]) != len(input):
+        raise ValueError(  # PyTorch takes some of the others for ids of the last bag
+            f"{handle.title(self)} has include_last_offset=True, and its last offset is "
+            f"{int(offsets[-1])} for {len(input)} ids: let it be their number"
+        )
+    tensors = handle.tensors(((input, offsets, scales), {}))
+    layouts = handle.layouts_of(tensors)
+    for x, layout in zip(tensors, layouts, strict=True):
         check_size(x, layout, handle, private_step.batch_size)
     layout = layouts[0]
-    if input.dim() != 2 or (layout.dim and layout.kind != "shared") or len(set(layouts)) > 1:
+    if is_flat and set(layouts) != {handle.layout_of_rows}:
         raise ValueError(
-            f"{handle.name or 'the network'} (EmbeddingBag) is given its samples as "
-            f"{', '.join(map(str, layouts))}: give it ids, and weights of them, [batch, tokens]"
+            f"{handle.title(self)} is given offsets whose samples are "
+            f"{', '.join(map(str, layouts))}: give it one bag for each sample of the batch"
+        )
+    is_inner = layout.dim and layout.kind != "shared"
+    if not is_flat and (input.dim() != 2 or is_inner or len(set(layouts)) > 1):
+        raise ValueError(
+            f"{handle.title(self)} is given its samples as {', '.join(map(str, layouts))}: give it "
+            "ids, and weights of them, [batch, tokens]"
         )
     if layout.kind == "shared":
         layout = handle.layout_of_rows
         input, *rest = (expand_shared(x, handle.rows) for x in given)
-        per_sample_weights = rest[0] if rest else None
-    return _run(self, handle, layout, input, None, per_sample_weights)
-
-
-forward = forward_of("embedding_bag", _first_call)
-
-
-def _with_offsets(
-    self: nn.EmbeddingBag, handle: LayerState, ids: Tensor, offsets: Tensor, scales: Tensor | None
-) -> Tensor:
-    """Computes concatenated bags; `capture.samples` assigns them to samples.
-
-    The last bag has all ids from its offset on, whatever a last offset says. That this is their
-    number is looked at in batches that are checked: the host waits for it on a GPU.
-    """
-    private_step = handle.private_step
-    if self.include_last_offset and private_step.is_looked_at and int(offsets[-1]) != len(ids):
-        raise ValueError(  # PyTorch takes some of the others for ids of the last bag
-            f"{handle.name or 'the network'} (EmbeddingBag) has include_last_offset=True, and its "
-            f"last offset is {int(offsets[-1])} for {len(ids)} ids: let it be their number"
-        )
-    tensors = handle.tensors(((ids, offsets, scales), {}))
-    layouts = handle.layouts_of(tensors)
-    for x, layout in zip(tensors, layouts, strict=True):
-        check_size(x, layout, handle, private_step.batch_size)
-    if set(layouts) != {handle.layout_of_rows}:
-        raise ValueError(
-            f"{handle.name or 'the network'} (EmbeddingBag) is given offsets whose samples are "
-            f"{', '.join(map(str, layouts))}: give it one bag for each sample of the batch"
-        )
-    return _run(self, handle, FIRST, ids, offsets, scales)
-
-
-def _run(
-    self: nn.EmbeddingBag, handle: LayerState, layout: Layout, ids: Tensor, offsets: Tensor | None,
-    scales: Tensor | None,
-) -> Tensor:  # fmt: skip
-    private_step, weight, settings = handle.private_step, self.weight.detach(), SETTINGS(self)
+        scales = rest[0] if rest else None
+    layout, settings = FIRST if is_flat else layout, SETTINGS(self)
     options = (*settings, handle.examples_per_unit)
     if torch.compiler.is_compiling():
         slot = handle.slot("weight")
         rest = (None, (layout.kind, layout.dim, private_step.batch_size), options)
     else:
-        site = handle.site(Bag, ids, layout, options=options, settings=settings, reads=SETTINGS)
+        site = handle.site(Bag, input, layout, options=options, settings=settings, reads=SETTINGS)
         slot = private_step.trigger(site.records[0]) if site.records else None
         rest = (site, private_step, options)
-        if site.records and offsets is None and scales is None:
-            handle.keep(ids, site)
-    if offsets is not None and self.include_last_offset:
-        offsets = offsets[:-1]
-    return Bag.apply(ids, weight, offsets, slot, scales, rest)
+        if site.records and not is_flat and scales is None:
+            handle.keep(input, site)
+    offsets = offsets[:-1] if has_last else offsets
+    return Bag.apply(input, self.weight.detach(), offsets, slot, scales, rest)
+
+
+forward = forward_of("embedding_bag", _first_call)
 
 
 class Bag(torch.autograd.Function):

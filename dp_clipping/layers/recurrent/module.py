@@ -87,9 +87,13 @@ def _layers_of(
     tokens: Tensor,
     hx: Any,
 ) -> list[Layer]:
-    """Returns the layers, kept from an earlier call with such an input and no first states.
+    """Returns the layers with the sites of their parameters.
 
-    They are those of `_layers_anew` where the input has a row for each sample, and is no DTensor.
+    They are kept for calls with such an input, that has a row for each sample and is no DTensor,
+    and no first states.
+
+    Raises:
+        ValueError: parameters are DTensors.
     """
     is_packed = isinstance(input, PackedSequence)
     key = (Layer, is_packed, tokens.ndim, tokens.dtype, autocast_of(tokens))
@@ -99,33 +103,19 @@ def _layers_of(
         count = int(input.batch_sizes[0]) if is_packed else tokens.shape[place]
         if count == handle.private_step.batch_size:
             return kept
-    sequences = _sequences(self, handle, input, hx)
-    layers = _layers_anew(self, handle, tokens, sequences)
-    if hx is None and sequences.kind == "dimension":
-        handle.sites[key] = layers
-    return layers
-
-
-def _layers_anew(
-    self: nn.RNNBase, handle: LayerState, tokens: Tensor, sequences: Layout
-) -> list[Layer]:
-    """Returns the layers with the sites of their parameters.
-
-    Raises:
-        ValueError: parameters are DTensors.
-    """
-    mode, layers = mode_of(self), []
+    sequences, mode = _sequences(self, handle, input, hx), mode_of(self)
+    layers = []
     for number in range(self.num_layers):
         parts = []
         for direction in ("", "_reverse")[: 2 if self.bidirectional else 1]:
             names = [f"{kind}_l{number}{direction}" for kind in KINDS]
             tensor_parallel.refuse_distributed(handle, *[getattr(self, n, None) for n in names])
-            parts.append(Part(
-                names,
-                handle.site(Linear, tokens, sequences, (names[0], names[1])),
-                handle.site(Enter, tokens, sequences, (names[2], names[3])),
-            ))  # fmt: skip
+            products = handle.site(Linear, tokens, sequences, (names[0], names[1]))
+            hidden = handle.site(Enter, tokens, sequences, (names[2], names[3]))
+            parts.append(Part(names, products, hidden))
         layers.append(Layer(mode, parts))
+    if hx is None and sequences.kind == "dimension":
+        handle.sites[key] = layers
     return layers
 
 
