@@ -12,21 +12,19 @@ decides (`capture.vmap_trial`) which of these ways a module runs in:
 
 from typing import Any
 
-from torch import nn
-
 from dp_clipping.layers.handle import LayerState, plain_forward
 from dp_clipping.layers.vmap.own import UnknownOperation
 from dp_clipping.layers.vmap.samples import every_sample
 from dp_clipping.layers.vmap.whole_batch import Call, on_whole_batch
 
 
-def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     handle: LayerState = self._private
     if handle.private_step is None:
         if handle.trial is not None:
             return handle.trial(self, args, kwargs)
         return plain_forward(self, *args, **kwargs)
-    slots = {name: handle.slot(name) for name in handle.trainable}
+    slots: dict[str, Any] = {name: handle.slot(name) for name in handle.trainable}
     if handle.operations is None:
         return every_sample(self, slots, handle.private_step.batch_size, args, kwargs)
     if (k := handle.examples_per_unit) > 1:

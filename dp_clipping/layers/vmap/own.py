@@ -194,7 +194,7 @@ def replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]
             place[name] = parameter
 
 
-def refuse_other_number(module: nn.Module, found: int, known: int) -> None:
+def refuse_other_number(module: Any, found: int, known: int) -> None:
     """Raises ValueError if a module returns another number of tensors than is known."""
     if found != known:
         raise ValueError(

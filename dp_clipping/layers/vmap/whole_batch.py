@@ -260,7 +260,7 @@ class Call:
 
 
 def on_whole_batch(
-    self: nn.Module, call: Call, copies: Mapping[str, Tensor], args: tuple, kwargs: dict
+    self: Any, call: Call, copies: Mapping[str, Tensor], args: tuple, kwargs: dict
 ) -> Any:
     """Returns a module's output on the whole batch; see `whole_batch`.
 
@@ -273,7 +273,7 @@ def on_whole_batch(
     """
     handle: LayerState = self._private
     dims = tuple([x.dim() for x in handle.tensors((args, kwargs))])
-    known = handle.output_layouts.get(dims)
+    known: Any = handle.output_layouts.get(dims)
     with call.of(self, copies):
         outputs = plain_forward(self, *args, **kwargs)
         if known is not None and handle.private_step is not None:
