@@ -1,6 +1,7 @@
 """Maps tokens of packed sequences to those of padded ones, [T, N, ..]."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,12 +52,12 @@ class Packing:
 
     def by_length(self, states: list[Tensor]) -> list[Tensor]:
         """Returns states [D, N, ..], in the order of the batch, by length."""
-        return _picked(states, self.order)
+        if self.order is None:
+            return states
+        return list(map(partial(torch.index_select, dim=1, index=self.order), states))
 
     def by_batch(self, states: list[Tensor]) -> list[Tensor]:
         """Returns the inverse of `by_length`."""
-        return _picked(states, self.places)
-
-
-def _picked(states: list[Tensor], places: Tensor | None) -> list[Tensor]:
-    return states if places is None else [x.index_select(1, places) for x in states]
+        if self.places is None:
+            return states
+        return list(map(partial(torch.index_select, dim=1, index=self.places), states))

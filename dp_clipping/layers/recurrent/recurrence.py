@@ -25,7 +25,6 @@ from dp_clipping.layers.handle import Site
 from dp_clipping.layers.recorder import LINEAR
 from dp_clipping.layers.recurrent.kernel import Weights
 from dp_clipping.layers.recurrent.packing import Packing
-from dp_clipping.profiling.profile import NOTHING
 
 
 @dataclass(frozen=True)
@@ -146,9 +145,12 @@ class Enter(torch.autograd.Function):
         gates, *weights = ctx.saved_tensors
         if type(g) is not Tensor or torch.is_grad_enabled():
             g = tensor_parallel.arrived(g)
-        with torch.autocast(g.device.type, enabled=False) if weights else NOTHING:
-            weights = [None if w is None else w.to(g.dtype) for w in weights]
-            ctx.run.deliver(g, gates, weights)
+        if gates is None:
+            ctx.run.deliver(g, None, [])
+        else:
+            with torch.autocast(g.device.type, enabled=False):
+                weights = [None if w is None else w.to(g.dtype) for w in weights]
+                ctx.run.deliver(g, gates, weights)
         return g, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
