@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("ddp", "ddp_by_hand", "dp_clipping")
 SUFFIXES = {".py", ".jinja", ".md", ".typed"}
 SLOW_TO_IMPORT = {
-    "matplotlib", "numpy.random", "opacus", "scipy", "sympy", "torch._dynamo",
+    "einops", "matplotlib", "numpy.random", "opacus", "scipy", "sympy", "torch._dynamo",
     "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "torch.distributed.tensor", "transformers", "triton",
 }  # fmt: skip

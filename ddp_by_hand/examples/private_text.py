@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -245,8 +246,8 @@ class Training:
                 self.optimizer.steps + 1, WARMUP_STEPS, self.options.learning_rate
             )
         outputs = self.model(sequences[:, :-1])
-        targets = sequences[:, 1:].flatten()
-        logits = outputs.flatten(0, 1)
+        targets = rearrange(sequences[:, 1:], "b t -> (b t)")
+        logits = rearrange(outputs, "b t v -> (b t) v")
         loss = self.criterion(logits, targets, shape=outputs.shape)
         loss.backward()
         self.optimizer.step()
@@ -285,8 +286,8 @@ class Training:
         total = 0.0
         with torch.no_grad():
             for part in sequences.split(self.options.max_physical_batch_size):
-                logits = network(part[:, :-1]).flatten(0, 1)
-                targets = part[:, 1:].flatten()
+                logits = rearrange(network(part[:, :-1]), "b t v -> (b t) v")
+                targets = rearrange(part[:, 1:], "b t -> (b t)")
                 total += cross_entropy(logits, targets, reduction="sum")
         return float(total) / sequences[:, 1:].numel() / NATS_PER_BIT
 

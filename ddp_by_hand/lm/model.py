@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 INITIAL_STD = 0.02
@@ -130,11 +131,11 @@ class Attention(nn.Module):
         key = rotation.turn(self._heads(self.key(x)))
         value = self._heads(self.value(x))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return self.output(rearrange(mixed, "b h t k -> b t (h k)"))
 
     def _heads(self, x: Tensor) -> Tensor:
         """Splits [B, T, H·K] into heads [B, H, T, K]."""
-        return x.unflatten(2, (-1, self.head_size)).transpose(1, 2)
+        return rearrange(x, "b t (h k) -> b h t k", k=self.head_size)
 
 
 class FeedForward(nn.Module):
@@ -215,7 +216,9 @@ def forward_loss(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]
     inputs, targets = batch
     logits = model(inputs)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten())
+    return F.cross_entropy(
+        rearrange(logits, "b t v -> (b t) v").to(wide), rearrange(targets, "b t -> (b t)")
+    )
 
 
 def flops_per_token(config: ModelConfig) -> int:

@@ -70,7 +70,7 @@ def _is_conv1d_of_transformers(module: nn.Module, plain: type) -> bool:
 
 KINDS = (
     Kind(
-        "recurrent", recurrent.forward, lambda module, _: recurrent_kinds.has_arithmetic(module),
+        "recurrent", recurrent.forward, lambda module, _: recurrent_kinds.is_plain(module),
         recurrent_kinds.LAYERS, names_parameters=True, learns_outputs=True, is_linear=True,
     ),
     Kind(

@@ -334,7 +334,6 @@ def _refuse_packed(handle: LayerState, module: nn.Module, inputs: tuple) -> None
         why = "computes with parameters of its own and"
         if isinstance(module, nn.RNNBase):
             why = "is differentiated in the network's forward and"
-            why = "projects its states (proj_size) and" if module.proj_size else why
         raise ValueError(
             f"{handle.name or 'the network'} ({type(module).__name__}) {why} is given packed "
             "sequences, in which a sample has no rows of its own: give it padded ones, as x, "

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -83,8 +84,8 @@ def train(run: SmallRun, text: Text, marks: Sequence[int], delta: float | None) 
             group["lr"] = learning_rate(step, WARMUP_STEPS, PEAK)
         tokens = sequences.long()
         outputs = model(tokens[:, :-1])
-        targets = tokens[:, 1:].flatten()
-        logits = outputs.flatten(0, 1)
+        targets = rearrange(tokens[:, 1:], "b t -> (b t)")
+        logits = rearrange(outputs, "b t v -> (b t) v")
         criterion(logits, targets, shape=outputs.shape).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -106,7 +107,7 @@ def held_out_loss(network: nn.Module, sequences: Tensor) -> float:
     total = 0.0
     with torch.no_grad():
         for part in sequences.long().split(128):
-            logits = network(part[:, :-1]).flatten(0, 1)
-            targets = part[:, 1:].flatten()
+            logits = rearrange(network(part[:, :-1]), "b t v -> (b t) v")
+            targets = rearrange(part[:, 1:], "b t -> (b t)")
             total += float(cross_entropy(logits, targets, reduction="sum"))
     return total / sequences[:, 1:].numel()

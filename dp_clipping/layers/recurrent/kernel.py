@@ -20,7 +20,7 @@ RUN: dict[str, Any] = {
 }  # fmt: skip
 GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 
-Weights = tuple[Tensor, Tensor | None]
+Weights = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def run(
@@ -36,7 +36,7 @@ def run(
         mode: the mode of `nn.RNNBase`, one of `RUN`.
         gates: X [T, N, D·gates·H], or [tokens, ..] with `batch_sizes`.
         states: first h, and c of an LSTM, [D, N, H], of the gates' dtype.
-        weights: W_hh and b_hh of each direction, detached.
+        weights: W_hh, b_hh and W_hr of each direction, detached.
         batch_sizes: [T] on the host, of packed sequences; see `PackedSequence`.
     """
     device = gates.device.type
@@ -54,14 +54,19 @@ def run(
 def _flat(mode: str, gates: Tensor, weights: Sequence[Weights]) -> list[Tensor]:
     """Returns the weights of all directions, the identity first, as kernels take them."""
     found = []
-    for n, (weight, bias) in enumerate(weights):
+    for n, (weight, bias, projection) in enumerate(weights):
         rows = weight.shape[0]
         identity = gates.new_zeros(rows, gates.shape[-1])
         identity.diagonal(n * rows).fill_(1)
-        biases = () if bias is None else (torch.zeros_like(bias), bias)
-        found += [identity, *(x.to(gates.dtype) for x in (weight, *biases))]
+        given = (weight, None if bias is None else torch.zeros_like(bias), bias, projection)
+        found.append(identity)
+        for x in given:
+            if x is not None:
+                found.append(x.to(gates.dtype))
+    weight, _, projection = weights[0]
     if gates.is_cuda and torch.backends.cudnn.is_acceptable(gates):
-        hidden_size = weights[0][0].shape[0] // GATES[mode]
+        proj_size = 0 if projection is None else projection.shape[0]
+        hidden_size = weight.shape[0] // GATES[mode]
         found = [x.clone() for x in found]  # they get other memory, and parameters keep theirs
-        to_one_buffer_(found, mode, gates.shape[-1], hidden_size, 0, len(weights) == 2)
+        to_one_buffer_(found, mode, gates.shape[-1], hidden_size, proj_size, len(weights) == 2)
     return found

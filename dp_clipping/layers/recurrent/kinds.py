@@ -29,11 +29,6 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
-def has_arithmetic(module: nn.Module) -> bool:
-    """Returns whether `recurrent.module` runs a layer: not an LSTM that projects its states."""
-    return is_plain(module) and not module.proj_size
-
-
 def mode_of(layer: Any) -> str:
     """Returns the mode of a plain layer, as `nn.RNNBase` has it: `"LSTM"`, for example."""
     if isinstance(layer, nn.RNNBase):

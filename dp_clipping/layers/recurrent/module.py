@@ -23,7 +23,7 @@ from dp_clipping.layers.recurrent.packing import Packing
 from dp_clipping.layers.recurrent.recurrence import Enter, Layer, Leave, Part, Run
 from dp_clipping.torch_compat import apply_directly, never_compiled, transforms_run
 
-KINDS = ("weight_ih", "bias_ih", "weight_hh", "bias_hh")
+KINDS = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
 ENTER, LEAVE = apply_directly(Enter), apply_directly(Leave)
 
 
@@ -87,13 +87,9 @@ def _layers_of(
     tokens: Tensor,
     hx: Any,
 ) -> list[Layer]:
-    """Returns the layers with the sites of their parameters.
+    """Returns the layers, kept from an earlier call with such an input and no first states.
 
-    They are kept for calls with such an input, that has a row for each sample and is no DTensor,
-    and no first states.
-
-    Raises:
-        ValueError: parameters are DTensors.
+    They are those of `_layers_anew` where the input has a row for each sample, and is no DTensor.
     """
     is_packed = isinstance(input, PackedSequence)
     key = (Layer, is_packed, tokens.ndim, tokens.dtype, autocast_of(tokens))
@@ -103,19 +99,34 @@ def _layers_of(
         count = int(input.batch_sizes[0]) if is_packed else tokens.shape[place]
         if count == handle.private_step.batch_size:
             return kept
-    sequences, mode = _sequences(self, handle, input, hx), mode_of(self)
-    layers = []
+    sequences = _sequences(self, handle, input, hx)
+    layers = _layers_anew(self, handle, tokens, sequences)
+    if hx is None and sequences.kind == "dimension":
+        handle.sites[key] = layers
+    return layers
+
+
+def _layers_anew(
+    self: nn.RNNBase, handle: LayerState, tokens: Tensor, sequences: Layout
+) -> list[Layer]:
+    """Returns the layers with the sites of their parameters.
+
+    Raises:
+        ValueError: parameters are DTensors.
+    """
+    mode, layers = mode_of(self), []
     for number in range(self.num_layers):
         parts = []
         for direction in ("", "_reverse")[: 2 if self.bidirectional else 1]:
             names = [f"{kind}_l{number}{direction}" for kind in KINDS]
             tensor_parallel.refuse_distributed(handle, *[getattr(self, n, None) for n in names])
-            products = handle.site(Linear, tokens, sequences, (names[0], names[1]))
-            hidden = handle.site(Enter, tokens, sequences, (names[2], names[3]))
-            parts.append(Part(names, products, hidden))
+            parts.append(Part(
+                names,
+                handle.site(Linear, tokens, sequences, (names[0], names[1])),
+                handle.site(Enter, tokens, sequences, (names[2], names[3])),
+                handle.site(Enter, tokens, sequences, (names[4], "")),
+            ))  # fmt: skip
         layers.append(Layer(mode, parts))
-    if hx is None and sequences.kind == "dimension":
-        handle.sites[key] = layers
     return layers
 
 
@@ -185,10 +196,12 @@ def _run(
         own_states = slice(number * count, (number + 1) * count)
         states = [s[own_states].to(together.dtype) for s in first]
     else:
-        shape = (count, x.shape[1], self.hidden_size)
-        states = [together.new_zeros(shape) for _ in range(2 if layer.mode == "LSTM" else 1)]
+        count_of_states = 2 if layer.mode == "LSTM" else 1
+        widths = (self.proj_size or self.hidden_size, self.hidden_size)[:count_of_states]
+        states = [together.new_zeros(count, x.shape[1], width) for width in widths]
     last = _all_steps(layer.mode, together, states, weights, packing)
-    return leave(run, states[0].detach(), *last)
+    h, c = (*map(Tensor.detach, states), None)[:2]
+    return leave(run, h, c, *last)
 
 
 def _all_steps(

@@ -61,3 +61,8 @@ class Packing:
         if self.places is None:
             return states
         return list(map(partial(torch.index_select, dim=1, index=self.places), states))
+
+    def running(self) -> Tensor:
+        """Returns which sequences run in each time step: [T, N, 1]."""
+        times = torch.arange(len(self.batch_sizes), device=self.ends.device)
+        return (times[:, None] <= self.ends)[..., None]

@@ -5,10 +5,13 @@ the gates, and `Leave` after it. In backward `Leave` runs first and saves the st
 steps, then the kernel's backward runs, and `Enter` gets G, the gradient at the gates. Per-sample
 gradients of the weights that the kernel has read are products over the time steps t:
 
-    W_hh    Σ_t k_t h_{t-1}ᵀ    k: gradient of W_hh h + b_hh, which is G. In a GRU the new gate
-    b_hh    Σ_t k_t             multiplies it with the reset gate r: G_n r there
+    W_hh    Σ_t k_t h_{t-1}ᵀ        k: gradient of W_hh h + b_hh, which is G. In a GRU the new gate
+    b_hh    Σ_t k_t                 multiplies it with the reset gate r: G_n r there
+    W_hr    Σ_t g_t (o_t tanh c_t)ᵀ g: gradient of h_t, of an LSTM that projects its states (Sak et
+                                    al. 2014): what comes from outside, and W_hhᵀ k_{t+1}
 
-r is computed again from X and the states: one product for all time steps.
+r, and o and c of an LSTM that projects, are computed again from X and the states: one product for
+all time steps.
 """
 
 from dataclasses import dataclass
@@ -32,13 +35,14 @@ class Part:
     """The parameters of one layer in one direction.
 
     Attributes:
-        names: of W_ih, b_ih, W_hh and b_hh, whether it has them or not.
-        input, hidden: the sites of W_ih and b_ih, and of W_hh and b_hh.
+        names: of W_ih, b_ih, W_hh, b_hh and W_hr, whether it has them or not.
+        input, hidden, projection: the sites of W_ih and b_ih, of W_hh and b_hh, and of W_hr.
     """
 
     names: list[str]
     input: Site
     hidden: Site
+    projection: Site
 
 
 class Layer:
@@ -55,8 +59,26 @@ class Layer:
 
     def __init__(self, mode: str, parts: list[Part]):
         self.mode, self.parts = mode, parts
-        self.records = [part.hidden.records[0] for part in parts if part.hidden.records]
-        self.reads_gates = mode == "GRU"
+        sites = [site for part in parts for site in (part.hidden, part.projection)]
+        self.records = [site.records[0] for site in sites if site.records]
+        self.reads_gates = mode == "GRU" or any(part.projection.records for part in parts)
+
+
+@dataclass
+class States:
+    """Outputs, first states and output gradients of a run: [T, N, D·H] and [D, N, H].
+
+    Attributes:
+        outputs: h of all time steps.
+        h, c: the first ones.
+        of_outputs, of_last: gradients of `outputs` and of the last h; None: there is none.
+    """
+
+    outputs: Tensor
+    h: Tensor
+    c: Tensor | None
+    of_outputs: Tensor | None
+    of_last: Tensor | None
 
 
 class Run:
@@ -70,58 +92,116 @@ class Run:
 
     def __init__(self, layer: Layer, private_step: Any, packing: Packing | None):
         self.layer, self.private_step, self.packing = layer, private_step, packing
-        # h of all time steps [T, N, D·H], and the first ones [D, N, H], between the two backwards
-        self.states: tuple[Tensor, Tensor] | None = None
+        self.states: States | None = None  # between the two backwards
 
     def announce(self, gates: Tensor, weights: list[Weights]) -> None:
         """Tells the step which products the kernel will compute; `gates`: X of one direction."""
-        for part, (weight, _) in zip(self.layer.parts, weights, strict=True):
-            if part.hidden.planned is not None:
-                shape = torch.Size((*gates.shape[:2], weight.shape[1]))
-                call = (part.hidden.planned, shape, gates.dtype, weight.shape[0])
-                self.private_step.plans.calls.append(call)
+        for part, (weight, _, projection) in zip(self.layer.parts, weights, strict=True):
+            for site, factor in ((part.hidden, weight), (part.projection, projection)):
+                if site.planned is not None and factor is not None:
+                    shape = torch.Size((*gates.shape[:2], factor.shape[1]))
+                    call = (site.planned, shape, gates.dtype, factor.shape[0])
+                    self.private_step.plans.calls.append(call)
 
     def deliver(self, g: Tensor, gates: Tensor | None, weights: list[Any]) -> None:
         """Leaves the factors that G [T, N, D·gates·H] and the states give.
 
         Args:
             gates: X, if the layer reads it.
-            weights: then also W_hh and b_hh of each direction, of the dtype of G.
+            weights: then also W_hh, b_hh and W_hr of each direction, of the dtype of G.
         """
-        assert self.states is not None, "Leave's backward comes before Enter's"
-        (outputs, first), self.states = self.states, None
-        count = len(self.layer.parts)
-        for n, part in enumerate(self.layer.parts):
-            hidden, k = part.hidden, g.chunk(count, 2)[n]
-            if not hidden.records:
-                continue
-            before = self._before(outputs.chunk(count, 2)[n], first[n], reverse=bool(n))
-            if gates is not None:
-                k = _of_hidden(k, gates.chunk(count, 2)[n], before, *weights[2 * n : 2 * n + 2])
-            self.private_step.take(LINEAR, hidden.records, (k, before, hidden), (k, before))
+        states, self.states = self.states, None
+        assert states is not None, "Leave's backward comes before Enter's"
+        parts = self.layer.parts
+        for n, part in enumerate(parts):
+            one = Direction(self, part, bool(n), states, weights[3 * n : 3 * n + 3])
+            rows = None if gates is None else gates.chunk(len(parts), 2)[n]
+            one.deliver(g.chunk(len(parts), 2)[n], rows)
 
-    def _before(self, outputs: Tensor, first: Tensor, reverse: bool) -> Tensor:
-        """Returns the state [T, N, H] before each time step of one direction."""
-        if not reverse:
-            return torch.cat([first[None], outputs[:-1]])
-        if self.packing is None:
-            return torch.cat([outputs[1:], first[None]])
-        before = F.pad(outputs[1:], (0, 0, 0, 0, 0, 1))
-        before[self.packing.ends, torch.arange(len(first), device=first.device)] = first
+
+class Direction:
+    """One direction of a run in its backward: G, X [T, N, gates·H] and h [T, N, H] are its own."""
+
+    def __init__(self, run: Run, part: Part, reverse: bool, states: States, weights: list[Any]):
+        self.run, self.part, self.reverse, self.states = run, part, reverse, states
+        self.weights = weights
+        self.h = states.h[int(reverse)]
+        self.outputs = self._own(states.outputs)
+
+    def _own(self, x: Tensor) -> Tensor:
+        return x.chunk(self.states.h.shape[0], 2)[int(self.reverse)]
+
+    def deliver(self, g: Tensor, gates: Any) -> None:
+        hidden, projection = self.part.hidden, self.part.projection
+        before, private_step = self._before(), self.run.private_step
+        k = self._of_hidden(g, gates, before) if self.run.layer.mode == "GRU" else g
+        if hidden.records:
+            private_step.take(LINEAR, hidden.records, (k, before, hidden), (k, before))
+        if projection.records:
+            of_outputs, inner = self._of_outputs(k), self._unprojected(gates, before)
+            own = (of_outputs, inner, projection)
+            private_step.take(LINEAR, projection.records, own, (of_outputs, inner))
+
+    def _before(self) -> Tensor:
+        """Returns the state before each time step."""
+        if not self.reverse:
+            return torch.cat([self.h[None], self.outputs[:-1]])
+        packing = self.run.packing
+        if packing is None:
+            return torch.cat([self.outputs[1:], self.h[None]])
+        before = F.pad(self.outputs[1:], (0, 0, 0, 0, 0, 1))
+        before[packing.ends, torch.arange(len(self.h), device=self.h.device)] = self.h
         return before
 
+    def _of_hidden(self, g: Tensor, gates: Tensor, before: Tensor) -> Tensor:
+        """Returns the gradient of W_hh h + b_hh in a GRU."""
+        width = before.shape[2]
+        reset = self._activations(gates, before, slice(0, width)).sigmoid_()
+        k = g.clone()
+        k[..., 2 * width :].mul_(reset)
+        return k
 
-def _of_hidden(
-    g: Tensor, gates: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Returns the gradient of W_hh h + b_hh in a GRU, of G and X of one direction."""
-    width = before.shape[2]
-    bias = None if bias is None else bias[:width]
-    wide = accumulation_dtype(gates.dtype)
-    reset = F.linear(before, weight[:width], bias).to(wide) + gates[..., :width]
-    k = g.clone()
-    k[..., 2 * width :].mul_(reset.sigmoid_())
-    return k
+    def _activations(self, gates: Tensor, before: Tensor, own: slice) -> Tensor:
+        """Returns X + W_hh h + b_hh of some gates, wide."""
+        weight, bias, _ = self.weights
+        bias = None if bias is None else bias[own]
+        wide = accumulation_dtype(gates.dtype)
+        return F.linear(before, weight[own], bias).to(wide) + gates[..., own]
+
+    def _unprojected(self, gates: Tensor, before: Tensor) -> Tensor:
+        """Returns o tanh(c) of all time steps."""
+        admit, keep, new, out = self._activations(gates, before, slice(None)).chunk(4, 2)
+        keep, added = keep.sigmoid(), admit.sigmoid() * new.tanh()
+        packing = self.run.packing
+        if packing is not None:  # states stay as they are where a sequence has not begun
+            running = packing.running()
+            keep, added = keep.masked_fill(~running, 1), added.masked_fill(~running, 0)
+        first: Any = self.states.c
+        c = first[int(self.reverse)].to(keep.dtype)
+        cells = torch.empty_like(keep)
+        times = range(len(keep))
+        for t in reversed(times) if self.reverse else times:
+            c = torch.addcmul(added[t], keep[t], c, out=cells[t])
+        return (out.sigmoid() * cells.tanh()).to(gates.dtype)
+
+    def _of_outputs(self, k: Tensor) -> Tensor:
+        """Returns the gradient of each h: what comes from outside, and from the next time step."""
+        following = k @ self.weights[0]
+        if self.reverse:
+            g = F.pad(following[:-1], (0, 0, 0, 0, 1, 0))
+        else:
+            g = F.pad(following[1:], (0, 0, 0, 0, 0, 1))
+        if self.states.of_outputs is not None:
+            g += self._own(self.states.of_outputs)
+        packing = self.run.packing
+        if self.states.of_last is not None:
+            of_last = self.states.of_last[int(self.reverse)]
+            if self.reverse or packing is None:
+                g[0 if self.reverse else -1] += of_last
+            else:
+                sequences = torch.arange(len(of_last), device=of_last.device)
+                g[packing.ends, sequences] += of_last
+        return g if packing is None else g.masked_fill_(~packing.running(), 0)
 
 
 class Enter(torch.autograd.Function):
@@ -129,7 +209,7 @@ class Enter(torch.autograd.Function):
 
     Args:
         gates: X [T, N, D·gates·H].
-        weights: W_hh and b_hh of each direction, detached.
+        weights: W_hh, b_hh and W_hr of each direction, detached.
         triggers: inputs that make autograd come here.
     """
 
@@ -158,16 +238,16 @@ class Leave(torch.autograd.Function):
     """The states, behind the kernel: [T, N, D·H], and the last h, and c of an LSTM.
 
     Args:
-        h: the first one, detached.
+        h, c: the first ones, detached; c is None but for an LSTM.
     """
 
     @staticmethod
-    def forward(ctx, run: Run, h, outputs, *last):
+    def forward(ctx, run: Run, h, c, outputs, *last):
         ctx.run = run
-        ctx.to_save, ctx.materialize_grads = (outputs, h), False  # as in `Enter`
+        ctx.to_save, ctx.materialize_grads = (outputs, h, c), False  # as in `Enter`
         return outputs, *last
 
     @staticmethod
-    def backward(ctx, *gradients):
-        ctx.run.states = ctx.saved_tensors
-        return None, None, *gradients
+    def backward(ctx, gy, gh, *rest):
+        ctx.run.states = States(*ctx.saved_tensors, gy, gh)
+        return None, None, None, gy, gh, *rest

@@ -473,7 +473,7 @@ CONVOLUTIONS = [
 ]  # fmt: skip
 RECURRENT = [
     R("lstm", lambda: nn.LSTM(4, 5), (6, 4), time_first),
-    R("lstm_all", lambda: nn.LSTM(4, 5, 2, batch_first=True, bidirectional=True),
+    R("lstm_all", lambda: nn.LSTM(4, 5, 2, batch_first=True, bidirectional=True, proj_size=3),
       (6, 4), with_states),
     R("lstm_projected_no_bias", lambda: nn.LSTM(4, 5, bias=False, proj_size=2), (6, 4), time_first),
     R("lstm_packed", lambda: nn.LSTM(4, 5, batch_first=True), (6, 4), packed),

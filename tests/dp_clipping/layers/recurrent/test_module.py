@@ -146,14 +146,3 @@ def test_dropout_between_layers():
     outputs = model(x)
     assert layer.dropout == 0.5
     assert not torch.allclose(outputs, model(x))
-
-
-def test_projected_states_take_no_packed_sequences():
-    def run(net: zoo.Net, x: Tensor) -> Tensor:
-        lengths = 1 + (x[:, 1:, 0] > 0).sum(1)
-        given = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return net.a(given)[1][0][0]
-
-    network = zoo.Net(run, a=nn.LSTM(P, H, batch_first=True, proj_size=2))
-    with pytest.raises(ValueError, match=r"a \(LSTM\) projects its states .* give it padded ones"):
-        clipped_sums(private(network), zoo.numbers(4, T, P, out=(2,)), zoo.product)
