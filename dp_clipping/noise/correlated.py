@@ -155,7 +155,7 @@ def _rests(steps: int) -> Iterator[float]:
 
 
 def _kept(weights: tuple[float, ...], steps: int, batches: int) -> float:
-    """Returns the sum of squares of what sums of 1, ..., n steps keep of noise of μ = 1: s²‖AW‖²."""
+    """Returns the squares of what sums of 1, ..., n steps keep of noise of μ = 1: s²‖AW‖²."""
     moved = _moved(weights, steps, batches)
     column = np.zeros(steps)
     column[: len(weights)] = weights[:steps]

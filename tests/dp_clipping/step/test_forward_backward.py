@@ -15,6 +15,7 @@ from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.torch_compat import hooks_of
 from tests.dp_clipping.conftest import assert_exact, private, private_loss
+from tests.dp_clipping.guard.test_lengths import CLASSES, REFUSED, WORDS, in_autocast, train
 from tests.support import zoo
 
 
@@ -166,6 +167,41 @@ def test_a_packed_sequence_is_an_argument(place, is_sorted, batch_first):
     for one, other in zip(network.parameters(), inside.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     assert not hooks_of(network)
+
+
+def test_what_a_backward_changes_is_looked_at():
+    """With the packed sequences of the forward."""
+    network = LastState().double()
+    network.seen = None
+    network.register_buffer("count", torch.zeros(()))
+    model = private(network)
+
+    def step(hook):
+        outputs = model(packed_rows(False))
+        outputs.register_hook(hook)
+        losses = zoo.product(outputs, torch.ones(4, 2))
+        PrivateLoss(model, model.step_state.pending, losses, "sum").backward()
+
+    step(lambda gradient: setattr(network, "seen", gradient.detach()))
+    assert network.seen.shape == (4, 2)
+    with pytest.raises(ValueError, match="a backward changes count: a parameter or a buffer"):
+        step(lambda gradient: network.count.add_(1) and None)
+
+
+class InAutocast(nn.Module):
+    """Reads the last position, and runs in autocast alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, ids):
+        return self.head(self.words(ids).bfloat16())[:, -1]
+
+
+def test_lengths_are_compared_in_the_autocast_of_the_forward():
+    with pytest.raises(ValueError, match=REFUSED):
+        train(InAutocast(), loop=in_autocast)
 
 
 def test_a_compiled_network_refuses_packed_sequences_with_the_call_that_works():
