@@ -35,4 +35,14 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "torch.mv(piece.t(), coefficients, out=total[start : start + width])",
         "torch.mv(piece.t(), coefficients, out=total[start : start // width])",
     ): "an empty output grows where it begins, in the same storage",
+    (
+        "dp_clipping/step/fixed_settings.py",
+        "groups, clip_norms, model.thresholds.clip_norms(), strict=True",
+        "groups, clip_norms, model.thresholds.clip_norms(), strict=False",
+    ): "`Thresholds` refuses all but one threshold per group, for the step and for the next one",
+    (
+        "dp_clipping/step/private_step.py",
+        "@staticmethod",
+        "",
+    ): "PyTorch calls backward as the class's attribute, which is the function either way",
 }
