@@ -420,19 +420,20 @@ class ForwardBackward:
         is_first = reducer.splits_parameters and not self._samples_are_checked
         if is_first:
             reducer.check_same_samples(losses)
-        with self._repacking():  # before the mark, with which later hooks are put back
-            mark = Mark(self._carried.state)
-            try:
-                norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
-            except RuntimeError as error:
-                meaning = recomputation_of(error, (one.kind for one in self.capture.handles))
-                if meaning is None:
-                    raise
-                raise meaning from error
-            self._carried.check(mark, private_step.seen, "a backward")
-        with self.state.refused_together():
-            for check in private_step.checks:
-                check()
+        mark = Mark(self._carried.state)
+        try:
+            norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
+        except RuntimeError as error:
+            meaning = recomputation_of(error, (one.kind for one in self.capture.handles))
+            if meaning is None:
+                raise
+            raise meaning from error
+        if mark.changes():
+            self._carried.check(mark, private_step.seen, "a backward", around=self._repacking)
+        if private_step.checks:
+            with self.state.refused_together():
+                for check in private_step.checks:
+                    check()
         if is_first:
             differ = private_step.work.norms.split.differ
             if differ is not None and bool(differ):
