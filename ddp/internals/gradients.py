@@ -63,6 +63,7 @@ class GradientDtypes:
     def __init__(self, parameters: Sequence[Parameter]):
         self._parameters = parameters
         self._own = [p.grad_dtype for p in parameters]
+        self._is_changed = False
         self.set_least(None)
 
     def set_least(self, least: torch.dtype | None) -> None:
@@ -70,8 +71,15 @@ class GradientDtypes:
         own = [dtype or p.dtype for dtype, p in zip(self._own, self._parameters, strict=True)]
         self.all = own if least is None else [torch.promote_types(dtype, least) for dtype in own]
 
+    def widen(self, i: int, dtype: torch.dtype) -> None:
+        """Makes one gradient wider, until `least` is set."""
+        if self.all[i] != dtype:
+            self.all[i], self._is_changed = dtype, True
+            _give(self._parameters[i], dtype)
+
     def give(self, *indices: int) -> None:
         """Sets `grad_dtype` of these parameters, default all, and converts their gradients."""
+        self._is_changed = True
         for i in indices or range(len(self._parameters)):
             _give(self._parameters[i], self._own[i] if self.least is None else self.all[i])
 
@@ -82,7 +90,7 @@ class GradientDtypes:
 
     def give_back(self) -> None:
         """Sets `grad_dtype` of each parameter to what it was."""
-        if self.least is not None:
+        if self._is_changed:
             for parameter, own in zip(self._parameters, self._own, strict=True):
                 _give(parameter, own)
 
@@ -164,7 +172,11 @@ class Gradients:
             self.reduced.discard(i)
             held = self.stand_ins.get(i, self.parameters[i].grad)
             if held is not None:
-                self.replace(i, self._reduction.share_of(held))
+                self.replace(i, self.share_of(i, held))
+
+    def share_of(self, i: int, held: Tensor) -> Tensor:
+        """Returns this rank's part of reduced gradient `i`, which is in `held`, perhaps in place."""
+        return self._reduction.share_of(held)
 
     def settle(self, i: int) -> None:
         """Notes that a backward has added to `.grad`, which holds this rank's part alone.

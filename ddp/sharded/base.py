@@ -56,4 +56,4 @@ class Sharded(ShardedInterface):
         work.wait()
         if self.reduction.name == "mean" and not self.gradients.can_average:
             own.div_(self.world_size)
-        self.gradients.add(unit, own)
+        unit.gradient = own

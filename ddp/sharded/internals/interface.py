@@ -116,19 +116,10 @@ class ShardedInterface(DataParallel):
     def before_forward(self) -> None:
         self.gradients.free_cleared()
 
-    def before_accumulation(self, i: int) -> None:
-        self.wait_for(self.schedule.bucket_of[i])
-        self.gradients.begin_accumulation(i)
-        self.gradients.make_local(i)
-
-    def after_accumulation(self, i: int) -> None:
-        if self.gradients.kept:
-            self.gradients.end_accumulation(i)
-        super().after_accumulation(i)
-
     def deactivate(self) -> None:
         self.wait_for(*self.schedule.in_flight)
-        self.gradients.hand_over(self.world_size if self.reduction.name == "mean" else 1)
+        with torch.no_grad():
+            self.gradients.make_local(*self.gradients.reduced)
         super().deactivate()
 
     # ---- what the optimizer calls --------------------------------------------------------------
