@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from ddp.internals.unused import tensors_in
 from ddp.sharded.internals.stand_in import refuse_plain, stepping_optimizer
-from ddp.sharded.torch_compat import register_tree
+from ddp.sharded.torch_compat import refuse_writes, register_tree
 from ddp.torch_compat import version_of, without_torch_functions
 
 GONE = (
@@ -42,8 +42,8 @@ UNFIT = (
     "copy values into it, under torch.no_grad()"
 )
 UNLIKE = (
-    "{what} is of shape {shape}, {dtype}, on {device}, and the parameter is not, which fsdp has "
-    "divided among ranks: build a new network and load the wrapper's state_dict() into it"
+    "a value for .data is of shape {shape}, {dtype}, on {device}, and the parameter is not, which "
+    "fsdp has divided among ranks: build a new network and load the wrapper's state_dict() into it"
 )
 
 EXCHANGED = (
@@ -183,11 +183,19 @@ def _divided(cls: type[Parameter]) -> type[Parameter]:
     return made
 
 
-def hide_all(parameters: list[Parameter], places: list[Place], nothing: Tensor) -> None:
-    """Makes parameters stand-ins, whose memory is that of `nothing`, one element."""
+@cache
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns all that C++ sees of stand-ins, one element: it reads NaN, and cannot write."""
+    one = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    refuse_writes(one)
+    return one
+
+
+def hide_all(parameters: list[Parameter], places: list[Place], dtype: torch.dtype) -> None:
+    """Makes parameters stand-ins, which have the memory of one element."""
     for parameter, place in zip(parameters, places, strict=True):
         if not isinstance(parameter, Divided):
-            parameter.data = nothing.expand(parameter.shape)
+            parameter.data = nothing(dtype, parameter.device).expand(parameter.shape)
             parameter.__class__ = _divided(type(parameter))
             parameter._place = place  # type: ignore[attr-defined]  # of its class now
 
@@ -297,13 +305,9 @@ def _assign(parameter: Tensor, value: Tensor) -> None:
         parameter.dtype,
         parameter.device,
     ):
-        raise RuntimeError(unlike("a value for .data", value))
+        shape, dtype, device = list(value.shape), value.dtype, value.device
+        raise RuntimeError(UNLIKE.format(shape=shape, dtype=dtype, device=device))
     parameter.data.copy_(value)
-
-
-def unlike(what: str, value: Tensor) -> str:
-    """Says that a value does not fit the parameter that it is given to."""
-    return UNLIKE.format(what=what, shape=list(value.shape), dtype=value.dtype, device=value.device)
 
 
 class _Gathered(torch.autograd.Function):
