@@ -145,7 +145,7 @@ def _shard_state(
     state = {
         number: {key: _shard(value, parameter) for key, value in values.items()}
         for number, (parameter, values) in entries(
-            state_dict, optimizer.param_groups, names, make
+            state_dict, optimizer.param_groups, names, make, are_cut=False
         ).items()
     }
     return {**state_dict, "state": state}

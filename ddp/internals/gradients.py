@@ -63,7 +63,6 @@ class GradientDtypes:
     def __init__(self, parameters: Sequence[Parameter]):
         self._parameters = parameters
         self._own = [p.grad_dtype for p in parameters]
-        self._is_changed = False
         self.set_least(None)
 
     def set_least(self, least: torch.dtype | None) -> None:
@@ -74,12 +73,11 @@ class GradientDtypes:
     def widen(self, i: int, dtype: torch.dtype) -> None:
         """Makes one gradient wider, until `least` is set."""
         if self.all[i] != dtype:
-            self.all[i], self._is_changed = dtype, True
+            self.all[i] = dtype
             _give(self._parameters[i], dtype)
 
     def give(self, *indices: int) -> None:
         """Sets `grad_dtype` of these parameters, default all, and converts their gradients."""
-        self._is_changed = True
         for i in indices or range(len(self._parameters)):
             _give(self._parameters[i], self._own[i] if self.least is None else self.all[i])
 
@@ -90,9 +88,8 @@ class GradientDtypes:
 
     def give_back(self) -> None:
         """Sets `grad_dtype` of each parameter to what it was."""
-        if self._is_changed:
-            for parameter, own in zip(self._parameters, self._own, strict=True):
-                _give(parameter, own)
+        for parameter, own in zip(self._parameters, self._own, strict=True):
+            _give(parameter, own)
 
 
 def _give(parameter: Parameter, dtype: torch.dtype | None) -> None:
@@ -175,7 +172,7 @@ class Gradients:
                 self.replace(i, self.share_of(i, held))
 
     def share_of(self, i: int, held: Tensor) -> Tensor:
-        """Returns this rank's part of reduced gradient `i`, which is in `held`, perhaps in place."""
+        """Returns this rank's part of reduced gradient `i`, which is `held`, perhaps in place."""
         return self._reduction.share_of(held)
 
     def settle(self, i: int) -> None:
@@ -212,7 +209,7 @@ class Gradients:
         """Makes a reduced stand-in the `.grad`, if a rank has used the parameter."""
         for i, reduced in self.stand_ins.items():
             if i in used:
-                self.parameters[i].grad = reduced.view_as(self.parameters[i])
+                self.parameters[i].grad = reduced
         self.stand_ins.clear()
 
     def restore_strides(self) -> None:

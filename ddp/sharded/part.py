@@ -5,7 +5,7 @@ An ordinary optimizer steps this rank's pieces of a few units, and there are a f
 of its units: `zero1` starts to gather them, so that their transfer runs beside the next one's step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,7 @@ class Part:
 
     Attributes:
         pieces: of each, its unit and the parameter that is stepped: a view of this rank's slice.
+            In the order of the optimizer's groups.
     """
 
     def __init__(
@@ -40,14 +41,21 @@ class Part:
         self.units = units
         self.pieces: list[tuple[FlatUnit, Piece, Parameter]] = []
         groups: Settings = [{**options, "params": []} for options in settings]
-        for unit in units:
-            for piece in unit.pieces:
-                if (number := number_of.get(unit.parameters[piece.member])) is not None:
+        found = [(unit, piece) for unit in units for piece in unit.pieces]
+        for number, group in enumerate(groups):
+            for unit, piece in found:
+                if number_of.get(unit.parameters[piece.member]) == number:
                     own = Parameter(piece.of(unit.shard))
                     own.grad_dtype = None  # any
-                    groups[number]["params"].append(own)
+                    group["params"].append(own)
                     self.pieces.append((unit, piece, own))
         self.optimizer = make(groups)
+
+    def states(self) -> Iterator[tuple[Parameter, dict[str, Any]]]:
+        """Yields the network's parameters of which there is a state, and that of the piece."""
+        for unit, piece, own in self.pieces:
+            if own in self.optimizer.state:
+                yield unit.parameters[piece.member], self.optimizer.state[own]
 
     def take(self, settings: Settings) -> None:
         """Takes the options of the groups, which a schedule may have changed."""

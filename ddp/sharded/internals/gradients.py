@@ -17,7 +17,7 @@ from ddp.sharded.internals.stand_in import StandIn
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.pieces import Piece
 from ddp.sharded.torch_compat import copy_
-from ddp.torch_compat import version_of
+from ddp.torch_compat import version_of, without_torch_functions
 
 
 class DividedGradients(Gradients):
@@ -77,7 +77,8 @@ class DividedGradients(Gradients):
         stand_in = unit.parameters[piece.member].grad
         if unit.gradient is None or stand_in is None:
             return None
-        return _cleared(piece.of(unit.gradient), stand_in)
+        own = piece.of(unit.gradient)
+        return _cleared(own, stand_in) if version_of(stand_in) else own
 
     # ---- before and behind a reduction ---------------------------------------------------------
 
@@ -94,9 +95,12 @@ class DividedGradients(Gradients):
         self.dtypes.widen(i, dtype)
         part = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         if piece is not None:
-            part_of_it = piece.of_parameter(part).copy_(_cleared(piece.of(unit.gradient), held))
+            with without_torch_functions():
+                own = piece.of(unit.gradient)
+                own = _cleared(own, held) if version_of(held) else own
+            own = piece.of_parameter(part).copy_(own)
             if self._reduction.name == "mean":
-                part_of_it.mul_(self._reduction.contributors)
+                own.mul_(self._reduction.contributors)
         return part
 
     def collect(self, unit: FlatUnit, flat: Tensor) -> None:
@@ -106,7 +110,9 @@ class DividedGradients(Gradients):
             gradient = self.parameters[i].grad
             found.append(self.local(i) if gradient is None or i in self.stand_ins else gradient)
         copy_(unit.views(flat), found)
-        for i, stand_in in zip(unit.members, self.stand_ins_for(*unit.members), strict=True):
+        with without_torch_functions():
+            stand_ins = self.stand_ins_for(*unit.members)
+        for i, stand_in in zip(unit.members, stand_ins, strict=True):
             if i in self.stand_ins:
                 self.stand_ins[i] = stand_in
             else:
@@ -127,7 +133,7 @@ class DividedGradients(Gradients):
                 continue
             for piece in unit.pieces:  # a converted stand-in does not tell that it was zeroed
                 if (stand_in := unit.parameters[piece.member].grad) is not None:
-                    _cleared(piece.of(unit.gradient), stand_in, always=True)
+                    _cleared(piece.of(unit.gradient), stand_in)
             unit.gradient = unit.gradient.to(self.reduced_in(unit))
             for i, stand_in in zip(unit.members, self.stand_ins_for(*unit.members), strict=True):
                 if isinstance(self.parameters[i].grad, StandIn):
@@ -141,13 +147,11 @@ class DividedGradients(Gradients):
                 unit.gradient = None
 
 
-def _cleared(own: Tensor, stand_in: Tensor, always: bool = False) -> Tensor:
+def _cleared(own: Tensor, stand_in: Tensor) -> Tensor:
     """Returns a piece of the gradient, made zero if the stand-in was, without waiting for a GPU.
 
     It is NaN where another number was written to the stand-in, of one element.
     """
-    if always or version_of(stand_in):
-        mark = stand_in.as_strided((), ())
-        own.masked_fill_(mark == 0, 0)
-        own.masked_fill_((mark == mark) & (mark != 0), torch.nan)
-    return own
+    mark = stand_in.as_strided((), ())
+    own.masked_fill_(mark == 0, 0)
+    return own.masked_fill_((mark == mark) & (mark != 0), torch.nan)

@@ -28,12 +28,9 @@ NO_COPY = (
 
 def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Returns what changes where a parameter gets other `.data`, of each."""
-    return [
-        (id(x.untyped_storage()), x.storage_offset(), x.stride(), x.size()) for x in tensors
-    ]
+    return [(id(x.untyped_storage()), x.storage_offset(), x.stride(), x.size()) for x in tensors]
 
 
-@torch.no_grad()
 def bind(units: Sequence[Any], frees: bool = False) -> bool:
     """Makes parameters views of their units' values, which take what the parameters hold.
 

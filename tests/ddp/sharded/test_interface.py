@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp import wrap
 from ddp.sharded.internals.interface import STATUS_BYTES
-from ddp.sharded.torch_compat import without_dispatch
+from ddp.torch_compat import without_torch_functions
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets, whole_values
 from tests.support.differences import any_order
@@ -309,7 +309,7 @@ def written_to_one_element(context: Context, name: str) -> None:
     optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
     pair.backward(lambda model, rank: model(numbers(5, seed=0, rank=rank, like=model)).square())
     pair.finish()
-    with without_dispatch():
+    with without_torch_functions():
         pair.model.module.scale.grad.fill_(2.0)
     optimizer.step()
     values = whole_values(pair.model)
