@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ddp.sharded.internals.agreement import BROKEN, FAILED, ToldError, agree, status_of
 from ddp.sharded.internals.elementwise import refuse_not_elementwise
-from ddp.sharded.internals.state import entries, gather_states, load
+from ddp.sharded.internals.state import entries, gather_states, load, states
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.part import Part, Settings
 from ddp.torch_compat import without_torch_functions
@@ -160,7 +160,7 @@ class ShardedOptimizer(Optimizer):
 
     def _show_state(self) -> None:
         """Shows the state of this rank's pieces under the network's parameters."""
-        self.state.update(pair for part in self._parts for pair in part.states())
+        self.state.update(pair for part in self._parts for pair in states(part))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks, in the format of `cls` on one process, on the CPU.
@@ -182,7 +182,7 @@ class ShardedOptimizer(Optimizer):
         """
         # As they were when it was wrapped: inside of `whole_parameters` others are in the network.
         names = dict(zip(self.model.gradients.parameters, self.model.gradients.names, strict=True))
-        found = entries(state_dict, self.param_groups, names, self._make)
+        found = entries(state_dict, self.param_groups, names)
         super().load_state_dict({**state_dict, "state": {}})
         self._broken = ""
         for part in self._parts:

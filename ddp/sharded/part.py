@@ -5,7 +5,7 @@ An ordinary optimizer steps this rank's pieces of a few units, and there are a f
 of its units: `zero1` starts to gather them, so that their transfer runs beside the next one's step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -50,12 +50,6 @@ class Part:
                     group["params"].append(own)
                     self.pieces.append((unit, piece, own))
         self.optimizer = make(groups)
-
-    def states(self) -> Iterator[tuple[Parameter, dict[str, Any]]]:
-        """Yields the network's parameters of which there is a state, and that of the piece."""
-        for unit, piece, own in self.pieces:
-            if own in self.optimizer.state:
-                yield unit.parameters[piece.member], self.optimizer.state[own]
 
     def take(self, settings: Settings) -> None:
         """Takes the options of the groups, which a schedule may have changed."""

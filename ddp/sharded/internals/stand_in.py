@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp.internals.unused import tensors_in
@@ -71,14 +72,17 @@ class StandIn(Tensor):
 
         Raises:
             RuntimeError: if it takes a norm, communicates, writes anything but zeros to all
-                elements, or is a plain optimizer's.
+                elements, or is a plain optimizer's: that writes what follows from the values to
+                other tensors, or joins them with a parameter.
         """
         communicates, name, kwargs = is_collective(func), name_of(func), kwargs or {}
         with without_torch_functions():
-            if name != "__get__" and (optimizer := stepping_optimizer()):
-                found = tensors_in((args, kwargs))
-                refuse_plain(next(x for x in found if isinstance(x, StandIn)), optimizer)
-            targets = [x for x in written_by(func, args, kwargs) if isinstance(x, StandIn)]
+            found, written = list(tensors_in((args, kwargs))), list(written_by(func, args, kwargs))
+            targets = [x for x in written if isinstance(x, StandIn)]
+            joins_one = any(isinstance(x, Parameter) for x in found)
+            if len(targets) < len(written) or joins_one:
+                if optimizer := stepping_optimizer():
+                    refuse_plain(next(x for x in found if isinstance(x, StandIn)), optimizer)
             clears = name in CLEARING and (name != "fill_" or _is_zero(args[1]))
             is_part = any(x.of is not None and x.numel() != x.of.numel() for x in targets)
             is_written = bool(targets) and (not clears or is_part)

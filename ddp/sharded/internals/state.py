@@ -5,7 +5,7 @@ between numbers of ranks and to and from a plain optimizer.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from ddp.internals.ranks import gather
 from ddp.sharded.part import Part
 from ddp.sharded.pieces import Piece
 
-IMPLEMENTATIONS = ("capturable", "foreach", "fused")
 SHOWN = 8  # names in a message
 
 Entries = dict[int, tuple[Parameter, dict[str, Any]]]
@@ -30,7 +28,6 @@ def entries(
     state_dict: dict[str, Any],
     groups: Sequence[dict[str, Any]],
     names: dict[Parameter, str],
-    make: Callable[..., Optimizer],
     are_cut: bool = True,
 ) -> Entries:
     """Returns the entries of a whole state, checked, with the parameters they belong to.
@@ -38,12 +35,12 @@ def entries(
     Args:
         groups: the parameter groups of the optimizer that loads it.
         names: of its parameters.
-        make: makes another optimizer of its kind, from parameter groups.
-        are_cut: values that are not one number must have the shape of their parameter.
+        are_cut: values have the parameter's shape, or are one number; else they have as many
+            dimensions.
 
     Raises:
-        ValueError: for an entry of no parameter, and for values that do not fit a parameter; what
-            a value must be is found by a step of such an optimizer.
+        ValueError: for an entry of no parameter, and for values that do not fit a parameter; one
+            number does not where another parameter has a tensor.
     """
     saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
     mine = list(chain.from_iterable(group["params"] for group in groups))
@@ -55,57 +52,35 @@ def entries(
             f"its param_groups. The parameters are {', '.join(shown)}"
             f"{', ...' if len(parameter_of) > SHOWN else ''}"
         )
-    kinds = _kinds(state_dict["param_groups"], make)
+    state = state_dict["state"]
+    pairs = [pair for values in state.values() for pair in values.items()]
+    elementwise = {key for key, x in pairs if isinstance(x, Tensor) and x.dim() > 0} - {"step"}
     found = {}
-    for number, values in state_dict["state"].items():
+    for number, values in state.items():
         if (parameter := parameter_of.get(number)) is not None:
             for key, value in values.items():
-                kind = kinds.get(key)
-                if kind is None and are_cut and isinstance(value, Tensor):
-                    kind = not _is_number(key, value, parameter)
-                _check(key, value, parameter, names[parameter], kind)
+                if value is not None:
+                    _check(key, value, parameter, names[parameter], key in elementwise, are_cut)
             found[number] = (parameter, values)
     return found
 
 
-def told_to_train(optimizer: Optimizer) -> Optimizer:
-    """Calls `optimizer.train()` where there is one, as a schedule-free optimizer has it."""
-    if callable(train := getattr(optimizer, "train", None)):
-        train()
-    return optimizer
-
-
-def _kinds(groups: Sequence[dict[str, Any]], make: Callable[..., Optimizer]) -> dict[str, bool]:
-    """Returns key -> whether its value is elementwise (True) or one number (False)."""
-    kinds: dict[str, bool] = {}
-    for group in groups:
-        parameter = Parameter(torch.ones(2, 3))
-        parameter.grad = torch.ones(2, 3)
-        try:
-            settings = {k: v for k, v in group.items() if k not in (*IMPLEMENTATIONS, "params")}
-            optimizer = told_to_train(make([{**settings, "params": [parameter]}]))
-            optimizer.step()
-        except Exception:  # wants a closure, other tensors: nothing is known
-            continue
-        for key, value in optimizer.state[parameter].items():
-            shape = value.shape if isinstance(value, Tensor) else None
-            if shape == parameter.shape or shape == ():
-                kinds[key] = shape == parameter.shape
-    return kinds
-
-
-def _check(key: str, value: Any, parameter: Tensor, name: str, elementwise: bool | None) -> None:
+def _check(
+    key: str, value: Any, parameter: Tensor, name: str, is_elementwise: bool, is_cut: bool
+) -> None:
     shape = list(value.shape) if isinstance(value, Tensor) else None
-    if elementwise:
-        fits = value is None or shape == list(parameter.shape)
+    if is_elementwise and is_cut:
+        fits = shape == list(parameter.shape)
+    elif is_elementwise:
+        fits = shape is not None and len(shape) == parameter.dim()
     else:
-        fits = elementwise is None or shape in (None, [])
+        fits = shape is None or value.numel() == 1
     if not fits:
-        is_now = type(value).__name__ if shape is None else shape
-        wanted = "one of its shape" if elementwise else "one number"
         raise ValueError(
-            f"load_state_dict: the optimizer's state is of another network: {key} is {is_now} for "
-            f"a parameter {list(parameter.shape)}, {name}, in place of {wanted}"
+            f"load_state_dict: the optimizer's state is of another network: {key} is "
+            f"{type(value).__name__ if shape is None else shape} for a parameter "
+            f"{list(parameter.shape)}, {name}, in place of "
+            f"{'one of its shape' if is_elementwise else 'one number'}"
         )
 
 
@@ -137,6 +112,13 @@ def _is_number(key: str, value: Tensor, parameter: Tensor) -> bool:
     return key == "step" or (value.dim() == 0 and parameter.dim() > 0)
 
 
+def states(part: Part) -> Iterator[tuple[Parameter, dict[str, Any]]]:
+    """Yields the network's parameters of which a part has a state, and that of its piece."""
+    for unit, piece, own in part.pieces:
+        if own in part.optimizer.state:
+            yield unit.parameters[piece.member], part.optimizer.state[own]
+
+
 def gather_states(parts: Sequence[Part]) -> defaultdict[Tensor, Any]:
     """Returns the state of all ranks under the network's parameters; a collective call."""
     units = [unit for part in parts for unit in part.units]
@@ -145,7 +127,7 @@ def gather_states(parts: Sequence[Part]) -> defaultdict[Tensor, Any]:
     own = {
         (number_of[parameter], key): value
         for part in parts
-        for parameter, values in part.states()
+        for parameter, values in states(part)
         for key, value in values.items()
     }
     pieces: dict[tuple[int, str], list[Any]] = {}  # a value's, of the ranks in order

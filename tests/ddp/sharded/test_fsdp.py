@@ -395,9 +395,10 @@ def test_a_plain_optimizer_is_refused(context: Context) -> None:
     pair.step()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @on_ranks(2)
-def test_a_gradient_that_is_cleared_behind_no_sync(context: Context) -> None:
-    """A gradient of before, which a backward under `no_sync` was added to, is set to None."""
+def test_a_gradient_that_is_cleared_behind_no_sync(context: Context, set_to_none: bool) -> None:
+    """A gradient of before, which a backward under `no_sync` was added to, is cleared with it."""
     torch.manual_seed(0)
     pair = Pair(context, Network())
     for step in range(2):
@@ -405,7 +406,7 @@ def test_a_gradient_that_is_cleared_behind_no_sync(context: Context) -> None:
         pair.model.finish_gradient_synchronization()
         with pair.model.no_sync():
             loss_of(pair.model, step + 1, context.rank).backward()
-        pair.model.zero_grad(set_to_none=True)
+        pair.model.zero_grad(set_to_none=set_to_none)
         pair.backward(step + 2)
         pair.finish()
         pair.step()
