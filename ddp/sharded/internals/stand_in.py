@@ -80,9 +80,9 @@ class StandIn(Tensor):
             found, written = list(tensors_in((args, kwargs))), list(written_by(func, args, kwargs))
             targets = [x for x in written if isinstance(x, StandIn)]
             joins_one = any(isinstance(x, Parameter) for x in found)
-            if len(targets) < len(written) or joins_one:
-                if optimizer := stepping_optimizer():
-                    refuse_plain(next(x for x in found if isinstance(x, StandIn)), optimizer)
+            is_used = len(targets) < len(written) or joins_one
+            if is_used and (optimizer := stepping_optimizer()):
+                refuse_plain(next(x for x in found if isinstance(x, StandIn)), optimizer)
             clears = name in CLEARING and (name != "fill_" or _is_zero(args[1]))
             is_part = any(x.of is not None and x.numel() != x.of.numel() for x in targets)
             is_written = bool(targets) and (not clears or is_part)

@@ -12,8 +12,13 @@ from ddp.sharded.base import Sharded
 from ddp.sharded.internals.agreement import NOT_THE_SAME, add_note, agree
 from ddp.sharded.internals.blocks import Block, call_around, cast
 from ddp.sharded.internals.call_order import CallOrder, Progress, WayBack
+from ddp.sharded.torch_compat import in_transform
 from ddp.torch_compat import in_backward, own, without_torch_functions
 
+IN_TRANSFORM = (
+    "a forward of a network that fsdp has divided, inside of a transform of torch.func, where it "
+    "cannot gather parameters: call the transform inside of `with model.whole_parameters():`"
+)
 INSIDE = (
     "{what} inside of whole_parameters(), where other tensors are in the network: take them from "
     "model.parameters() inside of it"
@@ -154,6 +159,8 @@ class DividedInterface(Sharded):
 
     def agree_on_forward(self, act: str) -> None:
         """Returns once all ranks begin such a forward; others may be in a step or evaluate."""
+        if in_transform():
+            raise RuntimeError(IN_TRANSFORM)
         self.end_calls()
         self.progress.way_back.complete(self.start)
         if not self.progress.is_ahead:

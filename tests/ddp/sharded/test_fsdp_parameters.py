@@ -471,7 +471,10 @@ def memory(context: Context) -> None:
         (in_transform, lambda: torch.func.jacrev(torch.sum)(weight)),
         ("arguments of a function of torch.func", lambda: torch.func.hessian(torch.exp)(scale)),
         ("arguments of a function of torch.func", lambda: of_network(network)),
-        ("would mutate a captured", lambda: torch.func.grad(lambda x: pair.model(x).sum())(x)),
+        (
+            "forward of a network that fsdp has divided, inside of a transform",
+            lambda: torch.func.grad(lambda x: pair.model(x).sum())(x),
+        ),
         (in_collective, lambda: dist.broadcast(scale.data, 0, group)),
         (in_collective, lambda: dist.all_reduce(bias, group=group)),
         (in_collective, lambda: dist.all_gather([one, one], scale.data, group=group)),
