@@ -27,7 +27,7 @@ _OPERATORS = "add sub mul truediv div floordiv mod pow and or xor"
 WRITES = frozenset(["__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())])
 CLEARING = frozenset(["zero_", "_foreach_zero_", "fill_", "detach_", "requires_grad_"])
 READS_HOST = frozenset(["numpy", "tolist"])
-COLLECTIVES = "torch.distributed.distributed_c10d"  # the module of these
+COLLECTIVES = "torch.distributed.distributed_c10d"  # the module that has them
 
 
 def name_of(func: Any) -> str:
@@ -43,6 +43,8 @@ def written_by(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     """Returns the tensors that a function of PyTorch writes to, by its name."""
     name = name_of(func)
     is_in_place = name in WRITES or (name.endswith("_") and not name.endswith("__"))
+    if name == "__set__":
+        is_in_place = getattr(func.__self__, "__name__", "data") == "data"
     return tensors_in(first_of(args, kwargs) if is_in_place else kwargs.get("out"))
 
 
@@ -54,7 +56,7 @@ def is_collective(func: Any) -> bool:
     frame = inspect.currentframe()
     frame = frame and frame.f_back and frame.f_back.f_back
     caller = "" if frame is None else frame.f_globals.get("__name__", "")
-    return COLLECTIVES in (caller, getattr(func, "__module__", ""))
+    return caller == COLLECTIVES or "c10d" in (getattr(func, "__module__", None) or "")
 
 
 class StandIn(Tensor):

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 
 from ddp import wrap
@@ -88,6 +89,7 @@ def test_views_of_divided_gradients(context: Context, name: str) -> None:
                 lambda g: g.fill_(3.0),
                 lambda g: torch.frexp(torch.ones_like(g), out=(g.data, g.int())),
                 lambda g: dist.all_reduce(g, group=context.group),
+                lambda g: functional.all_reduce(g, "sum", context.group),
             ):
                 with pytest.raises(RuntimeError, match="gradients are divided among ranks"):
                     write(p.grad)
