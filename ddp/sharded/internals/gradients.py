@@ -92,7 +92,8 @@ class DividedGradients(Gradients):
         (unit, piece), parameter = self._owned[i], self.parameters[i]
         assert unit.gradient is not None  # as `held` says
         dtype = torch.promote_types(self.dtypes.all[i], unit.gradient.dtype)
-        self.dtypes.widen(i, dtype)
+        if i not in self.stand_ins:
+            self.dtypes.widen(i, dtype)
         part = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         if piece is not None:
             with without_torch_functions():
@@ -110,6 +111,7 @@ class DividedGradients(Gradients):
             gradient = self.parameters[i].grad
             found.append(self.local(i) if gradient is None or i in self.stand_ins else gradient)
         copy_(unit.views(flat), found)
+        self.dtypes.narrow(unit.members)
         with without_torch_functions():
             stand_ins = self.stand_ins_for(*unit.members)
         for i, stand_in in zip(unit.members, stand_ins, strict=True):

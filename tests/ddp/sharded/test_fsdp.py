@@ -410,3 +410,18 @@ def test_a_gradient_that_is_cleared_behind_no_sync(context: Context, set_to_none
         pair.backward(step + 2)
         pair.finish()
         pair.step()
+
+
+@on_ranks(2)
+def test_graphs_that_are_older_than_a_sum_of_16_bit_gradients(context: Context) -> None:
+    """A sum of two backwards is float32; one that begins anew is of the type of its graph."""
+    pair = Pair(context, Network(), param_dtype=torch.bfloat16)
+    losses = [loss_of(pair.model, seed, context.rank) for seed in range(3)]
+    for loss in losses[:2]:
+        loss.backward()
+    pair.model.finish_gradient_synchronization()
+    assert all(p.grad.dtype == torch.bfloat16 for p in pair.model.parameters())
+    pair.model.zero_grad()
+    losses[2].backward()
+    pair.reference_backward(2)
+    pair.finish(error=1e-2)
