@@ -63,28 +63,26 @@ class GradientDtypes:
     def __init__(self, parameters: Sequence[Parameter]):
         self._parameters = parameters
         self._own = [p.grad_dtype for p in parameters]
-        self._wide: set[int] = set()
         self.set_least(None)
 
     def set_least(self, least: torch.dtype | None) -> None:
         self.least = least
+        self._narrow: dict[int, torch.dtype] = {}  # of those that are wider
         own = [dtype or p.dtype for dtype, p in zip(self._own, self._parameters, strict=True)]
         self.all = own if least is None else [torch.promote_types(dtype, least) for dtype in own]
 
     def widen(self, i: int, dtype: torch.dtype) -> None:
         """Makes one gradient wider, until `narrow` is called of it."""
         if self.all[i] != dtype:
+            self._narrow.setdefault(i, self.all[i])
             self.all[i] = dtype
-            self._wide.add(i)
             _give(self._parameters[i], dtype)
 
     def narrow(self, indices: Iterable[int]) -> None:
         """Takes `widen` back."""
-        for i in self._wide.intersection(indices):
-            self._wide.discard(i)
-            dtype, least = self._own[i] or self._parameters[i].dtype, self.least
-            self.all[i] = dtype if least is None else torch.promote_types(dtype, least)
-            _give(self._parameters[i], self._own[i] if least is None else self.all[i])
+        for i in self._narrow.keys() & indices:
+            self.all[i] = self._narrow.pop(i)
+            self.give(i)
 
     def give(self, *indices: int) -> None:
         """Sets `grad_dtype` of these parameters, default all, and converts their gradients."""
