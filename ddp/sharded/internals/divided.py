@@ -51,7 +51,6 @@ UNLIKE = (
     "a value for .data is of shape {shape}, {dtype}, on {device}, and the parameter is not, which "
     "fsdp has divided among ranks: build a new network and load the wrapper's state_dict() into it"
 )
-
 EXCHANGED = (
     "{name} was exchanged for another tensor, as by torch.utils.swap_tensors(), where this rank "
     "has a slice of it: copy values into it, under torch.no_grad()"
@@ -140,10 +139,9 @@ class Divided(Tensor):
         raise RuntimeError(LEAVES.format(name=self._place.name, function="as_subclass"))
 
     def __deepcopy__(self, memo: dict) -> Tensor:
-        values = self.detach().clone()
-        new = values
+        new = self.detach().clone()
         if isinstance(self, Parameter):
-            new = type(self).__mro__[2](values, requires_grad=self.requires_grad)
+            new = type(self).__mro__[2](new, requires_grad=self.requires_grad)
         memo[id(self)] = new
         return new
 
@@ -287,13 +285,9 @@ def _keep(place: Place, whole: Tensor, before: tuple[int, torch.Size, int], what
 
 def _assign(parameter: Tensor, value: Tensor) -> None:
     """Does what `parameter.data = value` does, by a copy."""
-    if (value.shape, value.dtype, value.device) != (
-        parameter.shape,
-        parameter.dtype,
-        parameter.device,
-    ):
-        shape, dtype, device = list(value.shape), value.dtype, value.device
-        raise RuntimeError(UNLIKE.format(shape=shape, dtype=dtype, device=device))
+    shape, dtype, device = value.shape, value.dtype, value.device
+    if (shape, dtype, device) != (parameter.shape, parameter.dtype, parameter.device):
+        raise RuntimeError(UNLIKE.format(shape=list(shape), dtype=dtype, device=device))
     parameter.data.copy_(value)
 
 
