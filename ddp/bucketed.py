@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ddp.base import DataParallel
 from ddp.buckets import Bucket, Gradient
-from ddp.internals.options import mebibytes
+from ddp.internals.interface import mebibytes
 
 
 @dataclass

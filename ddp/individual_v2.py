@@ -16,7 +16,7 @@ from torch import nn
 
 from ddp.base import DataParallel
 from ddp.buckets import Bucket
-from ddp.internals.options import mebibytes
+from ddp.internals.interface import mebibytes
 from ddp.torch_compat import coalesced_all_reduce
 
 

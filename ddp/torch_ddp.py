@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp.base import DataParallel
-from ddp.internals.interface import trainable
-from ddp.internals.options import mebibytes
+from ddp.internals.interface import mebibytes, trainable
 from ddp.synchronous import SynchronousDDP
 from ddp.torch_compat import ddp_record
 

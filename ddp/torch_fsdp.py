@@ -84,10 +84,9 @@ class TorchFSDP(nn.Module):
         self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
     ) -> Optimizer:
         """Returns an optimizer over the DTensors, with a whole `state_dict` on every rank."""
-        make = partial(cls, **options)
-        optimizer = make(trainable(self.module) if params is None else params)
+        optimizer = cls(trainable(self.module) if params is None else params, **options)
         optimizer.register_state_dict_post_hook(_gather_state)
-        shard = partial(_shard_state, names=full_names(self.module), make=make)
+        shard = partial(_shard_state, names=full_names(self.module))
         optimizer.register_load_state_dict_pre_hook(shard)
         return optimizer
 
@@ -140,12 +139,11 @@ def _shard_state(
     optimizer: Optimizer,
     state_dict: dict[str, Any],
     names: dict[Parameter, str],
-    make: Callable[..., Optimizer],
 ) -> dict[str, Any]:
     state = {
         number: {key: _shard(value, parameter) for key, value in values.items()}
         for number, (parameter, values) in entries(
-            state_dict, optimizer.param_groups, names, make
+            state_dict, optimizer.param_groups, names, are_cut=False
         ).items()
     }
     return {**state_dict, "state": state}

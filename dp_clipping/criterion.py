@@ -103,7 +103,7 @@ class PrivateCriterion(nn.Module):
         """Returns the losses of samples, of a batch in mode `no_dp`."""
         ticket = self.model.step_state.ticket
         real = losses[: ticket.real_of(len(losses))]
-        fill = ticket.fill_of(len(real), None)
+        fill = ticket.fill_of(len(real))
         return real if fill is None else real[~fill.to(real.device)]
 
     def for_model(self, model: Any) -> "PrivateCriterion":

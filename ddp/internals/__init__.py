@@ -12,6 +12,5 @@ A first reading can skip them.
 - watch.py: parameters that change when they must not
 - ownership.py: several wrappers of one network
 - copies.py: copies and pickles
-- options.py: checks of options
 - rounds.py: options and state of `diloco`
 """

@@ -67,8 +67,22 @@ class GradientDtypes:
 
     def set_least(self, least: torch.dtype | None) -> None:
         self.least = least
+        self._narrow: dict[int, torch.dtype] = {}  # of those that are wider
         own = [dtype or p.dtype for dtype, p in zip(self._own, self._parameters, strict=True)]
         self.all = own if least is None else [torch.promote_types(dtype, least) for dtype in own]
+
+    def widen(self, i: int, dtype: torch.dtype) -> None:
+        """Makes one gradient wider, until `narrow` is called of it."""
+        if self.all[i] != dtype:
+            self._narrow.setdefault(i, self.all[i])
+            self.all[i] = dtype
+            _give(self._parameters[i], dtype)
+
+    def narrow(self, indices: Iterable[int]) -> None:
+        """Takes `widen` back."""
+        for i in self._narrow.keys() & indices:
+            self.all[i] = self._narrow.pop(i)
+            self.give(i)
 
     def give(self, *indices: int) -> None:
         """Sets `grad_dtype` of these parameters, default all, and converts their gradients."""
@@ -82,9 +96,8 @@ class GradientDtypes:
 
     def give_back(self) -> None:
         """Sets `grad_dtype` of each parameter to what it was."""
-        if self.least is not None:
-            for parameter, own in zip(self._parameters, self._own, strict=True):
-                _give(parameter, own)
+        for parameter, own in zip(self._parameters, self._own, strict=True):
+            _give(parameter, own)
 
 
 def _give(parameter: Parameter, dtype: torch.dtype | None) -> None:
@@ -164,7 +177,11 @@ class Gradients:
             self.reduced.discard(i)
             held = self.stand_ins.get(i, self.parameters[i].grad)
             if held is not None:
-                self.replace(i, self._reduction.share_of(held))
+                self.replace(i, self.share_of(i, held))
+
+    def share_of(self, i: int, held: Tensor) -> Tensor:
+        """Returns this rank's part of reduced gradient `i`, which is `held`, perhaps in place."""
+        return self._reduction.share_of(held)
 
     def settle(self, i: int) -> None:
         """Notes that a backward has added to `.grad`, which holds this rank's part alone.
@@ -200,7 +217,7 @@ class Gradients:
         """Makes a reduced stand-in the `.grad`, if a rank has used the parameter."""
         for i, reduced in self.stand_ins.items():
             if i in used:
-                self.parameters[i].grad = reduced.view_as(self.parameters[i])
+                self.parameters[i].grad = reduced
         self.stand_ins.clear()
 
     def restore_strides(self) -> None:

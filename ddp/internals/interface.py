@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from ddp.internals.ownership import activate, shared_with_another, take_over
 from ddp.internals.ranks import group_or_default
 from ddp.internals.replicas import Replicas
 from ddp.internals.step import Launch, Step
-from ddp.internals.watch import Watch
+from ddp.internals.watch import Watch, count_writes
 from ddp.schedule import Schedule
 
 
@@ -230,7 +231,7 @@ class Interface(nn.Module):
             options: further arguments of `cls`.
         """
         optimizer = cls(trainable(self.module) if params is None else params, **options)
-        self.watch.follow(optimizer)
+        optimizer.register_step_post_hook(count_writes)
         return optimizer
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -297,3 +298,21 @@ def _leave(hooks: AutogradHooks, gradients: Gradients) -> None:
 
 def trainable(module: nn.Module) -> list[Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def mebibytes(bucket_size_mb: float | None) -> int | None:
+    """Returns the bytes of the option `bucket_size_mb`, which is in MiB as in PyTorch's DDP.
+
+    None, which means one bucket, stays None.
+
+    Raises:
+        ValueError: if it is not a positive finite number.
+    """
+    if bucket_size_mb is None:
+        return None
+    if not 0 < bucket_size_mb < inf:
+        raise ValueError(
+            f"bucket_size_mb: {bucket_size_mb} is not a positive number of MiB, nor None for one "
+            "bucket"
+        )
+    return int(bucket_size_mb * (1 << 20))

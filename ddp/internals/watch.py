@@ -4,7 +4,7 @@ They are those that were wrapped: an optimizer's step on a replaced or thawed pa
 gradient that is not reduced. And they do not change between their gradient's arrival and the end of
 `finish_gradient_synchronization`: an optimizer that steps there uses this rank's gradient alone.
 A tensor counts the writes to it (`_version`), so neither check reads a value. Fused optimizers
-write without being counted; those that `make_optimizer` has made tell of their steps.
+write without being counted; the steps of those that `make_optimizer` has made are counted.
 """
 
 import weakref
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -61,24 +61,6 @@ class Watch:
 
     def raise_changed_by_hook(self, i: int) -> NoReturn:
         raise RuntimeError(STEPPED_IN_HOOK.format(name=self._names[i]))
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """Learns of an optimizer's steps, since a fused one writes without being counted."""
-        watch = weakref.ref(self)
-
-        def stepped(optimizer: Optimizer, *_arguments: Any) -> None:
-            if (alive := watch()) is not None:
-                alive.optimizer_stepped(optimizer)
-
-        optimizer.register_step_post_hook(stepped)
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            i = self._index_of(parameter)
-            if i >= 0 and parameter.grad is not None:
-                self.began[i] = -1
-                if i in self.arrived:
-                    self.arrived[i] = -1
 
     def call(self, module: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls the module, which may write to parameters, as Embedding(max_norm=1) does."""
@@ -145,3 +127,10 @@ class Watch:
         """Returns the memory of each parameter; None where it has got another one."""
         pairs = zip(self._memory, self._parameters, strict=True)
         return [old() if old() is p.untyped_storage() else None for old, p in pairs]
+
+
+def count_writes(optimizer: Optimizer, *_arguments: Any) -> None:
+    """Counts the writes of an optimizer's step: PyTorch does not count those of a fused one."""
+    increment_version(
+        [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    )

@@ -15,7 +15,7 @@ from ddp.internals.gradients import Gradients
 from ddp.sharded.internals.gradients import DividedGradients
 from ddp.sharded.internals.interface import ShardedInterface
 from ddp.sharded.layout import FlatUnit
-from ddp.torch_compat import reduce_scatter
+from ddp.torch_compat import reduce_scatter, without_torch_functions
 
 
 class Sharded(ShardedInterface):
@@ -35,7 +35,8 @@ class Sharded(ShardedInterface):
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Returns the units in the order in which the last gradients of each come."""
-        self.gradients.convert()
+        with without_torch_functions():  # of stand-ins
+            self.gradients.convert()
         for unit in self.units:
             numel = sum(gradients[i].numel for i in unit.members)
             unit.nbytes = numel * self.gradients.reduced_in(unit).itemsize
@@ -56,4 +57,4 @@ class Sharded(ShardedInterface):
         work.wait()
         if self.reduction.name == "mean" and not self.gradients.can_average:
             own.div_(self.world_size)
-        self.gradients.add(unit, own)
+        unit.gradient = own

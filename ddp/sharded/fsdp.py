@@ -82,7 +82,7 @@ class HandBuiltFSDP(DividedInterface):
         """Divides the parameters among the ranks, block by block."""
         self.blocks = blocks_of(self.module, self._classes, self.process_group, self._param_dtype)
         self.root = self.blocks[0]
-        self.order, self.progress = CallOrder(self.process_group), Progress(WayBack(), WayBack())
+        self.order, self.progress = CallOrder(), Progress(WayBack(), WayBack())
         units = [unit for block in self.blocks for unit in block.units]
         return [unit for unit in units if unit.parameters[0].requires_grad]
 
@@ -98,7 +98,7 @@ class HandBuiltFSDP(DividedInterface):
         elif not self.root.computes:
             return  # called by itself: its functions gather what they use
         else:
-            self.order.call(block)
+            self.order.call(block, self.agree)
         block.computes = True
         self.gather(block)
         if (next_block := self.order.next_block()) is not None:
@@ -116,7 +116,7 @@ class HandBuiltFSDP(DividedInterface):
             for x in outputs:
                 x.register_hook(lambda _gradient: self.enter_backward(way, place))
         if block is self.root:
-            self.order.end()
+            self.order.end(self.agree)
             self.progress.way_back = way if outputs else self.progress.way_back
         if block is not self.root or not outputs:
             block.free()

@@ -9,13 +9,12 @@ a rank owns of each parameter is a `Piece` (pieces.py).
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.buckets import ALIGNMENT_BYTES, Bucket, Gradient, lay_out
-from ddp.sharded.pieces import cut
+from ddp.sharded.pieces import pieces_of
 from ddp.torch_compat import all_gather
 
 
@@ -31,15 +30,11 @@ class FlatUnit(Bucket):
         shapes: of the parameters.
         slice_numel: elements of a slice; `numel` includes the padding.
         pieces: what this rank owns.
-        values: the flat buffer of all values, [numel]; `value_views`: each parameter's place in it.
+        values: a flat buffer with all values, [numel]; `value_views`: each parameter's place in it.
         shard: this rank's slice of the values, [slice_numel].
         gradient: this rank's slice of the reduced gradients, or None. What belongs to a parameter
             whose `.grad` is None has no meaning.
     """
-
-    values: Tensor
-    value_views: list[Tensor]
-    shard: Tensor
 
     def __init__(
         self, parameters: Sequence[Parameter], group: dist.ProcessGroup, itemsize: int | None = None
@@ -53,8 +48,13 @@ class FlatUnit(Bucket):
         unit = max(1, ALIGNMENT_BYTES // itemsize) * ranks
         self.offsets, self.numel = bucket.offsets, -(-max(bucket.numel, 1) // unit) * unit
         self.slice_numel = self.numel // ranks
-        self.pieces = cut(self.offsets, numels, self.slice_numel, ranks)[self.rank]
+        self.pieces = pieces_of(self.rank, self.offsets, numels, self.slice_numel, ranks)
         self.gradient: Tensor | None = None
+        first = self.parameters[0].detach()
+        self.values = first.new_zeros(self.numel)
+        self.value_views, self.shard = self.views(self.values), self.own(self.values)
+        for view, parameter in zip(self.value_views, self.parameters, strict=True):
+            view.copy_(parameter.detach())
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Returns a view of `flat` [numel] for each parameter, in its shape."""
@@ -66,14 +66,6 @@ class FlatUnit(Bucket):
     def own(self, flat: Tensor) -> Tensor:
         """Returns this rank's slice of `flat` [numel], a view [slice_numel]."""
         return flat.narrow(0, self.rank * self.slice_numel, self.slice_numel)
-
-    def flatten(self) -> Tensor:
-        """Returns a new flat buffer with the values of all parameters; the padding is zero."""
-        first = self.parameters[0]
-        flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
-        for view, parameter in zip(self.views(flat), self.parameters, strict=True):
-            view.copy_(parameter.detach())
-        return flat
 
     def gather(self, own: Tensor) -> list[Tensor]:
         """Returns whole tensors in the parameters' shapes from every rank's slice; a collective."""

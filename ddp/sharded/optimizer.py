@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from ddp.sharded.internals.agreement import BROKEN, FAILED, ToldError, agree, status_of
 from ddp.sharded.internals.elementwise import refuse_not_elementwise
-from ddp.sharded.internals.state import entries, gather_states, load, own_entries, states
+from ddp.sharded.internals.state import entries, gather_states, load, states
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.part import Part, Settings
+from ddp.torch_compat import without_torch_functions
 
 PARTS = 4
 OF_A_RANK = ("params", "param_names")  # of a group, of which every rank has its own part
@@ -100,7 +101,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with torch.no_grad(), without_torch_functions():  # of stand-ins
             self.model.refuse_not_reduced()
             settings, gradient_of = self._settings(), self.model.gradient_of
             self._step_parts(self._act(), lambda part: part.step(settings, gradient_of))
@@ -181,12 +182,12 @@ class ShardedOptimizer(Optimizer):
         """
         # As they were when it was wrapped: inside of `whole_parameters` others are in the network.
         names = dict(zip(self.model.gradients.parameters, self.model.gradients.names, strict=True))
-        found = entries(state_dict, self.param_groups, names, self._make)
-        own = own_entries(found, self._parts)
+        found = entries(state_dict, self.param_groups, names)
         super().load_state_dict({**state_dict, "state": {}})
         self._broken = ""
         for part in self._parts:
-            load(part, own, self._settings())
+            part.take(self._settings())
+        load(self._parts, found)
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ class Part:
 
     Attributes:
         pieces: of each, its unit and the parameter that is stepped: a view of this rank's slice.
+            In the order of the optimizer's groups.
     """
 
     def __init__(
@@ -40,12 +41,13 @@ class Part:
         self.units = units
         self.pieces: list[tuple[FlatUnit, Piece, Parameter]] = []
         groups: Settings = [{**options, "params": []} for options in settings]
-        for unit in units:
-            for piece in unit.pieces:
-                if (number := number_of.get(unit.parameters[piece.member])) is not None:
+        found = [(unit, piece) for unit in units for piece in unit.pieces]
+        for number, group in enumerate(groups):
+            for unit, piece in found:
+                if number_of.get(unit.parameters[piece.member]) == number:
                     own = Parameter(piece.of(unit.shard))
                     own.grad_dtype = None  # any
-                    groups[number]["params"].append(own)
+                    group["params"].append(own)
                     self.pieces.append((unit, piece, own))
         self.optimizer = make(groups)
 

@@ -36,20 +36,16 @@ class Piece:
         return whole.view(-1).narrow(0, self.offset, self.numel)
 
 
-def cut(
-    offsets: Sequence[int], numels: Sequence[int], slice_numel: int, ranks: int
-) -> list[list[Piece]]:
-    """Returns what each rank owns of parameters that begin at `offsets`, in the buffer's order.
+def pieces_of(
+    rank: int, offsets: Sequence[int], numels: Sequence[int], slice_numel: int, ranks: int
+) -> list[Piece]:
+    """Returns what a rank owns of parameters that begin at `offsets`, in the buffer's order.
 
     A parameter without elements belongs to one rank too, which has its state.
     """
-    owned: list[list[Piece]] = [[] for _ in range(ranks)]
+    owned, low = [], rank * slice_numel
     for member, (first, numel) in enumerate(zip(offsets, numels, strict=True)):
-        for rank in range(min(first // slice_numel, ranks - 1), ranks):
-            low = rank * slice_numel
-            begin, end = max(low, first), min(low + slice_numel, first + numel)
-            if begin < end or not numel:
-                owned[rank].append(Piece(member, begin - first, end - begin, begin - low))
-            if first + numel <= low + slice_numel:
-                break
+        begin, end = max(low, first), min(low + slice_numel, first + numel)
+        if begin < end or (not numel and rank == min(first // slice_numel, ranks - 1)):
+            owned.append(Piece(member, begin - first, end - begin, begin - low))
     return owned

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -45,25 +44,6 @@ def gloo_beside(group: dist.ProcessGroup) -> Any:
     return _beside[group]
 
 
-class OperatorsOnly(Tensor):
-    """A tensor whose operators PyTorch hands to `__torch_dispatch__`; other functions are as ever.
-
-    `torch._C._disabled_torch_function_impl`, as PyTorch's notes on extending it have it.
-    """
-
-    __torch_function__ = getattr(  # without it, functions are slower
-        torch._C, "_disabled_torch_function_impl", Tensor.__torch_function__
-    )
-
-
-def without_dispatch() -> AbstractContextManager:
-    """Enters a context in which operators treat subclasses of tensors as tensors.
-
-    `torch._C._DisableTorchDispatch`.
-    """
-    return found(torch._C, "torch._C", "_DisableTorchDispatch")()
-
-
 def register_tree(cls: type, as_leaf: Callable[[Any, str], Any]) -> None:
     """Makes functions of nested arguments, as those of `torch.func`, call `as_leaf` of objects.
 
@@ -93,19 +73,6 @@ def refuse_writes(x: Tensor) -> None:
     """
     if (refuse := getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)) is not None:
         refuse(x)
-
-
-def written_by(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the arguments that an operator writes to, by its `_schema`, lists flattened."""
-    schema = found(operator, "OpOverload", "_schema")
-    names = [x.name for x in schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    written: list[Any] = []
-    for x in schema.arguments:
-        if x.alias_info is not None and x.alias_info.is_write and x.name in given:
-            value = given[x.name]
-            written += value if isinstance(value, list | tuple) else [value]
-    return written
 
 
 def in_transform() -> bool:

@@ -14,12 +14,13 @@ back. So no other stream has to be told about it.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp.sharded.internals.agreement import wait_for
+from ddp.sharded.internals.agreement import add_note
 from ddp.sharded.internals.views import DividedUnit
 from ddp.torch_compat import all_gather
 
@@ -43,10 +44,9 @@ class GatheredUnit(DividedUnit):
     ):
         super().__init__(parameters, group, itemsize=dtype.itemsize)
         self.name, self.computes, self.has_memory = name, False, False
-        self._work: dist.Work | None = None
-        flat = self.flatten()
-        self.shard = self.own(flat).clone()
-        self.values = torch.empty_like(flat, dtype=dtype)
+        self._work: Any = None  # of a gather that nobody has waited for
+        self.shard = self.shard.clone()
+        self.values = torch.empty_like(self.values, dtype=dtype)
         self.value_views, self._own = self.views(self.values), self.own(self.values)
         self.values.untyped_storage().resize_(0)
         self.make_stand_ins(names)
@@ -74,4 +74,8 @@ class GatheredUnit(DividedUnit):
 
     def _wait_for_values(self) -> None:
         work, self._work = self._work, None
-        wait_for(work, "gather", self.name)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            add_note(error, "gather", self.name)
+            raise

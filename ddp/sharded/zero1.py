@@ -20,8 +20,7 @@ from torch.nn import Parameter
 
 from ddp.base import DataParallel
 from ddp.buckets import Gradient, plan_buckets
-from ddp.internals.interface import trainable
-from ddp.internals.options import mebibytes
+from ddp.internals.interface import mebibytes, trainable
 from ddp.sharded.base import Sharded
 from ddp.sharded.internals.views import bind
 from ddp.sharded.layout import FlatUnit
@@ -53,8 +52,6 @@ class Zero1DDP(Sharded):
         units = []
         for bucket in plan_buckets(described, range(len(parameters))[::-1], self.bucket_bytes):
             unit = FlatUnit([parameters[i] for i in bucket.members], self.process_group)
-            unit.values = unit.flatten()
-            unit.value_views, unit.shard = unit.views(unit.values), unit.own(unit.values)
             for parameter, view in zip(unit.parameters, unit.value_views, strict=True):
                 parameter.data = view
             units.append(unit)

@@ -182,8 +182,8 @@ def mu_of(curve, delta):
         for (a, e), (b, f) in combinations(lines, 2)
         if f < e
     ]
-    needed = [-ndtri(x) - ndtri(missed(curve, x)) for x in kinks if x <= missed(curve, x)]
-    return max([0.0, *needed])
+    both = [(x, missed(curve, x)) for x in kinks]  # of one pair they are equal, but for rounding
+    return max([0.0, *(-ndtri(x) - ndtri(y) for x, y in both if x <= y * (1 + 1e-9))])
 
 
 RATES = [0.001, 0.01, 0.1]  # of false positives

@@ -115,11 +115,10 @@ class Norms:
 
     def only(self, records: Container[Any]) -> "Norms":
         """Returns the norms of some parameters."""
-        zero = self._zero.to(self._blocks[0][0].dtype) if self._blocks else self._zero
-        part = Norms(self._count, zero, self._part, self._tensor)
+        squares, scales = self._stacked()
+        part = Norms(self._count, self._zero.to(squares.dtype), self._part, self._tensor)
         rows = [n for n, one in enumerate(self._records) if one in records]
         if rows:
-            squares, scales = self._stacked()
             index = self._tensor(tuple(rows), torch.int64, squares.device)
             part._records = [self._records[n] for n in rows]
             part._errors = [self._errors[n] for n in rows]

@@ -11,7 +11,7 @@ and state must be the same afterwards.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -145,10 +145,14 @@ class Carried:
         bags = () if self._known_bags is None else self._known_bags.of(args, kwargs) or ()
         return Batch(args, kwargs, self._batch_first, bags)
 
-    def check(self, mark: Mark, batch: Batch, when: str, samples: int = FEW) -> None:
+    def check(
+        self, mark: Mark, batch: Batch, when: str, samples: int = FEW,
+        around: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:  # fmt: skip
         """Raises ValueError naming the state that a step must not change and has changed.
 
-        Where working state has changed, calls are repeated with `samples` samples of the batch.
+        Where working state has changed, calls are repeated with `samples` samples of the batch, in
+        `around()`: hooks that were registered since the mark are not there.
         """
         changes = mark.changes()
         if not changes:
@@ -159,7 +163,8 @@ class Carried:
         now = self.state.mark()
         hooks = mark.put_back()
         try:
-            self.refuse(batch.with_samples(samples))
+            with around():
+                self.refuse(batch.with_samples(samples))
         finally:
             now.put_back()
             for around, number, hook in hooks:

@@ -30,7 +30,6 @@ others. `docs/proofs/correlated_noise.md` has the proof.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -144,14 +143,7 @@ def _planned(bands: int, steps: int, batches: int) -> tuple[float, ...]:
     before = root[:-1]
     found = [(*before, rest - sum(before)) for rest in _rests(steps) if rest <= sum(before)]
 
-    def kept(weights: tuple[float, ...]) -> float:
-        return _kept(weights, steps, batches)
-
-    # What is kept falls with r, and rises again once the sensitivity outweighs it.
-    best = bisect_left(
-        range(len(found) - 1), True, key=lambda i: kept(found[i]) <= kept(found[i + 1])
-    )
-    return min([root, *found[best : best + 1]], key=kept)
+    return min([root, *found], key=lambda weights: _kept(weights, steps, batches))
 
 
 def _rests(steps: int) -> Iterator[float]:
@@ -163,12 +155,12 @@ def _rests(steps: int) -> Iterator[float]:
 
 
 def _kept(weights: tuple[float, ...], steps: int, batches: int) -> float:
-    """Returns the mean square of what sums of 1, ..., n steps keep of noise of μ = 1: s²‖AW‖²/n."""
+    """Returns the squares of what sums of 1, ..., n steps keep of noise of μ = 1: s²‖AW‖²."""
     moved = _moved(weights, steps, batches)
     column = np.zeros(steps)
     column[: len(weights)] = weights[:steps]
     squares = np.cumsum(column) ** 2
-    return float(moved @ moved * (squares @ np.arange(steps, 0, -1)) / steps)
+    return float(moved @ moved * (squares @ np.arange(steps, 0, -1)))
 
 
 def _moved(weights: tuple[float, ...], steps: int, batches: int) -> np.ndarray:

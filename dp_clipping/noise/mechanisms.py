@@ -8,7 +8,7 @@ agree on it, whatever the distribution.
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ SCALE = 1e-2  # relative error of a standard deviation: heavy tails are cut off 
 SIGMAS, DELTAS = (0.5, 1.0, 2.0, 5.0), (1e-3, 1e-5, 1e-8)
 
 
-@dataclass(frozen=True)
-class NoiseMechanism:
+class NoiseMechanism(NamedTuple):
     """A distribution of noise, and what it costs.
 
     Attributes:

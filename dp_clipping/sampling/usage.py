@@ -56,13 +56,13 @@ class Ticket:
             )
         return self.samples
 
-    def fill_of(self, rows: int, padding: Tensor | None) -> Tensor | None:
+    def fill_of(self, rows: int) -> Tensor | None:
         """Returns which rows only fill up a unit, or are padding; None: each unit is full."""
         if self.fill is None:
             return None
         found = torch.ones(rows, dtype=torch.bool)
         found[: len(self.fill)] = self.fill
-        return found if padding is None else found.to(padding.device)
+        return found
 
 
 class SampleUsage:

@@ -166,7 +166,7 @@ class ForwardBackward:
         padding = self.padding
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
-        fill = None if each == 1 else ticket.fill_of(batch.size, padding)
+        fill = None if each == 1 else ticket.fill_of(batch.size)
         fill = None if fill is None else fill.to(self.capture.trigger.device)
         lengths = self._lengths(seen, given.size)
         is_compiled = self.capture.is_compiled  # asked once: it looks at every module
@@ -429,8 +429,7 @@ class ForwardBackward:
                 raise
             raise meaning from error
         if mark.changes():
-            with self._repacking():
-                self._carried.check(mark, private_step.seen, "a backward")
+            self._carried.check(mark, private_step.seen, "a backward", around=self._repacking)
         if private_step.checks:
             with self.state.refused_together():
                 for check in private_step.checks:

@@ -59,8 +59,10 @@ class OtherCalls:
         """
         try:
             return run()
-        except Exception as error:
+        except BaseException as error:
             self._recover()
+            if not isinstance(error, Exception):
+                raise
             is_lost = "CUDA error" in str(error)  # after which nothing more can be computed
             if self.capture.sharding is not None or (is_passed_on(error) and not is_lost):
                 raise
@@ -76,9 +78,6 @@ class OtherCalls:
                 "the network runs on its batch, and not on some of the rows in it, as it does "
                 f"to find where the samples are ({shown(error)}): {cure}"
             ) from error
-        except BaseException:
-            self._recover()
-            raise
 
     def _as_it_is(self, args: tuple, kwargs: dict, has_backward: bool) -> None:
         """Calls the network as the user does, without a step, and puts back what that changes.

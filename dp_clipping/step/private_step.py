@@ -94,6 +94,10 @@ class PrivateStep:
         slices: where the samples are in memory, if they are a part of what the loader has yielded.
     """
 
+    is_empty: bool
+    is_through: bool
+    is_looked_at: bool
+
     def __init__(
         self, context: StepContext, rows: int, work: Any, real: int | None = None,
         examples_per_unit: int = 1, fill: Tensor | None = None, is_compiled: bool = False,
@@ -104,7 +108,6 @@ class PrivateStep:
         self.real = rows if real is None else real
         self.capture, self.plans, self.fused = context.capture, work.plans, work.arithmetic.fused
         self.policy: Policy = context.policy
-        self.is_empty = self.is_through = self.is_looked_at = False
         self.leaves: dict[Parameter, Tensor] = {}
         self.seen: Any = None
         self.watched: Any = None  # a `guard.losses.Watched`
@@ -329,7 +332,6 @@ class Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rest, *triggers):
         ctx.rest, ctx.count = rest, len(triggers)
-        ctx.set_materialize_grads(False)
         return triggers[0].new_empty(0)
 
     @staticmethod

@@ -216,7 +216,7 @@ class StepState:
     def resume(self, steps: int) -> None:
         """Continues between two steps, after `steps` of them."""
         self._enter(Phase.IDLE)
-        self.had_finite |= steps > 0
+        self.had_finite |= bool(steps)
         self.steps, self.batch_number = steps, None
         self.refusal = None
         self.usage.take_back()

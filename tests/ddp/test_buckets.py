@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from ddp.buckets import ALIGNMENT_BYTES, SMALLEST_TAIL_BYTES, Bucket, Gradient, plan_buckets
-from ddp.internals.options import mebibytes
+from ddp.internals.interface import mebibytes
 
 SIZES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float64": 8}
 MIB = 1 << 20

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_by_hand.examples import check_privacy
 from dp_clipping import CorrelatedNoise, PrivacyEngine
+from dp_clipping.accounting.tradeoff import gaussian_mu
 
 RUNS = {
     "poisson, two sigmas": ({"noise_multiplier": 0.7}, [2.0]),
@@ -130,3 +131,10 @@ def test_it_needs_nothing_of_ours():
     ]
     known = {"dp_accounting", "scipy", "numpy"}
     assert {name.split(".")[0] for name in modules} <= known | set(sys.stdlib_module_names)
+
+
+def test_mu_of_one_pair_is_never_lost():
+    """Its one kink is on the diagonal, on either side of it by rounding."""
+    for i in range(1, 200):
+        curve = [(1e-5, i / 20)]
+        assert check_privacy.mu_of(curve, 1e-5) == pytest.approx(gaussian_mu(curve, 1e-5))

@@ -40,4 +40,14 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=True)]",
         "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=False)]",
     ): "every caller makes both lists with one entry for each parameter",
+    (
+        "dp_clipping/step/fixed_settings.py",
+        "groups, clip_norms, model.thresholds.clip_norms(), strict=True",
+        "groups, clip_norms, model.thresholds.clip_norms(), strict=False",
+    ): "`Thresholds` refuses all but one threshold per group, for the step and for the next one",
+    (
+        "dp_clipping/step/private_step.py",
+        "@staticmethod",
+        "",
+    ): "PyTorch calls backward as the class's attribute, which is the function either way",
 }

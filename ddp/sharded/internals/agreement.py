@@ -5,7 +5,6 @@ with the next one, and apply half of a step.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 FAILED = (  # the error comes last: messages between ranks are cut
     "optimizer.step() has failed on rank {rank}, and nothing has changed on any rank: {error}"
@@ -40,11 +39,15 @@ def status_of(act: str, message: str = "") -> str:
     return f"{act}\n{message}"
 
 
-def agree(exchange: Callable[[str], list[str]], act: str, message: str = "") -> None:
+def agree(
+    exchange: Callable[[str], list[str]], act: str, message: str = "", differ: str = NOT_THE_SAME
+) -> None:
     """Returns once all ranks are about to do the same; a collective call.
 
     Args:
         exchange: tells all ranks the status of this one, and returns those of all.
+        message: why this rank cannot.
+        differ: the message where ranks are about to do different things.
 
     Raises:
         ToldError: on every rank, if one has a message, or is about to do something else.
@@ -58,17 +61,9 @@ def agree(exchange: Callable[[str], list[str]], act: str, message: str = "") -> 
     if len(ranks) > 1:
         acts = ", ".join(f"{other} on rank {first}" for other, (first, *_) in ranks.items())
         evaluates = any(" without " in other or " in eval" in other for other in ranks)
-        raise ToldError(NOT_THE_SAME.format(acts=acts, cure=ON_ALL if evaluates else AS_OFTEN))
-
-
-def wait_for(work: Any, what: str = "gather", block: str = "") -> None:
-    """Waits for a collective of a block; an error of it says in a note what may have happened."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        add_note(error, what, block)
-        raise
+        raise ToldError(differ.format(acts=acts, cure=ON_ALL if evaluates else AS_OFTEN))
 
 
 def add_note(error: RuntimeError, what: str, block: str) -> None:
+    """Adds to the error of a collective of a block what may have happened."""
     error.add_note(NOT_TOGETHER.format(what=what, name=block or "what is in no block"))

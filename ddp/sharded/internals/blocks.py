@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ddp.sharded.internals.views import take_replaced
+from ddp.sharded.internals.views import bind
 from ddp.sharded.units import GatheredUnit
 from ddp.torch_compat import own
 
@@ -42,7 +42,7 @@ class Block:
     def end(self) -> None:
         """Notes that its forward has ended, which may have given parameters other `.data`."""
         self.computes = False
-        take_replaced(self.units)
+        bind(self.units, frees=True)
 
     def free(self) -> None:
         for unit in self.units:

@@ -6,20 +6,23 @@ without any error (ddp/schedule.py says why).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ddp.internals.ranks import told_by_all
-from ddp.sharded.base import Sharded
 from ddp.sharded.internals.blocks import Block
-from ddp.torch_compat import at_end_of_backward, in_backward, number_of_backward
+from ddp.torch_compat import at_end_of_backward, number_of_backward
 
 CREATES_GRAPH = (
     "create_graph=True through a block of fsdp, whose parameters are freed before a second "
     'derivative needs them: use wrap("zero2", module)'
 )
+OTHER_ORDERS = (
+    "the ranks call units in different orders: {acts}; ranks gather units together, so give "
+    'units= only modules that all ranks call in one order, or use wrap("zero2", module)'
+)
+
+Agree = Callable[[str, str], None]
+"""Raises on all ranks if they are about to do different things: what, and the message."""
 
 
 class CallOrder:
@@ -29,8 +32,7 @@ class CallOrder:
         blocks: that order; None before the first forward has ended.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = group
+    def __init__(self) -> None:
         self.blocks: list[Block] | None = None
         self.begin()
 
@@ -41,7 +43,7 @@ class CallOrder:
         """Returns the block that is called next, where that is known."""
         return next(iter(self._expected()), None)
 
-    def call(self, block: Block) -> None:
+    def call(self, block: Block, agree: Agree) -> None:
         """Notes a call. In the first forward the ranks compare it before they gather the block.
 
         Raises:
@@ -50,7 +52,7 @@ class CallOrder:
         """
         then = self.next_block()
         if self.blocks is None:
-            self._compare(block.name)
+            agree(block.name, OTHER_ORDERS)
         elif then is not block:
             raise RuntimeError(
                 f"{block.name} is called where in the first forward "
@@ -60,7 +62,7 @@ class CallOrder:
             )
         self._calls.append(block)
 
-    def end(self) -> None:
+    def end(self, agree: Agree) -> None:
         """Ends a forward.
 
         Raises:
@@ -72,21 +74,11 @@ class CallOrder:
                 "every forward must call the same units in the same order"
             )
         if self.blocks is None:
-            self._compare("the end of the forward")
+            agree("the end of the forward", OTHER_ORDERS)
             self.blocks = self._calls
 
     def _expected(self) -> list[Block]:
         return [] if self.blocks is None else self.blocks[len(self._calls) :]
-
-    def _compare(self, mine: str) -> None:
-        everyone = told_by_all(mine, self._group)
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                raise RuntimeError(
-                    f"the ranks call units in different orders: {everyone[0]} on rank 0, {theirs} "
-                    f"on rank {rank}; ranks gather units together, so give units= only modules "
-                    'that all ranks call in one order, or use wrap("zero2", module)'
-                )
 
 
 class WayBack:
@@ -168,37 +160,3 @@ class Progress:
             at_end_of_backward(end)
         way.begin()
         self.way_back = way
-
-
-class Ordered(Sharded):
-    """A network whose gathers and reductions all ranks start in one order."""
-
-    progress: Progress
-    start: Callable[[Block], None]  # of fsdp.py
-
-    def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
-        """Launches a bucket once the gathers have started that come before it on every rank.
-
-        A bucket waits until backward has entered its block; one of no block, the next one's.
-        """
-        if everything:
-            super().launch_buckets(everything)
-        for bucket in self.schedule.buckets[self.schedule.launched :]:
-            if not self.schedule.ready.issuperset(bucket.members):
-                return
-            if in_backward() and not self._is_next():
-                return
-            super().launch_buckets(most=1)
-
-    def _is_next(self) -> bool:
-        name = ""
-        units: Any = self.schedule.buckets[self.schedule.launched :]
-        for unit in units:
-            if name := unit.name:
-                break
-        return self.progress.way_back.has_entered(name)
-
-    def catch_up(self) -> None:
-        """Starts the gathers that come before the next bucket, if backward has not."""
-        while not self._is_next():  # it has failed, or not begun
-            self.progress.way_back.go_on(self.start)

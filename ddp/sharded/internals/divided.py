@@ -14,7 +14,6 @@ to here: of `torch.func`, of `torch.distributed`, and those that return the memo
 computes, a parameter is an ordinary one, and PyTorch calls nothing here.
 """
 
-import inspect
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -29,8 +28,15 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 
 from ddp.internals.unused import tensors_in
-from ddp.sharded.internals.stand_in import refuse_plain, stepping_optimizer
-from ddp.sharded.torch_compat import register_tree
+from ddp.sharded.internals.stand_in import (
+    first_of,
+    is_collective,
+    name_of,
+    refuse_plain,
+    stepping_optimizer,
+    written_by,
+)
+from ddp.sharded.torch_compat import refuse_writes, register_tree
 from ddp.torch_compat import version_of, without_torch_functions
 
 GONE = (
@@ -42,10 +48,9 @@ UNFIT = (
     "copy values into it, under torch.no_grad()"
 )
 UNLIKE = (
-    "{what} is of shape {shape}, {dtype}, on {device}, and the parameter is not, which fsdp has "
-    "divided among ranks: build a new network and load the wrapper's state_dict() into it"
+    "a value for .data is of shape {shape}, {dtype}, on {device}, and the parameter is not, which "
+    "fsdp has divided among ranks: build a new network and load the wrapper's state_dict() into it"
 )
-
 EXCHANGED = (
     "{name} was exchanged for another tensor, as by torch.utils.swap_tensors(), where this rank "
     "has a slice of it: copy values into it, under torch.no_grad()"
@@ -75,13 +80,10 @@ _ABOUT_NO_VALUE = """
     new_empty new_zeros new_ones new_full new_empty_strided
     empty_like zeros_like ones_like full_like rand_like randn_like randint_like
 """
-_OPERATORS = "add sub mul truediv div floordiv mod pow and or xor"
 ABOUT_NO_VALUE = frozenset(_ABOUT_NO_VALUE.split())
 MEMORY = frozenset(["storage", "_typed_storage", "as_strided", "__dlpack__"])
-COLLECTIVES = "torch.distributed.distributed_c10d"  # the module of these
 LIKE = frozenset(["view_as", "reshape_as", "expand_as", "type_as"])  # of the second: no value
 VIEWS = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])
-WRITES = frozenset(["__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())])
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,6 @@ class Place:
         return value
 
 
-def _caller() -> str:
-    """Returns the name of the module whose code calls a function of PyTorch."""
-    frame = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back
-    return "" if frame is None else frame.f_globals.get("__name__", "")
-
-
 class Divided(Tensor):
     """A tensor without values, whose functions PyTorch hands to `call`."""
 
@@ -132,7 +127,7 @@ class Divided(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if COLLECTIVES in (_caller(), getattr(func, "__module__", "")):  # it calls C++ next
+        if is_collective(func):
             first = next(_stand_ins((args, kwargs)))
             raise RuntimeError(IN_COLLECTIVE.format(name=first._place.name))
         if is_about_no_value(func):
@@ -144,10 +139,9 @@ class Divided(Tensor):
         raise RuntimeError(LEAVES.format(name=self._place.name, function="as_subclass"))
 
     def __deepcopy__(self, memo: dict) -> Tensor:
-        values = self.detach().clone()
-        new = values
+        new = self.detach().clone()
         if isinstance(self, Parameter):
-            new = type(self).__mro__[2](values, requires_grad=self.requires_grad)
+            new = type(self).__mro__[2](new, requires_grad=self.requires_grad)
         memo[id(self)] = new
         return new
 
@@ -183,11 +177,19 @@ def _divided(cls: type[Parameter]) -> type[Parameter]:
     return made
 
 
-def hide_all(parameters: list[Parameter], places: list[Place], nothing: Tensor) -> None:
-    """Makes parameters stand-ins, whose memory is that of `nothing`, one element."""
+@cache
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns all that C++ sees of stand-ins, one element: it reads NaN, and cannot write."""
+    one = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    refuse_writes(one)
+    return one
+
+
+def hide_all(parameters: list[Parameter], places: list[Place], dtype: torch.dtype) -> None:
+    """Makes parameters stand-ins, which have the memory of one element."""
     for parameter, place in zip(parameters, places, strict=True):
         if not isinstance(parameter, Divided):
-            parameter.data = nothing.expand(parameter.shape)
+            parameter.data = nothing(dtype, parameter.device).expand(parameter.shape)
             parameter.__class__ = _divided(type(parameter))
             parameter._place = place  # type: ignore[attr-defined]  # of its class now
 
@@ -205,14 +207,10 @@ def reveal_all(parameters: list[Parameter], places: list[Place], views: list[Ten
 @cache
 def is_about_no_value(func: Any) -> bool:
     """Returns whether a function, or access to an attribute, neither reads nor writes values."""
-    name = _name(func)
+    name = name_of(func)
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(func.__self__, "__name__", "data") not in VIEWS
     return name in ABOUT_NO_VALUE
-
-
-def _name(func: Any) -> str:
-    return func.__name__.partition(".")[0]  # that of an operator's overload follows
 
 
 def call(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -221,8 +219,8 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
     Raises:
         RuntimeError: on every rank, if ranks do different things; if slices cannot follow a write.
     """
-    name = _name(func)
-    own = args[0] if args else next((kwargs[k] for k in ("tensor", "input") if k in kwargs), None)
+    name = name_of(func)
+    own = first_of(args, kwargs)
     if name in LIKE and not isinstance(own, Divided):
         with without_torch_functions():
             return func(*args, **kwargs)
@@ -237,73 +235,60 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
         with without_torch_functions():
             args, kwargs = _replace((args, kwargs), get_gradient_edge)
         return func(*args, **kwargs)
-    is_in_place = name in WRITES or (name.endswith("_") and not name.endswith("__"))
-    if targets := list(_stand_ins(own if is_in_place else kwargs.get("out"))):
-        return _write(func, name, targets, args, kwargs)
-    if own is first and not is_in_place and (not others or name in LIKE):
+    targets = [x for x in written_by(func, args, kwargs) if isinstance(x, Divided)]
+    if own is first and not targets and (not others or name in LIKE):
         view = _view(first, func, args[1:], kwargs)
         if view is not None:
             return view
-    first._place.begin_use(f"{first._place.name}.{name}()")
-    whole = _gather([first, *others], lambda _parameter, value: value)
-    new_args, new_kwargs = _replace((args, kwargs), lambda x: _with_gradient(x, whole))
-    result = func(*new_args, **new_kwargs)
-    if name == "numpy":
-        result.flags.writeable = False  # a copy
-    return own if new_args and result is new_args[0] else result  # as `parameter.cpu()` on a CPU
-
-
-def _write(func: Any, name: str, targets: list[Divided], args: tuple, kwargs: dict) -> Any:
-    """Calls a function that writes to whole parameters, and keeps slices of what it leaves."""
-    if optimizer := stepping_optimizer():
-        refuse_plain(targets[0], optimizer)
-    what = f"{targets[0]._place.name}.{name}(arguments {_digest((args, kwargs)):08x})"
-    if name == "__set__":
-        if args[1] is args[0]:
-            return None
-        func, what = _assign, what.replace("__set__", "data = ")
-    targets[0]._place.begin_use(what)
-    with torch.inference_mode(False):
-        whole = _gather(
-            _stand_ins((args, kwargs)), lambda p, value: Parameter(value, p.requires_grad)
-        )
-    before = {key: (p.data_ptr(), p.shape, version_of(p)) for key, p in whole.items()}
+    what = f"{first._place.name}.{name}()"
+    if targets:
+        if optimizer := stepping_optimizer():
+            refuse_plain(targets[0], optimizer)
+        if name == "__set__":
+            if args[1] is args[0]:
+                return None
+            func, name = _assign, "data = "
+        what = f"{targets[0]._place.name}.{name}(arguments {_digest((args, kwargs)):08x})"
+    first._place.begin_use(what)
+    whole = _gather([first, *others], are_written=bool(targets))
+    written = whole if targets else {}
+    before = {key: (x.data_ptr(), x.shape, version_of(x)) for key, x in written.items()}
     made: list[tuple[Divided, Tensor]] = []
 
     def substitute(x: Divided) -> Tensor:
-        made.append((x, x._place.of(whole)))
+        value = x._place.of(whole)
+        made.append((x, value if targets else _with_gradient(x, value)))
         return made[-1][1]
 
     new_args, new_kwargs = _replace((args, kwargs), substitute)
     result = func(*new_args, **new_kwargs)
     for key, place in {x._place.key: x._place for x in targets}.items():
-        p, (pointer, shape, version) = whole[key], before[key]
-        if (p.data_ptr(), p.shape) != (pointer, shape) or p.grad_fn is not None:
-            raise RuntimeError(UNFIT.format(what=what))
-        unit = place.values()
-        unit.keep({place.member: p})
-        unit.free()  # what was gathered before
-        unit.replaced[place.member] += func is _assign
-        if version_of(p) != version:
-            with without_torch_functions():
-                increment_version(unit.parameters[place.member])  # autograd compares it
-    return next((x for x, value in made if value is result), result)
+        _keep(place, whole[key], before[key], what)
+        place.values().replaced[place.member] += func is _assign
+    if name == "numpy":
+        result.flags.writeable = False  # a copy
+    return next((x for x, value in made if value is result), result)  # as of `parameter.cpu()`
+
+
+def _keep(place: Place, whole: Tensor, before: tuple[int, torch.Size, int], what: str) -> None:
+    """Keeps this rank's slice of a whole parameter that was written to."""
+    pointer, shape, version = before
+    if (whole.data_ptr(), whole.shape) != (pointer, shape) or whole.grad_fn is not None:
+        raise RuntimeError(UNFIT.format(what=what))
+    unit = place.values()
+    unit.keep({place.member: whole})
+    unit.free()  # what was gathered before
+    if version_of(whole) != version:
+        with without_torch_functions():
+            increment_version(unit.parameters[place.member])  # autograd compares it
 
 
 def _assign(parameter: Tensor, value: Tensor) -> None:
     """Does what `parameter.data = value` does, by a copy."""
-    if (value.shape, value.dtype, value.device) != (
-        parameter.shape,
-        parameter.dtype,
-        parameter.device,
-    ):
-        raise RuntimeError(unlike("a value for .data", value))
+    shape, dtype, device = value.shape, value.dtype, value.device
+    if (shape, dtype, device) != (parameter.shape, parameter.dtype, parameter.device):
+        raise RuntimeError(UNLIKE.format(shape=list(shape), dtype=dtype, device=device))
     parameter.data.copy_(value)
-
-
-def unlike(what: str, value: Tensor) -> str:
-    """Says that a value does not fit the parameter that it is given to."""
-    return UNLIKE.format(what=what, shape=list(value.shape), dtype=value.dtype, device=value.device)
 
 
 class _Gathered(torch.autograd.Function):
@@ -324,22 +309,25 @@ class _Gathered(torch.autograd.Function):
         return gradient, None
 
 
-def _with_gradient(x: Divided, whole: dict[tuple[int, int], Tensor]) -> Tensor:
-    """Returns what a stand-in is of one of the whole values; its gradient is the stand-in's."""
-    value = x._place.of(whole).to(x.dtype)
+def _with_gradient(x: Divided, value: Tensor) -> Tensor:
+    """Returns the value of a stand-in, whose gradient is the stand-in's."""
+    value = value.to(x.dtype)
     with without_torch_functions():  # a view: `torch.func` looks into arguments of a Function
         return _Gathered.apply(x.view_as(x), value) if x.requires_grad else value
 
 
-def _gather(
-    stand_ins: Iterable[Divided], make: Callable[[Parameter, Tensor], Tensor]
-) -> dict[tuple[int, int], Tensor]:
-    """Returns what `make` makes of each parameter behind stand-ins and of its whole value."""
+@torch.inference_mode(False)
+def _gather(stand_ins: Iterable[Divided], are_written: bool) -> dict[tuple[int, int], Tensor]:
+    """Returns copies of the whole values behind stand-ins, leaves as these if they are written."""
     places = {x._place.key: x._place for x in stand_ins}
     units = {id(place.values()): place.values() for place in places.values()}
     values = {key: unit.gather(unit.shard) for key, unit in units.items()}
-    return {  # a copy: a view would keep the memory of its whole unit
-        (key, i): make(units[key].parameters[i], values[key][i].clone()) for key, i in places
+    found = {(key, i): values[key][i].clone() for key, i in places}  # without the rest of a unit
+    if not are_written:
+        return found
+    return {
+        (key, i): Parameter(value, units[key].parameters[i].requires_grad)
+        for (key, i), value in found.items()
     }
 
 

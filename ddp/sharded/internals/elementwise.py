@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp.sharded.internals.state import IMPLEMENTATIONS, told_to_train
-
 NOT_ELEMENTWISE = (
     "{name} looks at whole tensors, at several together or at the loss, and here each rank steps a "
     "slice of every tensor{error}: use SGD, Adam, AdamW or another optimizer that treats every "
     'element alone, or a variant with whole gradients, as wrap("ddp_bucketed", module)'
 )
 
+IMPLEMENTATIONS = ("capturable", "foreach", "fused")
 TRIALS = ((torch.float64, 1e-6), (torch.float32, 1e-3))  # the second, if the first one raises
 TRIAL_STEPS = 32
 TRIAL_SHAPES = ((129, 128), (4, 3, 2, 2), (16,), (2,))
@@ -69,7 +68,9 @@ def _treats_elements_alone(
         optimizer = make([{**own, "params": parameters.get(i, [])} for i, own in enumerate(groups)])
         for group in optimizer.param_groups:
             group["lr"] = 1.0  # none, as a schedule may begin with, would show nothing
-        return told_to_train(optimizer)
+        if callable(train := getattr(optimizer, "train", None)):
+            train()  # of a schedule-free optimizer
+        return optimizer
 
     wholes = {i: [_trial_value(shape, dtype) for shape in TRIAL_SHAPES] for i in range(len(groups))}
     whole = made(wholes)

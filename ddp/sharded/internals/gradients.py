@@ -1,8 +1,8 @@
 """Gradients of which each rank keeps a slice once they are reduced.
 
 `.grad` is then a stand-in (stand_in.py): set to None or to zero, it clears the gradient as usual.
-Another backward begins with an empty `.grad`, and what it brings is reduced and added to the slice
-that is kept. So a sum in 16 bits is added up in the slice's wider type.
+Before another backward adds to it, it becomes this rank's part of the gradient: the slice, and
+zeros. So `.grad` alone tells what there is, and a second reduction is like the first one.
 """
 
 from functools import reduce
@@ -17,7 +17,7 @@ from ddp.sharded.internals.stand_in import StandIn
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.pieces import Piece
 from ddp.sharded.torch_compat import copy_
-from ddp.torch_compat import version_of
+from ddp.torch_compat import version_of, without_torch_functions
 
 
 class DividedGradients(Gradients):
@@ -26,8 +26,6 @@ class DividedGradients(Gradients):
     Attributes:
         can_average: the backend's reduce-scatter can; that of gloo only sums.
         reductions: number of reductions that were started, which all ranks start alike.
-        kept: gradients whose reduced value the next one is added to, and whether the stand-in was
-            in `.grad`; else this rank had none, and it stood for the others'.
     """
 
     def __init__(
@@ -39,15 +37,14 @@ class DividedGradients(Gradients):
     ):
         super().__init__(module, reduction)
         self.units = units
+        self._owned: dict[int, tuple[FlatUnit, Piece | None]] = {}
         for unit in units:
             unit.members = tuple(map(self.index_of, unit.parameters))
+            piece_of = {piece.member: piece for piece in unit.pieces}
+            self._owned |= {i: (unit, piece_of.get(m)) for m, i in enumerate(unit.members)}
         self.can_average = dist.get_backend(group) == dist.Backend.NCCL
         self.reductions = 0
-        self.kept: dict[int, bool] = {}
-        self._begun: set[int] = set()  # of those, the ones that backward is about to add to
         self._made: dict[int, StandIn] = {}
-
-    # ---- stand-ins -----------------------------------------------------------------------------
 
     def stand_ins_for(self, *indices: int) -> list[Tensor]:
         """Returns what says in `.grad`: reduced, and not whole on this rank.
@@ -83,77 +80,45 @@ class DividedGradients(Gradients):
         own = piece.of(unit.gradient)
         return _cleared(own, stand_in) if version_of(stand_in) else own
 
-    # ---- before and behind a backward, and a reduction -----------------------------------------
+    # ---- before and behind a reduction ---------------------------------------------------------
 
-    def make_local(self, *indices: int) -> None:
-        """Leaves stand-ins as they are: what is reduced next is added to what they stand for."""
-        self.dtypes.conform(*indices)
-        held = {i: self.stand_ins.get(i, self.parameters[i].grad) for i in indices}
-        if others := [i for i in indices if not isinstance(held[i], StandIn)]:
-            super().make_local(*others)
+    def share_of(self, i: int, held: Tensor) -> Tensor:
+        """Returns this rank's part of a reduced gradient: what it owns of that, and zeros.
 
-    def begin_accumulation(self, i: int) -> None:
-        """Takes a stand-in out of `.grad`, to which backward is about to add."""
-        self._take_stand_in_away(i)
-        if i in self.kept:
-            self._begun.add(i)
-
-    def end_accumulation(self, i: int) -> None:
-        """Forgets a kept gradient if `.grad` was None before this backward: it was cleared."""
-        if i not in self._begun:
-            self.kept.pop(i, None)
-        elif self.parameters[i].grad is None and i in self.kept:  # backward has brought None
-            (stand_in,) = self.stand_ins_for(i)
-            if self.kept.pop(i):
-                self.parameters[i].grad = stand_in
-            else:
-                self.stand_ins[i] = stand_in
-        self._begun.discard(i)
-
-    def drop(self) -> None:
-        super().drop()
-        self.kept.clear()
-        self._begun.clear()
+        It is in the slice's dtype, in which several backwards are to be added up.
+        """
+        if not isinstance(held, StandIn):
+            return super().share_of(i, held)
+        (unit, piece), parameter = self._owned[i], self.parameters[i]
+        assert unit.gradient is not None  # as `held` says
+        dtype = torch.promote_types(self.dtypes.all[i], unit.gradient.dtype)
+        if i not in self.stand_ins:
+            self.dtypes.widen(i, dtype)
+        part = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        if piece is not None:
+            with without_torch_functions():
+                own = piece.of(unit.gradient)
+                own = _cleared(own, held) if version_of(held) else own
+            own = piece.of_parameter(part).copy_(own)
+            if self._reduction.name == "mean":
+                own.mul_(self._reduction.contributors)
+        return part
 
     def collect(self, unit: FlatUnit, flat: Tensor) -> None:
         """Copies this rank's gradients of a unit to `flat`; a stand-in takes the place of each."""
-        found, absent = [], set()
+        found = []
         for i in unit.members:
             gradient = self.parameters[i].grad
-            if gradient is None:
-                absent.add(i)
-            if gradient is None or isinstance(gradient, StandIn):
-                self._take_stand_in_away(i)
-                gradient = self.local(i)  # zero
-            found.append(gradient)
+            found.append(self.local(i) if gradient is None or i in self.stand_ins else gradient)
         copy_(unit.views(flat), found)
-        for i, stand_in in zip(unit.members, self.stand_ins_for(*unit.members), strict=True):
-            if i in absent:
+        self.dtypes.narrow(unit.members)
+        with without_torch_functions():
+            stand_ins = self.stand_ins_for(*unit.members)
+        for i, stand_in in zip(unit.members, stand_ins, strict=True):
+            if i in self.stand_ins:
                 self.stand_ins[i] = stand_in
             else:
-                self.stand_ins.pop(i, None)  # of what was reduced before, and no more
                 self.parameters[i].grad = stand_in
-
-    def add(self, unit: FlatUnit, own: Tensor) -> None:
-        """Makes `own` the reduced gradients of a unit, added to what is kept."""
-        before = unit.gradient
-        for piece in unit.pieces if self.kept else ():
-            if before is not None and unit.members[piece.member] in self.kept:
-                piece.of(own).add_(piece.of(before))
-        for i in unit.members:
-            self.kept.pop(i, None)
-        unit.gradient = own
-
-    def _take_stand_in_away(self, i: int) -> None:
-        gradient = self.stand_ins.get(i, self.parameters[i].grad)
-        if isinstance(gradient, StandIn):
-            self.kept.pop(i, None)
-            if not version_of(gradient):  # else zero_grad(set_to_none=False) has cleared it
-                self.kept[i] = i not in self.stand_ins
-            self.stand_ins.pop(i, None)
-            self.parameters[i].grad = None
-        elif gradient is None:
-            self.kept.pop(i, None)
 
     # ---- between steps -------------------------------------------------------------------------
 
@@ -182,23 +147,6 @@ class DividedGradients(Gradients):
             grads = [self.stand_ins.get(i, self.parameters[i].grad) for i in unit.members]
             if not any(gradient is not None for gradient in grads):
                 unit.gradient = None
-
-    def hand_over(self, scale: float) -> None:
-        """Makes each `.grad` this rank's part of the gradient, for another wrapper to reduce."""
-        for unit in self.units:
-            piece_of = {piece.member: piece for piece in unit.pieces}
-            for member, i in enumerate(unit.members):
-                parameter, is_reduced = self.parameters[i], i not in self.kept
-                if is_reduced and not isinstance(parameter.grad, StandIn):
-                    continue
-                part = torch.zeros_like(parameter, dtype=self.dtypes.all[i]).detach()
-                if (piece := piece_of.get(member)) and (own := self.of(unit, piece)) is not None:
-                    piece.of_parameter(part).copy_(own).mul_(scale)
-                if not is_reduced and parameter.grad is not None:
-                    part.add_(parameter.grad)
-                parameter.grad = part
-        self.kept.clear()
-        self.reduced.clear()
 
 
 def _cleared(own: Tensor, stand_in: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ gradients element by element. The optimizer calls the others.
 
 from collections.abc import Callable
 from functools import reduce
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer
 from ddp.sharded.pieces import Piece
 from ddp.sharded.torch_compat import gather_on_hosts, gloo_beside
+from ddp.torch_compat import without_torch_functions
 
 STATUS_BYTES = 400  # of a message to other ranks
 
@@ -89,13 +89,14 @@ class ShardedInterface(DataParallel):
         Raises:
             RuntimeError: before `finish_gradient_synchronization()`.
         """
-        self.refuse_not_reduced()
-        return [
-            (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
-            for unit in self.units
-            for piece in unit.pieces
-            if piece.numel and (gradient := self.gradient_of(unit, piece)) is not None
-        ]
+        with without_torch_functions():  # of stand-ins
+            self.refuse_not_reduced()
+            return [
+                (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
+                for unit in self.units
+                for piece in unit.pieces
+                if piece.numel and (gradient := self.gradients.of(unit, piece)) is not None
+            ]
 
     @torch.no_grad()
     def whole_gradients(self) -> list[Tensor | None]:
@@ -106,8 +107,9 @@ class ShardedInterface(DataParallel):
         whole: dict[Parameter, Tensor] = {}
         for unit in self.units:
             if unit.gradient is not None:
-                for piece in unit.pieces:
-                    self.gradient_of(unit, piece)  # which makes it zero if the stand-in is
+                with without_torch_functions():
+                    for piece in unit.pieces:
+                        self.gradients.of(unit, piece)  # which makes it zero if the stand-in is
                 whole |= zip(unit.parameters, unit.gather(unit.gradient), strict=True)
         return [None if p.grad is None else whole.get(p) for p in self.module.parameters()]
 
@@ -116,19 +118,10 @@ class ShardedInterface(DataParallel):
     def before_forward(self) -> None:
         self.gradients.free_cleared()
 
-    def before_accumulation(self, i: int) -> None:
-        self.wait_for(self.schedule.bucket_of[i])
-        self.gradients.begin_accumulation(i)
-        self.gradients.make_local(i)
-
-    def after_accumulation(self, i: int) -> None:
-        if self.gradients.kept:
-            self.gradients.end_accumulation(i)
-        super().after_accumulation(i)
-
     def deactivate(self) -> None:
         self.wait_for(*self.schedule.in_flight)
-        self.gradients.hand_over(self.world_size if self.reduction.name == "mean" else 1)
+        with torch.no_grad():
+            self.gradients.make_local(*self.gradients.reduced)
         super().deactivate()
 
     # ---- what the optimizer calls --------------------------------------------------------------
@@ -148,9 +141,7 @@ class ShardedInterface(DataParallel):
     def reductions(self) -> int:
         return self.gradients.reductions
 
-    def exchange(
-        self, status: str, wait: Callable[[dist.Work], object] = methodcaller("wait")
-    ) -> list[str]:
+    def exchange(self, status: str) -> list[str]:
         """Returns the status of every rank, or its first bytes; a collective call.
 
         It waits for other hosts, and for no GPU: a host that did would have nothing queued behind
@@ -162,5 +153,5 @@ class ShardedInterface(DataParallel):
         if text := status.encode()[:STATUS_BYTES]:
             own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         everyone = own.new_empty(self.world_size, STATUS_BYTES)
-        wait(gather_on_hosts(everyone, own, self.process_group))
+        gather_on_hosts(everyone, own, self.process_group).wait()
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone.tolist()]

@@ -1,6 +1,7 @@
 """A `.grad` that stands for a reduced gradient of which this rank has its slice only."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp.internals.unused import tensors_in
-from ddp.sharded.torch_compat import OperatorsOnly, without_dispatch, written_by
+from ddp.torch_compat import without_torch_functions
 
 DIVIDED = (
     "{function}: gradients are divided among ranks, and .grad stands for one without its values: "
@@ -22,10 +23,43 @@ PLAIN = (
     "or the gradient of that: build it by model.make_optimizer({name}, lr=...), with the wrapper "
     "that reduced the gradients; if that was deleted, wrap the network and run a backward again"
 )
-CLEARING = frozenset(["zero_", "_foreach_zero_", "fill_", "detach_"])
+_OPERATORS = "add sub mul truediv div floordiv mod pow and or xor"
+WRITES = frozenset(["__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())])
+CLEARING = frozenset(["zero_", "_foreach_zero_", "fill_", "detach_", "requires_grad_"])
+READS_HOST = frozenset(["numpy", "tolist"])
+COLLECTIVES = "torch.distributed.distributed_c10d"  # the module that has them
 
 
-class StandIn(OperatorsOnly):
+def name_of(func: Any) -> str:
+    return func.__name__.partition(".")[0]  # that of an operator's overload follows
+
+
+def first_of(args: tuple, kwargs: dict) -> Any:
+    """Returns the first argument of a function of PyTorch."""
+    return args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+
+
+def written_by(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    """Returns the tensors that a function of PyTorch writes to, by its name."""
+    name = name_of(func)
+    is_in_place = name in WRITES or (name.endswith("_") and not name.endswith("__"))
+    if name == "__set__":
+        is_in_place = getattr(func.__self__, "__name__", "data") == "data"
+    return tensors_in(first_of(args, kwargs) if is_in_place else kwargs.get("out"))
+
+
+def is_collective(func: Any) -> bool:
+    """Returns whether `torch.distributed` asks, whose C++ takes a tensor's memory next.
+
+    It is called by `__torch_function__`, whose caller's module tells.
+    """
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    caller = "" if frame is None else frame.f_globals.get("__name__", "")
+    return caller == COLLECTIVES or "c10d" in (getattr(func, "__module__", None) or "")
+
+
+class StandIn(Tensor):
     """A `.grad` that is NaN, because this rank has only its slice of the reduced gradient.
 
     Its views, as `.grad.data`, are stand-ins too, and what is written to them is written to it. So
@@ -35,37 +69,35 @@ class StandIn(OperatorsOnly):
     of: Tensor | None = None  # of which it is a view
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Calls an operator.
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of PyTorch.
 
         Raises:
             RuntimeError: if it takes a norm, communicates, writes anything but zeros to all
                 elements, or is a plain optimizer's: that writes what follows from the values to
                 other tensors, or joins them with a parameter.
         """
-        name, kwargs = func.__name__.partition(".")[0], kwargs or {}
-        with without_dispatch():
-            clears = name in CLEARING and (name != "fill_" or _is_zero(args[1]))
-            written = written_by(func, args, kwargs)
+        communicates, name, kwargs = is_collective(func), name_of(func), kwargs or {}
+        with without_torch_functions():
+            found, written = list(tensors_in((args, kwargs))), list(written_by(func, args, kwargs))
             targets = [x for x in written if isinstance(x, StandIn)]
-            joins_one = any(isinstance(x, Parameter) for x in tensors_in(args))
+            joins_one = any(isinstance(x, Parameter) for x in found)
             is_used = len(targets) < len(written) or joins_one
             if is_used and (optimizer := stepping_optimizer()):
-                refuse_plain(next(x for x in tensors_in(args) if isinstance(x, StandIn)), optimizer)
+                refuse_plain(next(x for x in found if isinstance(x, StandIn)), optimizer)
+            clears = name in CLEARING and (name != "fill_" or _is_zero(args[1]))
             is_part = any(x.of is not None and x.numel() != x.of.numel() for x in targets)
             is_written = bool(targets) and (not clears or is_part)
-            if is_written or "norm" in name or func.namespace.lstrip("_").startswith("c10d"):
-                raise RuntimeError(DIVIDED.format(function=func))
+            if is_written or communicates or "norm" in name or name in READS_HOST:
+                raise RuntimeError(DIVIDED.format(function=name))
             try:
                 result = func(*args, **kwargs)
             except RuntimeError as error:  # as for a view of part of a stand-in's only number
-                raise RuntimeError(DIVIDED.format(function=func)) from error
+                raise RuntimeError(DIVIDED.format(function=name)) from error
             for x in targets:
                 if x.of is not None:
                     increment_version(x.of)  # which `.data` has of its own
-            own = args[0] if args else None
+            own = first_of(args, kwargs)
             if targets or not isinstance(own, StandIn):
                 return result
             if name == "clone":
@@ -76,12 +108,6 @@ class StandIn(OperatorsOnly):
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         return f"a gradient {list(self.shape)}, divided among ranks"
-
-    def numpy(self, **_options: Any) -> NoReturn:  # PyTorch has neither for such a tensor
-        raise RuntimeError(DIVIDED.format(function="numpy"))
-
-    def tolist(self) -> NoReturn:
-        raise RuntimeError(DIVIDED.format(function="tolist"))
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return torch.full(self.shape, torch.nan, dtype=self.dtype, device=self.device)

@@ -5,7 +5,7 @@ between numbers of ranks and to and from a plain optimizer.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from ddp.internals.ranks import gather
-from ddp.sharded.part import Part, Settings
+from ddp.sharded.part import Part
 from ddp.sharded.pieces import Piece
 
-IMPLEMENTATIONS = ("capturable", "foreach", "fused")
 SHOWN = 8  # names in a message
 
 Entries = dict[int, tuple[Parameter, dict[str, Any]]]
@@ -30,18 +28,19 @@ def entries(
     state_dict: dict[str, Any],
     groups: Sequence[dict[str, Any]],
     names: dict[Parameter, str],
-    make: Callable[..., Optimizer],
+    are_cut: bool = True,
 ) -> Entries:
     """Returns the entries of a whole state, checked, with the parameters they belong to.
 
     Args:
         groups: the parameter groups of the optimizer that loads it.
         names: of its parameters.
-        make: makes another optimizer of its kind, from parameter groups.
+        are_cut: values have the parameter's shape, or are one number; else they have as many
+            dimensions.
 
     Raises:
-        ValueError: for an entry of no parameter, and for values that do not fit a parameter; what
-            a value must be is found by a step of such an optimizer.
+        ValueError: for an entry of no parameter, and for values that do not fit a parameter; one
+            number does not where another parameter has a tensor.
     """
     saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
     mine = list(chain.from_iterable(group["params"] for group in groups))
@@ -53,106 +52,64 @@ def entries(
             f"its param_groups. The parameters are {', '.join(shown)}"
             f"{', ...' if len(parameter_of) > SHOWN else ''}"
         )
-    kinds = _kinds(state_dict["param_groups"], make)
+    state = state_dict["state"]
+    pairs = [pair for values in state.values() for pair in values.items()]
+    elementwise = {key for key, x in pairs if isinstance(x, Tensor) and x.dim() > 0} - {"step"}
     found = {}
-    for number, values in state_dict["state"].items():
+    for number, values in state.items():
         if (parameter := parameter_of.get(number)) is not None:
             for key, value in values.items():
-                _check(key, value, parameter, names[parameter], kinds.get(key))
+                if value is not None:
+                    _check(key, value, parameter, names[parameter], key in elementwise, are_cut)
             found[number] = (parameter, values)
     return found
 
 
-def told_to_train(optimizer: Optimizer) -> Optimizer:
-    """Calls `optimizer.train()` where there is one, as a schedule-free optimizer has it."""
-    if callable(train := getattr(optimizer, "train", None)):
-        train()
-    return optimizer
-
-
-def _kinds(groups: Sequence[dict[str, Any]], make: Callable[..., Optimizer]) -> dict[str, bool]:
-    """Returns key -> whether its value is elementwise (True) or one number (False)."""
-    kinds: dict[str, bool] = {}
-    for group in groups:
-        parameter = Parameter(torch.ones(2, 3))
-        parameter.grad = torch.ones(2, 3)
-        try:
-            settings = {k: v for k, v in group.items() if k not in (*IMPLEMENTATIONS, "params")}
-            optimizer = told_to_train(make([{**settings, "params": [parameter]}]))
-            optimizer.step()
-        except Exception:  # wants a closure, other tensors: nothing is known
-            continue
-        for key, value in optimizer.state[parameter].items():
-            shape = value.shape if isinstance(value, Tensor) else None
-            if shape == parameter.shape or shape == ():
-                kinds[key] = shape == parameter.shape
-    return kinds
-
-
-def _check(key: str, value: Any, parameter: Tensor, name: str, elementwise: bool | None) -> None:
+def _check(
+    key: str, value: Any, parameter: Tensor, name: str, is_elementwise: bool, is_cut: bool
+) -> None:
     shape = list(value.shape) if isinstance(value, Tensor) else None
-    if elementwise:
-        fits = value is None or shape == list(parameter.shape)
+    if is_elementwise and is_cut:
+        fits = shape == list(parameter.shape)
+    elif is_elementwise:
+        fits = shape is not None and len(shape) == parameter.dim()
     else:
-        fits = elementwise is None or shape in (None, [])
+        fits = shape is None or value.numel() == 1
     if not fits:
-        is_now = type(value).__name__ if shape is None else shape
-        wanted = "one of its shape" if elementwise else "one number"
-        raise ValueError(
-            f"load_state_dict: the optimizer's state is of another network: {key} is {is_now} for "
-            f"a parameter {list(parameter.shape)}, {name}, in place of {wanted}"
-        )
-
-
-def own_entries(found: Entries, parts: Sequence[Part]) -> dict[Parameter, dict[str, Any]]:
-    """Returns this rank's part of the entries of a whole state, under the network's parameters.
-
-    Raises:
-        ValueError: for a value that has neither the parameter's shape nor a single element.
-    """
-    pieces = [(u.parameters[piece.member], piece) for part in parts for u, piece, _ in part.pieces]
-    piece_of = dict(pieces)
-    own = {
-        parameter: {k: _cut(k, v, parameter, piece_of.get(parameter)) for k, v in values.items()}
-        for parameter, values in found.values()
-    }
-    return {parameter: values for parameter, values in own.items() if parameter in piece_of}
-
-
-def _cut(key: str, value: Any, parameter: Parameter, piece: Piece | None) -> Any:
-    """Returns a piece's part of a whole value of a parameter's state, a copy."""
-    if not isinstance(value, Tensor):
-        return value
-    if key == "step" or (value.dim() == 0 and parameter.dim() > 0):
-        return value.clone()
-    if value.shape != parameter.shape:
         raise ValueError(
             f"load_state_dict: the optimizer's state is of another network: {key} is "
-            f"{list(value.shape)} for a parameter {list(parameter.shape)}"
+            f"{type(value).__name__ if shape is None else shape} for a parameter "
+            f"{list(parameter.shape)}, {name}, in place of "
+            f"{'one of its shape' if is_elementwise else 'one number'}"
         )
-    return None if piece is None else piece.of_parameter(value.contiguous()).clone()
 
 
-def load(part: Part, state: dict[Parameter, dict[str, Any]], settings: Settings) -> None:
-    """Loads a part's state, each value in the dtype of the slice that is stepped.
+def load(parts: Sequence[Part], found: Entries) -> None:
+    """Gives each part its pieces of whole values, in the dtype of the slice that is stepped.
 
     That of the network's parameter may be another one, as with `fsdp`'s `param_dtype`.
     """
-    groups = part.optimizer.param_groups
-    number = {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
-    part.optimizer.load_state_dict(
-        {
-            "state": {
-                number[own]: state[parameter]
-                for unit, piece, own in part.pieces
-                if (parameter := unit.parameters[piece.member]) in state
-            },
-            "param_groups": [
-                {**options, "params": [number[p] for p in group["params"]]}
-                for group, options in zip(groups, settings, strict=True)
-            ],
-        }
-    )
+    values_of = dict(found.values())
+    for part in parts:
+        state = {}
+        for number, (unit, piece, _) in enumerate(part.pieces):
+            parameter = unit.parameters[piece.member]
+            if (values := values_of.get(parameter)) is not None:
+                state[number] = {k: _cut(k, x, parameter, piece) for k, x in values.items()}
+        part.optimizer.load_state_dict({**part.optimizer.state_dict(), "state": state})
+
+
+def _cut(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
+    """Returns a piece's part of a whole value of a parameter's state, a copy."""
+    if not isinstance(value, Tensor):
+        return value
+    if _is_number(key, value, parameter):
+        return value.clone()
+    return piece.of_parameter(value.contiguous()).clone()
+
+
+def _is_number(key: str, value: Tensor, parameter: Tensor) -> bool:
+    return key == "step" or (value.dim() == 0 and parameter.dim() > 0)
 
 
 def states(part: Part) -> Iterator[tuple[Parameter, dict[str, Any]]]:
@@ -167,17 +124,12 @@ def gather_states(parts: Sequence[Part]) -> defaultdict[Tensor, Any]:
     units = [unit for part in parts for unit in part.units]
     parameters = [parameter for unit in units for parameter in unit.parameters]
     number_of = {parameter: number for number, parameter in enumerate(parameters)}
-    own = {}
-    for part in parts:
-        numel_of = {u.parameters[piece.member]: piece.numel for u, piece, _ in part.pieces}
-        for parameter, values in states(part):
-            for key, value in values.items():
-                own[number_of[parameter], key] = value
-                if _is_elementwise(key, value) and value.shape != (numel_of[parameter],):
-                    raise TypeError(
-                        f"the optimizer's {key} is {list(value.shape)} for {numel_of[parameter]} "
-                        "elements"
-                    )
+    own = {
+        (number_of[parameter], key): value
+        for part in parts
+        for parameter, values in states(part)
+        for key, value in values.items()
+    }
     pieces: dict[tuple[int, str], list[Any]] = {}  # a value's, of the ranks in order
     for theirs in gather(own, units[0].group, units[0].shard.device):
         for place, piece_of_value in theirs.items():
@@ -185,11 +137,6 @@ def gather_states(parts: Sequence[Part]) -> defaultdict[Tensor, Any]:
     whole: defaultdict[Tensor, Any] = defaultdict(dict)
     for number, key in sorted(pieces, key=itemgetter(0)):
         found, parameter = pieces[number, key], parameters[number]
-        is_cut = _is_elementwise(key, found[0])
+        is_cut = isinstance(found[0], Tensor) and key != "step" and found[0].dim() > 0
         whole[parameter][key] = torch.cat(found).view(parameter.shape) if is_cut else found[0]
     return whole
-
-
-def _is_elementwise(key: str, value: Any) -> bool:
-    """Returns whether a value of a piece's state has one element for each of the piece's."""
-    return isinstance(value, Tensor) and key != "step" and value.dim() > 0

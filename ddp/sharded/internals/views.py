@@ -12,81 +12,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp.sharded.internals.divided import Place, hide_all, reveal_all, unlike
+from ddp.sharded.internals.divided import Place, hide_all, nothing, reveal_all
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.torch_compat import refuse_writes
 from ddp.torch_compat import version_of
 
 RESHAPED = (
-    "a parameter of shape {before} has been given the shape {now}: wrap the network anew, and make "
-    "another optimizer"
+    "a parameter of shape {before} has been given the shape {now} and {dtype}: wrap the network "
+    "anew, and make another optimizer"
 )
 NO_COPY = (
     "{name} got .data whose memory fsdp frees, such as that of another parameter: give it a copy, "
     "value.clone()"
 )
 
-Moved = list[tuple[Any, int]]
-"""Parameters that got other `.data`: of each, its unit and its place there."""
-
 
 def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Returns what changes where a parameter gets other `.data`, of each."""
-    pointers, strides = map(Tensor.data_ptr, tensors), map(Tensor.stride, tensors)
-    return list(zip(pointers, strides, map(Tensor.size, tensors), strict=True))
+    return [(id(x.untyped_storage()), x.storage_offset(), x.stride(), x.size()) for x in tensors]
 
 
-def moved_of(unit: FlatUnit, before: list[Any]) -> Moved:
-    """Returns the parameters of a unit whose memory is another one than `before`."""
-    now = memory_of(unit.parameters)
-    return [] if now == before else [(unit, i) for i in range(len(now)) if now[i] != before[i]]
-
-
-def view_again(moved: Moved) -> None:
-    """Makes parameters views of their units' values again, which take what the parameters hold.
+def bind(units: Sequence[Any], frees: bool = False) -> bool:
+    """Makes parameters views of their units' values, which take what the parameters hold.
 
     All values are read before the first one is written: parameters may have been exchanged.
+
+    Args:
+        frees: the memory of the values is freed later.
+
+    Returns:
+        Whether a parameter had other `.data`.
+
+    Raises:
+        RuntimeError: for `.data` of another shape or dtype; for one in memory that is freed: what
+            autograd has saved of it would be others after the next gather.
     """
+    moved = []
+    for unit in units:
+        now, then = memory_of(unit.parameters), memory_of(unit.value_views)
+        moved += [(unit, i) for i in range(len(now)) if now[i] != then[i]] if now != then else []
+    for unit, i in moved:
+        p, view = unit.parameters[i], unit.value_views[i]
+        if (p.shape, p.dtype) != (view.shape, view.dtype):
+            before, now = [*view.shape], [*p.shape]
+            raise RuntimeError(RESHAPED.format(before=before, now=now, dtype=p.dtype))
+        freed = [unit.values for unit in units] + [nothing(p.dtype, p.device)] if frees else []
+        if view.numel() and any(x.untyped_storage() is p.untyped_storage() for x in freed):
+            raise RuntimeError(NO_COPY.format(name=unit.places[i].name))
     held = [unit.parameters[i].detach().clone() for unit, i in moved]
     for (unit, i), value in zip(moved, held, strict=True):
         unit.parameters[i].data = unit.value_views[i].copy_(value)
-
-
-@torch.no_grad()
-def bind(units: list[FlatUnit]) -> None:
-    """Makes every parameter of `zero1` a view of its flat buffer, with the value that it has now.
-
-    Raises:
-        RuntimeError: for a parameter that has another shape than when it was wrapped.
-    """
-    moved = [found for unit in units for found in moved_of(unit, memory_of(unit.value_views))]
-    for unit, i in moved:
-        if (now := unit.parameters[i].shape) != (before := unit.shapes[i]):
-            raise RuntimeError(RESHAPED.format(before=[*before], now=[*now]))
-    view_again(moved)
-
-
-def take_replaced(units: Sequence["DividedUnit"]) -> bool:
-    """Takes other `.data` that whole parameters got; returns whether there were any.
-
-    Raises:
-        RuntimeError: for `.data` of another shape or dtype, or in memory of whole values: what
-            autograd has saved of it would be others after the next gather.
-    """
-    moved: Moved = []
-    for unit in units:
-        moved += unit.moved()
-    if not moved:
-        return False
-    freed = {0, *(unit.values.untyped_storage().data_ptr() for unit in units)}
-    for unit, i in moved:
-        parameter, view, name = unit.parameters[i], unit.value_views[i], unit.places[i].name
-        if parameter.shape != view.shape or parameter.dtype != view.dtype:
-            raise RuntimeError(unlike(name, parameter))
-        if view.numel() and parameter.untyped_storage().data_ptr() in freed:
-            raise RuntimeError(NO_COPY.format(name=name))
-    view_again(moved)
-    return True
+    return bool(moved)
 
 
 class DividedUnit(FlatUnit):
@@ -113,13 +88,9 @@ class DividedUnit(FlatUnit):
         myself = weakref.ref(self)
         names = names or [f"a parameter {list(p.shape)}" for p in self.parameters]
         self.places = [Place(myself, i, name) for i, name in enumerate(names)]
-        dtype = self.values.dtype
-        nothing = self.values.new_full((), torch.nan if dtype.is_floating_point else 0)
-        self._nothing = nothing  # all that C++ sees of stand-ins
-        refuse_writes(nothing)
         for parameter in self.parameters:
             parameter.grad = None
-        stale = self.parameters, self.places, nothing
+        stale = self.parameters, self.places, self.values.dtype
         hide_all(*stale)
         weakref.finalize(self, hide_all, *stale).atexit = False  # once this has gone
 
@@ -130,31 +101,19 @@ class DividedUnit(FlatUnit):
         self.is_shown = True
         reveal_all(self.parameters, self.places, self.value_views)
         self._versions = list(map(version_of, self.parameters))
-        self._memory = memory_of(self.parameters)
 
     def hide(self) -> None:
         """Makes the parameters stand-ins, and this rank's slice what was written to them."""
         if not self.is_shown:
             return
-        is_replaced = take_replaced([self])
+        is_replaced = bind([self], frees=True)
         versions = list(map(version_of, self.parameters))
         if self.was_called or is_replaced or self._versions != versions:
             from ddp.sharded.internals.written import take_written  # imports Triton
 
             take_written(self.own(self.values), self.shard)
         self.is_shown = self.was_called = False
-        hide_all(self.parameters, self.places, self._nothing)
-
-    def moved(self) -> Moved:
-        """Returns the parameters that got other `.data` since they were shown."""
-        if not self.is_shown:
-            return []
-        for parameter, place in zip(self.parameters, self.places, strict=True):
-            try:
-                parameter.data_ptr()
-            except RuntimeError as error:  # `refuse_writes`: it got a stand-in's
-                raise RuntimeError(NO_COPY.format(name=place.name)) from error
-        return moved_of(self, self._memory)
+        hide_all(self.parameters, self.places, self.values.dtype)
 
     @torch.no_grad()
     def keep(self, whole: dict[int, Tensor]) -> None:

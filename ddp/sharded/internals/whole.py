@@ -8,9 +8,10 @@ from weakref import WeakMethod
 import torch
 from torch.nn import Parameter
 
-from ddp.sharded.internals.agreement import add_note, agree, wait_for
+from ddp.sharded.base import Sharded
+from ddp.sharded.internals.agreement import NOT_THE_SAME, add_note, agree
 from ddp.sharded.internals.blocks import Block, call_around, cast
-from ddp.sharded.internals.call_order import CallOrder, Ordered, WayBack
+from ddp.sharded.internals.call_order import CallOrder, Progress, WayBack
 from ddp.sharded.torch_compat import in_transform
 from ddp.torch_compat import in_backward, own, without_torch_functions
 
@@ -32,7 +33,7 @@ ON_ONE_RANK = (
 )
 
 
-class DividedInterface(Ordered):
+class DividedInterface(Sharded):
     """A network whose parameters are whole in some blocks at a time.
 
     Attributes:
@@ -42,9 +43,11 @@ class DividedInterface(Ordered):
 
     blocks: list[Block]
     order: CallOrder
+    progress: Progress
     is_whole: bool = False
     _param_dtype: torch.dtype | None
 
+    start: Callable[[Block], None]
     enter: Callable[[Block], None]
     leave: Callable[[Block, Any], None]  # of fsdp.py
 
@@ -54,7 +57,7 @@ class DividedInterface(Ordered):
             block.free()
         self.progress.is_ahead = False
 
-    # ---- forwards that fail, or that compute with whole parameters, and calls of blocks ---------
+    # ---- forwards that fail, or that compute with whole parameters, and calls of blocks --------
 
     def follow_calls(self) -> None:
         """Calls `enter` and `leave` around each block's forward, once it is wrapped."""
@@ -101,6 +104,31 @@ class DividedInterface(Ordered):
             return None
         return tuple(cast(x, dtype) for x in args), {k: cast(x, dtype) for k, x in kwargs.items()}
 
+    # ---- gathers and reductions in one order on all ranks --------------------------------------
+
+    def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
+        """Launches a bucket once the gathers have started that come before it on every rank.
+
+        A bucket waits until backward has entered its block; one of no block, the next one's.
+        """
+        if everything:
+            super().launch_buckets(everything)
+        for bucket in self.schedule.buckets[self.schedule.launched :]:
+            if not self.schedule.ready.issuperset(bucket.members):
+                return
+            if in_backward() and not self._is_next():
+                return
+            super().launch_buckets(most=1)
+
+    def _is_next(self) -> bool:
+        units: Any = self.schedule.buckets[self.schedule.launched :]
+        return self.progress.way_back.has_entered(next((u.name for u in units if u.name), ""))
+
+    def catch_up(self) -> None:
+        """Starts the gathers that come before the next bucket, if backward has not."""
+        while not self._is_next():  # it has failed, or not begun
+            self.progress.way_back.go_on(self.start)
+
     def launch(self, unit: Any) -> Any:
         with without_torch_functions():
             return super().launch(unit)
@@ -118,9 +146,16 @@ class DividedInterface(Ordered):
 
     # ---- what ranks tell each other ------------------------------------------------------------
 
-    def agree(self, act: str) -> None:
-        """Returns once all ranks are about to do the same; an error says what may have happened."""
-        agree(lambda mine: self.exchange(mine, wait_for), act)
+    def exchange(self, status: str) -> list[str]:
+        """Returns the status of every rank; an error says what may have happened."""
+        try:
+            return super().exchange(status)
+        except RuntimeError as error:
+            add_note(error, "gather", "")
+            raise
+
+    def agree(self, act: str, differ: str = NOT_THE_SAME) -> None:
+        agree(self.exchange, act, differ=differ)
 
     def agree_on_forward(self, act: str) -> None:
         """Returns once all ranks begin such a forward; others may be in a step or evaluate."""

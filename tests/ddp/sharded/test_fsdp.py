@@ -395,9 +395,10 @@ def test_a_plain_optimizer_is_refused(context: Context) -> None:
     pair.step()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @on_ranks(2)
-def test_a_gradient_that_is_cleared_behind_no_sync(context: Context) -> None:
-    """A gradient of before, which a backward under `no_sync` was added to, is set to None."""
+def test_a_gradient_that_is_cleared_behind_no_sync(context: Context, set_to_none: bool) -> None:
+    """A gradient of before, which a backward under `no_sync` was added to, is cleared with it."""
     torch.manual_seed(0)
     pair = Pair(context, Network())
     for step in range(2):
@@ -405,7 +406,22 @@ def test_a_gradient_that_is_cleared_behind_no_sync(context: Context) -> None:
         pair.model.finish_gradient_synchronization()
         with pair.model.no_sync():
             loss_of(pair.model, step + 1, context.rank).backward()
-        pair.model.zero_grad(set_to_none=True)
+        pair.model.zero_grad(set_to_none=set_to_none)
         pair.backward(step + 2)
         pair.finish()
         pair.step()
+
+
+@on_ranks(2)
+def test_graphs_that_are_older_than_a_sum_of_16_bit_gradients(context: Context) -> None:
+    """A sum of two backwards is float32; one that begins anew is of the type of its graph."""
+    pair = Pair(context, Network(), param_dtype=torch.bfloat16)
+    losses = [loss_of(pair.model, seed, context.rank) for seed in range(3)]
+    for loss in losses[:2]:
+        loss.backward()
+    pair.model.finish_gradient_synchronization()
+    assert all(p.grad.dtype == torch.bfloat16 for p in pair.model.parameters())
+    pair.model.zero_grad()
+    losses[2].backward()
+    pair.reference_backward(2)
+    pair.finish(error=1e-2)

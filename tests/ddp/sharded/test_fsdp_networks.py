@@ -46,9 +46,9 @@ class Partly(Network):
         return self.head(x)
 
 
-def unused(context: Context) -> None:
+def unused(context: Context, param_dtype: torch.dtype | None) -> None:
     """On some ranks, on all, on none; two backwards in a step, the second with less or more."""
-    pair = Pair(context, Partly(), find_unused_parameters=True)
+    pair = Pair(context, Partly(), find_unused_parameters=True, param_dtype=param_dtype)
     plans = [
         [(1, 0)],
         [(0, 1)],
@@ -64,13 +64,17 @@ def unused(context: Context) -> None:
             loss_of(pair.model, 10 * step + turn, context.rank).backward()
             for rank in range(2):
                 pair.reference.uses = bool(uses[rank])
-                (pair.scale * loss_of(pair.reference, 10 * step + turn, rank)).backward()
-        pair.finish()
-        pair.step()
+                (pair.scale * loss_of(pair._reference, 10 * step + turn, rank)).backward()
+        pair.finish(error=2e-2 if param_dtype else 0.0)
+        if param_dtype is None:
+            pair.step()
+        pair.model.zero_grad()
+        pair.reference.zero_grad()
 
 
-def test_parts_of_blocks_and_between_blocks_are_unused(cpu_ranks):
-    cpu_ranks.run(2, unused)
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_parts_of_blocks_and_between_blocks_are_unused(cpu_ranks, param_dtype):
+    cpu_ranks.run(2, unused, param_dtype)
 
 
 class Experts(nn.Module):

@@ -9,11 +9,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 
 from ddp import wrap
 from ddp.sharded.internals.interface import STATUS_BYTES
-from ddp.sharded.torch_compat import without_dispatch
+from ddp.torch_compat import without_torch_functions
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets, whole_values
 from tests.support.differences import any_order
@@ -88,6 +89,7 @@ def test_views_of_divided_gradients(context: Context, name: str) -> None:
                 lambda g: g.fill_(3.0),
                 lambda g: torch.frexp(torch.ones_like(g), out=(g.data, g.int())),
                 lambda g: dist.all_reduce(g, group=context.group),
+                lambda g: functional.all_reduce(g, "sum", context.group),
             ):
                 with pytest.raises(RuntimeError, match="gradients are divided among ranks"):
                     write(p.grad)
@@ -309,7 +311,7 @@ def written_to_one_element(context: Context, name: str) -> None:
     optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
     pair.backward(lambda model, rank: model(numbers(5, seed=0, rank=rank, like=model)).square())
     pair.finish()
-    with without_dispatch():
+    with without_torch_functions():
         pair.model.module.scale.grad.fill_(2.0)
     optimizer.step()
     values = whole_values(pair.model)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp import wrap
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.pieces import cut
+from ddp.sharded.pieces import pieces_of
 from ddp_by_hand.lm.rank_pool import Context
 
 SHAPES = [
@@ -58,7 +58,7 @@ def test_pieces_tile_every_parameter(cpu_ranks, world_size):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_a_parameter_without_elements_has_one_owner(ranks):
     for offsets, numels in (([0, 0, 4], [0, 4, 0]), ([0, 16], [16, 0]), ([0], [0])):
-        owned = cut(offsets, numels, 4, ranks)
+        owned = [pieces_of(rank, offsets, numels, 4, ranks) for rank in range(ranks)]
         for member, numel in enumerate(numels):
             owners = [rank for rank in range(ranks) for p in owned[rank] if p.member == member]
             assert len(owners) == 1 or numel

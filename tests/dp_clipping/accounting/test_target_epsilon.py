@@ -64,7 +64,7 @@ def test_orders_and_tolerance_are_those_of_opacus():
         (lambda s: 20.0 if s < 3 else 0.04, 70),  # a jump, so σ is determined and not ε
     ],
 )
-@pytest.mark.parametrize("target", [0.05, 0.7, 8.0])
+@pytest.mark.parametrize("target", [0.05, 0.7, 8.0, 10.0])
 def test_the_search_of_a_mechanism_ends_below_its_target_soon(of, most, target):
     asked = []
 

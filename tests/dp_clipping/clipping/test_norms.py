@@ -65,3 +65,10 @@ def test_a_part_leaves_the_whole_as_it_is(parameters):
     assert norms.only({parameters[1]}).squared().tolist() == [[4.0, 4.0]]
     assert norms.only(set()).squared().tolist() == [[0.0, 0.0]]
     assert norms.squared().tolist() == [[21.0, 21.0]]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_a_part_of_nothing_has_the_dtype_of_the_whole(parameters, dtypes):
+    """As another rank's, which has a part that is not empty."""
+    norms = of(parameters[:2], [0, 0], 1, *(Norm(squares(1.0, 1.0).to(d)) for d in dtypes))
+    assert norms.only(set()).squared().dtype == norms.squared().dtype == torch.float64

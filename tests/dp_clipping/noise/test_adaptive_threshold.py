@@ -96,7 +96,8 @@ def test_counts_that_would_cost_everything_are_refused(sigma, count_std, groups,
 @pytest.mark.parametrize(
     "wrong",
     [{"max_grad_norm": [1.0, -1.0]}, {"max_grad_norm": []}, {"quantile": 1.5}, {"quantile": -0.1},
-     {"learning_rate": -1.0}, {"expected_batch_size": 0}, {"count_std": -1.0}],
+     {"learning_rate": -1.0}, {"expected_batch_size": 0}, {"count_std": -1.0},
+     {"lowest": 1.5}, {"highest": 0.5}],
 )  # fmt: skip
 def test_arguments_out_of_range_are_refused(wrong):
     given = {"max_grad_norm": 1.0, "expected_batch_size": 10} | wrong

@@ -7,6 +7,7 @@ statistics are at about five standard deviations, and each check is shown someth
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from scipy import stats
 
 from dp_clipping.distributed.placement import Span, spans_of
 from dp_clipping.noise import gaussian as noise
+from dp_clipping.noise import kernel as kernels
 from dp_clipping.noise.add_noise import add_noise_to_all
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
 from tests.support.one_noise import add_noise
@@ -283,6 +285,23 @@ LAYOUTS = {
     "expanded": lambda: torch.ones(1, 5).expand(6, 5),
     "channels last": lambda: torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
 }
+
+
+def test_a_captured_launch_reads_the_streams_of_its_sums(monkeypatch):
+    """From a table of all streams, of which a CUDA graph's launch for one dtype has some."""
+    made = []
+    monkeypatch.setattr(kernels, "serves", lambda total: total.dtype == torch.float32)
+    monkeypatch.setattr(
+        kernels, "add_noise_to_all_kernel_launch", lambda *given: made.append(given[5])
+    )
+    table = SimpleNamespace(take=lambda numbers, rows: (numbers, rows))
+    for one in (None, table):
+        totals = [torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(4)]
+        dtypes = [total.dtype for total in totals]
+        streams = [stream(parameter=name) for name in "abc"]
+        add_noise_to_all(totals, streams, std=1, divisor=2, dtypes=dtypes, table=one)
+    assert made[0] is None
+    assert made[1]("rows") == ([0, 2], "rows")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -229,7 +229,8 @@ def turned_round(samples):
 
 OTHER_ORDER = [
     (by_length, LONG), (list_by_length, LONG), (list_by_length, UNEQUAL), (shuffled, SAME),
-    (by_length_and_masked, UNEQUAL), (first_two_exchanged, SAME), (turned_round, SAME),
+    (by_length_and_masked, UNEQUAL), (by_length_and_masked, LONG), (first_two_exchanged, SAME),
+    (turned_round, SAME),
 ]  # fmt: skip
 
 

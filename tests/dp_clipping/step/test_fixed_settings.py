@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from dp_clipping.distributed.agreement import Agreement
+from dp_clipping.step.fixed_settings import FixedSettings
 from tests.support import engine
 
 
@@ -39,6 +41,23 @@ def test_a_process_alone_agrees():
     run = engine.build()
     assert run.optimizer.fixed_settings.agreement is None
     run.optimizer.fixed_settings.agree()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_ranks_refuse_samples_together_where_they_agree_late(early, one_rank):
+    run = engine.build()
+    agreement = Agreement(torch.distributed.group.WORLD, early=early)
+    run.optimizer.fixed_settings = FixedSettings(run.optimizer, agreement)
+    engine.backward(run, engine.data()[:3])
+
+    def refuse():
+        with run.model.step_state.refused_together():
+            raise ValueError("sample 3 is cut")
+
+    if not early:
+        refuse()
+    with pytest.raises(ValueError, match="sample 3 is cut"):
+        refuse() if early else run.optimizer.step()
 
 
 def test_settings_that_will_change_are_shown_with_what_comes():

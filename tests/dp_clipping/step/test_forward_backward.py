@@ -1,5 +1,6 @@
 """Each forward opens a private step for one backward; a pass that fails leaves none."""
 
+import copy
 import gc
 import weakref
 
@@ -8,13 +9,16 @@ import torch
 from torch import nn
 from torch.nn.utils import rnn
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.sampling.usage import Ticket
+from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.torch_compat import hooks_of
-from tests.dp_clipping.conftest import assert_exact, private, private_loss
+from tests.dp_clipping.conftest import assert_exact, assert_step, private, private_loss
+from tests.dp_clipping.guard.test_lengths import CLASSES, REFUSED, WORDS, in_autocast, train
 from tests.support import zoo
 
 
@@ -107,6 +111,26 @@ def test_a_made_up_sample_adds_nothing(model):
     assert model.per_sample_gradient_norms.shape == (0,)
 
 
+def test_rows_that_fill_up_a_unit_add_nothing():
+    torch.manual_seed(0)
+    network = zoo.linear(3, 2)
+    model = private(copy.deepcopy(network), rows_per_unit=2)
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    model.step_state.usage.hand_over(Ticket(4, fill=torch.tensor([False, False, False, True])))
+    loss = private_loss(model, (x, y.clone()), zoo.product)
+    y[3] = 0
+    loss.backward()
+    gradients = oracle.per_sample_gradients(network, (x, y), zoo.product)
+    expected = oracle.norms(oracle.unit_gradients(gradients, 2))
+    torch.testing.assert_close(model.per_sample_gradient_norms, expected.float())
+
+
+def test_the_first_batch_is_looked_at():
+    model = private(nn.EmbeddingBag(9, 2, mode="sum", include_last_offset=True))
+    with pytest.raises(ValueError, match="its last offset is 3 for 4 ids"):
+        model(torch.arange(4), torch.tensor([0, 1, 2, 3]))
+
+
 def test_a_normalisation_that_was_fixed_stays_so():
     network = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     network[1].requires_grad_(False)
@@ -166,6 +190,66 @@ def test_a_packed_sequence_is_an_argument(place, is_sorted, batch_first):
     for one, other in zip(network.parameters(), inside.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     assert not hooks_of(network)
+
+
+class Rarely(nn.Module):
+    """Computes the same by other operators where the batch has a 20."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.randn(5)), nn.Linear(5, 2)
+
+    def forward(self, x):
+        is_rare = bool((x == 20).any())
+        return self.layer((x[:, None] * self.scale)[:, 0] if is_rare else x * self.scale)
+
+
+def test_operators_that_no_search_sees_run_under_vmap():
+    """In a batch that is not checked, and at a sample that a second search does not look at."""
+    torch.manual_seed(0)
+    network = Rarely().double()
+    model, found = private(copy.deepcopy(network)), []
+    for batch in range(3):
+        x = torch.randn(6, 5, dtype=torch.float64)
+        x[5, 0] = 20 if batch == 2 else 0
+        assert_step(model, network, (x, torch.randn(6, 2)))
+        found.append([h.operations is None for h in model.capture.handles if not h.name])
+    assert found == [[False], [False], [True]]
+
+
+def test_what_a_backward_changes_is_looked_at():
+    """With the packed sequences of the forward."""
+    network = LastState().double()
+    network.seen = None
+    network.register_buffer("count", torch.zeros(()))
+    model = private(network)
+
+    def step(hook):
+        outputs = model(packed_rows(False))
+        outputs.register_hook(hook)
+        losses = zoo.product(outputs, torch.ones(4, 2))
+        PrivateLoss(model, model.step_state.pending, losses, "sum").backward()
+
+    step(lambda gradient: setattr(network, "seen", gradient.detach()))
+    assert network.seen.shape == (4, 2)
+    with pytest.raises(ValueError, match="a backward changes count: a parameter or a buffer"):
+        step(lambda gradient: network.count.add_(1) and None)
+
+
+class InAutocast(nn.Module):
+    """Reads the last position, and runs in autocast alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, ids):
+        return self.head(self.words(ids).bfloat16())[:, -1]
+
+
+def test_lengths_are_compared_in_the_autocast_of_the_forward():
+    with pytest.raises(ValueError, match=REFUSED):
+        train(InAutocast(), loop=in_autocast)
 
 
 def test_a_compiled_network_refuses_packed_sequences_with_the_call_that_works():
@@ -269,6 +353,15 @@ def test_graphs_that_are_padded_train():
     criterion = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")
     criterion(model(*batch), torch.zeros(4, dtype=torch.long)).backward()
     assert model.per_sample_gradient_norms.shape == (4,)
+
+
+def test_an_interrupted_search_is_recovered_from(monkeypatch):
+    recovered = []
+    monkeypatch.setattr(ForwardBackward, "recover", lambda self: recovered.append(self))
+    model = private(Calls(lambda x: x if len(x) == 6 else fails(KeyboardInterrupt())(x)))
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(6, 5))
+    assert recovered == [model.passes]
 
 
 @pytest.mark.parametrize("is_first", [False, True])

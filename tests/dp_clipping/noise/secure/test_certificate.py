@@ -403,6 +403,21 @@ def test_a_target_is_met_with_everything_included(accountant):
     assert optimizer.noise_multiplier > plain
 
 
+@pytest.mark.parametrize("target", [1e-4, 0.5])
+def test_what_is_left_of_a_target_is_the_gaussians(target):
+    certificate, asked = Certificate(1000, 500, 300, 0), []
+
+    def find(**targets):
+        asked.append(targets)
+        return 2.0
+
+    found = certificate.noise_multiplier(
+        target_epsilon=target, target_delta=1e-6, steps=10, find=find
+    )
+    assert certificate.as_a_whole().effective(found) == pytest.approx(2.0, rel=1e-12)
+    assert 0.9 * target < asked[0]["target_epsilon"] < target
+
+
 def test_a_target_that_the_grid_exceeds_is_refused():
     with pytest.raises(ValueError, match=r"target_epsilon is 0\.001: secure_mode=True cannot"):
         LARGE.noise_multiplier(
