@@ -29,11 +29,19 @@ from dp_clipping.torch_compat import (
     every_module,
     flush_ready_nodes,
     is_in_backward,
+    own_parameters,
     tree_map,
     version_of,
 )
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.seen import Seen, Summary
+
+SWAPPED = (
+    "{name}: its layer is called with another tensor in its place (torch.func.functional_call), "
+    "where no per-sample gradient is captured: let the module that computes the tensor own "
+    "{name} and call torch.nn.functional.linear, say, or use "
+    "torch.nn.utils.parametrize.register_parametrization"
+)
 
 
 class Observer:
@@ -74,7 +82,7 @@ class Observer:
         rounding = None if seed is None else torch.Generator(device).manual_seed(seed)
         states = RandomStates(modules, device)
         arguments = tree_map(
-            lambda x: _rounded(x, rounding) if isinstance(x, Tensor) else x, arguments
+            lambda x: _rounded(_apart(x), rounding) if isinstance(x, Tensor) else x, arguments
         )
         with (
             torch.enable_grad(),
@@ -139,6 +147,10 @@ class Observer:
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = module._private
+            if self._capture.sharding is None:
+                for name, record in handle.records.items():
+                    if own_parameters(module).get(name, record.parameter) is not record.parameter:
+                        raise ValueError(SWAPPED.format(name=record.name))
             if rounding is not None:
                 args, kwargs = _rounded_arguments(args, kwargs, rounding)
             inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
@@ -288,6 +300,11 @@ def _rounded_arguments(args: tuple, kwargs: dict, draw: torch.Generator) -> Argu
         return done[id(x)]
 
     return tuple(map(one, args)), {key: one(x) for key, x in kwargs.items()}
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Returns an input without the graph that is before it, which backwards would free."""
+    return x if x.is_leaf else x.detach().requires_grad_()
 
 
 def _rounded(x: Tensor, draw: torch.Generator | None) -> Tensor:

@@ -7,6 +7,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from dp_clipping.capture.checks.terms import leaves_of, penalized
+from dp_clipping.criterion import PrivateCriterion
+from tests.dp_clipping.conftest import private
 from tests.support.engine import build, fixed, in_parts
 
 AFTER_NOISE = r"optimizer\.pre_step\(\); for p, g in zip\(parameters, torch\.autograd\.grad\("
@@ -25,6 +27,35 @@ def test_a_penalty_is_a_term_of_one_number():
     assert penalized((x @ weight) + weight.square().sum(), [weight]) == {weight}
     assert penalized((x * weight).sum(1) * weight.mean(), [weight]) == set()
     assert penalized((x * weight).sum(1) + 1, [weight]) == set()
+
+
+class Learned(nn.CrossEntropyLoss):
+    """A criterion with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, output, target):
+        return super().forward(output * self.scale, target)
+
+
+@pytest.mark.parametrize("where", ["in front", "behind", "criterion"])
+def test_parameters_beside_the_network_s_are_refused(where):
+    """They would get no gradient. A tensor that requires one, as for a saliency map, is not one."""
+    model = private(nn.Linear(5, 3), "bookkeeping")
+    criterion = PrivateCriterion(
+        model, Learned() if where == "criterion" else nn.CrossEntropyLoss(), "mean"
+    )
+    front = nn.Linear(5, 5) if where == "in front" else nn.Identity()
+    behind = nn.Linear(3, 3) if where == "behind" else nn.Identity()
+    x, y = torch.randn(4, 5, requires_grad=True), torch.tensor([0, 1, 2, 0])
+    with pytest.raises(ValueError, match=r"\(of shape \[.*, as in model\(encoder\(x\)\.detach"):
+        criterion(behind(model(front(x))), y).backward()
+    if where == "in front":
+        model.clear_gradients()
+        criterion(model(front(x).detach()), y).backward()
+        assert all(p.grad is not None for p in model.parameters())
 
 
 def make(criterion):
