@@ -248,6 +248,18 @@ def main() -> None:
         with open(path, encoding="utf-8") as text:
             file = json.load(text)
         found = list(wrong(file))
+        epsilon = math.inf if file["epsilon"] is None else file["epsilon"]
+        stated = (
+            f"epsilon = {epsilon:.4g} at delta = {file['delta']:g} after {file['steps']} steps; "
+            f"stated, not checked: unit {file['unit']!r}, neighbours {file['relation']!r}"
+        )
+    except FileNotFoundError:
+        print(
+            f"there is no file {path}: engine.privacy_statement(delta=1e-5).save('privacy.json') "
+            "writes one",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     except CANNOT as error:
         print(f"{path} cannot be checked: {error!r}", file=sys.stderr)
         sys.exit(2)
@@ -255,7 +267,11 @@ def main() -> None:
         print(words)
     if found:
         sys.exit(1)
-    print(f"{len(file['curve'])} pairs of epsilon and delta, mu and the true positive rates hold")
+    print(stated)
+    print(
+        f"{len(file['curve'])} pairs of epsilon and delta, mu and the true positive rates hold for "
+        "these steps; whether they were those of the run cannot be seen here"
+    )
 
 
 if __name__ == "__main__":

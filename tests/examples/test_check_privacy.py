@@ -3,6 +3,7 @@
 import ast
 import copy
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -68,6 +69,14 @@ def test_what_was_written_holds_and_what_was_changed_does_not(name, tmp_path, mo
     statement_of(*RUNS[name]).save(path)
     assert checked(path, monkeypatch) == 0, capsys.readouterr()
     file = json.loads(path.read_text())
+    stated = math.inf if file["epsilon"] is None else file["epsilon"]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == (
+        f"epsilon = {stated:.4g} at delta = 1e-05 after {file['steps']} steps; "
+        f"stated, not checked: unit 'one example', neighbours {file['relation']!r}"
+    )
+    assert second.startswith(f"{len(file['curve'])} pairs of epsilon and delta")
+    assert second.endswith("whether they were those of the run cannot be seen here")
     if not file["epsilon"]:
         return
     less = copy.deepcopy(file)
@@ -121,6 +130,9 @@ def test_what_cannot_be_checked_is_said(tmp_path, monkeypatch, capsys):
         path.write_text(content)
         assert checked(path, monkeypatch) == 2
         assert words in capsys.readouterr().err
+    path.unlink()
+    assert checked(path, monkeypatch) == 2
+    assert capsys.readouterr().err.startswith(f"there is no file {path}: engine.privacy_st")
 
 
 def test_it_needs_nothing_of_ours():
