@@ -29,19 +29,11 @@ from dp_clipping.torch_compat import (
     every_module,
     flush_ready_nodes,
     is_in_backward,
-    own_parameters,
     tree_map,
     version_of,
 )
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.seen import Seen, Summary
-
-SWAPPED = (
-    "{name}: its layer is called with another tensor in its place (torch.func.functional_call), "
-    "where no per-sample gradient is captured: let the module that computes the tensor own "
-    "{name} and call torch.nn.functional.linear, say, or use "
-    "torch.nn.utils.parametrize.register_parametrization"
-)
 
 
 class Observer:
@@ -147,10 +139,6 @@ class Observer:
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = module._private
-            if self._capture.sharding is None:
-                for name, record in handle.records.items():
-                    if own_parameters(module).get(name, record.parameter) is not record.parameter:
-                        raise ValueError(SWAPPED.format(name=record.name))
             if rounding is not None:
                 args, kwargs = _rounded_arguments(args, kwargs, rounding)
             inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.terms import THROUGH, refuse_others
+from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
 from dp_clipping.guard.guard import LayoutDiscovery
@@ -335,8 +335,6 @@ class ForwardBackward:
             if private_step.is_through:
                 raise RuntimeError(THROUGH) from error
             raise
-        if private_step.is_looked_at and self.capture.sharding is None:
-            refuse_others(losses, self.capture.parameters)
         self._gradients.begin_backward()
         self._open_step(clip_norms)
         try:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dp_clipping.torch_compat import shape_at
 
@@ -19,11 +19,6 @@ THROUGH = (
     "nn.BCEWithLogitsLoss()(model(generator(z)), y).backward(), and model.requires_grad_(True) "
     "after that"
 )
-OTHERS = (
-    "the loss depends on parameters that are not the private network's, in front of it, behind it "
-    "or in the criterion (of shape {shapes}), which would get no gradient: let them be part of the "
-    "module that make_private gets, or leave them out, as in model(encoder(x).detach())"
-)
 SUMS = ("AddBackward", "SubBackward", "RsubBackward")
 
 
@@ -31,17 +26,6 @@ def leaves_of(loss: Tensor) -> set[Tensor]:
     """Returns the tensors without a graph of their own that a backward of the loss would reach."""
     found = {node.variable for node in _nodes(loss.grad_fn) if hasattr(node, "variable")}
     return found | ({loss} if loss.requires_grad and loss.is_leaf else set())
-
-
-def refuse_others(loss: Tensor, own: Collection[Tensor]) -> None:
-    """Raises ValueError if a private loss depends on parameters beside the private network's own.
-
-    Its backward ends at the layers of the network, and would leave them without a gradient.
-    """
-    others = leaves_of(loss).difference(own)
-    shapes = sorted({str(list(x.shape)) for x in others if isinstance(x, nn.Parameter)})
-    if shapes:
-        raise ValueError(OTHERS.format(shapes=", ".join(shapes)))
 
 
 def penalized(loss: Tensor, parameters: Collection[Tensor]) -> set[Tensor]:

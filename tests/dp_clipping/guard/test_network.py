@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.func import functional_call
 
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.samples.batch import tensors_of
@@ -702,20 +701,6 @@ def test_a_hook_on_a_tensor_of_the_forward_runs_and_is_looked_at(where):
     private(network(scaled))(x)
     with pytest.raises(ValueError, match=r"the gradient that (first|second) is given"):
         private(network(lambda gradient: gradient - gradient.mean(0)))(x)
-
-
-def test_a_layer_that_is_called_with_another_weight_is_refused():
-    """Its gradient would be given to the layer's own weight."""
-
-    def function(net, x):
-        weight = net.second.weight + net.first.weight[:3]
-        return functional_call(net.second, {"weight": weight}, (x,))
-
-    network = zoo.seeded(lambda: Function(function))
-    with pytest.raises(
-        ValueError, match=r"second\.weight: its layer is called with another tensor"
-    ):
-        private(network)(torch.randn(4, 5))
 
 
 class Trimmed(nn.Module):
