@@ -210,7 +210,9 @@ class Account:
             )
 
     def replace(self, accountant: "IAccountant") -> None:
-        """Counts with another accountant from here on. What it has more are steps of no run.
+        """Counts with another accountant from here on.
+
+        Steps that it has counted and this one has not are recorded as steps of no run.
 
         Raises:
             ValueError: if it lacks steps that this one has counted.
@@ -330,6 +332,7 @@ class Account:
         self._end = end_of(history)
 
     def _add(self, key: str, number: int, new: History) -> None:
+        """Appends steps to those of a key, whose first one has this number."""
         first, part = self._parts.setdefault(key, (number, []))
         part[-1:] = joined(part[-1:], new)
         self._next[key] = self._next.get(key, first) + count(new)

@@ -100,10 +100,10 @@ class Observer:
     def _backward(self, starts: list[tuple[Tensor, Tensor]], triggers: list[Tensor]) -> None:
         """Runs from gradients of outputs down to all layers, without a gradient of a parameter.
 
-        It goes to all other leaves, such as an input that requires a gradient: only in front of
-        these may be a Function that computes layers in its own backward, as reentrant checkpointing
-        does, which is refused. A private step, which leaves out what no layer is in front of, would
-        not come to it.
+        It also runs down to every other leaf, such as an input that requires a gradient. A Function
+        that computes layers in its own backward, as reentrant checkpointing does, may lead to such
+        a leaf alone. A private step would not reach it, and its layers would not train: it is
+        refused here.
         """
         sharding, device = self._capture.sharding, self._capture.trigger.device
         ys, gradients = zip(*starts, strict=True)
