@@ -259,9 +259,10 @@ def run(options: Options) -> bool:
     progress = Progress()
     trainer = make_trainer(model, data, options, settings["delta"], progress)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    parameters = sum(p.numel() for p in model.parameters())
     print(
-        f"{options.model}: {trainable:,} of {sum(p.numel() for p in model.parameters()):,} "
-        f"parameters, {len(data.training)} rows of at most {options.length} tokens\n"
+        f"{options.model}: {trainable:,} of {parameters:,} parameters, {len(data.training)} rows "
+        f"of at most {options.length} tokens\n"
         f"before: {sample(model, tokenizer, options)!r}"
     )
     with stopping(progress):
@@ -270,6 +271,11 @@ def run(options: Options) -> bool:
         return False
     _finish(trainer, options)
     print(f"after: {sample(trainer.model, tokenizer, options)!r}")
+    if options.model in ("gpt2", "llama"):
+        print(
+            f"the text is not meant to be good, {parameters:,} parameters began at random: give "
+            "--model a folder that save_pretrained has written"
+        )
     return True
 
 

@@ -25,6 +25,7 @@ import json
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(arguments)
+    warnings.filterwarnings("ignore", message="Optimal order is the")  # in the search for the noise
     try:
         require("matplotlib")
         text = cut_sequences(options.data, options.context_length)

@@ -212,11 +212,15 @@ class Account:
     def replace(self, accountant: "IAccountant") -> None:
         """Counts with another accountant from here on.
 
+        Steps that it has counted and this one has not are recorded as steps of no run.
+
         Raises:
             ValueError: if it lacks steps that this one has counted.
         """
         instance_of(interface(), "one of opacus.accountants").check("accountant", accountant)
-        lacking = totals_of(self.history) - totals_of(accountant.history)
+        self._note_others()
+        now, then = totals_of(accountant.history), totals_of(self.history)
+        lacking = then - now
         if lacking:
             raise ValueError(
                 f"accountant lacks {lacking.total()} steps that this engine has counted, and ε "
@@ -224,6 +228,9 @@ class Account:
                 "counted them too"
             )
         self.accountant = accountant
+        if more := [(*how, steps) for how, steps in (now - then).items()]:
+            self._add(OTHERS, 0, more)
+        self._end = end_of(accountant.history)
         if not self._is_direct:
             self.refuse_direct(computes=self.computes)
 
@@ -321,11 +328,15 @@ class Account:
         entries, steps = self._end
         new = after(history[max(entries - 1, 0) :], steps)
         if new and len(history) >= entries:
-            first, part = self._parts.setdefault(key, (number, []))
-            part[-1:] = joined(part[-1:], new)
-            self._next[key] = self._next.get(key, first) + count(new)
-            self._is_used = True
+            self._add(key, number, new)
         self._end = end_of(history)
+
+    def _add(self, key: str, number: int, new: History) -> None:
+        """Appends steps to those of a key, whose first one has this number."""
+        first, part = self._parts.setdefault(key, (number, []))
+        part[-1:] = joined(part[-1:], new)
+        self._next[key] = self._next.get(key, first) + count(new)
+        self._is_used = True
 
     # ---- checkpoints ----------------------------------------------------------------------------
 

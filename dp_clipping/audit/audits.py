@@ -26,7 +26,7 @@ from dp_clipping.audit.records import TOLERANCE, RecordedStep, RecordedSums, rec
 from dp_clipping.audit.report import AuditReport, bounds_of
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.kinds import by_name, whole
-from dp_clipping.runs.accounts import Accounts
+from dp_clipping.runs.accounts import PRIVATE_SIZE, Accounts
 from dp_clipping.sampling.memory_manager import BatchMemoryManager
 from dp_clipping.verification.one_by_one import changed
 from dp_clipping.verification.user_loss import Loss, loss_of
@@ -333,6 +333,7 @@ def _replay(
         module=module, optimizer=optimizer, criterion=criterion, max_grad_norm=max_grad_norm,
         data_loader=tagged_loader(audited.loader, rows, audited.batch_first, dataset), **arguments,
     )  # fmt: skip
+    engine._runs[0].said.add(PRIVATE_SIZE)  # the user's own run says it
     parameters = private.model.capture.parameters
     start = [p.detach().clone() for p in parameters]
     places = _places(private.model.network, parameters)

@@ -70,7 +70,7 @@ class Observer:
         rounding = None if seed is None else torch.Generator(device).manual_seed(seed)
         states = RandomStates(modules, device)
         arguments = tree_map(
-            lambda x: _rounded(x, rounding) if isinstance(x, Tensor) else x, arguments
+            lambda x: _rounded(_apart(x), rounding) if isinstance(x, Tensor) else x, arguments
         )
         with (
             torch.enable_grad(),
@@ -96,10 +96,10 @@ class Observer:
     def _backward(self, starts: list[tuple[Tensor, Tensor]], triggers: list[Tensor]) -> None:
         """Runs from gradients of outputs down to all layers, without a gradient of a parameter.
 
-        It goes to all other leaves, such as an input that requires a gradient: only in front of
-        these may be a Function that computes layers in its own backward, as reentrant checkpointing
-        does, which is refused. A private step, which leaves out what no layer is in front of, would
-        not come to it.
+        It also runs down to every other leaf, such as an input that requires a gradient. A Function
+        that computes layers in its own backward, as reentrant checkpointing does, may lead to such
+        a leaf alone. A private step would not reach it, and its layers would not train: it is
+        refused here.
         """
         sharding, device = self._capture.sharding, self._capture.trigger.device
         ys, gradients = zip(*starts, strict=True)
@@ -284,6 +284,11 @@ def _rounded_arguments(args: tuple, kwargs: dict, draw: torch.Generator) -> Argu
         return done[id(x)]
 
     return tuple(map(one, args)), {key: one(x) for key, x in kwargs.items()}
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Returns an input without the graph that is before it, which backwards would free."""
+    return x if x.is_leaf else x.detach().requires_grad_()
 
 
 def _rounded(x: Tensor, draw: torch.Generator | None) -> Tensor:

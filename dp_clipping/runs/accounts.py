@@ -30,8 +30,8 @@ NAMES = '"pld", "prv", "rdp" or "gdp"'
 APPROXIMATE = "states an approximation that may be below the true epsilon"
 LOG = logging.getLogger(__name__)
 PRIVATE_SIZE = (
-    "{} of this training follow from the private number of samples, and epsilon is for public "
-    "constants: give {} (docs/sharp_edges.md says how)"
+    "epsilon takes the number of samples as public, because {} of this training came from it: "
+    "if it is private, give {} (docs/sharp_edges.md says how)"
 )
 TO_STEP = 7  # frames from `_count` to the user's call of `optimizer.step()`
 OTHER_BATCH = (
@@ -397,7 +397,7 @@ def _say_of_constants(run: PrivateRun) -> None:
         give = [name for name, is_public in known.items() if not is_public]
         give = [name for name in give if not (is_fixed and name == "sample_rate")]
         give = [f"{name}=".replace("divisor", "expected_batch_size") for name in give]
-        LOG.warning(PRIVATE_SIZE.format(", ".join(private), ", ".join(give)))
+        LOG.warning(PRIVATE_SIZE.format(" and ".join(private), " and ".join(give)))
 
 
 def _made(name: str) -> "IAccountant":

@@ -3,7 +3,9 @@
 import ast
 import copy
 import json
+import math
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -27,17 +29,19 @@ RUNS = {
     "planned": ({"sampling": "cyclic", "noise_mechanism": CorrelatedNoise(bands=4, epochs=2)}, []),
     "secure": ({"secure_mode": True}, []),
     "rdp": ({"accountant": "rdp"}, []),
+    "few steps": ({"size": 64, "steps": 2, "noise_multiplier": 0.4986544912508121}, []),
     "no noise": ({"noise_multiplier": 0.0}, []),
     "no step": ({"epochs": 0}, []),
 }
 
 
 def statement_of(more, sigmas):
-    """Returns the statement of an epoch of six steps, and of one more with each further σ."""
+    """Returns the statement of an epoch, of six steps, and of one more with each further σ."""
     more, network = dict(more), nn.Linear(3, 2)
     own = {name: more.pop(name) for name in ("accountant", "secure_mode") if name in more}
     engine, epochs = PrivacyEngine(**own), more.pop("epochs", 1)
-    data = TensorDataset(torch.randn(24, 3), torch.randint(2, (24,)))
+    size, most = more.pop("size", 24), more.pop("steps", None)
+    data = TensorDataset(torch.randn(size, 3), torch.randint(2, (size,)))
     model, optimizer, criterion, loader = engine.make_private(
         module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
         data_loader=DataLoader(data, batch_size=4), **{"noise_multiplier": 1.0, **more},
@@ -45,7 +49,7 @@ def statement_of(more, sigmas):
     )  # fmt: skip
     for sigma in [optimizer.noise_multiplier, *sigmas][: epochs + len(sigmas)]:
         optimizer.noise_multiplier = sigma
-        for x, y in loader if epochs else ():
+        for x, y in islice(loader, most) if epochs else ():
             criterion(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -68,6 +72,14 @@ def test_what_was_written_holds_and_what_was_changed_does_not(name, tmp_path, mo
     statement_of(*RUNS[name]).save(path)
     assert checked(path, monkeypatch) == 0, capsys.readouterr()
     file = json.loads(path.read_text())
+    stated = math.inf if file["epsilon"] is None else file["epsilon"]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == (
+        f"epsilon = {stated:.4g} at delta = 1e-05 after {file['steps']} steps; "
+        f"stated, not checked: unit 'one example', neighbours {file['relation']!r}"
+    )
+    assert second.startswith(f"{len(file['curve'])} pairs of epsilon and delta")
+    assert second.endswith("whether they were those of the run cannot be seen here")
     if not file["epsilon"]:
         return
     less = copy.deepcopy(file)
@@ -121,6 +133,9 @@ def test_what_cannot_be_checked_is_said(tmp_path, monkeypatch, capsys):
         path.write_text(content)
         assert checked(path, monkeypatch) == 2
         assert words in capsys.readouterr().err
+    path.unlink()
+    assert checked(path, monkeypatch) == 2
+    assert capsys.readouterr().err.startswith(f"there is no file {path}: engine.privacy_st")
 
 
 def test_it_needs_nothing_of_ours():

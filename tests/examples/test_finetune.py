@@ -46,6 +46,7 @@ def test_a_run_says_what_it_spends_and_resumes_bit_for_bit(table, tmp_path, caps
     assert out.index("before: 'the patient ") < out.index("step    8 of 8   epsilon 7.")
     assert out.index("step    1 of 8   epsilon") < out.index("after: 'the patient ")
     assert "not covered by epsilon: loss" in out
+    assert "the text is not meant to be good" in out
     statement = json.loads((whole / "privacy.json").read_text())
     assert 7 < statement["epsilon"] <= 8
     assert statement["delta"] == pytest.approx(32**-1.1)

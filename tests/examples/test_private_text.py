@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -62,8 +63,9 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     letters = folder / "letters.txt"
     letters.write_text(LINES)
-    with redirect_stdout(StringIO()) as out:
+    with warnings.catch_warnings(record=True) as said, redirect_stdout(StringIO()) as out:
         assert private_text.main(arguments(letters, folder / "run")) == 0
+    assert not [one.message for one in said if "Optimal order" in str(one.message)]
     return letters, folder / "run", out.getvalue()
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
+from dp_clipping.kernels.launch.tiles import triton
 from dp_clipping.noise.add_noise import check_scales
 from dp_clipping.noise.gaussian import digests_of
-from dp_clipping.noise.kernel import StreamTable, serves
+from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.noise.secure.certificate import grid_of
 from dp_clipping.noise.secure.kernel import add_integers_kernel_launch
 from dp_clipping.noise.secure.rounded_gaussian import CHUNK, rounded, values_at
@@ -100,7 +101,7 @@ def _add(
     grid: float, scale: float, divisor: float,
 ) -> None:  # fmt: skip
     """Adds the noise to sums of one dtype on one device, by the kernel or its reference."""
-    if serves(totals[0]):
+    if triton is not None and totals[0].is_cuda:  # float64 too
         with torch.cuda.device_of(totals[0]):
             add_integers_kernel_launch(totals, outs, keys, places, grid, scale, divisor)
         return

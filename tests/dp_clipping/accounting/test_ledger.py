@@ -361,6 +361,19 @@ def test_steps_of_a_key_are_made_again_only_before_its_last_one():
     assert account.made_ahead("other", 0) == 0
 
 
+def test_steps_of_an_accountant_that_comes_late_are_of_no_run_and_stay():
+    """However its history is divided into entries: it may have fewer of them than before."""
+    account = Account(RDPAccountant())
+    for number, sigma in enumerate((1.0, 2.0, 1.0)):
+        account.count(Release("key", number, sigma, 0.1, (1.0,), number), key_is_fixed=False)
+    late = RDPAccountant()
+    late.history = [(1.0, 0.1, 2), (2.0, 0.1, 101)]
+    account.replace(late)
+    assert account.histories() == [[(1.0, 0.1, 1), (2.0, 0.1, 1), (1.0, 0.1, 1)], [(2.0, 0.1, 100)]]
+    account.count(Release("key", 3, 2.0, 0.1, (1.0,), 3), key_is_fixed=False)
+    assert [sum(steps for *_, steps in part) for part in account.histories()] == [4, 100]
+
+
 def test_epsilon_of_other_steps_counts_none():
     account, expected = Account(RDPAccountant()), RDPAccountant()
     account.accountant.step(noise_multiplier=1.0, sample_rate=0.1)

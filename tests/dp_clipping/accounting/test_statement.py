@@ -159,12 +159,23 @@ def test_a_covered_run_names_its_pages():
     assert "from private numbers:   epsilon\n" in str(statement)  # it counts the units
 
 
-def test_the_first_step_says_what_follows_from_private_numbers(caplog):
-    _, private = made()
-    train(private)
-    (record,) = [r for r in caplog.records if "private number of samples" in r.message]
-    assert record.message.startswith("sample rate, steps of this training")
-    assert "give sample_rate=, steps= (docs" in record.message
+@pytest.mark.parametrize(
+    ("constants", "private_ones", "give"),
+    [
+        ({}, "sample rate and steps", "sample_rate= and steps="),
+        ({"sample_rate": 0.2, "steps": 4, "expected_batch_size": 24}, "divisor",
+         "expected_batch_size="),
+    ],
+)  # fmt: skip
+def test_the_first_step_says_what_follows_from_private_numbers(
+    constants, private_ones, give, caplog
+):
+    train(made(**constants)[1])
+    (record,) = [r for r in caplog.records if "number of samples" in r.message]
+    assert record.message == (
+        f"epsilon takes the number of samples as public, because {private_ones} of this training "
+        f"came from it: if it is private, give {give} (docs/sharp_edges.md says how)"
+    )
     caplog.clear()
     train(made(sample_rate=0.2, steps=4)[1])
     assert not caplog.records

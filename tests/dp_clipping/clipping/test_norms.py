@@ -69,6 +69,6 @@ def test_a_part_leaves_the_whole_as_it_is(parameters):
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
 def test_a_part_of_nothing_has_the_dtype_of_the_whole(parameters, dtypes):
-    """As another rank's, which has a part that is not empty."""
+    """Ranks add their parts up, and another rank's may not be empty."""
     norms = of(parameters[:2], [0, 0], 1, *(Norm(squares(1.0, 1.0).to(d)) for d in dtypes))
     assert norms.only(set()).squared().dtype == norms.squared().dtype == torch.float64

@@ -7,6 +7,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from dp_clipping.capture.checks.terms import leaves_of, penalized
+from dp_clipping.criterion import PrivateCriterion
+from tests.dp_clipping.conftest import private
 from tests.support.engine import build, fixed, in_parts
 
 AFTER_NOISE = r"optimizer\.pre_step\(\); for p, g in zip\(parameters, torch\.autograd\.grad\("
@@ -25,6 +27,17 @@ def test_a_penalty_is_a_term_of_one_number():
     assert penalized((x @ weight) + weight.square().sum(), [weight]) == {weight}
     assert penalized((x * weight).sum(1) * weight.mean(), [weight]) == set()
     assert penalized((x * weight).sum(1) + 1, [weight]) == set()
+
+
+def test_a_network_in_front_keeps_its_graph():
+    """Checks go down to the network's inputs, and not through what has made them."""
+    model = private(nn.Linear(5, 3), "bookkeeping")
+    criterion = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")
+    x = torch.randn(4, 5, requires_grad=True)
+    made = nn.Linear(5, 5)(x).exp()
+    criterion(model(made), torch.tensor([0, 1, 2, 0])).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert torch.autograd.grad(made.sum(), x)[0].shape == x.shape
 
 
 def make(criterion):

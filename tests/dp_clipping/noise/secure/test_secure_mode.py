@@ -1,7 +1,9 @@
 """`PrivacyEngine(secure_mode=True)`: its noise, its batches, what it refuses, resume and ranks."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_by_hand.lm.parallel import parallelize
 from dp_clipping import MODES, PrivacyEngine
 from dp_clipping.noise import keys
+from dp_clipping.noise.secure import source
 from dp_clipping.noise.secure.rounded_gaussian import values_at
 from dp_clipping.noise.secure.source import SecureNoise, grid_of, stream_keys
 from dp_clipping.sampling.poisson import included
@@ -37,6 +40,19 @@ def test_the_grid_is_a_power_of_two_and_moves_sums_by_little():
         grid = grid_of(std, dimension)
         assert math.frexp(grid)[0] == 0.5
         assert 2**-11 * std < dimension**0.5 * grid <= 2**-10 * std
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_the_kernel_has_the_sums_on_a_gpu_of_each_dtype(monkeypatch, is_cuda, dtype):
+    ran = []
+    total = SimpleNamespace(is_cuda=is_cuda, dtype=dtype)
+    monkeypatch.setattr(source, "triton", object())
+    monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
+    monkeypatch.setattr(source, "add_integers_kernel_launch", lambda *_: ran.append("kernel"))
+    monkeypatch.setattr(source, "add_plain", lambda *_: ran.append("reference"))
+    source._add([total], [total], [KEY], [None], 1.0, 1.0, 1.0)
+    assert ran == ["kernel" if is_cuda else "reference"]
 
 
 def test_the_result_is_the_sum_rounded_to_the_grid_plus_integers():

@@ -28,7 +28,7 @@ def weights() -> list[Trainable]:
 
 @pytest.fixture
 def in_use(monkeypatch) -> SimpleNamespace:
-    """What the device's allocator says, in `bytes`; and how often it is asked."""
+    """Replaces the device's allocator: it says `bytes`, and counts how often it is `asked`."""
     memory = SimpleNamespace(bytes=0, asked=0)
 
     def allocated(_device):
@@ -42,7 +42,7 @@ def in_use(monkeypatch) -> SimpleNamespace:
 def context_of(
     weights: list[Trainable], mode: str = "flash_bookkeeping", **options
 ) -> SimpleNamespace:
-    """What the steps of a model have in common, as far as plans need it."""
+    """Returns a stand-in for a `StepContext`, with what plans read of it."""
     capture = SimpleNamespace(trigger=torch.zeros(()), trained=weights)
     policy = policy_of(mode, **options)
     return SimpleNamespace(capture=capture, policy=policy, plans=Plans())
@@ -53,7 +53,7 @@ def call(weight: Trainable, tokens: int = T) -> tuple:
 
 
 def expected(weights: list[Trainable], held: int = 0) -> CompiledShapes:
-    """A forecast of one use of each weight, in float32."""
+    """Returns a forecast of one use of each weight, in float32."""
     shapes = {w: LinearShape(w.name, 1, T, P, D, 4, 4) for w in weights}
     return CompiledShapes(shapes, dict.fromkeys(weights, torch.float32), held)
 
@@ -150,7 +150,7 @@ def test_rooms_are_what_is_free_when_backward_comes_to_a_layer(weights, in_use, 
 
 
 def test_after_a_forward_nothing_is_measured(weights, in_use):
-    """Where activations are checkpointed, backward calls layers again."""
+    """Backward calls layers again where activations are checkpointed."""
     plans = FusedPlans(context_of(weights), B)
     plans.make()
     in_use.asked = 0

@@ -263,7 +263,7 @@ def test_half_of_what_backward_has_freed_may_wait(monkeypatch, freed, arrivals):
     ids=["uses alone", "and one sum", "both"],
 )
 def test_sums_are_formed_as_memory_allows(little, monkeypatch, room, sums):
-    """What they are formed of is freed with them. The last ones may exceed the room."""
+    """Sums free what they are formed of. The last ones may exceed the room."""
     monkeypatch.setattr(work, "PENDING_BYTES", room)
     step = Step(stay="abcd")
     held = step.take("dcba", LINEAR)
