@@ -1,8 +1,7 @@
 """Finds the samples in a tensor by comparing two batch sizes; never guesses.
 
 A size that equals the batch size proves nothing: T, p and B may coincide, and a batch of one sample
-looks like a position id. So the network is run on two and on three samples, and each layer's inputs
-are
+looks like a position id. So the network is run on two and on three samples, and each layer's inputs are
 compared: the dimension that grew is the batch.
 
 A unit of privacy of k examples (`examples_per_unit`) is a sample of k times as many positions:
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
@@ -206,7 +206,7 @@ def _flattened_order(
 ) -> str:
     """Returns which of the two orders; both runs start with the same samples, so values tell."""
     sample_major = is_close(more[: FEW * length], few)
-    by_time = more.unflatten(0, (length, MORE))[:, :FEW].flatten(0, 1)
+    by_time = rearrange(more, "(t b) ... -> t b ...", b=MORE)[:, :FEW].flatten(0, 1)
     time_major = is_close(by_time, few)
     if not sample_major and not time_major and other is not None and other.shape == few.shape:
         changed = (other != few).reshape(len(few), -1).any(1)
