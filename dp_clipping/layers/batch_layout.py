@@ -1,8 +1,8 @@
 """Finds the samples in a tensor by comparing two batch sizes; never guesses.
 
 A size that equals the batch size proves nothing: T, p and B may coincide, and a batch of one sample
-looks like a position id. So the network is run on two and on three samples, and each layer's inputs are
-compared: the dimension that grew is the batch.
+looks like a position id. So the network is run on two and on three samples, and each layer's inputs
+are compared: the dimension that grew is the batch.
 
 A unit of privacy of k examples (`examples_per_unit`) is a sample of k times as many positions:
 `of_units` says where these are. So each layer's arithmetic serves units as it serves samples.
