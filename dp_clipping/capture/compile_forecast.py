@@ -20,15 +20,17 @@ from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.batch_layout import FEW, MORE
 from dp_clipping.layers.embedding.factors import EmbeddingFactors
-from dp_clipping.layers.handle import (
-    FACTOR_SLOTS,
-    GRADIENT_SLOTS,
-    LOOK_UP_SLOTS,
-    LayerState,
-    Site,
-)
+from dp_clipping.layers.handle import LayerState, Site
 from dp_clipping.layers.projection import Linear
-from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
+from dp_clipping.layers.recorder import (
+    DENSE,
+    FACTOR_SLOTS,
+    FACTORS,
+    GRADIENT_SLOTS,
+    LINEAR,
+    LOOK_UP_SLOTS,
+    Trainable,
+)
 from dp_clipping.planning.cost_model import INSTANTIATE, LinearShape
 from dp_clipping.torch_compat import tree_flatten
 

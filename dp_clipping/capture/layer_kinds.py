@@ -14,7 +14,7 @@ from torch import nn
 
 from dp_clipping.capture.rms_norms import rms_norm_kind
 from dp_clipping.distributed.dtensor import plain_type
-from dp_clipping.layers import attention, convolution, group_norm, linear, norm
+from dp_clipping.layers import attention, convolution, linear, norm
 from dp_clipping.layers.embedding import bag
 from dp_clipping.layers.embedding import module as embedding
 from dp_clipping.layers.inner_call import Inner, inner_of
@@ -30,6 +30,7 @@ from dp_clipping.layers.registered.registry import (
     is_registered,
     register,
 )
+from dp_clipping.layers.rms_norm_copies import COPIES
 from dp_clipping.layers.vmap import module as vectorized
 
 
@@ -87,11 +88,11 @@ KINDS = (
         "convolution", convolution.forward, lambda _, plain: convolution.is_plain(plain),
         convolution.KINDS,
     ),
-    Kind("group_norm", group_norm.forward, group_norm.is_plain, group_norm.KINDS),
+    Kind("group_norm", norm.forward_of_channels, norm.is_plain_of_channels, norm.OF_CHANNELS),
     Kind("rms_norm", norm.forward, has_forward_of(nn.RMSNorm), (nn.RMSNorm,)),
     Kind("layer_norm", norm.forward, has_forward_of(nn.LayerNorm), (nn.LayerNorm,)),
     Kind("conv1d", linear.forward, _is_conv1d_of_transformers, is_linear=True),
-    *(Kind(name, norm.forward) for name in norm.COPIES),  # which `capture.rms_norms` knows
+    *(Kind(name, norm.forward) for name in COPIES),  # which `capture.rms_norms` knows
 )  # fmt: skip
 ALL = {
     kind.name: kind

@@ -20,7 +20,7 @@ from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.recorder import Recorder, Trainable
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import (
     any_compiled,
     any_size,
@@ -38,7 +38,7 @@ Arguments = tuple[tuple, dict]  # of a forward
 class Attached:
     """A context in which layers' calls belong to a private step (None: to none)."""
 
-    def __init__(self, capture: "CapturedNetwork", private_step: Recorder | None):
+    def __init__(self, capture: "CapturedNetwork", private_step: Any):
         self._capture, self._private_step = capture, private_step
 
     def __enter__(self) -> None:
@@ -85,7 +85,7 @@ class CapturedNetwork(ABC):
 
     def __init__(self, network: nn.Module, clipping: str, sharding: Sharding | None):
         self.network, self.sharding = network, sharding
-        self.attached_step: Recorder | None = None
+        self.attached_step: Any = None
         self.handles: list[LayerState] = []
         self.copied: dict[Trainable, tuple[nn.Module, str]] = {}
         self.state: Any = None
@@ -181,14 +181,14 @@ class CapturedNetwork(ABC):
             for one, trigger in zip(self.trained, before, strict=True):
                 one.trigger = trigger
 
-    def attached(self, private_step: Recorder | None) -> AbstractContextManager[None]:
+    def attached(self, private_step: Any) -> AbstractContextManager[None]:
         """Returns a context in which layers' calls belong to the private step (None: to none)."""
         attached = Attached(self, private_step)
         if private_step is None or not private_step.is_compiled:
             return attached
         return _with_compiled_code(attached, private_step.policy.may_run_twice)
 
-    def make_slots(self, private_step: Recorder) -> dict[str, dict[str, Tensor]]:
+    def make_slots(self, private_step: Any) -> dict[str, dict[str, Tensor]]:
         """Returns handle -> parameter's name -> slot.
 
         Slots are made where a layer asks for one; inside a compiled region none can be made, so a

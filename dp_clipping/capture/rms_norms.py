@@ -1,6 +1,6 @@
 """Recognises RMS norms that other libraries define, by what their forward computes.
 
-174 classes of transformers 5.23 compute one of four formulas (`layers.norm.COPIES`), and so do
+174 classes of transformers 5.23 compute one of four formulas (`COPIES`), and so do
 copies in users' code. A class is tried once, on an object with a small random weight: it is of a
 kind if all its outputs are equal, bit for bit, to what is computed for that kind. A class that
 computes something else (another cast, a mean that is subtracted), or needs more than weight and
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dp_clipping.kinds import is_number
-from dp_clipping.layers.norm import COPIES, copied
+from dp_clipping.layers.rms_norm_copies import COPIES, copied
 from dp_clipping.trials.randomness import same_randomness
 
 WIDTH, EPS = 6, 0.03

@@ -23,26 +23,14 @@ from torch import Tensor, nn
 from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run, trials
 from dp_clipping.capture.samples.batch import map_tensors
 from dp_clipping.distributed.dtensor import owner_of
-from dp_clipping.layers.batch_layout import FEW, MORE, Layout, is_close
-from dp_clipping.layers.handle import (
-    LayerState,
-    NeedsVmap,
-    expanded_input,
-    expanded_output,
-)
+from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap, is_close
+from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output, plain_forward
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.layers.vmap.module import every_sample, may_loop, on_whole_batch, plain_forward
 from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
+from dp_clipping.layers.vmap.own import Own, UnknownOperation, replaced, taken_for
 from dp_clipping.layers.vmap.refusals import escape_of, reason_of, recomputed
-from dp_clipping.layers.vmap.whole_batch import (
-    Call,
-    Noted,
-    Own,
-    UnknownOperation,
-    learn,
-    replaced,
-    taken_for,
-)
+from dp_clipping.layers.vmap.samples import every_sample, may_loop
+from dp_clipping.layers.vmap.whole_batch import Call, Noted, learn, on_whole_batch
 from dp_clipping.torch_compat import (
     every_module,
     is_in_backward,

@@ -30,8 +30,8 @@ from dp_clipping.guard.lengths import DependsOnLength, Lengths
 from dp_clipping.guard.network import PLACES, Company
 from dp_clipping.guard.observer import Observer
 from dp_clipping.guard.state import State
-from dp_clipping.layers.batch_layout import FEW, Layout
-from dp_clipping.layers.handle import CalledDifferently, LayerState, LayoutUnknown, NeedsVmap
+from dp_clipping.layers.batch_layout import FEW, CalledDifferently, Layout, LayoutUnknown, NeedsVmap
+from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.vmap.objects import hold_objects, refuse_iterators
 from dp_clipping.sampling.alone import Alone
 from dp_clipping.torch_compat import every_module, flush_ready_nodes, tensors_in, tree_map

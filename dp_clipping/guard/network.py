@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.samples.batch import Batch
-from dp_clipping.layers.batch_layout import TRIMMED, Layout
-from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.layers.batch_layout import TRIMMED, Layout, LayoutUnknown
 from dp_clipping.trials.draws import without_dropout
 from dp_clipping.trials.perturb import LARGE, SIDES, Perturbed, enlarged, half, one_more, thirds
 from dp_clipping.trials.probe import Probe

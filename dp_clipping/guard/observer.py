@@ -16,15 +16,11 @@ from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded, owner_of
 from dp_clipping.layers.batch_layout import Layout, all_tokens
-from dp_clipping.layers.handle import (
-    LayerState,
-    expanded_input,
-    expanded_output,
-)
+from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.layers.vmap.module import on_whole_batch
+from dp_clipping.layers.vmap.own import UnknownOperation
 from dp_clipping.layers.vmap.refusals import recomputation_of
-from dp_clipping.layers.vmap.whole_batch import Call, UnknownOperation
+from dp_clipping.layers.vmap.whole_batch import Call, on_whole_batch
 from dp_clipping.torch_compat import (
     every_module,
     flush_ready_nodes,

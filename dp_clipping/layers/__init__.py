@@ -2,10 +2,11 @@
 
 Files:
 
-    handle                the state of a captured layer
+    handle                the state of a captured layer, and how it is used
     recorder              the interface of a private step for layers
     batch_layout          finds the dimension of a tensor that counts samples
-    linear, convolution, norm, group_norm, attention    layers with arithmetic of their own
+    linear, convolution, norm, attention    layers with arithmetic of their own
+    rms_norm_copies       RMS norms that other libraries define
     embedding/            nn.Embedding and nn.EmbeddingBag
     recurrent/            LSTM, GRU and RNN, and their cells
     projection            a linear layer, or one that is part of another layer

@@ -2,14 +2,14 @@
 
 A size that equals the batch size proves nothing: T, p and B may coincide, and a batch of one sample
 looks like a position id. So the network is run on two and on three samples, and each layer's inputs
-are
-compared: the dimension that grew is the batch.
+are compared: the dimension that grew is the batch.
 
 A unit of privacy of k examples (`examples_per_unit`) is a sample of k times as many positions:
 `of_units` says where these are. So each layer's arithmetic serves units as it serves samples.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 FEW, MORE = 2, 3  # samples in the two runs
-SIDE_BY_SIDE = ("sample_major", "unit")
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Layout:
     | `unit` | [.., B·k, ..] | `dim` counts examples, the k of a sample side by side |
     | `shared` | [..] | no batch: every sample uses the same values (position ids); `dim` is 1 if
     the first dimension is a batch of one, to be broadcast |
+    | `alone` | [B, ..] | the samples are laid behind each other, as copies of a parameter |
     """
 
     kind: str = "dimension"
@@ -39,14 +39,11 @@ class Layout:
 
     def batch_first(self, x: Tensor, batch_size: int) -> Tensor:
         """Returns a view or copy of x whose first dimension is the sample."""
+        if self.kind == "dimension":
+            return x.movedim(self.dim, 0) if self.dim else x
         if self.kind == "shared":
             raise ValueError("a shared tensor has no samples")
-        x = x.movedim(self.dim, 0) if self.dim else x
-        if self.kind in SIDE_BY_SIDE:
-            return rearrange(x, "(b t) ... -> b t ...", b=batch_size)
-        if self.kind == "time_major":
-            return rearrange(x, "(t b) ... -> b t ...", b=batch_size)
-        return x
+        return self.split(x, batch_size).movedim(self.dim + 1, 1)
 
     def batch_tokens(self, x: Tensor, batch_size: int) -> Tensor:
         """Returns x [.., features] as [B, T, features]."""
@@ -60,17 +57,31 @@ class Layout:
 
     def restore(self, x: Tensor) -> Tensor:
         """Returns the inverse of `batch_first`."""
+        if self.kind == "dimension":
+            return x.movedim(0, self.dim) if self.dim else x  # no view: it may be changed in place
         if self.kind == "shared":
             raise ValueError("a shared tensor has no samples")
-        if self.kind in SIDE_BY_SIDE:
-            x = rearrange(x, "b t ... -> (b t) ...")
-        elif self.kind == "time_major":
-            x = rearrange(x, "b t ... -> (t b) ...")
-        return x.movedim(0, self.dim) if self.dim else x  # no view: it may be changed in place
+        return self.joined(x.movedim(1, self.dim + 1))
 
-    def joined(self, x: Tensor) -> Tensor:
+    def split(self, x: Tensor, batch_size: int) -> Tensor:
+        """Returns a view [B, ..] of x: each sample as x would be of a batch of one."""
+        dim = self.dim
+        if self.kind == "alone":
+            return x
+        if self.kind == "dimension":
+            return x.movedim(dim, 0).unsqueeze(dim + 1)
+        if self.kind == "time_major":
+            return x.unflatten(dim, (x.shape[dim] // batch_size, batch_size)).movedim(dim + 1, 0)
+        return x.unflatten(dim, (batch_size, x.shape[dim] // batch_size)).movedim(dim, 0)
+
+    def joined(self, y: Tensor) -> Tensor:
         """Returns the inverse of `split`."""
-        return x if self.kind in ("dimension", "alone") else x.flatten(self.dim, self.dim + 1)
+        dim = self.dim
+        if self.kind == "alone":
+            return y
+        if self.kind == "dimension":
+            return y.squeeze(dim + 1).movedim(0, dim)
+        return y.movedim(0, dim + (self.kind == "time_major")).flatten(dim, dim + 1)
 
     def of_units(self, what: str) -> "Layout":
         """Returns the layout of units of k examples, from that of examples.
@@ -86,18 +97,6 @@ class Layout:
             )
         return Layout("unit", self.dim) if self.kind == "dimension" else self
 
-    def sample_dim(self) -> int:
-        """Returns which dimension `split` has put the samples in."""
-        return self.dim + (self.kind == "time_major")
-
-    def split(self, x: Tensor, batch_size: int) -> Tensor:
-        """Returns x with a dimension of its own for the samples, in place: for `torch.vmap`."""
-        if self.kind in SIDE_BY_SIDE:
-            return x.unflatten(self.dim, (batch_size, x.shape[self.dim] // batch_size))
-        if self.kind == "time_major":
-            return x.unflatten(self.dim, (x.shape[self.dim] // batch_size, batch_size))
-        return x
-
 
 TRIMMED = (
     "has another length for a sample beside other samples of the batch, as from "
@@ -109,6 +108,49 @@ TRIMMED = (
 
 class FitsBothOrders(ValueError):
     """All tokens of a flattened tensor are alike, so values do not tell in which order they are."""
+
+
+class LayoutUnknown(Exception):
+    """A layer was called in a way that the search for the batch dimension has not seen.
+
+    Attributes:
+        arguments: of the forward, where it is not that of the user's batch.
+    """
+
+    arguments: tuple[tuple, dict] | None = None
+
+
+class NeedsVmap(ValueError):
+    """A layer has no per-sample gradients as it is called; it may where its caller is under vmap.
+
+    Attributes:
+        layers: its name, and those of other such layers.
+    """
+
+    def __init__(self, layer: str, message: str):
+        super().__init__(message)
+        self.layers = {layer}
+
+
+class CalledDifferently(ValueError):
+    """A layer is called with other tensors for some samples than for others."""
+
+    def __init__(self, layer: str):
+        super().__init__(
+            f"{layer} is called with more tensors for some samples than for others (a mask that is "
+            "left out where nothing is padded, for example), so where its samples are cannot be "
+            "established: call it alike for all samples, or give a first batch in which more "
+            "samples are padded"
+        )
+
+
+def rows_unknown(layer: str) -> NeedsVmap:
+    """Returns the error of a module whose rows are those of a batch that it was not given."""
+    return NeedsVmap(
+        layer,
+        f"{layer or 'the network'} returns rows for each sample, and none of its arguments has "
+        "them: give it a tensor with a row for each sample, as x in place of len(x)",
+    )
 
 
 def find_layout(
@@ -164,7 +206,7 @@ def _flattened_order(
 ) -> str:
     """Returns which of the two orders; both runs start with the same samples, so values tell."""
     sample_major = is_close(more[: FEW * length], few)
-    by_time = more.unflatten(0, (length, MORE))[:, :FEW].flatten(0, 1)
+    by_time = rearrange(more, "(t b) ... -> t b ...", b=MORE)[:, :FEW].flatten(0, 1)
     time_major = is_close(by_time, few)
     if not sample_major and not time_major and other is not None and other.shape == few.shape:
         changed = (other != few).reshape(len(few), -1).any(1)
@@ -232,3 +274,33 @@ def bag_tensors(args: tuple, kwargs: dict, has_last: bool, whole: bool) -> list[
     places = (starts[:, None] + table).where(is_there, 0)
     rows = [x[places].where(is_there, 0) if len(x) else x.new_zeros(places.shape) for x in found]
     return [torch.cat((counts[:, None].to(x), x), 1)[:, :, None, None] for x in rows]
+
+
+def expand_shared(x: Tensor, batch_size: int) -> Tensor:
+    """Returns x [1, ..] as [B, ..]; anything else gets a new first dimension."""
+    x = x if x.dim() > 1 and x.shape[0] == 1 else x.unsqueeze(0)
+    return x.expand(batch_size, *x.shape[1:])
+
+
+def has_rows(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> bool:
+    """Returns whether a tensor has the rows of every sample where the layout says."""
+    if layout.kind == "shared":
+        return not layout.dim or x.shape[0] == 1
+    if x.dim() <= layout.dim:
+        return False
+    if layout.kind == "unit":
+        return x.shape[layout.dim] == batch_size * handle.examples_per_unit
+    if layout.kind in ("sample_major", "time_major"):
+        return x.shape[layout.dim] % batch_size == 0
+    return x.shape[layout.dim] == batch_size
+
+
+def check_size(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> None:
+    """Refuses an input without rows of its own for every sample."""
+    if not has_rows(x, layout, handle, batch_size):
+        raise ValueError(
+            f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)} for a batch of "
+            f"{batch_size} samples, and its samples were seen as {layout} in an earlier batch: "
+            "per-sample gradients need every sample's own rows; if the way it is called has "
+            "changed, call model.reset_batch_layouts()"
+        )

@@ -41,11 +41,7 @@ from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.kernels.convolution.packing import pack, packed_shape
 from dp_clipping.kernels.launch.tiles import available, ceil_div
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import (
-    LayerState,
-    autocast_operands,
-    forward_of,
-)
+from dp_clipping.layers.handle import LayerState, autocast_operands, forward_of
 from dp_clipping.layers.recorder import DENSE, FACTORS
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
@@ -74,36 +70,23 @@ def _first_call(
 ) -> Tensor:
     weight, bias = self.weight, self.bias
     tensor_parallel.refuse_distributed(handle, x, weight, bias)
-    given = tensor_parallel.settled(x)
-    layout, x = handle.batched(given)
-    private_step, batch_size = handle.private_step, handle.private_step.batch_size
-    rows = layout.batch_first(x, batch_size)
-    pictures = rows.shape[1] if rows.ndim > weight.ndim else None
-    rows = rows if pictures is None else rows.flatten(0, 1)
+    rows, layout, restored = handle.pictures(tensor_parallel.settled(x))
     if rows.ndim != weight.ndim:
         raise ValueError(
             f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)}: give it "
             f"[batch, channels, ...] of {weight.ndim} dimensions"
         )
-    rows, padding = _padded(self, rows)
+    padded, padding = _padded(self, rows)
     options = (
         list(self.stride), padding, list(self.dilation), self.transposed,
-        _output_padding(self, rows, output_size), self.groups,
+        _output_padding(self, padded, output_size), self.groups,
     )  # fmt: skip
     how = (options, _geometry(weight.shape, options))
+    given = x if padded is x and output_size is None else None
     if torch.compiler.is_compiling():
-        bias = None if bias is None else bias.detach()
-        rows, weight, bias = autocast_operands(rows, weight.detach(), bias)
-        slots = handle.slot("weight"), handle.slot("bias")
-        y = Convolution.apply(rows, weight, bias, *slots, (None, batch_size, how))
-    else:
-        site = handle.site(
-            Convolution, x, layout, options=how, settings=SETTINGS(self), reads=SETTINGS
-        )
-        if rows is given and output_size is None:
-            handle.keep(given, site)
-        y = site.use(private_step, rows, weight, bias)
-    return layout.restore(y if pictures is None else y.unflatten(0, (batch_size, pictures)))
+        padded, weight, bias = autocast_operands(padded, weight, bias)
+    y = handle.run(Convolution, self, padded, layout, weight, bias, how, SETTINGS, given)
+    return restored(y)
 
 
 forward = forward_of("convolution", _first_call)
@@ -155,15 +138,13 @@ def _geometry(shape: torch.Size, options: tuple) -> Geometry:
 class Convolution(torch.autograd.Function):
     """Runs `F.conv{1,2,3}d` or its transpose; its backward delivers per-sample gradients.
 
-    `rest` has the site and the private step. In a compiled region it has None, the batch size and
-    the options: there the G are the gradients of the slots.
+    `rest` has the site, the private step and options. In a compiled region it has None and where
+    samples are: there the G are the gradients of the slots.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
-        site = rest[0]
-        options, _ = rest[2] if site is None else site.options
-        ctx.wants = x.requires_grad, weight_slot is not None, bias_slot is not None
+        site, private_step, (options, _) = rest
         if site is not None and site.cast is not None:
             x, weight = x.to(site.cast), weight.to(site.cast)
             bias = None if bias is None else bias.to(site.cast)
@@ -174,8 +155,8 @@ class Convolution(torch.autograd.Function):
         ctx.rest = rest
         ctx.slot_dtype = None if weight_slot is None else weight_slot.dtype
         y = torch.convolution(x, weight, bias, *options)
-        if site is not None and site.weight is not None and rest[1].plans.measures:
-            rest[1].plans.note_other(site.weight, x, y, PACKED_BYTES)
+        if site is not None and site.weight is not None and private_step.plans.measures:
+            private_step.plans.note_other(site.weight, x, y, PACKED_BYTES)
         return y
 
     @staticmethod
@@ -183,19 +164,17 @@ class Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if type(gy) is not Tensor or torch.is_grad_enabled():
             gy = tensor_parallel.arrived(gy)
-        site, private_step = ctx.rest[:2]
-        options, geometry = ctx.rest[2] if site is None else site.options
-        batch_size = private_step if site is None else private_step.batch_size
-        wants_x, wants_weight, wants_bias = ctx.wants
+        site, private_step, (options, geometry) = ctx.rest
+        batch_size = private_step[2] if site is None else private_step.batch_size
         gx = gradients = biases = None
-        if wants_x:
+        if ctx.needs_input_grad[0]:
             backward = torch.ops.aten.convolution_backward
             gx = backward(gy, x, weight, None, *options, [True, False, False])[0]
-        if wants_bias if site is None else site.bias is not None:
+        if ctx.needs_input_grad[4] if site is None else site.bias is not None:
             sums = gy.flatten(2).sum(2, dtype=ACCUMULATED.get(gy.dtype, torch.float32))
             is_whole = sums.shape[0] == batch_size
             biases = sums if is_whole else sum_of_pictures(sums, batch_size)
-        if wants_weight if site is None else site.weight is not None:
+        if ctx.needs_input_grad[3] if site is None else site.weight is not None:
             use = Factors(x, gy, weight.shape, batch_size, geometry, transposed=options[3])
             if site is None:
                 gradients = use.dense().to(ctx.slot_dtype)

@@ -1,4 +1,4 @@
-"""State of a captured layer: its private step, and where its samples are."""
+"""State of a captured layer: its private step, where its samples are, and how it is used."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,68 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.layers.batch_layout import Layout, all_tokens, bag_tensors, first_tokens
-from dp_clipping.layers.recorder import Recorder, Trainable
+from dp_clipping.layers.batch_layout import (
+    Layout,
+    LayoutUnknown,
+    all_tokens,
+    bag_tensors,
+    check_size,
+    expand_shared,
+    first_tokens,
+)
+from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves, tree_map
 from dp_clipping.trials.schedule import Schedule
 
-# What arrives at the slots of a layer in a compiled region: see linear.py, embedding/module.py.
-GRADIENT_SLOTS = ("gradient", "squares", "count")
-FACTOR_SLOTS = ("y", "a", "count")
-LOOK_UP_SLOTS = ("y", "ids", "count")
-CHANGED = (
-    "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
-    "must be known beforehand; if the network has changed call model.reset_batch_layouts(), if it "
-    "depends on its inputs' values do not compile it"
-)
-
 FIRST = Layout()  # samples are counted by the first dimension
 OWN = ("weight", "bias")
-
-Forward = Callable[..., Any]
-
-
-class LayoutUnknown(Exception):
-    """A layer was called in a way that the search for the batch dimension has not seen.
-
-    Attributes:
-        arguments: of the forward, where it is not that of the user's batch.
-    """
-
-    arguments: tuple[tuple, dict] | None = None
-
-
-class NeedsVmap(ValueError):
-    """A layer has no per-sample gradients as it is called; it may where its caller is under vmap.
-
-    Attributes:
-        layers: its name, and those of other such layers.
-    """
-
-    def __init__(self, layer: str, message: str):
-        super().__init__(message)
-        self.layers = {layer}
-
-
-class CalledDifferently(ValueError):
-    """A layer is called with other tensors for some samples than for others."""
-
-    def __init__(self, layer: str):
-        super().__init__(
-            f"{layer} is called with more tensors for some samples than for others (a mask that is "
-            "left out where nothing is padded, for example), so where its samples are cannot be "
-            "established: call it alike for all samples, or give a first batch in which more "
-            "samples are padded"
-        )
-
-
-def rows_unknown(layer: str) -> NeedsVmap:
-    """Returns the error of a module whose rows are those of a batch that it was not given."""
-    return NeedsVmap(
-        layer,
-        f"{layer or 'the network'} returns rows for each sample, and none of its arguments has "
-        "them: give it a tensor with a row for each sample, as x in place of len(x)",
-    )
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +30,8 @@ class Site:
     """One way in which a layer is used in private steps: what is asked once.
 
     Attributes:
-        function: runs the layer, `apply(x, weight, bias, trigger, None, (site, private step))`.
+        function: runs the layer: `apply(x, weight, bias, trigger, None, (site, private step,
+            options))`.
         weight, bias: the trainable parameters; None for one that is frozen or not there.
         layout: where samples are in its input and output; None: in the first dimension.
         cast: the dtype that autocast gives its operands; None: it leaves them.
@@ -117,16 +71,16 @@ class Site:
         return layout.batch_tokens(y, batch_size), layout.batch_tokens(a, batch_size)
 
     def use(
-        self, private_step: Recorder, x: Tensor, weight: Tensor, bias: Tensor | None = None
+        self, private_step: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         """Runs the layer's function with these parameters."""
         trigger = private_step.trigger(self.records[0]) if self.records else None
         bias = None if bias is None else bias.detach()
         run = self.function.apply if transforms_run() else self.run
-        return run(x, weight.detach(), bias, trigger, None, (self, private_step))
+        return run(x, weight.detach(), bias, trigger, None, (self, private_step, self.options))
 
 
-def forward_of(kind: str, first_call: Forward) -> Forward:
+def forward_of(kind: str, first_call: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the forward of a kind of layers, which reads a layer's site where it has one.
 
     Args:
@@ -134,7 +88,7 @@ def forward_of(kind: str, first_call: Forward) -> Forward:
     """
 
     def forward(self: nn.Module, x: Tensor, *others: Any, **named: Any) -> Any:
-        handle: LayerState = self._private
+        handle: Any = self._private
         private_step = handle.private_step
         if private_step is None:
             return type(self).forward(self, x, *others, **named)
@@ -157,11 +111,32 @@ def forward_of(kind: str, first_call: Forward) -> Forward:
         record = site.records[0]
         trigger = record.trigger if record.joint is None else private_step.trigger(record)
         bias = None if bias is None else bias.detach()
-        return site.run(x, weight.detach(), bias, trigger, None, (site, private_step))
+        return site.run(x, weight.detach(), bias, trigger, None, (site, private_step, site.options))
 
     # `torch.compile` counts by code how often it compiles anew: each kind has code of its own.
     forward.__code__ = forward.__code__.replace(co_name=f"{kind}_forward")
     return forward
+
+
+def autocast_of(x: Tensor) -> torch.dtype | None:
+    """Returns the dtype that autocast gives operands of a matrix product of x; None: their own."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of a matrix product of x, as autocast has it."""
+    return autocast_of(x) or x.dtype
+
+
+def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+    """Returns the operands as autocast would make them for a matrix product."""
+    dtype = autocast_of(x)
+    if dtype is None:
+        return (x, *parameters)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
 
 
 class LayerState:
@@ -205,7 +180,7 @@ class LayerState:
         self.own_forward: Callable[..., Any] | None = (
             vars(module).get("forward") if before is None else before.own_forward
         )
-        self.private_step: Recorder | None = None
+        self.private_step: Any = None
         self.sites: dict[tuple, Any] = {}
         self.slots: dict[str, Tensor] = {}
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
@@ -270,6 +245,41 @@ class LayerState:
             if not more:
                 self.sites[key] = site
         return site
+
+    def run(
+        self, function: type[torch.autograd.Function], layer: nn.Module, x: Tensor, layout: Layout,
+        weight: Tensor, bias: Tensor | None, options: Any, reads: Callable[[Any], Any],
+        given: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Returns the output of a layer, which it keeps a site for; or its output in compiled code.
+
+        There the function gets slots, at which G arrives, and where the samples are.
+
+        Args:
+            options: what the function needs; it follows from what `reads` reads of the layer.
+            given: the input that the layer was called with, if later calls may read the site.
+        """
+        if torch.compiler.is_compiling():
+            bias = None if bias is None else bias.detach()
+            place = (layout.kind, layout.dim, self.private_step.batch_size)
+            slots = self.slot("weight"), self.slot("bias")
+            return function.apply(x, weight.detach(), bias, *slots, (None, place, options))
+        site = self.site(function, x, layout, options=options, settings=reads(layer), reads=reads)
+        if given is not None:
+            self.keep(given, site)
+        return site.use(self.private_step, x, weight, bias)
+
+    def pictures(self, x: Tensor) -> tuple[Tensor, Layout, Callable[[Tensor], Tensor]]:
+        """Returns an input as [N, ..], its layout, and what gives an output the input's layout.
+
+        N is a multiple of B where samples have several pictures each.
+        """
+        layout, x = self.batched(x)
+        rows = layout.batch_first(x, self.private_step.batch_size)
+        if rows.ndim == x.ndim:
+            return rows, layout, layout.restore
+        split = rows.shape[:2]
+        return rows.flatten(0, 1), layout, lambda y: layout.restore(y.unflatten(0, split))
 
     def keep(self, x: Tensor, site: Site) -> None:
         """Keeps a site for later calls with such an input, if it is as in the network's batch.
@@ -356,12 +366,6 @@ def plain_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
 
-def expand_shared(x: Tensor, batch_size: int) -> Tensor:
-    """Returns x [1, ..] as [B, ..]; anything else gets a new first dimension."""
-    x = x if x.dim() > 1 and x.shape[0] == 1 else x.unsqueeze(0)
-    return x.expand(batch_size, *x.shape[1:])
-
-
 def expanded_input(
     handle: LayerState, layouts: Sequence[Layout], inputs: list[Tensor], batch_size: int
 ) -> tuple[tuple, dict] | None:
@@ -390,56 +394,3 @@ def expanded_output(
         return expand_shared(y, batch_size) if is_shared else y
 
     return tree_map(expanded, output)
-
-
-def has_rows(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -> bool:
-    """Returns whether a tensor has the rows of every sample where the layout says."""
-    if layout.kind == "shared":
-        return not layout.dim or x.shape[0] == 1
-    if x.dim() <= layout.dim:
-        return False
-    if layout.kind == "unit":
-        return x.shape[layout.dim] == batch_size * handle.examples_per_unit
-    if layout.kind in ("sample_major", "time_major"):
-        return x.shape[layout.dim] % batch_size == 0
-    return x.shape[layout.dim] == batch_size
-
-
-def check_size(x: Tensor, layout: Layout, handle: LayerState, batch_size: int) -> None:
-    """Refuses an input without rows of its own for every sample."""
-    if not has_rows(x, layout, handle, batch_size):
-        raise ValueError(
-            f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)} for a batch of "
-            f"{batch_size} samples, and its samples were seen as {layout} in an earlier batch: "
-            "per-sample gradients need every sample's own rows; if the way it is called has "
-            "changed, call model.reset_batch_layouts()"
-        )
-
-
-def autocast_of(x: Tensor) -> torch.dtype | None:
-    """Returns the dtype that autocast gives operands of a matrix product of x; None: their own."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of a matrix product of x, as autocast has it."""
-    return autocast_of(x) or x.dtype
-
-
-def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """Returns the operands as autocast would make them for a matrix product."""
-    dtype = autocast_of(x)
-    if dtype is None:
-        return (x, *parameters)
-    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
-
-
-def norm_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """Returns the operands as autocast would make them for a normalisation: float32 on a GPU."""
-    if not x.is_cuda or not torch.is_autocast_enabled("cuda"):
-        return (x, *parameters)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))

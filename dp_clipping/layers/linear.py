@@ -27,15 +27,9 @@ from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import (
-    CHANGED,
-    FACTOR_SLOTS,
-    GRADIENT_SLOTS,
-    LayerState,
-    autocast_operands,
-    forward_of,
-)
+from dp_clipping.layers.handle import LayerState, autocast_operands, forward_of
 from dp_clipping.layers.projection import Linear, gradients_of
+from dp_clipping.layers.recorder import CHANGED, FACTOR_SLOTS, GRADIENT_SLOTS
 
 
 def _first_call(self: torch.nn.Module, handle: LayerState, x: Tensor) -> Tensor:

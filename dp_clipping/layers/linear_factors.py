@@ -33,29 +33,8 @@ from dp_clipping.clipping.accumulation import (
 )
 from dp_clipping.clipping.norms import GRAM_PIECE, GRAM_ROUNDING, UNDERFLOW, Norm
 from dp_clipping.planning.cost_model import LONGEST_GRAM
-from dp_clipping.torch_compat import version_of
 
 PIECE_ELEMENTS = 1 << 20  # of the G that are formed at a time, unless one sample's has more
-
-
-class Grams:
-    """Caches Gram matrices of the last activations: layers that read the same input share one."""
-
-    def __init__(self) -> None:
-        self._of: Tensor | None = None
-        self._gram: Tensor | None = None
-
-    def of(self, a: Tensor) -> Tensor:
-        """Returns a aᵀ [B, T, T] of a [B, T, p] in `accumulation_dtype(dtype)`."""
-        same = self._of is not None and (
-            self._of.data_ptr() == a.data_ptr()
-            and self._of.shape == a.shape
-            and self._of.stride() == a.stride()
-            and version_of(self._of) == version_of(a)
-        )
-        if not same:
-            self._of, self._gram = a, inner_products(a, a)
-        return self._gram
 
 
 def inner_products(left: Tensor, right: Tensor) -> Tensor:
@@ -106,7 +85,7 @@ class LinearFactors:
         """Returns left and right [B, T, ..]: G_i = left_iᵀ right_i has the parameter's shape."""
         return (self.a, self.y) if self.transposed else (self.y, self.a)
 
-    def norm(self, grams: Grams | None = None) -> Norm:
+    def norm(self) -> Norm:
         """Returns ‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
         if self.accumulates:  # what is summed is what is normed, to the last bit
             if self._each >= self.a.shape[0]:
@@ -114,7 +93,7 @@ class LinearFactors:
             return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
         if self.is_one_token:
             return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
-        gram_a, gram_y = (grams or Grams()).of(self.a), inner_products(self.y, self.y)
+        gram_a, gram_y = inner_products(self.a, self.a), inner_products(self.y, self.y)
         squared = (gram_a * gram_y).sum((1, 2), dtype=torch.float64)
         for each in (gram_a, gram_y):  # a factor whose square is infinite: see `product_squares`
             is_large = each.diagonal(dim1=1, dim2=2).amax(1) > torch.finfo(torch.float32).max
@@ -132,7 +111,7 @@ class LinearFactors:
         each = self._each
         for first in range(0, len(self.a), each):
             part = slice(first, first + each)
-            yield part, self.select(part).dense()
+            yield part, self.gradients(part)
 
     def weighted_sum(self, weights: Weights) -> Tensor:
         """Returns Σ_i c_i G_i in `accumulation_dtype(dtype)`, in the parameter's shape.
@@ -167,8 +146,9 @@ class LinearFactors:
         left, right = self.operands
         return wide_product(left.mT, right)
 
-    def select(self, samples: slice) -> "LinearFactors":
-        return LinearFactors(self.a[samples], self.y[samples], self.transposed)
+    def gradients(self, part: slice) -> Tensor:
+        """Returns G of some samples."""
+        return LinearFactors(self.a[part], self.y[part], self.transposed).dense()
 
     def only(self, good: Tensor) -> "LinearFactors":
         """Returns zeros for the samples that are not `good` [B]."""

@@ -1,39 +1,29 @@
-"""RMSNorm and LayerNorm: y = x̂ · w + b, so G_i = Σ_t y_it · x̂_it for w and Σ_t y_it for b.
+"""Normalisations: y = x̂ · w + b, so G_i = Σ_t y_it · x̂_it for w and Σ_t y_it for b.
 
-x̂ is the normalised input. PyTorch's own backward computes the input's gradient, and
-only that; the weights' gradients are one elementwise product and one sum over a sample's
-tokens (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for LayerNorm).
+x̂ is the normalised input: over features (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for
+LayerNorm), or over groups of channels (Wu and He 2018) or each channel (Ulyanov et al. 2016), where
+t runs over pixels. PyTorch's own backward computes the input's gradient, and only that; the
+weights' gradients are one elementwise product and one sum over a sample's tokens.
 """
 
-from collections.abc import Callable
 from math import prod
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import accumulation_dtype
+from dp_clipping.kernels.channel_sums import Channels, channel_sums
+from dp_clipping.kernels.launch.tiles import AT_ONCE, available
 from dp_clipping.kernels.norm_layer_gradients import Normalized
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import FIRST, LayerState, forward_of, norm_operands
-from dp_clipping.layers.recorder import NORMALIZED
+from dp_clipping.layers.handle import FIRST, LayerState, forward_of
+from dp_clipping.layers.recorder import DENSE, NORMALIZED
+from dp_clipping.layers.rms_norm_copies import COPIES, copied
 from dp_clipping.torch_compat import fused_rms_norm, fused_rms_norm_backward
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
-# RMS norms that other libraries define (`capture.rms_norms`): the attribute with epsilon, and input
-# and weight -> what scales x̂, the dtype that x̂ is rounded to before (None: none), and that of the
-# output (None: the product's).
-COPIES: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple]]] = {
-    "llama_rms_norm": ("variance_epsilon", lambda x, w: (w, x.dtype, None)),  # Qwen, Mistral too
-    "t5_rms_norm": (
-        "variance_epsilon", lambda x, w: (w, w.dtype if w.dtype in LOW_PRECISION else None, None),
-    ),
-    "olmo_rms_norm": ("variance_epsilon", lambda x, w: (w, None, x.dtype)),  # OLMo 2, gpt-oss
-    # Gemma 1 to 3 and Qwen3-Next
-    "gemma_rms_norm": ("eps", lambda x, w: (1.0 + w.float(), None, x.dtype)),
-}  # fmt: skip
 
 
 def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) -> Tensor:
@@ -51,18 +41,9 @@ def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) 
     eps = getattr(self, setting)
     options = (shape, eps, kind if kind in COPIES else None)
     function = LayerNorm if kind == "layer_norm" else RMSNorm
-    if torch.compiler.is_compiling():
-        bias = None if bias is None else bias.detach()
-        slots = handle.slot("weight"), handle.slot("bias")
-        place = (layout.kind, layout.dim, handle.private_step.batch_size)
-        y = function.apply(x, weight.detach(), bias, *slots, (None, place, options))
-    else:
-        reads = attrgetter(setting)
-        site = handle.site(function, x, layout, options=options, settings=eps, reads=reads)
-        if call.mesh is None:
-            handle.keep(call.x, site)
-        y = site.use(handle.private_step, x, weight, bias)
-    return call.leave(y)
+    given = call.x if call.mesh is None else None
+    reads = attrgetter(setting)
+    return call.leave(handle.run(function, self, x, layout, weight, bias, options, reads, given))
 
 
 forward = forward_of("norm", _first_call)
@@ -77,8 +58,8 @@ def by_token(x: Tensor, layout: Layout, batch_size: int, dims: int) -> Tensor:
 class Norm(torch.autograd.Function):
     """The backward of a normalisation: it leaves what the G of its weight and bias follow from.
 
-    `rest` has the site and the private step. In a compiled region it has None, where samples are,
-    and options: there backward returns G [B, *shape] as the gradients of the slots.
+    `rest` has the site, the private step and options. In a compiled region it has None and where
+    samples are: there backward returns G [B, *shape] as the gradients of the slots.
     """
 
     @staticmethod
@@ -86,17 +67,18 @@ class Norm(torch.autograd.Function):
         x, weight, bias, rstd, mean = ctx.saved_tensors
         if type(gy) is not Tensor or torch.is_grad_enabled():
             gy = tensor_parallel.arrived(gy)
-        shape, gx = ctx.shape, None
+        site, private_step, (shape, *_) = ctx.rest
+        gx = None
         if ctx.needs_input_grad[0]:
             if mean is None:
                 gx = _rms_norm_input_gradient(gy, x, weight, rstd, shape)
             else:
                 only_x = [True, False, False]
                 gx = _layer_norm_backward(gy, x, shape, mean, rstd, weight, bias, only_x)[0]
-        site, private_step = ctx.rest[:2]
+        wants = ctx.needs_input_grad[3], ctx.needs_input_grad[4]
         if site is None:
             kind, dim, batch_size = private_step
-            layout, has_bias = Layout(kind, dim), ctx.wants[1]
+            layout, has_bias = Layout(kind, dim), wants[1]
         else:
             layout, batch_size = site.layout, private_step.batch_size
             has_bias = site.bias is not None
@@ -112,7 +94,7 @@ class Norm(torch.autograd.Function):
         if site is None:
             use = Normalized(y, x, rstd, mean, has_bias)
             formed = use.plain(accumulation_dtype(x.dtype))
-            of_slots = zip(formed, ctx.wants, strict=True)
+            of_slots = zip(formed, wants, strict=True)
             slots = [g.view(batch_size, *shape) if wanted else None for g, wanted in of_slots]
             return gx, None, None, *slots, None
         # `Normalized(..)` would call a function in Python.
@@ -122,25 +104,12 @@ class Norm(torch.autograd.Function):
         return gx, None, None, None, None, None
 
 
-def copied(kind: str, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what an RMS norm of `COPIES` computes, what scales x̂ in it, and rstd."""
-    scale, inner, outer = COPIES[kind][1](x, weight)
-    if x.is_cuda and x.dtype == (inner or torch.float32) != torch.float64:
-        normalized, rstd = fused_rms_norm(x, x.shape[-1:], None, eps)
-    else:
-        wider = x.to(torch.float32)
-        rstd = torch.rsqrt(wider.pow(2).mean(-1, keepdim=True) + eps)
-        normalized = (x if kind == "t5_rms_norm" else wider) * rstd
-    y = scale * normalized.to(inner or normalized.dtype)
-    return y.to(outer or y.dtype), scale, rstd
-
-
 class RMSNorm(Norm):
     """Runs `F.rms_norm`, or a copy of it."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
-        shape, eps, copy = rest[2] if rest[0] is None else rest[0].options
+        shape, eps, copy = rest[2]
         if copy:
             y, weight, rstd = copied(copy, x, weight, eps)
         elif x.is_cuda and weight.dtype == x.dtype:
@@ -151,7 +120,7 @@ class RMSNorm(Norm):
             eps = torch.finfo(dtype).eps if eps is None else eps  # PyTorch's own default
             dims = list(range(-len(shape), 0))
             rstd = (x.to(dtype).square().mean(dims, keepdim=True) + eps).rsqrt()
-        ctx.rest, ctx.shape, ctx.wants = rest, shape, (weight_slot is not None, False)
+        ctx.rest = rest
         if rest[0] is None:
             ctx.save_for_backward(x, weight, None, rstd, None)
         else:
@@ -164,12 +133,11 @@ class LayerNorm(Norm):
 
     @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
-        shape, eps, _ = rest[2] if rest[0] is None else rest[0].options
+        shape, eps, _ = rest[2]
         if torch.is_autocast_enabled("cuda"):
             x, weight, bias = norm_operands(x, weight, bias)
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        ctx.rest, ctx.shape = rest, shape
-        ctx.wants = weight_slot is not None, bias_slot is not None
+        ctx.rest = rest
         if rest[0] is None:
             ctx.save_for_backward(x, weight, bias, rstd, mean)
         else:
@@ -188,3 +156,86 @@ def _rms_norm_input_gradient(gy, x, weight, rstd, shape) -> Tensor:
 
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+
+
+def norm_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+    """Returns the operands as autocast would make them for a normalisation: float32 on a GPU."""
+    if not x.is_cuda or not torch.is_autocast_enabled("cuda"):
+        return (x, *parameters)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
+
+
+# ---- over channels -------------------------------------------------------------------------------
+
+OF_CHANNELS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def is_plain_of_channels(module: nn.Module, kind: type) -> bool:
+    """Returns whether a module is PyTorch's, with a weight and each picture's own statistics."""
+    uses_own = not getattr(module, "track_running_stats", False)
+    return kind in OF_CHANNELS and module.weight is not None and uses_own
+
+
+def _first_call_of_channels(self: nn.Module, handle: LayerState, x: Tensor) -> Tensor:
+    tensor_parallel.refuse_distributed(handle, x, self.weight, self.bias)
+    rows, layout, restored = handle.pictures(tensor_parallel.settled(x))
+    groups = "num_groups" if isinstance(self, nn.GroupNorm) else "num_features"
+    reads = attrgetter(groups, "eps")
+    own, given = (self.weight, self.bias), x if rows is x else None
+    return restored(handle.run(GroupNorm, self, rows, layout, *own, reads(self), reads, given))
+
+
+forward_of_channels = forward_of("group_norm", _first_call_of_channels)
+
+
+class GroupNorm(torch.autograd.Function):
+    """Runs `F.group_norm`; its backward leaves what its two G [B, C] follow from.
+
+    `rest` has the site, the private step and options. In a compiled region it has None and where
+    samples are: there the G are the gradients of the slots.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
+        groups, eps = rest[2]
+        if torch.is_autocast_enabled("cuda"):
+            x, weight, bias = norm_operands(x, weight, bias)
+        x = x.contiguous()
+        pictures, channels, *pixels = x.shape
+        ctx.rest, ctx.sizes = rest, (pictures, channels, prod(pixels), groups)
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, *ctx.sizes, eps)
+        if rest[0] is None:
+            ctx.save_for_backward(x, weight, mean, rstd)
+        else:
+            ctx.to_save = x, weight, mean, rstd  # by no function in Python
+        return y
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, weight, mean, rstd = ctx.saved_tensors
+        if type(gy) is not Tensor or torch.is_grad_enabled():
+            gy = tensor_parallel.arrived(gy)
+        gy = gy.contiguous()
+        site, private_step, _ = ctx.rest
+        gx = None
+        if ctx.needs_input_grad[0]:
+            backward = torch.ops.aten.native_group_norm_backward
+            gx = backward(gy, x, mean, rstd, weight, *ctx.sizes, [True, False, False])[0]
+        batch_size = private_step[2] if site is None else private_step.batch_size
+        # `Channels(..)` would call a function in Python.
+        use = tuple.__new__(Channels, (x, gy, mean, rstd, batch_size))
+        if site is None:
+            weights, biases = use.plain(accumulation_dtype(x.dtype))
+            weights = weights if ctx.needs_input_grad[3] else None
+            return gx, None, None, weights, biases if ctx.needs_input_grad[4] else None, None
+        own = site.weight, site.bias
+        is_large = 2 * gy.nbytes > AT_ONCE
+        if is_large and private_step.fused and available(x.device, x.dtype):
+            (formed,) = channel_sums([use])
+            for record, gradients in zip(own, formed, strict=True):
+                if record is not None:
+                    private_step.take(DENSE, (record,), (gradients, None), (gradients,))
+        elif site.records:
+            private_step.take(NORMALIZED, site.records, (use, own), (x, gy))
+        return gx, None, None, None, None, None

@@ -40,7 +40,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, trigger, _, rest):
-        site, private_step = ctx.rest = rest
+        site, private_step, _ = ctx.rest = rest
         if site.cast is not None:
             x, weight = x.to(site.cast), weight.to(site.cast)
             bias = None if bias is None else bias.to(site.cast)
@@ -55,7 +55,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
-        site, private_step = ctx.rest
+        site, private_step, _ = ctx.rest
         if type(gy) is not Tensor or torch.is_grad_enabled():
             gy = tensor_parallel.arrived(gy)
         gx = gy @ weight if ctx.needs_input_grad[0] else None  # before a shard of it may be freed

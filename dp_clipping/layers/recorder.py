@@ -1,20 +1,36 @@
-"""Declares what passes between layers and private steps: parameters, and what a use leaves."""
+"""Declares what passes between layers and private steps: parameters, and what a use leaves.
+
+In forward a layer gets the trigger that makes autograd visit it, and notes products in `plans`. In
+backward it gives `PrivateStep.take`, for each use of a parameter, G or what G follows from. Uses of
+a parameter that has several are joined there (`step.sums.uses`). In a compiled region, and where a
+module computes with copies of its parameters, slots take the place of both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-# What a use of a layer leaves in backward, and the value that it gives to `Recorder.take`:
+# What a use of a layer leaves in backward, and the value that it gives to `take`:
 LINEAR = "linear"  # (output gradients, inputs, site), from which G and norms of a product follow
 NORMALIZED = "normalized"  # (`Normalized`, (record or None of the weight, of the bias))
 DENSE = "dense"  # (G [B, *parameter], its squared norms [B] or None)
 FACTORS = "factors"  # an object with `norm`, `weighted_sum` and `only`; see `sums.fused.on_kernels`
+
+# What arrives at the slots of a layer in a compiled region: see `layers.linear`.
+GRADIENT_SLOTS = ("gradient", "squares", "count")
+FACTOR_SLOTS = ("y", "a", "count")
+LOOK_UP_SLOTS = ("y", "ids", "count")
+CHANGED = (
+    "than in the plain forward that was made for network inputs of these shapes: a compiled layer "
+    "must be known beforehand; if the network has changed call model.reset_batch_layouts(), if it "
+    "depends on its inputs' values do not compile it"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -84,54 +100,3 @@ Summand = tuple[Any, tuple[Tensor, ...], tuple[int, ...]]
 """G, or its factors, of one parameter; the tensors that it is made of, and their versions."""
 Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
 """Takes clipped sums; None is zeros."""
-
-
-class Recorder(Protocol):
-    """The private step that a layer's calls belong to; `step.private_step` implements it.
-
-    In forward a layer gets the trigger that makes autograd visit it, and notes products in `plans`.
-    In backward it gives `take`, for each use of a parameter, G or what G follows from. Uses of a
-    parameter that has several are joined there (`step.sums.uses`). In a compiled region, and where
-    a module computes with copies of its parameters, slots take the place of both.
-
-    Attributes:
-        batch_size: samples of the batch: units, if a unit of privacy has several examples.
-        examples_per_unit: k, of which each sample consists; the network is given k rows for each.
-        fused: the step runs on kernels, which take `NORMALIZED`.
-        is_compiled: a part of the network is compiled.
-        is_looked_at: the batch is checked, so the host may wait for the device.
-        policy: how the mode works (`modes.Policy`).
-        plans: what becomes of linear layers. To `plans.calls` a layer adds (weight, shape and dtype
-            of its input, outputs) for each use of one in `planned` (`handle.Site`). A layer whose
-            backward needs much more memory calls `plans.note_other` if `plans.measures`.
-        slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
-        leaves: parameter -> what stands for it in this forward, where FSDP has gathered it.
-    """
-
-    batch_size: int
-    examples_per_unit: int
-    fused: bool
-    is_compiled: bool
-    is_looked_at: bool
-    policy: Any
-    plans: Any
-    slots: dict[str, dict[str, Tensor]]
-    leaves: dict[Parameter, Tensor]
-
-    def slot(self, parameter: Trainable) -> Tensor:
-        """Returns the input [B, *parameter] whose gradient is G, summed over all uses."""
-        ...
-
-    def trigger(self, record: Trainable) -> Tensor:
-        """Returns the input that makes autograd visit a use of a parameter."""
-        ...
-
-    def slots_of(self, handle: Any) -> dict[str, Tensor]:
-        """Returns all slots that a layer may ask for in a compiled region."""
-        ...
-
-    def take(
-        self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
-    ) -> None:
-        """Takes what a use of parameters has left, and the tensors that it is made of."""
-        ...

@@ -17,12 +17,14 @@ the ranks, what is replicated counted once.
 
 A layer that gets only some of a sample's tokens is refused: its G is a sum over ranks, and
 ‖Σ_r G_r‖² is not Σ_r ‖G_r‖².
+
+`layer` is a captured layer's state (`handle.LayerState`), which errors name.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,13 +36,6 @@ from dp_clipping.distributed.norm_reduce import refuse_split_samples
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
-
-
-class Layer(Protocol):
-    """A captured layer (`handle.LayerState`), as far as errors name it."""
-
-    name: str
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ class ShardedCall:
 
 
 def linear(
-    layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+    layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 ) -> ShardedCall:
     """Returns the call for y = x Wᵀ + b; `transposed`: W is stored [p, d]."""
     if not is_sharded(weight):
@@ -112,7 +107,7 @@ def linear(
 
 
 def embedding(
-    layer: Layer, ids: Tensor, weight: Tensor, padding_idx: int | None
+    layer: Any, ids: Tensor, weight: Tensor, padding_idx: int | None
 ) -> tuple[ShardedCall, int | None]:
     """Returns the call for y = W[ids], and the padding's id here (None: another rank's)."""
     if not is_sharded(weight):
@@ -136,7 +131,7 @@ def embedding(
     return ShardedCall(ids, rows, None, mesh, Partial(), width, outside=outside), padding_idx
 
 
-def norm(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ShardedCall:
+def norm(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> ShardedCall:
     """Returns the call of a normalisation, whose weights, if DTensors, are whole on every rank."""
     if not is_sharded(weight):
         return ShardedCall(plain(layer, x), weight, bias)
@@ -150,7 +145,7 @@ def norm(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return ShardedCall(x, local(weight), bias, mesh, Replicate(), x.shape[-1])
 
 
-def refuse_distributed(layer: Layer, *tensors: Tensor | None) -> None:
+def refuse_distributed(layer: Any, *tensors: Tensor | None) -> None:
     """Refuses DTensors, for layers whose arithmetic is not known here."""
     if any(map(is_sharded, tensors)):
         raise ValueError(
@@ -159,7 +154,7 @@ def refuse_distributed(layer: Layer, *tensors: Tensor | None) -> None:
         )
 
 
-def refuse_split_rows(layer: Layer, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def refuse_split_rows(layer: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
     """Refuses a layer whose hooks are given other rows than they return, by its local parts.
 
     Where they gather or scatter tokens (sequence parallel), plain layers between two such have only
@@ -201,15 +196,11 @@ def arrived(gy: Tensor) -> Tensor:
         RuntimeError: the gradients that the layer computes of it are to be differentiated, and its
             weights would be constants there.
     """
-    is_differentiated = torch.is_grad_enabled()
-    if type(gy) is Tensor and not is_differentiated:
+    if not torch.is_grad_enabled():
+        return gy if type(gy) is Tensor else settled(gy)
+    if torch.compiler.is_compiling():
         return gy
-    compiling = torch.compiler.is_compiling()
-    if is_differentiated and not compiling:
-        raise RuntimeError(DIFFERENTIATED_AGAIN)
-    if type(gy) is Tensor or compiling or not _is_under_way(gy):
-        return gy
-    return Settle.apply(gy)
+    raise RuntimeError(DIFFERENTIATED_AGAIN)
 
 
 DIFFERENTIATED_AGAIN = (
@@ -239,7 +230,7 @@ class Settle(torch.autograd.Function):
         return gy
 
 
-def _placement(layer: Layer, parameter: DTensor, name: str) -> tuple[DeviceMesh, Placement]:
+def _placement(layer: Any, parameter: DTensor, name: str) -> tuple[DeviceMesh, Placement]:
     """Returns the mesh, of one axis, and the placement of a parameter."""
     mesh = parameter.device_mesh
     if mesh.ndim != 1:
@@ -261,7 +252,7 @@ def _placement(layer: Layer, parameter: DTensor, name: str) -> tuple[DeviceMesh,
     return mesh, placement
 
 
-def _same_place(layer: Layer, bias: Tensor, mesh: DeviceMesh, expected: Placement) -> Tensor:
+def _same_place(layer: Any, bias: Tensor, mesh: DeviceMesh, expected: Placement) -> Tensor:
     """Returns the local part of a bias that must lie as the weight asks for."""
     if not is_sharded(bias) or bias.device_mesh != mesh:
         raise ValueError(f"{layer.name}: its bias is not on the mesh of its weight")
@@ -271,7 +262,7 @@ def _same_place(layer: Layer, bias: Tensor, mesh: DeviceMesh, expected: Placemen
 
 
 def _local(
-    layer: Layer, x: Tensor, mesh: DeviceMesh, expected: Placement, gradient: Placement
+    layer: Any, x: Tensor, mesh: DeviceMesh, expected: Placement, gradient: Placement
 ) -> Tensor:
     """Returns an input's local part; its gradient here will be as `gradient` says."""
     if not is_sharded(x) or x.device_mesh != mesh:
@@ -291,7 +282,7 @@ def _local(
     return settled(x.to_local(grad_placements=(gradient,)))
 
 
-def plain(layer: Layer, x: Tensor) -> Tensor:
+def plain(layer: Any, x: Tensor) -> Tensor:
     """Returns the input of a layer whose parameters are plain tensors."""
     if type(x) is Tensor:
         return x
@@ -303,7 +294,7 @@ def plain(layer: Layer, x: Tensor) -> Tensor:
     return settled(x)
 
 
-def _refuse_placement(layer: Layer, what: str, placement: Placement) -> NoReturn:
+def _refuse_placement(layer: Any, what: str, placement: Placement) -> NoReturn:
     raise ValueError(
         f"{layer.name or 'the network'} ({layer.kind}): its {what} is placed {placement}, for "
         "which per-sample gradients are not to be had: use ColwiseParallel or RowwiseParallel"

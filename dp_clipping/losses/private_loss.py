@@ -3,8 +3,7 @@
 import inspect
 import operator
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +29,6 @@ WITHOUT_VALUE = {  # functions and properties of a tensor that do not read what 
     "__len__", "__hash__",
 }  # fmt: skip
 VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}  # properties that do
-MADE_LIKE = {  # functions that take shape and dtype of a tensor alone
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
-    "new_ones", "new_empty", "new_full", "new_tensor",
-}  # fmt: skip
 DETACHED = {  # functions whose results have no gradient
     "data", "item", "tolist", "__float__", "__int__", "__complex__", "numpy", "__array__",
     "__dlpack__", "__deepcopy__", "__reduce_ex__",
@@ -96,8 +91,8 @@ class PrivateLoss(Tensor):
     `backward()`, or `torch.autograd.backward(loss)`, adds the clipped sum of the samples' gradients
     to `.grad`. Sums, differences and multiples are private losses again; they act on each sample's
     loss. A tensor to add or multiply with has no gradient and is one number, or one per sample.
-    Views of one number, as `loss.view(1)`, are the loss itself in that shape. Any other function of
-    torch is given the number, as `detach()` returns it, and what it returns has no backward.
+    Any other function of torch, as `loss.view(1)`, is given the number, as `detach()` returns it,
+    and what it returns has no backward.
 
     With `PrivacyEngine(hide_unprotected=True)` a training loss cannot be looked at. One of
     evaluation can: what that data is, is the user's own matter.
@@ -107,7 +102,6 @@ class PrivateLoss(Tensor):
         private_step: of the forward; None in evaluation.
         losses: [B].
         reduction: `"mean"` or `"sum"`.
-        shape: of the one number.
     """
 
     model: Any
@@ -117,13 +111,11 @@ class PrivateLoss(Tensor):
 
     @staticmethod
     def __new__(
-        cls, model: Any, private_step: Any, losses: Tensor, reduction: str, shape: Any = ()
+        cls, model: Any, private_step: Any, losses: Tensor, reduction: str
     ) -> "PrivateLoss":
-        return without_memory(cls, losses.new_empty(shape), losses.dtype)
+        return without_memory(cls, losses.new_empty(()), losses.dtype)
 
-    def __init__(
-        self, model: Any, private_step: Any, losses: Tensor, reduction: str, shape: Any = ()
-    ):
+    def __init__(self, model: Any, private_step: Any, losses: Tensor, reduction: str):
         self.model, self._private_step = model, private_step
         self._losses, self.loss_reduction = losses, reduction
 
@@ -138,8 +130,6 @@ class PrivateLoss(Tensor):
         first = args[0] if args else None
         if name in WITHOUT_VALUE:
             return super().__torch_function__(function, types, args, kwargs)
-        if name in MADE_LIKE:
-            return function(*tree_map(_without_value, args), **kwargs)
         if function is torch.autograd.backward:
             return _backward(*args, **kwargs)
         if function is torch.autograd.grad:
@@ -173,9 +163,6 @@ class PrivateLoss(Tensor):
     def __round__(self, digits: int | None = None) -> float:
         return round(self.item(), digits)
 
-    def __format__(self, specification: str) -> str:
-        return format(self.item(), specification) if specification else repr(self)
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         views = 1 if self._private_step is None else self.model.views
         samples = self.loss_per_sample.numel() // views
@@ -199,10 +186,6 @@ class PrivateLoss(Tensor):
     def is_leaf(self) -> bool:  # type: ignore[override]
         return self.grad_fn is None
 
-    @property
-    def grad(self) -> None:  # type: ignore[override]
-        return None
-
     def requires_grad_(self, requires_grad: bool = True) -> "PrivateLoss":
         """Returns the loss itself: it has a gradient in training."""
         if requires_grad != self.requires_grad:
@@ -211,17 +194,6 @@ class PrivateLoss(Tensor):
                 "detach() for the number alone"
             )
         return self
-
-    def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
-        """Raises RuntimeError: a hook would see, or change, what is not clipped yet."""
-        raise RuntimeError(
-            "a private loss takes no hooks, which would see gradients that are not clipped: call "
-            "optimizer.pre_step() after loss.backward(), and read .grad of the parameters"
-        )
-
-    def retain_grad(self) -> None:
-        """Raises RuntimeError, as `register_hook` does."""
-        self.register_hook(print)
 
     @property
     def loss_per_sample(self) -> Tensor:
@@ -277,11 +249,10 @@ class PrivateLoss(Tensor):
         if without is not None:
             self.model.refuse_in_release("the loss in training")
             total = self._losses.detach().masked_fill(without, 0).sum()
-            total = total / (views if self.loss_reduction == "sum" else (~without).sum())
-            return total.view(self.shape)
+            return total / (views if self.loss_reduction == "sum" else (~without).sum())
         losses = self.loss_per_sample.detach()
         is_sum = self.loss_reduction == "sum" or losses.numel() == 0
-        return (losses.sum() / views if is_sum else losses.mean()).view(self.shape)
+        return losses.sum() / views if is_sum else losses.mean()
 
     # ---- what functions of torch make of it -----------------------------------------------------
 
@@ -296,34 +267,26 @@ class PrivateLoss(Tensor):
         elif name in ("mean", "sum"):
             by = self.loss_reduction
             if name == by and len(args) == 1 and not kwargs:
-                return self._with(self._losses, ()) if self.shape else self
+                return self
             return _read(function, name, args, kwargs, message=(
                 f"a private loss is the {by} of its batch already: call loss.backward(); a {name} "
                 f'is that of make_private(criterion=..(reduction="{name}"), '
                 f'loss_reduction="{name}", ..)'
             ))  # fmt: skip
+        elif name in ("register_hook", "retain_grad"):
+            raise RuntimeError(
+                "a private loss takes no hooks, which would see gradients that are not clipped: "
+                "call optimizer.pre_step() after loss.backward(), and read .grad of the parameters"
+            )
         elif name == "__set__" or (name.endswith("_") and not name.endswith("__")):
             raise RuntimeError(
                 f"{name.strip('_')}() would change a private loss in place: make another one, as "
                 "loss = 0.5 * loss + other_loss"
             )
-        elif (shape := self._shape_of_view(function, args[1:], kwargs)) is not None:
-            return self._with(self._losses, shape)
         return _read(function, name, args, kwargs)
 
-    def _with(self, losses: Tensor, shape: Any = None) -> "PrivateLoss":
-        shape = self.shape if shape is None else shape
-        return PrivateLoss(self.model, self._private_step, losses, self.loss_reduction, shape)
-
-    def _shape_of_view(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Returns the shape of what a function makes, if that is a view of one number."""
-        probe = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        made = None
-        with suppress(Exception):  # it wants the value
-            made = function(probe, *tree_map(_without_value, args), **kwargs)
-        if not isinstance(made, Tensor) or made.numel() != 1 or made.dtype != self.dtype:
-            return None
-        return made.shape if made.untyped_storage() is probe.untyped_storage() else None
+    def _with(self, losses: Tensor) -> "PrivateLoss":
+        return PrivateLoss(self.model, self._private_step, losses, self.loss_reduction)
 
     def _operand(self, other: Any) -> Any:
         """Returns what is added to, or multiplied with, the losses [B]."""
@@ -373,8 +336,7 @@ def _linear(name: str, args: tuple) -> Any:
             )
     elif any(map(first._is_of_another_forward, args)):
         return _read(operate, name, args, {}, message=OF_TWO_FORWARDS)
-    made = operate(*map(first._operand, args))
-    return first._with(made, max((loss.shape for loss in losses), key=len))
+    return first._with(operate(*map(first._operand, args)))
 
 
 def _refuse_scaling(factor: Any) -> None:
@@ -407,10 +369,6 @@ def _name_of(function: Any) -> str:
 
 def _value(x: Any) -> Any:
     return x.detach() if isinstance(x, PrivateLoss) else x
-
-
-def _without_value(x: Any) -> Any:
-    return x._losses.detach().new_empty(x.shape) if isinstance(x, PrivateLoss) else x
 
 
 def _read(function: Any, name: str, args: tuple, kwargs: dict, message: str | None = None) -> Any:

@@ -22,7 +22,7 @@ from dp_clipping.guard.lengths import Lengths
 from dp_clipping.guard.losses import Watched, viewed
 from dp_clipping.guard.state import Mark
 from dp_clipping.kernels.launch.tiles import available, on_device
-from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.layers.batch_layout import LayoutUnknown
 from dp_clipping.layers.vmap.objects import Objects, hold_objects
 from dp_clipping.layers.vmap.refusals import escape_of, recomputation_of
 from dp_clipping.modes import say_plain

@@ -13,7 +13,7 @@ from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.guard.carried import restored
 from dp_clipping.guard.state import State
-from dp_clipping.layers.handle import LayoutUnknown
+from dp_clipping.layers.batch_layout import LayoutUnknown
 from dp_clipping.torch_compat import flush_ready_nodes, is_passed_on
 
 OF_ANY_SIZE = (

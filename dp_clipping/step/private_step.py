@@ -57,7 +57,7 @@ OF_SOMETHING_ELSE = (
 class PrivateStep:
     """A private step: forward, backward, norms and clipped sums of one batch.
 
-    `ForwardBackward` makes one in each training forward. The layers call its `Recorder` methods in
+    `ForwardBackward` makes one in each training forward. The layers call some of its methods in
     forward and in backward, and the criterion's loss calls `backward`. When that returns, the
     clipped sums are in the gradient buffer, and the step is not used again.
 
@@ -71,7 +71,18 @@ class PrivateStep:
             fewer than k examples.
         is_compiled: a part of the network is compiled.
 
-    Attributes (beside those of `Recorder`):
+    Attributes that layers read:
+        batch_size: samples of the batch: units, if a unit of privacy has several examples.
+        fused: the step runs on kernels, which take `NORMALIZED`.
+        is_looked_at: the batch is checked, so the host may wait for the device.
+        policy: how the mode works.
+        plans: what becomes of linear layers. To `plans.calls` a layer adds (weight, shape and dtype
+            of its input, outputs) for each use of one in `planned` (`handle.Site`). A layer whose
+            backward needs much more memory calls `plans.note_other` if `plans.measures`.
+        slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
+        leaves: parameter -> what stands for it in this forward, where FSDP has gathered it.
+
+    Other attributes:
         is_empty: the batch has no sample; its one row is padding.
         is_through: its inputs have gradients: another network may be trained through this one.
         seen: the samples of the forward, a `Batch`.

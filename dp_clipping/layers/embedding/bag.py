@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.layers.batch_layout import Layout, check_size, expand_shared
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, by_sample, without_padding
-from dp_clipping.layers.handle import FIRST, LayerState, check_size, expand_shared, forward_of
+from dp_clipping.layers.handle import FIRST, LayerState, forward_of
 from dp_clipping.layers.recorder import FACTORS
 
 SETTINGS = attrgetter("mode", "padding_idx")
@@ -32,81 +32,65 @@ def _first_call(
     offsets: Tensor | None = None,
     per_sample_weights: Tensor | None = None,
 ) -> Tensor:
-    """Computes bags of ids [N, T], or of ids [N] with the offsets of one bag for each sample."""
-    given = [x for x in (input, per_sample_weights) if x is not None]
+    """Computes bags of ids [N, T], or of ids [N] with the offsets of one bag for each sample.
+
+    `capture.samples` assigns concatenated bags to samples. The last bag has all ids from its offset
+    on, whatever a last offset says. That this is their number is looked at in batches that are
+    checked: the host waits for it on a GPU.
+    """
+    scales, private_step = per_sample_weights, handle.private_step
+    given = [x for x in (input, scales) if x is not None]
     tensor_parallel.refuse_distributed(handle, *given, self.weight)
-    if input.dim() == 1:
-        return _with_offsets(self, handle, input, offsets, per_sample_weights)
-    layouts, private_step = handle.layouts_of(given), handle.private_step
-    for x, layout in zip(given, layouts, strict=True):
+    is_flat = input.dim() == 1
+    has_last = is_flat and self.include_last_offset
+    if has_last and private_step.is_looked_at and int(offsets[-1]) != len(input):
+        raise ValueError(  # PyTorch takes some of the others for ids of the last bag
+            f"{handle.title(self)} has include_last_offset=True, and its last offset is "
+            f"{int(offsets[-1])} for {len(input)} ids: let it be their number"
+        )
+    tensors = handle.tensors(((input, offsets, scales), {}))
+    layouts = handle.layouts_of(tensors)
+    for x, layout in zip(tensors, layouts, strict=True):
         check_size(x, layout, handle, private_step.batch_size)
     layout = layouts[0]
-    if input.dim() != 2 or (layout.dim and layout.kind != "shared") or len(set(layouts)) > 1:
+    if is_flat and set(layouts) != {handle.layout_of_rows}:
         raise ValueError(
-            f"{handle.name or 'the network'} (EmbeddingBag) is given its samples as "
-            f"{', '.join(map(str, layouts))}: give it ids, and weights of them, [batch, tokens]"
+            f"{handle.title(self)} is given offsets whose samples are "
+            f"{', '.join(map(str, layouts))}: give it one bag for each sample of the batch"
+        )
+    is_inner = layout.dim and layout.kind != "shared"
+    if not is_flat and (input.dim() != 2 or is_inner or len(set(layouts)) > 1):
+        raise ValueError(
+            f"{handle.title(self)} is given its samples as {', '.join(map(str, layouts))}: give it "
+            "ids, and weights of them, [batch, tokens]"
         )
     if layout.kind == "shared":
         layout = handle.layout_of_rows
         input, *rest = (expand_shared(x, handle.rows) for x in given)
-        per_sample_weights = rest[0] if rest else None
-    return _run(self, handle, layout, input, None, per_sample_weights)
-
-
-forward = forward_of("embedding_bag", _first_call)
-
-
-def _with_offsets(
-    self: nn.EmbeddingBag, handle: LayerState, ids: Tensor, offsets: Tensor, scales: Tensor | None
-) -> Tensor:
-    """Computes concatenated bags; `capture.samples` assigns them to samples.
-
-    The last bag has all ids from its offset on, whatever a last offset says. That this is their
-    number is looked at in batches that are checked: the host waits for it on a GPU.
-    """
-    private_step = handle.private_step
-    if self.include_last_offset and private_step.is_looked_at and int(offsets[-1]) != len(ids):
-        raise ValueError(  # PyTorch takes some of the others for ids of the last bag
-            f"{handle.name or 'the network'} (EmbeddingBag) has include_last_offset=True, and its "
-            f"last offset is {int(offsets[-1])} for {len(ids)} ids: let it be their number"
-        )
-    tensors = handle.tensors(((ids, offsets, scales), {}))
-    layouts = handle.layouts_of(tensors)
-    for x, layout in zip(tensors, layouts, strict=True):
-        check_size(x, layout, handle, private_step.batch_size)
-    if set(layouts) != {handle.layout_of_rows}:
-        raise ValueError(
-            f"{handle.name or 'the network'} (EmbeddingBag) is given offsets whose samples are "
-            f"{', '.join(map(str, layouts))}: give it one bag for each sample of the batch"
-        )
-    return _run(self, handle, FIRST, ids, offsets, scales)
-
-
-def _run(
-    self: nn.EmbeddingBag, handle: LayerState, layout: Layout, ids: Tensor, offsets: Tensor | None,
-    scales: Tensor | None,
-) -> Tensor:  # fmt: skip
-    private_step, weight, settings = handle.private_step, self.weight.detach(), SETTINGS(self)
+        scales = rest[0] if rest else None
+    layout, settings = FIRST if is_flat else layout, SETTINGS(self)
     options = (*settings, handle.examples_per_unit)
     if torch.compiler.is_compiling():
         slot = handle.slot("weight")
         rest = (None, (layout.kind, layout.dim, private_step.batch_size), options)
     else:
-        site = handle.site(Bag, ids, layout, options=options, settings=settings, reads=SETTINGS)
+        site = handle.site(Bag, input, layout, options=options, settings=settings, reads=SETTINGS)
         slot = private_step.trigger(site.records[0]) if site.records else None
-        rest = (site, private_step)
-        if site.records and offsets is None and scales is None:
-            handle.keep(ids, site)
-    if offsets is not None and self.include_last_offset:
-        offsets = offsets[:-1]
-    return Bag.apply(ids, weight, offsets, slot, scales, rest)
+        rest = (site, private_step, options)
+        if site.records and not is_flat and scales is None:
+            handle.keep(input, site)
+    offsets = offsets[:-1] if has_last else offsets
+    return Bag.apply(input, self.weight.detach(), offsets, slot, scales, rest)
+
+
+forward = forward_of("embedding_bag", _first_call)
 
 
 class Bag(torch.autograd.Function):
     """Runs `F.embedding_bag`; its backward leaves ids and their output gradients.
 
-    `rest` has the site and the private step. In a compiled region it has None, where samples are,
-    and options: there backward returns G [B, V, d] as the gradient of the slot.
+    `rest` has the site, the private step and options. In a compiled region it has None and where
+    samples are: there backward returns G [B, V, d] as the gradient of the slot.
     """
 
     @staticmethod
@@ -114,7 +98,7 @@ class Bag(torch.autograd.Function):
         ctx.save_for_backward(ids, offsets, scales, None if scales is None else weight)
         ctx.vocabulary = weight.shape[0]
         ctx.rest, ctx.slot_dtype = rest, None if slot is None else slot.dtype
-        mode, padding_idx, _ = rest[2] if rest[0] is None else rest[0].options
+        mode, padding_idx, _ = rest[2]
         return F.embedding_bag(
             ids, weight, offsets, mode=mode, per_sample_weights=scales, padding_idx=padding_idx
         )
@@ -122,8 +106,7 @@ class Bag(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gy):
         ids, offsets, scales, weight = ctx.saved_tensors
-        site, private_step = ctx.rest[:2]
-        mode, padding_idx, each = ctx.rest[2] if site is None else site.options
+        site, private_step, (mode, padding_idx, each) = ctx.rest
         gy = tensor_parallel.arrived(gy)
         bags = None if offsets is None else bags_of(ids, offsets)
         y = gy.unsqueeze(1) if bags is None else gy[bags]  # [N, 1, d], or [ids, d]
@@ -144,7 +127,7 @@ class Bag(torch.autograd.Function):
         if padding_idx is not None:
             y = without_padding(ids, y, padding_idx)
         if site is None:
-            kind, dim, batch_size = ctx.rest[1]
+            kind, dim, batch_size = private_step
             layout = Layout(kind, dim)
         else:
             layout, batch_size = site.layout, private_step.batch_size

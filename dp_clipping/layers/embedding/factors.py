@@ -4,12 +4,10 @@ Tokens that repeat within a sample add up before the norm is taken: the squared 
 over the distinct tokens of the sample, of the squared norm of that sum.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import (
@@ -17,14 +15,13 @@ from dp_clipping.clipping.accumulation import (
     accumulation_dtype,
     only,
     squared_norms,
-    weighted_sum,
 )
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.embedding import Tokens
 from dp_clipping.kernels.small_table import is_small, table_gradients
 from dp_clipping.kernels.squared_norms import squared_norms as norms_on_kernels
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.linear_factors import PIECE_ELEMENTS, LinearFactors
+from dp_clipping.layers.linear_factors import LinearFactors
 
 
 def without_padding(ids: Tensor, gy: Tensor, padding_idx: int | None) -> Tensor:
@@ -47,17 +44,6 @@ def by_sample(
     if ids.ndim != 2 or ids.shape[0] != batch_size:
         ids, y = ids.reshape(batch_size, -1), y.reshape(batch_size, -1, y.shape[-1])
     return ids, y
-
-
-def look_up(ids: Tensor, weight: Tensor) -> Tensor:
-    """Returns `F.embedding`, of ids that all samples share with one look-up for all of them."""
-    if ids.dim() > 1 and ids.stride(0) == 0 and len(ids) > 1:
-        return (
-            F.embedding(ids[0], weight)
-            .expand(len(ids), *[-1] * ids.dim())
-            .clone(memory_format=torch.contiguous_format)
-        )
-    return F.embedding(ids, weight)
 
 
 @dataclass(frozen=True)
@@ -98,7 +84,7 @@ class EmbeddingFactors:
         self.batch_size = ids.shape[0] if samples is None else batch_size
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def norm(self, _grams: object = None) -> Norm:
+    def norm(self) -> Norm:
         """Returns ‖G_i‖² of the sums over equal tokens, which are what `weighted_sum` adds."""
         sums, samples, _ = self.distinct()
         squares = squared_norms(sums)
@@ -167,51 +153,34 @@ class EmbeddingFactors:
         return EmbeddingFactors(self.ids, y, self.vocabulary, self.samples, self.batch_size)
 
 
-class TiedFactors:
+class TiedFactors(LinearFactors):
     """Factors of a weight [V, d] that is in products too, as that of a language model's head.
 
-    G of a few samples is formed at a time, normed, and summed, as `LinearFactors` of many tokens;
-    `tied` forms none.
+    G of a few samples is formed at a time, normed, and summed, as of many tokens; `tied` forms
+    none.
 
     Args:
         products: a [B, T, d], and output gradients y [B, T, V].
     """
 
-    held = attrgetter("products.a", "products.y", "look_ups.ids", "look_ups.y")
+    held = attrgetter("a", "y", "look_ups.ids", "look_ups.y")
 
     def __init__(self, products: LinearFactors, look_ups: EmbeddingFactors):
-        self.products, self.look_ups = products, look_ups
-
-    def norm(self, _grams: object = None) -> Norm:
-        """Returns ‖G_i‖² of exactly what `weighted_sum` adds."""
-        return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
-
-    def weighted_sum(self, weights: Weights) -> Tensor:
-        """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
-        pieces = self._pieces()
-        part, gradients = next(pieces)
-        total = weighted_sum(weights.only(part), gradients)
-        for part, gradients in pieces:
-            total += weighted_sum(weights.only(part), gradients)
-        return total
-
-    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields samples and their G [n, V, d] in `accumulation_dtype(dtype)`: always the same."""
-        sums, samples, tokens = self.look_ups.distinct()
-        count, values = self.look_ups.batch_size, self.look_ups.vocabulary * sums.shape[1]
-        each = max(1, PIECE_ELEMENTS // max(1, values))
-        for first in range(0, max(1, count), each):
-            part = slice(first, first + each)
-            gradients = self.products.select(part).dense()
-            mine = (samples >= first) & (samples < first + each)
-            rows = samples[mine] - first, tokens[mine]
-            own = sums[mine].to(gradients.dtype)
-            yield part, gradients.index_put_(rows, own, accumulate=True)
+        super().__init__(products.a, products.y, products.transposed)
+        self.look_ups, self.is_one_token, self.accumulates = look_ups, False, True
 
     def dense(self) -> Tensor:
         """Returns G itself: the reference implementation."""
-        return torch.cat([gradients for _, gradients in self._pieces()])
+        return self.gradients(slice(0, len(self.a)))
+
+    def gradients(self, part: slice) -> Tensor:
+        """Returns G of some samples."""
+        gradients = super().gradients(part)
+        sums, samples, tokens = self.look_ups.distinct()
+        mine = (samples >= part.start) & (samples < part.stop)
+        rows, own = (samples[mine] - part.start, tokens[mine]), sums[mine].to(gradients.dtype)
+        return gradients.index_put_(rows, own, accumulate=True)
 
     def only(self, good: Tensor) -> "TiedFactors":
         """Returns zeros for the samples that are not `good` [B]."""
-        return TiedFactors(self.products.only(good), self.look_ups.only(good))
+        return TiedFactors(super().only(good), self.look_ups.only(good))

@@ -1,24 +1,20 @@
 """Embeddings: y = W[ids], so row v of G_i is the sum of output gradients of sample i's tokens v.
 
-In a region that `torch.compile` traces, `CompiledEmbedding` returns ids and output gradients as the
-gradients of slots, as `layers.linear` explains.
+In a region that `torch.compile` traces, ids and output gradients are the gradients of slots, as
+`layers.linear` explains.
 """
 
 from operator import attrgetter
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.embedding.factors import (
-    EmbeddingFactors,
-    by_sample,
-    look_up,
-    without_padding,
-)
-from dp_clipping.layers.handle import CHANGED, LOOK_UP_SLOTS, LayerState, forward_of
-from dp_clipping.layers.recorder import FACTORS
+from dp_clipping.layers.embedding.factors import EmbeddingFactors, by_sample, without_padding
+from dp_clipping.layers.handle import LayerState, forward_of
+from dp_clipping.layers.recorder import CHANGED, FACTORS, LOOK_UP_SLOTS
 
 SETTINGS = attrgetter("padding_idx")
 
@@ -40,65 +36,54 @@ def _first_call(self: nn.Embedding, handle: LayerState, ids: Tensor) -> Tensor:
 forward = forward_of("embedding", _first_call)
 
 
-class Embedding(torch.autograd.Function):
-    """Runs `F.embedding`; its backward leaves ids and output gradients."""
-
-    @staticmethod
-    def forward(ctx, ids, weight, _, __, ___, rest):
-        ctx.save_for_backward(ids)
-        ctx.rest, ctx.vocabulary = rest, weight.shape[0]
-        return look_up(ids, weight)
-
-    @staticmethod
-    def backward(ctx, gy):
-        (ids,) = ctx.saved_tensors
-        site, private_step = ctx.rest
-        gy = tensor_parallel.arrived(gy)
-        ids, gy = by_sample(ids, gy, site.layout, private_step.batch_size)
-        factors = EmbeddingFactors(ids, without_padding(ids, gy, site.options), ctx.vocabulary)
-        private_step.take(FACTORS, site.records, factors, factors.held(factors))
-        return None, None, None, None, None, None
-
-
-# ---- in compiled regions ------------------------------------------------------------------------
-
-
 def _run_compiled(
     handle: LayerState, ids: Tensor, weight: Tensor, layout: Layout, padding_idx: int | None
 ) -> Tensor:
-    how = (layout.kind, layout.dim, handle.private_step.batch_size, padding_idx)
+    rest = (None, (layout.kind, layout.dim, handle.private_step.batch_size), padding_idx)
     if "count" not in handle.slots:  # weights that are used several times, or plain arithmetic
-        return CompiledEmbedding.apply(ids, weight, handle.slot("weight"), None, None, *how)
+        return Embedding.apply(ids, weight, handle.slot("weight"), None, None, rest)
     y, tokens, count = (handle.slots[name] for name in LOOK_UP_SLOTS)
     if y.dtype != weight.dtype:
         raise ValueError(f"{handle.name} is given another dtype {CHANGED}")
     if tokens.numel() != ids.numel():
         raise ValueError(f"{handle.name} is given another number of tokens {CHANGED}")
-    return CompiledEmbedding.apply(ids, weight, y, tokens, count, *how)
+    return Embedding.apply(ids, weight, y, tokens, count, rest)
 
 
-class CompiledEmbedding(torch.autograd.Function):
-    """Runs `F.embedding`; its backward returns the gradients of the slots.
+class Embedding(torch.autograd.Function):
+    """Runs `F.embedding`; its backward leaves ids and output gradients.
 
-    Those are output gradients, ids and a count of 1, or G [B, V, d] alone where `tokens` is None.
+    `rest` has the site, the private step and the padding's id. In a compiled region it has None and
+    where samples are: there backward returns the gradients of slots. Those are output gradients,
+    ids and a count of 1, or G [B, V, d] alone where `tokens` is None.
     """
 
     @staticmethod
-    def forward(ctx, ids, weight, first, tokens, count, kind, dim, batch_size, padding_idx):
+    def forward(ctx, ids, weight, first, tokens, count, rest):
         ctx.save_for_backward(ids)
-        ctx.rest = (kind, dim, batch_size, padding_idx)
-        ctx.vocabulary, ctx.slot_dtype = weight.shape[0], first.dtype
-        ctx.tokens_dtype = None if tokens is None else tokens.dtype
-        return look_up(ids, weight)
+        ctx.rest, ctx.vocabulary, ctx.slots = rest, weight.shape[0], None
+        if rest[0] is None:
+            ctx.slots = first.dtype, None if tokens is None else tokens.dtype
+        return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx, gy):
         (ids,) = ctx.saved_tensors
-        kind, dim, batch_size, padding_idx = ctx.rest
-        ids, gy = by_sample(ids, tensor_parallel.arrived(gy), Layout(kind, dim), batch_size)
+        site, private_step, padding_idx = ctx.rest
+        if site is None:
+            kind, dim, batch_size = private_step
+            layout = Layout(kind, dim)
+        else:
+            layout, batch_size = site.layout, private_step.batch_size
+        ids, gy = by_sample(ids, tensor_parallel.arrived(gy), layout, batch_size)
         gy = without_padding(ids, gy, padding_idx)
-        if ctx.tokens_dtype is None:
-            gradients = EmbeddingFactors(ids, gy, ctx.vocabulary).dense().to(ctx.slot_dtype)
-            return None, None, gradients, *[None] * 6
-        one = gy.new_ones(1, dtype=torch.float32)
-        return None, None, gy, ids.to(ctx.tokens_dtype), one, *[None] * 4
+        if site is None:
+            dtype, of_tokens = ctx.slots
+            if of_tokens is None:
+                gradients = EmbeddingFactors(ids, gy, ctx.vocabulary).dense().to(dtype)
+                return None, None, gradients, None, None, None
+            one = gy.new_ones(1, dtype=torch.float32)
+            return None, None, gy, ids.to(of_tokens), one, None
+        factors = EmbeddingFactors(ids, gy, ctx.vocabulary)
+        private_step.take(FACTORS, site.records, factors, factors.held(factors))
+        return None, None, None, None, None, None

@@ -71,7 +71,7 @@ class TiedTokens:
     def of(cls, factors: TiedFactors) -> "TiedTokens":
         look_ups = factors.look_ups
         tokens = Tokens(look_ups.ids, look_ups.y, look_ups.vocabulary)
-        return cls(*factors.products.operands, tokens)
+        return cls(*factors.operands, tokens)
 
     def _sum_look_ups(self) -> TokenSums:
         """Returns the sums of each sample's equal tokens, which are kept in their place."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.layers import projection, tensor_parallel
-from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, check_size
+from dp_clipping.layers.batch_layout import Layout, check_size
+from dp_clipping.layers.handle import LayerState
 from dp_clipping.torch_compat import never_compiled
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import Site
-from dp_clipping.layers.recorder import LINEAR, Recorder
+from dp_clipping.layers.recorder import LINEAR
 from dp_clipping.layers.recurrent.kernel import Weights
 from dp_clipping.layers.recurrent.packing import Packing
 
@@ -90,7 +90,7 @@ class Run:
         packing: the packing of the sequences; None: they are of one length.
     """
 
-    def __init__(self, layer: Layer, private_step: Recorder, packing: Packing | None):
+    def __init__(self, layer: Layer, private_step: Any, packing: Packing | None):
         self.layer, self.private_step, self.packing = layer, private_step, packing
         self.states: States | None = None  # between the two backwards
 

@@ -6,22 +6,21 @@ function and delivers G or its factors, as the arithmetic of any other layer doe
 """
 
 from collections.abc import Mapping
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dp_clipping.clipping.accumulation import accumulation_dtype, only
-from dp_clipping.layers.handle import LayerState, Site, check_size
+from dp_clipping.layers.batch_layout import check_size
+from dp_clipping.layers.handle import LayerState, Site, plain_forward
 from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
-from dp_clipping.layers.registered.norm_and_sum import LayerSums, NormAndSum, checked, without
+from dp_clipping.layers.registered.norm_and_sum import LayerSums, NormAndSum, without
 from dp_clipping.layers.registered.one_alone import refuse_wrong
-from dp_clipping.layers.registered.registry import LinearProduct, arithmetic_of
+from dp_clipping.layers.registered.registry import LinearProduct, arithmetic_of, checked
 from dp_clipping.layers.tensor_parallel import arrived
-from dp_clipping.layers.vmap.module import Body, plain_forward
+from dp_clipping.layers.vmap.own import replaced
 from dp_clipping.torch_compat import never_compiled, tree_flatten, tree_unflatten
 
 
@@ -77,8 +76,8 @@ class Use:
     def run(self, parameters: dict[str, Tensor], leaves: list[Any]) -> Tensor:
         """Runs the layer's own forward with these parameters and arguments."""
         args, kwargs = tree_unflatten(leaves, self.structure)
-        own = {f"module.{name}": value for name, value in parameters.items()}
-        return functional_call(Body(self.module), own, args, kwargs)
+        with replaced(self.module, parameters):
+            return plain_forward(self.module, *args, **kwargs)
 
     def row(self, found: Tensor | LinearProduct | NormAndSum, i: int) -> Tensor:
         """Returns G of example i."""
@@ -93,12 +92,12 @@ class Use:
 
         Where there are two functions, the factors with which they are called.
         """
-        if self.arithmetic.gradients is not None:
-            found = self._run(self.arithmetic.gradients, tensors, gradient)
-            self._refuse_shapes(found, len(gradient))
-            return found
         rows, shapes = len(gradient), {n: tuple(p.shape) for n, p in self.trainable.items()}
         who = f"registered for {self.title}"
+        if self.arithmetic.gradients is not None:
+            found = self._run(self.arithmetic.gradients, tensors, gradient)
+            of_rows = {name: (rows, *shape) for name, shape in shapes.items()}
+            return checked(found, of_rows, f"the function {who}", are_gradients=True)
 
         def norm() -> Mapping[str, Tensor]:
             found = self._run(self.arithmetic.norm, tensors, gradient)
@@ -122,68 +121,12 @@ class Use:
             leaves[n] = x
         args, kwargs = tree_unflatten(leaves, self.structure)
         with torch.no_grad():
-            try:
-                return function(self.module, *first, *args, **kwargs)
-            except TypeError as error:
-                self._refuse_signature(function, (*first, *args), kwargs, error)
-                raise
-
-    def _refuse_signature(
-        self, function: Any, args: tuple, kwargs: dict[str, Any], error: TypeError
-    ) -> None:
-        """Raises ValueError if the function does not take the layer's arguments."""
-        try:
-            signature(function).bind(self.module, *args, **kwargs)
-        except TypeError as problem:
-            of_forward = ", ".join(list(signature(type(self.module).forward).parameters)[1:])
-            raise ValueError(
-                f"the function registered for {self.title} cannot be called "
-                f"({problem}): it takes (layer, gradient, {of_forward}), and a weighted_sum "
-                f"(layer, gradient, c, {of_forward})"
-            ) from error
+            return function(self.module, *first, *args, **kwargs)
 
     def batch_first(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns the inputs with the examples in front; those that all share as they are."""
         pairs = zip(tensors, self.layouts, strict=True)
         return [x if at.kind == "shared" else at.batch_first(x, self.rows) for x, at in pairs]
-
-    def _refuse_shapes(self, found: Any, rows: int) -> None:
-        """Raises ValueError unless there is G, or a product, for each trainable parameter."""
-        who = f"the function registered for {self.title}"
-        if not isinstance(found, Mapping):
-            raise ValueError(
-                f'{who} returns {type(found).__name__}: return a dictionary, as {{"weight": G}}'
-            )
-        unknown = found.keys() - dict(self.module.named_parameters()).keys()
-        if unknown:
-            raise ValueError(f"{who} returns {sorted(unknown)[0]!r}, which is no parameter of it")
-        for name, parameter in self.trainable.items():
-            if name not in found:
-                raise ValueError(
-                    f"{who} returns nothing for {name!r}: return its per-sample gradients, or "
-                    "freeze it by requires_grad_(False)"
-                )
-            g, shape = found[name], tuple(parameter.shape)
-            if isinstance(g, LinearProduct):
-                a, y = g.activations, g.gradients
-                fits = (
-                    a.dim() == y.dim() == 3 and a.dtype == y.dtype and len(a) == len(y) == rows
-                    and a.shape[1] == y.shape[1] and shape == (y.shape[2], a.shape[2])
-                )  # fmt: skip
-                if not fits:
-                    raise ValueError(
-                        f"{who} returns activations {list(a.shape)} ({a.dtype}) and gradients "
-                        f"{list(y.shape)} ({y.dtype}) for {name!r} {list(shape)}: return "
-                        f"LinearProduct(a [B, T, I], y [B, T, O]) of one dtype, B = {rows}"
-                    )
-            elif not isinstance(g, Tensor) or g.shape != (rows, *shape):
-                given = list(g.shape) if isinstance(g, Tensor) else type(g).__name__
-                raise ValueError(
-                    f"{who} returns {given} for {name!r}: return its per-sample gradients "
-                    f"{[rows, *shape]}, or a LinearProduct"
-                )
-            elif not g.is_floating_point():
-                raise ValueError(f"{who} returns {g.dtype} for {name!r}: return floating point")
 
     def products(self, y: Tensor, tensors: list[Tensor]) -> dict[str, tuple[int, torch.dtype]]:
         """Returns name -> tokens and dtype of the products that the function will return.

@@ -108,7 +108,7 @@ class NormAndSum:
         """Returns the output's gradient."""
         return self.sums.gradient
 
-    def norm(self, _grams: Any = None) -> Norm:
+    def norm(self) -> Norm:
         """Returns ‖G_i‖², of which coefficients take `SLACK` more."""
         norms = self.sums.norms[self.name]
         squared, norms = (x.to(self.sums.dtype) for x in (norms.square(), norms))
@@ -142,30 +142,3 @@ def without(x: Tensor, good: Tensor) -> Tensor:
     """
     every = torch.arange(len(x), device=x.device)
     return x.index_select(0, torch.where(good, every, good.to(torch.uint8).argmax()))
-
-
-def checked(found: Any, shapes: Mapping[str, tuple[int, ...]], who: str) -> dict[str, Tensor]:
-    """Returns the entries of a user function's result that belong to trainable parameters.
-
-    Args:
-        shapes: name of a trainable parameter -> the shape of its entry.
-        who: a name for the function in messages.
-
-    Raises:
-        ValueError: an entry is missing, or has another shape or dtype.
-    """
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{who} returns {type(found).__name__}: return a dictionary of tensors")
-    results = {}
-    for name, shape in shapes.items():
-        one = found.get(name)
-        if not isinstance(one, Tensor) or tuple(one.shape) != shape:
-            given = list(one.shape) if isinstance(one, Tensor) else type(one).__name__
-            raise ValueError(f"{who} returns {given} for {name!r}: return a tensor {list(shape)}")
-        if one.dtype != accumulation_dtype(one.dtype):
-            raise ValueError(
-                f"{who} returns {one.dtype} for {name!r}, whose rounding is felt in the bound on a "
-                "sample: compute in float32, as gradient.float()"
-            )
-        results[name] = one
-    return results

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import plain_type
 
 
@@ -76,3 +77,44 @@ def refuse_where_unfit(name: str, module: nn.Module, sharding: Any) -> None:
             "private unsharded, as make_private(module=ddp.wrap(name, network), ..), or do not "
             "register the class, and torch.vmap runs it"
         )
+
+
+def checked(
+    found: Any, shapes: Mapping[str, tuple[int, ...]], who: str, are_gradients: bool = False
+) -> dict[str, Any]:
+    """Returns the entries of a user function's result that belong to trainable parameters.
+
+    Args:
+        shapes: name of a trainable parameter -> the shape of its entry.
+        who: a name for the function in messages.
+        are_gradients: an entry may be in 16 bit, or a `LinearProduct`.
+
+    Raises:
+        ValueError: an entry is missing, or has another shape or dtype.
+    """
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{who} returns {type(found).__name__}: return a dictionary of tensors")
+    for name, shape in shapes.items():
+        one = found.get(name)
+        if are_gradients and isinstance(one, LinearProduct):
+            a, y = one.activations, one.gradients
+            is_product = a.dim() == y.dim() == 3 and a.shape[:2] == y.shape[:2]
+            if not is_product or a.dtype != y.dtype or shape != (len(a), y.shape[2], a.shape[2]):
+                raise ValueError(
+                    f"{who} returns activations {list(a.shape)} ({a.dtype}) and gradients "
+                    f"{list(y.shape)} ({y.dtype}) for {name!r} {list(shape[1:])}: return "
+                    f"LinearProduct(a [B, T, I], y [B, T, O]) of one dtype, B = {shape[0]}"
+                )
+        elif not isinstance(one, Tensor) or tuple(one.shape) != shape:
+            given = list(one.shape) if isinstance(one, Tensor) else type(one).__name__
+            raise ValueError(f"{who} returns {given} for {name!r}: return a tensor {list(shape)}")
+        elif not (one.is_floating_point() if are_gradients else _is_wide(one)):
+            raise ValueError(
+                f"{who} returns {one.dtype} for {name!r}, whose rounding is felt in the bound on a "
+                "sample: compute in float32, as gradient.float()"
+            )
+    return {name: found[name] for name in shapes}
+
+
+def _is_wide(x: Tensor) -> bool:
+    return x.dtype == accumulation_dtype(x.dtype)

@@ -24,11 +24,10 @@ their own in an operator runs under vmap as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from itertools import zip_longest
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,38 +36,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.batch_layout import Layout, find_layout
-from dp_clipping.torch_compat import (
-    apply_directly,
-    own_parameters,
-    transforms_run,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
+from dp_clipping.layers.handle import LayerState, expanded_output, plain_forward
+from dp_clipping.layers.vmap.own import (
+    ELEMENTWISE,
+    OPERATORS,
+    Own,
+    UnknownOperation,
+    at_once,
+    laid_beside,
+    refuse_other_number,
+    replaced,
+    rows_of_table,
+    value_of,
 )
+from dp_clipping.torch_compat import tree_flatten, tree_leaves, tree_unflatten
 
-_OPERATORS = ("add", "sub", "mul", "div")  # as Python's +, -, *, / and their in-place forms call
-ELEMENTWISE = {getattr(owner, name) for owner in (torch, Tensor) for name in _OPERATORS}
-IN_PLACE = {getattr(Tensor, f"{name}_") for name in _OPERATORS}
+IN_PLACE = {getattr(Tensor, f"{name}_") for name in OPERATORS}
 EXPANDING = {Tensor.expand, Tensor.expand_as, Tensor.repeat, torch.broadcast_to}
-SAME_ORDER = {Tensor.view, Tensor.reshape, Tensor.unsqueeze, Tensor.squeeze, Tensor.flatten}
-SAME_ORDER |= {torch.reshape, torch.unsqueeze, torch.squeeze, torch.flatten, Tensor.contiguous}
-PERMUTING = {Tensor.permute, torch.permute}
 PLAIN = (Tensor, int, float, torch.dtype, torch.device)  # arguments that hold no tensors
-AS_IT_IS = [None, None, 2.0, False, False]  # arguments of `F.embedding` behind ids and table
 ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
-FACTS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__}
-_FACTS = ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "itemsize")
-FACTS |= {getattr(Tensor, name).__get__ for name in _FACTS}
 CREATING = {Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor}
 ALONE = Layout("alone")  # [B, *shape], of what has no samples elsewhere: copies of a parameter
 
 Key = tuple[int, Callable[..., Any], tuple[int, ...]]
 """The number of an operator in a call, the operator, and dimensions of its tensors."""
-
-
-class UnknownOperation(Exception):
-    """A module computes with a parameter of its own otherwise than it is known to; says how."""
 
 
 class Operation(NamedTuple):
@@ -114,8 +105,6 @@ class Call:
         noted: operators that were not known.
     """
 
-    _running: ClassVar[list[Call]] = []
-
     def __init__(
         self,
         name: str,
@@ -129,10 +118,6 @@ class Call:
         self.noted: list[Noted] = []
         self._number = 0
 
-    @staticmethod
-    def running() -> Call | None:
-        return Call._running[-1] if Call._running else None
-
     def of(self, module: nn.Module, copies: Mapping[str, Tensor]) -> Call:
         """Returns a context in which the module's own parameters are `Own`, with these copies."""
         own = {
@@ -144,10 +129,10 @@ class Call:
 
     def __enter__(self) -> None:
         self._replaced.__enter__()
-        Call._running.append(self)
+        Own.calls.append(self)
 
     def __exit__(self, *raised: Any) -> None:
-        Call._running.pop()
+        Own.calls.pop()
         self._replaced.__exit__(*raised)
 
     def compute(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -162,7 +147,7 @@ class Call:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         copies = [x.copies if isinstance(x, Own) else None for x in tensors]
         for x, rows in zip(tensors, copies, strict=True):
-            if rows is not None and not rows.requires_grad and _value(x).requires_grad:
+            if rows is not None and not rows.requires_grad and value_of(x).requires_grad:
                 raise UnknownOperation("a torch.autograd.Function computes with a parameter")
         others = [x for x, rows in zip(tensors, copies, strict=True) if rows is None]
         if not others and function not in EXPANDING:
@@ -201,7 +186,7 @@ class Call:
             raise UnknownOperation(f"it calls {_name(function)}, and did not in the first batch")
         has_moved = any(map(self._has_moved, inputs))
         inputs = [x.detach().clone() if function in IN_PLACE else x.detach() for x in inputs]
-        results = _call(function, map(_value, leaves), structure)
+        results = _call(function, map(value_of, leaves), structure)
         outputs = [y.detach() for y in tree_leaves(results) if isinstance(y, Tensor)]
         self.noted.append(Noted(key, inputs, outputs, has_moved))
         return results
@@ -214,7 +199,7 @@ class Call:
     ) -> Tensor:
         """Returns a parameter that is expanded to the batch: copies, one for each sample."""
         with torch.no_grad():
-            shape = _call(function, map(_value, leaves), structure).shape
+            shape = _call(function, map(value_of, leaves), structure).shape
         copies = laid_beside(leaves[0].copies, len(shape), layout.dim)
         pairs = zip(reversed(copies.shape), reversed(shape), strict=False)
         if shape[layout.dim] != self.rows or any(a not in (1, b) for a, b in pairs):
@@ -233,7 +218,7 @@ class Call:
         copies = laid_beside(own.copies, x.dim(), layout.dim)
         y = function(*[copies if one is own else one for one in leaves])
         if own.copies.ndim == 1:  # a number widens nothing
-            y = y.to(torch.result_type(x, _value(own)))
+            y = y.to(torch.result_type(x, value_of(own)))
         return self._watched("written" if y is x else "result", y, layout)
 
     def _of_parameters(
@@ -244,15 +229,15 @@ class Call:
         What is no tensor, as a number, is the same for all of them, and has no gradient.
         """
         _refuse_writing(function, kwargs)
-        results = _call(function, map(_value, leaves), structure)
-        if (copies := _at_once(function, leaves, results)) is not None:
+        results = _call(function, map(value_of, leaves), structure)
+        if (copies := at_once(function, leaves, results)) is not None:
             return Own.of(copies, self.name)
         parts, made = tree_flatten(results)
         places = [n for n, y in enumerate(parts) if isinstance(y, Tensor)]
         if not places or function in CREATING:
             return results
-        layouts = {n: ALONE for n, x in enumerate(leaves) if isinstance(x, Own)}
-        rows = _under_vmap(function, leaves, structure, layouts, (ALONE,) * len(places))
+        alone = {n: ALONE for n, x in enumerate(leaves) if isinstance(x, Own)}
+        rows = _under_vmap(function, leaves, structure, self.rows, alone, (ALONE,) * len(places))
         for n, row in zip(places, rows, strict=True):
             parts[n] = Own.of(row, self.name)
         return tree_unflatten(parts, made)
@@ -261,54 +246,43 @@ class Call:
         self, function: Callable[..., Any], leaves: list[Any], structure: Any, known: Operation
     ) -> Any:
         """Returns what an operator computes of each sample and its copies."""
-        layouts: dict[int, Layout] = {}
-        rows, where = list(leaves), iter(known.inputs)
+        layouts, where = dict[int, Layout](), iter(known.inputs)
         for n, x in enumerate(leaves):
-            layout = ALONE if isinstance(x, Own) else next(where) if isinstance(x, Tensor) else None
-            if layout is None or layout.kind == "shared":
-                continue
-            layouts[n] = layout
-            if layout is not ALONE:
+            if isinstance(x, Own):
+                layouts[n] = ALONE
+            elif isinstance(x, Tensor) and (layout := next(where)).kind != "shared":
+                layouts[n] = layout
                 self._watched("operand", x, layout)
-                rows[n] = layout.split(x, self.rows)
-        found = _under_vmap(function, rows, structure, layouts, known.outputs)
-        ys = [
-            self._watched("result", layout.joined(y), layout)
-            for y, layout in zip(found, known.outputs, strict=True)
-        ]
+        found = _under_vmap(function, leaves, structure, self.rows, layouts, known.outputs)
+        pairs = zip(found, known.outputs, strict=True)
+        ys = [self._watched("result", y, layout) for y, layout in pairs]
         return ys[0] if len(ys) == 1 else tuple(ys)
 
 
-def _at_once(function: Callable[..., Any], leaves: list[Any], results: Any) -> Tensor | None:
-    """Returns what an operator computes of all copies at once; None for one that is not known so.
+def on_whole_batch(
+    self: Any, call: Call, copies: Mapping[str, Tensor], args: tuple, kwargs: dict
+) -> Any:
+    """Returns a module's output on the whole batch; see `whole_batch`.
 
     Args:
-        results: what it computes of the parameters.
+        copies: [B, *parameter] of each that the module captures.
+
+    Raises:
+        UnknownOperation: it computes otherwise with its parameters than `call` knows.
+        ValueError: in a private step it returns another number of tensors than is known.
     """
-    if not isinstance(results, Tensor):
-        return None
-    own, rest, dims = leaves[0], leaves[1:], results.ndim
-    if function in SAME_ORDER:
-        return own.copies.reshape(own.copies.shape[0], *results.shape)
-    if function in PERMUTING:
-        return own.copies.permute(0, *[dim % dims + 1 for dim in rest])
-    if function is F.embedding and type(own) is Tensor and leaves[2:] == AS_IT_IS:
-        own, rest, function = leaves[1], leaves[:1], Tensor.__getitem__
-    if function is Tensor.__getitem__ and len(rest) == 1 and type(rest[0]) is Tensor:
-        (ids,) = rest
-        if ids.dtype != torch.int64:  # a mask, or bytes, which are one
-            return None
-        rows = own.copies.index_select(1, (ids % own.copies.shape[1]).flatten())
-        return rows.view(rows.shape[0], *results.shape)
-    if function in ELEMENTWISE or function is torch.where:
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if all([x.dtype in (results.dtype, torch.bool) for x in map(_value, tensors)]):
-            rows = [
-                x.copies.reshape(-1, *[1] * (dims + 1 - x.copies.ndim), *x.copies.shape[1:])
-                if isinstance(x, Own) else x for x in leaves
-            ]  # fmt: skip
-            return function(*rows)
-    return None
+    handle: LayerState = self._private
+    dims = tuple([x.dim() for x in handle.tensors((args, kwargs))])
+    known: Any = handle.output_layouts.get(dims)
+    with call.of(self, copies):
+        outputs = plain_forward(self, *args, **kwargs)
+        if known is not None and handle.private_step is not None:
+            refuse_other_number(self, len(handle.tensors(outputs)), len(known))
+        if any([layout.kind == "shared" for layout in known or ()]):
+            outputs = expanded_output(handle, known, outputs, call.rows)
+    if any([isinstance(y, Own) for y in tree_leaves(outputs)]):
+        raise UnknownOperation("it returns a parameter in the place of samples")
+    return outputs
 
 
 def _is_masked(args: tuple, kwargs: dict, known: Operation) -> bool:
@@ -320,10 +294,10 @@ def _is_masked(args: tuple, kwargs: dict, known: Operation) -> bool:
 
 
 def _under_vmap(
-    function: Callable[..., Any], leaves: list[Any], structure: Any, layouts: dict[int, Layout],
-    outputs: tuple[Layout, ...],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Returns an operator's tensors for each sample.
+    function: Callable[..., Any], leaves: list[Any], structure: Any, batch_size: int,
+    layouts: dict[int, Layout], outputs: tuple[Layout, ...],
+) -> list[Tensor]:  # fmt: skip
+    """Returns an operator's tensors, computed for each sample and joined.
 
     Args:
         layouts: place among `leaves` -> where samples are in a tensor that has some.
@@ -332,135 +306,21 @@ def _under_vmap(
 
     def of_sample(*rows: Tensor) -> tuple[Tensor, ...]:
         mine = list(leaves)
-        for (n, layout), row in zip(layouts.items(), rows, strict=True):
-            mine[n] = row.unsqueeze(layout.dim) if layout.kind == "dimension" else row
+        for n, row in zip(layouts, rows, strict=True):
+            mine[n] = row
         found = tree_leaves(_call(function, mine, structure))
-        ys = [y for y in found if isinstance(y, Tensor)]
-        if any(
-            y.shape[at.dim] != 1
-            for y, at in zip(ys, outputs, strict=True)
-            if at.kind == "dimension"
-        ):
-            raise UnknownOperation(f"{_name(function)} returns no row for a sample")
-        pairs = zip(ys, outputs, strict=True)
-        return tuple(y.squeeze(at.dim) if at.kind == "dimension" else y for y, at in pairs)
+        return tuple([y for y in found if isinstance(y, Tensor)])
 
-    given = [leaves[n].copies if isinstance(leaves[n], Own) else leaves[n] for n in layouts]
+    pairs = [(leaves[n], layout) for n, layout in layouts.items()]
+    rows = [x.copies if isinstance(x, Own) else at.split(x, batch_size) for x, at in pairs]
     function = rows_of_table if function is F.embedding else function
-    run = torch.vmap(
-        of_sample,
-        in_dims=tuple(layout.sample_dim() for layout in layouts.values()),
-        out_dims=tuple(layout.sample_dim() for layout in outputs),
-        randomness="different",
-    )
     # Other kernels do not notice under vmap that a mask needs a gradient.
     with sdpa_kernel(SDPBackend.MATH) if function in ATTENTION else nullcontext():
-        return run(*given)
-
-
-def rows_of_table(
-    ids: Tensor, table: Tensor, padding_idx: int | None = None, *others: Any, **named: Any
-) -> Tensor:
-    """Looks up rows as `F.embedding`, whose padding has no gradient under vmap either.
-
-    PyTorch looks up the copies of all samples as one table there, and knows the padding of the
-    first one only.
-    """
-    rows = F.embedding(ids, table, None, *others, **named)
-    if padding_idx is None:
-        return rows
-    is_padding = ids == padding_idx % table.shape[0]
-    return rows.detach().where(is_padding.unsqueeze(-1), rows)
-
-
-class Own(Tensor):
-    """A parameter, or what was computed of parameters alone, in a call of its module.
-
-    Operators get to `__torch_function__`. A gradient of the value itself would come of something
-    that does not, and be missing in G: it is refused.
-
-    Attributes:
-        copies: [B, *shape], its value for each sample.
-    """
-
-    copies: Tensor
-
-    @staticmethod
-    def of(copies: Tensor, name: str, parameter: Tensor | None = None) -> Own:
-        """Returns an `Own`. With a parameter, the module's code takes it for that."""
-        value = copies[0].detach()
-        if copies.requires_grad:
-            run = _Unseen.apply if transforms_run() else _unseen
-            value = run(copies, value, name)
-        own = value.as_subclass(Own)
-        if parameter is not None:
-            own = taken_for(own, parameter)
-        own.copies = copies
-        return own
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs, call = kwargs or {}, Call.running()
-        if function in FACTS:
-            return function(*map(_value, args), **kwargs)
-        if call is None:
-            return function(*tree_map(_value, args), **tree_map(_value, kwargs))
-        return call.compute(function, args, kwargs)
-
-
-class _Unseen(torch.autograd.Function):
-    """A parameter's value, whose gradient is refused: it should have come to the copies."""
-
-    @staticmethod
-    def forward(ctx: Any, copies: Tensor, value: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError(
-            f"{ctx.name} computes with a parameter of its own in a torch.autograd.Function, "
-            "through code that is not PyTorch's operators, or after its forward has returned, so "
-            "its per-sample gradients would miss that: return what is computed of the parameter "
-            "from forward, as return y, self.scale * y, and call model.reset_batch_layouts() "
-            "before a forward that computes otherwise than the first one"
-        )
-
-
-_unseen = apply_directly(_Unseen)
-
-
-def taken_for(x: Tensor, parameter: Tensor) -> Any:
-    """Returns x such that code takes it for a parameter: of its class, with its attributes."""
-    kind = type(parameter)
-    if issubclass(kind, nn.Parameter):  # another tensor's class may keep its values in attributes
-        if kind is not nn.Parameter:
-            x = x.as_subclass(_own_class(kind) if isinstance(x, Own) else kind)
-        vars(x).update(vars(parameter))
-    if isinstance(parameter, nn.Parameter):
-        x._is_param = True  # as `isinstance(x, nn.Parameter)` asks
-    return x
-
-
-@cache
-def _own_class(kind: type) -> Any:
-    """Returns a class of `Own` with the methods of a class of parameters."""
-    return type(kind)(kind.__name__, (Own, kind), {})
-
-
-def laid_beside(copies: Tensor, dims: int, dim: int) -> Tensor:
-    """Returns copies [B, *shape] that broadcast with a tensor of `dims` dimensions.
-
-    Raises:
-        UnknownOperation: where the parameter has a dimension of its own there.
-    """
-    shape, behind = copies.shape[1:], dims - dim - 1  # dimensions behind that of the samples
-    if len(shape) <= behind:
-        return copies.reshape(len(copies), *(1,) * (behind - len(shape)), *shape)
-    place = len(shape) - behind - 1
-    if shape[place] != 1:
-        raise UnknownOperation("a parameter has a dimension of its own in the place of the samples")
-    return copies.squeeze(place + 1).movedim(0, place)
+        found = torch.vmap(of_sample, randomness="different")(*rows)
+    for y, layout in zip(found, outputs, strict=True):
+        if layout.kind == "dimension" and y.shape[layout.dim + 1] != 1:
+            raise UnknownOperation(f"{_name(function)} returns no row for a sample")
+    return [layout.joined(y) for y, layout in zip(found, outputs, strict=True)]
 
 
 def _call(function: Callable[..., Any], leaves: Iterable[Any], structure: Any) -> Any:
@@ -481,31 +341,6 @@ def _refuse_writing(function: Callable[..., Any], kwargs: dict) -> None:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", "an operator")
-
-
-def _value(x: Any) -> Any:
-    return x.as_subclass(Tensor) if isinstance(x, Own) else x
-
-
-@contextmanager
-def replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Enters a context in which a module has these tensors in the place of parameters.
-
-    FSDP1 lays plain tensors over parameters, as attributes that are found first: these too.
-    """
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for path, tensor in tensors.items():
-            owner, name = owner_of(module, path)
-            places: tuple[dict[str, Any], ...] = (own_parameters(owner), vars(owner))
-            for place in places:
-                if name in place:
-                    before.append((place, name, place[name]))
-                    place[name] = tensor
-        yield
-    finally:
-        for place, name, parameter in reversed(before):
-            place[name] = parameter
 
 
 def learn(

@@ -16,7 +16,7 @@ from dp_clipping.clipping.accumulation import (
     weighted_sum,
 )
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
-from dp_clipping.layers.linear_factors import Grams, LinearFactors
+from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.recorder import FACTORS, LINEAR, Left, Summand, Trainable
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.context import StepContext
@@ -45,7 +45,6 @@ class Plain:
         self._label: Any = self._timer.layers if self._timer.labels_layers() else None
         self._good: Tensor | None = None  # samples whose norms are finite, if some are not
         self._weights: list[Weights] = []
-        self._grams = Grams()
 
     # ---- norms ----------------------------------------------------------------------------------
 
@@ -66,7 +65,7 @@ class Plain:
                     alone.setdefault(own.dtype, []).append((record, own))
                     continue
                 with NOTHING if label is None else label("norm/factors", (record,)):
-                    norm = value.norm(self._grams)
+                    norm = value.norm()
                 if norm.scale is None:
                     alone.setdefault(norm.squared.dtype, []).append((record, norm.squared))
                 else:

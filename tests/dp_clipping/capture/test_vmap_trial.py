@@ -12,8 +12,7 @@ from dp_clipping.capture.callers import callers_of, weights_read_elsewhere
 from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.vmap_trial import unfit_modules
-from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import NeedsVmap
+from dp_clipping.layers.batch_layout import Layout, NeedsVmap
 from dp_clipping.layers.vmap.whole_batch import Operation, learn
 from dp_clipping.torch_compat import transforms_run
 from tests.dp_clipping.conftest import private

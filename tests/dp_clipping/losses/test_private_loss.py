@@ -49,7 +49,7 @@ def loss():
 def test_it_is_one_number(loss):
     assert loss.item() == float(loss) == loss.detach() == 2.0
     assert f"{loss:.1f}" == "2.0"
-    assert f"{loss}" == "PrivateLoss(2.0000, mean of 2 samples)"
+    assert repr(loss) == "PrivateLoss(2.0000, mean of 2 samples)"
 
 
 def test_arithmetic_acts_on_each_sample(loss):
@@ -125,7 +125,7 @@ NOT_PRIVATE = {  # name -> how a backward would go around the engine, and the me
     "exp": (lambda x: x.exp().backward(), "behind exp, .*into the criterion"),
     "entry": (lambda x: entry(x).sum().backward(), "behind __setitem__, .*into the criterion"),
     "expanded": (lambda x: x.expand(2).sum().backward(), "behind expand, .*into the criterion"),
-    "cat": (lambda x: torch.cat([x.view(1), x.view(1)]).sum().backward(), "behind cat, .*into the"),
+    "view": (lambda x: x.view(1).backward(), "behind view, .*call backward"),
     "grad": (lambda x: torch.autograd.grad(x, [torch.ones(1)]), r"call loss\.backward\(\), and"),
     "hook": (lambda x: x.register_hook(print), r"optimizer\.pre_step\(\) after loss\.backward"),
     "retain_grad": (lambda x: x.retain_grad(), r"optimizer\.pre_step\(\) after loss\.backward"),
@@ -152,35 +152,6 @@ def test_no_backward_goes_around_the_engine(run, around, message):
     assert all(p.grad is None for p in run.model.parameters())
 
 
-VIEWS = {  # what is one number still -> its shape
-    "view": (lambda x: x.view(()), ()),
-    "reshape": (lambda x: torch.reshape(x, ()), ()),
-    "squeeze": (lambda x: x.squeeze().squeeze(0), ()),
-    "unsqueeze": (lambda x: x.unsqueeze(0), (1,)),
-    "one": (lambda x: x.view(1).reshape(1, -1), (1, 1)),
-    "back": (lambda x: x.view(-1).squeeze(-1), ()),
-    "like": (lambda x: x.view_as(x).expand_as(torch.zeros(())), ()),
-    "index": (lambda x: x[None][0][...], ()),
-    "flat": (lambda x: torch.atleast_1d(x.flatten().ravel()), (1,)),
-    "expand": (lambda x: x.expand(1), (1,)),
-    "permute": (lambda x: x.permute(()).real, ()),
-    "mean": (lambda x: x.view(1).mean(), ()),
-    "arithmetic": (lambda x: 0.5 * x.view(1).float() + x / 2, (1,)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("view", "shape"), VIEWS.values(), ids=VIEWS)
-def test_a_view_of_one_number_is_the_loss(run, view, shape):
-    other = make(PrivacyEngine())
-    loss_of(run).backward()
-    made = view(loss_of(other))
-    assert isinstance(made, PrivateLoss)
-    assert made.shape == made.detach().shape == shape
-    torch.testing.assert_close(made.item(), loss_of(run).item())
-    made.backward()
-    torch.testing.assert_close(other.network.weight.grad, run.network.weight.grad)
-
-
 BACKWARD = {  # equal to loss.backward()
     "autograd": torch.autograd.backward,
     "list": lambda loss: torch.autograd.backward([loss]),
@@ -202,7 +173,6 @@ def test_what_is_still_the_loss_has_its_backward(run, backward):
 def test_with_hide_unprotected_only_its_kind_can_be_looked_at():
     loss = loss_of(make(PrivacyEngine(hide_unprotected=True)))
     assert (loss.shape, loss.dtype, loss.requires_grad) == ((), torch.float32, True)
-    assert torch.zeros_like(loss).item() == 0
     for read in (torch.isnan, float, lambda x: x < 1, torch.Tensor.numpy, torch.tensor):
         with pytest.raises(RuntimeError, match="not covered by ε"):
             read(loss)

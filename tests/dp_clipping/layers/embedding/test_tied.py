@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.clipping.norms import Norm, Norms
-from dp_clipping.layers import embedding
+from dp_clipping.layers import linear_factors
 from dp_clipping.layers.embedding import tied
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
 from dp_clipping.layers.embedding.tied import TiedTokens, cross_terms
@@ -75,7 +75,7 @@ def bound_of(norm: Norm) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("elements", [1, 1 << 20], ids=["one sample at a time", "all"])
 def test_in_plain_pytorch(dtype, elements, monkeypatch):
-    monkeypatch.setattr(embedding.factors, "PIECE_ELEMENTS", elements)
+    monkeypatch.setattr(linear_factors, "PIECE_ELEMENTS", elements)
     operands = drawn(Place("cpu", dtype, None, [], []), (3, 4, 11, 5), 7)
     factors, gradients = factors_of(*operands), dense(*operands)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
@@ -223,7 +223,7 @@ class Largest(TorchDispatchMode):
 def check_no_tensor_of_all_gradients(mode: str, clipping: str, device: str) -> None:
     ids, targets = (x.to(device) for x in batch())
     model = unchecked(zoo.seeded(Translator).to(device), mode, clipping=clipping)
-    with patch.object(embedding.factors, "PIECE_ELEMENTS", 1):
+    with patch.object(linear_factors, "PIECE_ELEMENTS", 1):
         clipped_sums(model, (ids, targets))
         with Largest() as made:
             clipped_sums(model, (ids, targets))

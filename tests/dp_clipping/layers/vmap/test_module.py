@@ -10,7 +10,7 @@ from torch import nn
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.capture import vmap_trial
-from dp_clipping.layers.vmap.whole_batch import UnknownOperation
+from dp_clipping.layers.vmap.own import UnknownOperation
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,

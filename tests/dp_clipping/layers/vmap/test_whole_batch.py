@@ -14,15 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from dp_clipping.capture import vmap_trial
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.vmap import whole_batch
-from dp_clipping.layers.vmap.whole_batch import (
-    Call,
-    Noted,
-    Operation,
-    Own,
-    UnknownOperation,
-    laid_beside,
-    learn,
-)
+from dp_clipping.layers.vmap.own import Own, UnknownOperation, laid_beside
+from dp_clipping.layers.vmap.whole_batch import Call, Noted, Operation, learn
 from tests.dp_clipping.conftest import MODES, assert_step, clipped_sums, private
 from tests.support import zoo
 from tests.support.turns import in_turn
@@ -506,7 +499,7 @@ def test_parameters_are_there_again_after_an_error():
     with pytest.raises(RuntimeError, match="size"):
         run()
     assert net.scale is scale
-    assert Call.running() is None
+    assert not Own.calls
 
 
 def sorted_by(run: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:

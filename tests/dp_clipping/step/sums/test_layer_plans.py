@@ -7,8 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from dp_clipping.capture.compile_forecast import CompiledShapes
-from dp_clipping.layers.handle import FACTOR_SLOTS
-from dp_clipping.layers.recorder import Trainable
+from dp_clipping.layers.recorder import FACTOR_SLOTS, Trainable
 from dp_clipping.modes import policy_of
 from dp_clipping.planning.cost_model import ACCUMULATE, LinearShape
 from dp_clipping.planning.plan import Plans

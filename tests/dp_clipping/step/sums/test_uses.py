@@ -88,7 +88,7 @@ def test_one_use_is_not_copied(weight):
     add(uses, weight, y, a)
     look_up(uses, weight)
     ((_, _, factors, _),) = uses.joined(weight.joint)
-    assert factors.products.operands[0] is y
+    assert factors.operands[0] is y
 
 
 def test_bags_beside_products_leave_gradients(weight):

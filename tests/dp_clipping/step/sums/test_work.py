@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.distributed.norm_reduce import NormReducer
-from dp_clipping.layers import group_norm
+from dp_clipping.layers import norm
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
 from dp_clipping.profiling.timer import Timer
 from dp_clipping.step.state import BatchNorms
@@ -512,7 +512,7 @@ def check_large_pictures() -> None:
     model.skip_checks()
     batch = torch.randn(3, 2, 4, 4), torch.randn(3, 8)
     together = clipped_sums(model, batch)
-    with patch.object(group_norm, "AT_ONCE", 0), patch.object(work, "AT_ONCE", 0):
+    with patch.object(norm, "AT_ONCE", 0), patch.object(work, "AT_ONCE", 0):
         at_once = clipped_sums(model, batch)
     torch.testing.assert_close(at_once, together)
 

@@ -1,0 +1,227 @@
+"""Runs a module for each sample with a copy of the parameters: under `torch.vmap`, or in turn."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from dp_clipping.distributed.dtensor import fsdp_classes, owner_of
+from dp_clipping.layers.batch_layout import LayoutUnknown, check_size, rows_unknown
+from dp_clipping.layers.handle import LayerState, plain_forward
+from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
+from dp_clipping.layers.vmap.objects import Objects
+from dp_clipping.layers.vmap.own import refuse_other_number, rows_of_table, taken_for
+from dp_clipping.layers.vmap.refusals import leaves_samples, reason_of, refusal_of
+from dp_clipping.torch_compat import (
+    is_passed_on,
+    own_parameters,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+)
+
+
+class Body(nn.Module):
+    """The module's own forward, without its hooks, which run around the captured call already."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return plain_forward(self.module, *args, **kwargs)
+
+
+def every_sample(
+    self: nn.Module, copies: dict[str, Tensor], batch_size: int, args: tuple, kwargs: dict,
+    is_compiled: bool | None = None,
+) -> Any:  # fmt: skip
+    """Returns a module's output for each sample with its own copy of the parameters, joined.
+
+    Where `torch.vmap` cannot run the module, its samples run one after another.
+
+    Args:
+        copies: [B, *parameter] of each that the module captures.
+        args, kwargs: of the whole batch.
+        is_compiled: code is traced in steps, and copies have no attributes; None: as now.
+    """
+    handle: LayerState = self._private
+    is_traced = torch.compiler.is_compiling()
+    is_compiled = is_traced if is_compiled is None else is_compiled
+    call = _OneSample(self, batch_size, args, kwargs, has_attributes=not is_compiled)
+    # A trial is the first run, and may fail half-way.
+    before = Objects(self, args, kwargs) if handle.private_step is None else None
+    if handle.one_by_one:
+        return call.joined(_in_a_loop(call, copies))
+    # PyTorch does not notice under vmap that a mask (a relative position bias) needs a gradient,
+    # and chooses a kernel without.
+    masks: Any = nullcontext() if is_traced else sdpa_kernel(SDPBackend.MATH)
+    try:
+        with _uncovered(call.owners), masks, nullcontext() if is_traced else _Padding():
+            places = [None if layout.kind == "shared" else 0 for layout in call.layouts]
+            run = torch.vmap(call, (0, *places), randomness="different")
+            return call.joined(run(copies, *call.rows))
+    except (LayoutUnknown, ValueError):
+        raise
+    except Exception as error:
+        if is_passed_on(error):
+            raise
+        if not may_loop(self):
+            refusal = refusal_of(error, handle.name, self)
+            if refusal is None:
+                raise
+            raise refusal from error
+        if before is not None:
+            before.put_back()
+        outputs = call.joined(_in_a_loop(call, copies))
+        handle.one_by_one = reason_of(error)
+        return outputs
+
+
+class _Padding(TorchFunctionMode):
+    """A context in which the padding of an embedding has no gradient under vmap."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        function = rows_of_table if function is F.embedding else function
+        return function(*args, **(kwargs or {}))
+
+
+def may_loop(module: nn.Module) -> bool:
+    """Returns whether a module may run once for each sample.
+
+    Not in code that is being traced, nor where a child gathers its parameters, which other ranks
+    do as often as they have samples.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return not any(isinstance(m, fsdp_classes()) for m in module.modules() if m is not module)
+
+
+def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Returns what `torch.vmap` would, from one call for each sample.
+
+    Raises:
+        ValueError: a sample leaves something in an object, where there is room for one.
+    """
+    parameters = {name: copy.unbind(0) for name, copy in copies.items()}
+    pairs = zip(call.rows, call.layouts, strict=True)
+    inputs = [(x, layout.kind == "shared") for x, layout in pairs]
+    objects = Objects(*call.roots)
+    found, given, left = [], [], []
+    with _uncovered(call.owners):
+        for n in range(call.batch_size):
+            objects.put_back()
+            own = {name: values[n] for name, values in parameters.items()}
+            # Copies: a write to a view of one sample would count as one to those of the others.
+            rows = [x if is_shared else x[n].clone() for x, is_shared in inputs]
+            given.append(rows)
+            found.append(call(own, *rows))
+            if call.handle.private_step is None:
+                mine = {id(p) for p in own.values()}  # recurrent layers list them: see below
+                others = Objects(*call.roots).left_since(objects)
+                left.append({path: x for path, x in others.items() if id(x) not in mine})
+    # PyTorch's recurrent layers list the parameters that they were called with last.
+    pairs_of_own = zip(call.handle.trainable, call.owners, strict=True)
+    Objects(*call.roots).show({id(own[name]): getattr(*owner) for name, owner in pairs_of_own})
+    if leaves_samples(left):
+        raise ValueError(
+            f"{call.handle.title(call.module)} leaves what it computes of a sample in an object, "
+            "and its samples run one after another, so the last one's would be there: return it "
+            "from the module's forward, as return y, memory"
+        )
+    for (x, is_shared), rows in zip(inputs, zip(*given, strict=True), strict=True):
+        if not is_shared and any(map(version_of, rows)):
+            x.copy_(torch.stack(rows))
+    try:
+        return tuple(map(torch.stack, zip(*found, strict=True)))
+    except RuntimeError as error:
+        raise rows_unknown(call.handle.name) from error
+
+
+class _OneSample:
+    """Calls a module with one sample: under `torch.vmap`, or for each sample in turn.
+
+    Attributes:
+        owners: of the parameters that it captures: module and name.
+        has_attributes: copies have the class and the attributes of their parameters.
+        rows: the inputs, those that have samples as [B, ..].
+        layouts, out_layouts: where samples are in inputs and outputs.
+        roots: of the objects that a call may write to.
+    """
+
+    def __init__(
+        self, module: nn.Module, batch_size: int, args: tuple, kwargs: dict, has_attributes: bool
+    ):
+        self.module, self.batch_size = module, batch_size
+        self.handle: LayerState = module._private
+        self.owners = [owner_of(module, name) for name in self.handle.trainable]
+        self.roots, self._body = (module, args, kwargs), Body(module)
+        pairs = zip(self.handle.trainable, self.owners, strict=True)
+        self._taken_for = {n: getattr(*owner) for n, owner in pairs} if has_attributes else {}
+        given, self._structure = tree_flatten((args, kwargs))
+        self._leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given]
+        refuse_distributed(self.handle, *self._leaves, *module.parameters())
+        self._places = [n for n, leaf in enumerate(given) if isinstance(leaf, Tensor)]
+        tensors = [self._leaves[n] for n in self._places]
+        self.layouts = list(self.handle.layouts_of(tensors))
+        self.out_layouts = self.handle.output_layouts_of(tensors)
+        for x, layout in zip(tensors, self.layouts, strict=True):
+            check_size(x, layout, self.handle, batch_size)
+        inputs = zip(tensors, self.layouts, strict=True)
+        self.rows = [x if at.kind == "shared" else at.split(x, batch_size) for x, at in inputs]
+
+    def __call__(self, parameters: dict[str, Tensor], *rows: Tensor) -> tuple[Tensor, ...]:
+        """Returns the outputs of one sample."""
+        leaves = list(self._leaves)
+        for n, row in zip(self._places, rows, strict=True):
+            leaves[n] = row
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        for name, parameter in self._taken_for.items():  # in place: the caller looks for them
+            parameters[name] = taken_for(parameters[name], parameter)
+        prefixed = {f"module.{name}": value for name, value in parameters.items()}
+        found = functional_call(self._body, prefixed, args, kwargs)
+        outputs, self._shape = tree_flatten(found)
+        self._outputs = [None if isinstance(y, Tensor) else y for y in outputs]
+        self._where = [n for n, y in enumerate(outputs) if isinstance(y, Tensor)]
+        return tuple([outputs[n] for n in self._where])
+
+    def joined(self, outputs: tuple[Tensor, ...]) -> Any:
+        """Returns the outputs of the whole batch."""
+        k = self.handle.examples_per_unit
+        refuse_other_number(self.module, len(outputs), len(self.out_layouts))
+        for n, y, layout in zip(self._where, outputs, self.out_layouts, strict=True):
+            if layout.kind == "shared":  # a batch: every sample has its own parameters
+                y = y.squeeze(1) if layout.dim else y
+                self._outputs[n] = y if k == 1 else y.repeat_interleave(k, 0)
+                continue
+            if layout.kind == "dimension" and y.shape[layout.dim + 1] != 1:
+                raise rows_unknown(self.handle.name)
+            self._outputs[n] = layout.joined(y)
+        return tree_unflatten(self._outputs, self._shape)
+
+
+@contextmanager
+def _uncovered(owners: list[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Enters a context in which `functional_call` can replace these parameters.
+
+    The plain tensors that FSDP1 lays over them would be found first.
+    """
+    covers = [
+        (vars(owner), name)
+        for owner, name in owners
+        if name in vars(owner) and name in own_parameters(owner)
+    ]
+    values = [attributes.pop(name) for attributes, name in covers]
+    try:
+        yield
+    finally:
+        for (attributes, name), value in zip(covers, values, strict=True):
+            attributes[name] = value
