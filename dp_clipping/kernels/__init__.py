@@ -4,7 +4,7 @@ Files:
 
     gradient              per-sample gradients of a linear layer and their norms, in one pass
     gram                  norms of linear layers from Gram matrices of tokens
-    channel_sums          per-sample gradients of GroupNorm and InstanceNorm
+    group_norm            the backward of GroupNorm and InstanceNorm, per-sample gradients in it
     embedding             rows of equal tokens, and their norms
     small_table           per-sample gradients of an embedding with few rows
     norm_layer_gradients  per-sample gradients of RMSNorm and LayerNorm

@@ -39,7 +39,7 @@ from dp_clipping.kernels.convolution.gradients import (
 )
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.kernels.convolution.packing import pack, packed_shape
-from dp_clipping.kernels.launch.tiles import available, ceil_div
+from dp_clipping.kernels.launch.tiles import ceil_div
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, autocast_operands, forward_of
 from dp_clipping.layers.recorder import DENSE, FACTORS
@@ -178,10 +178,10 @@ class Convolution(torch.autograd.Function):
             use = Factors(x, gy, weight.shape, batch_size, geometry, transposed=options[3])
             if site is None:
                 gradients = use.dense().to(ctx.slot_dtype)
-            elif private_step.fused and not use.is_narrow and available(x.device, x.dtype):
+            elif not use.is_narrow and x.dtype in private_step.kernel_dtypes:
                 private_step.take(FACTORS, (site.weight,), use, use.held(use))
             else:
-                gradients = use.dense(private_step.fused)
+                gradients = use.dense(x.dtype in private_step.kernel_dtypes)
         if site is None:
             return gx, None, None, gradients, biases, None
         for record, own in ((site.weight, gradients), (site.bias, biases)):
@@ -207,12 +207,12 @@ class Factors:
         # Of a transposed convolution the outputs are what is shifted.
         self.x, self.y = (y, x) if transposed else (x, y)
 
-    def dense(self, fused: bool = False) -> Tensor:
-        """Returns G [B, *parameter] in `accumulation_dtype(dtype)`, on kernels if `fused`.
+    def dense(self, on_kernels: bool = False) -> Tensor:
+        """Returns G [B, *parameter] in `accumulation_dtype(dtype)`, on kernels if these serve it.
 
         Without kernels, some samples' patches are formed at a time.
         """
-        if fused and self.is_narrow and available(self.x.device, self.x.dtype):
+        if on_kernels and self.is_narrow:
             found = narrow_gradients(self.x, self.y, self.geometry, self.batch_size)
             return found.view(self.batch_size, *self.shape)
         rows, dtype = self.x.shape[0], ACCUMULATED.get(self.y.dtype, torch.float32)
@@ -262,8 +262,7 @@ class KernelFactors:
     def _pack(self) -> None:
         """Packs all samples, in place of what they are packed from."""
         use, self._use = self._use, None
-        x = pack(use.x, self._batch_size, self._tf32, self._geometry.padding)
-        y = pack(use.y, self._batch_size, self._tf32)
+        x, y = pack(use.x, use.y, self._batch_size, self._tf32, self._geometry.padding)
         self._operands, self.values = (x, y), (x.values, y.values)
 
     def take_norm(self, keep: bool) -> Norm:
@@ -299,12 +298,12 @@ class KernelFactors:
         for first in range(0, size, samples):
             rows = slice(first * pictures, (first + samples) * pictures)
             count = min(samples, size - first)
-            packed = (
-                pack(x[rows], count, self._tf32, geometry.padding),
-                pack(y[rows], count, self._tf32),
-            )
+            packed = pack(x[rows], y[rows], count, self._tf32, geometry.padding)
             if gradients is None:
-                work = work_of(*packed, geometry, size)
+                given, left = (operand.values for operand in packed)
+                more = given.dtype, self._tf32, geometry, size
+                work = work_of(given.shape, left.shape, *more)
+                del given, left
                 gradients = x.new_empty(work.shape, dtype=work.stored)
             store = gradients[first : first + count]
             squares.append(gradients_and_squares(*packed, geometry, count, store)[1])

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.kernels.channel_sums import Channels, channel_sums
-from dp_clipping.kernels.launch.tiles import AT_ONCE, available
+from dp_clipping.clipping.accumulation import accumulation_dtype, sum_of_pictures
+from dp_clipping.kernels.group_norm import channel_sums_plain, group_norm_backward
 from dp_clipping.kernels.norm_layer_gradients import Normalized
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
@@ -218,24 +217,27 @@ class GroupNorm(torch.autograd.Function):
             gy = tensor_parallel.arrived(gy)
         gy = gy.contiguous()
         site, private_step, _ = ctx.rest
-        gx = None
-        if ctx.needs_input_grad[0]:
+        wants_x, *_, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        if site is not None:
+            wants_weight, wants_bias = site.weight is not None, site.bias is not None
+        operands, sums, gx = (x, gy, mean, rstd), None, None
+        if site is not None and x.dtype in private_step.kernel_dtypes:
+            sums, gx = group_norm_backward(*operands, weight, wants_x)
+        elif wants_x:
             backward = torch.ops.aten.native_group_norm_backward
             gx = backward(gy, x, mean, rstd, weight, *ctx.sizes, [True, False, False])[0]
+        if not (wants_weight or wants_bias):
+            return gx, None, None, None, None, None
+        if sums is None:
+            sums = channel_sums_plain(*operands, accumulation_dtype(x.dtype))
         batch_size = private_step[2] if site is None else private_step.batch_size
-        # `Channels(..)` would call a function in Python.
-        use = tuple.__new__(Channels, (x, gy, mean, rstd, batch_size))
+        weights, biases = sums
+        if len(x) != batch_size:
+            weights, biases = (sum_of_pictures(own, batch_size) for own in (weights, biases))
         if site is None:
-            weights, biases = use.plain(accumulation_dtype(x.dtype))
-            weights = weights if ctx.needs_input_grad[3] else None
-            return gx, None, None, weights, biases if ctx.needs_input_grad[4] else None, None
-        own = site.weight, site.bias
-        is_large = 2 * gy.nbytes > AT_ONCE
-        if is_large and private_step.fused and available(x.device, x.dtype):
-            (formed,) = channel_sums([use])
-            for record, gradients in zip(own, formed, strict=True):
-                if record is not None:
-                    private_step.take(DENSE, (record,), (gradients, None), (gradients,))
-        elif site.records:
-            private_step.take(NORMALIZED, site.records, (use, own), (x, gy))
+            slots = weights if wants_weight else None, biases if wants_bias else None
+            return gx, None, None, *slots, None
+        for record, own in ((site.weight, weights), (site.bias, biases)):
+            if record is not None:
+                private_step.take(DENSE, (record,), (own, None), (own,))
         return gx, None, None, None, None, None

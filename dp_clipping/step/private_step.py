@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
+from dp_clipping.kernels.launch import tiles
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import DENSE, Accumulate, Joint, Trainable
 from dp_clipping.modes import Policy
@@ -73,7 +74,7 @@ class PrivateStep:
 
     Attributes that layers read:
         batch_size: samples of the batch: units, if a unit of privacy has several examples.
-        fused: the step runs on kernels, which take `NORMALIZED`.
+        kernel_dtypes: of tensors that the step computes with on kernels; none in a mode without.
         is_looked_at: the batch is checked, so the host may wait for the device.
         policy: how the mode works.
         plans: what becomes of linear layers. To `plans.calls` a layer adds (weight, shape and dtype
@@ -106,7 +107,9 @@ class PrivateStep:
         self.examples_per_unit, self.fill = examples_per_unit, fill
         self.batch_size = rows // examples_per_unit
         self.real = rows if real is None else real
-        self.capture, self.plans, self.fused = context.capture, work.plans, work.arithmetic.fused
+        self.capture, self.plans = context.capture, work.plans
+        of_device = tiles.DTYPES if self.capture.trigger.is_cuda else tiles.HOST_DTYPES
+        self.kernel_dtypes = of_device if work.arithmetic.fused else ()
         self.policy: Policy = context.policy
         self.leaves: dict[Parameter, Tensor] = {}
         self.seen: Any = None

@@ -46,16 +46,17 @@ def gradients_and_squares(
         y: the output gradients, [N, *positions, O].
         store: whether G is stored; or where, contiguous.
     """
-    work = work_of(x, y, geometry, batch_size)
+    given, left, is_scaled = x.values, y.values, x.largest is not None
+    work = work_of(given.shape, left.shape, given.dtype, is_scaled, geometry, batch_size)
     gradients = store if isinstance(store, Tensor) else None
     if store is True:
-        gradients = x.values.new_empty(work.shape, dtype=work.stored)
-    squares = x.values.new_empty(batch_size, work.tiles, dtype=torch.float32)
+        gradients = given.new_empty(work.shape, dtype=work.stored)
+    squares = given.new_empty(batch_size, work.tiles, dtype=torch.float32)
     if not work.is_empty:
-        largest = (x.values, y.values) if x.largest is None else (x.largest, y.largest)
+        largest = (x.largest, y.largest) if is_scaled else (given, left)
         launch(
             _conv_gradient_kernel, (batch_size * work.tiles,),
-            (x.values, y.values, *largest, gradients, squares), (batch_size, *work.numbers),
+            (given, left, *largest, gradients, squares), (batch_size, *work.numbers),
             STORE=gradients is not None, **work.constants, num_warps=4, num_stages=3,
         )  # fmt: skip
     else:
@@ -72,8 +73,9 @@ def weighted_sum(x: Operand, y: Operand, geometry: Geometry, coefficients: Tenso
         x, y: as `gradients_and_squares` takes them.
         coefficients: c [B] float32.
     """
-    batch_size, outputs = coefficients.shape[0], y.values.shape[-1]
-    work = work_of(x, y, geometry, batch_size)
+    given, left, is_scaled = x.values, y.values, x.largest is not None
+    batch_size, outputs = coefficients.shape[0], left.shape[-1]
+    work = work_of(given.shape, left.shape, given.dtype, is_scaled, geometry, batch_size)
     _, _, taps, inputs = work.shape
     if work.is_empty:
         return coefficients.new_zeros(outputs, inputs, taps)
@@ -81,11 +83,11 @@ def weighted_sum(x: Operand, y: Operand, geometry: Geometry, coefficients: Tenso
     share = -(-batch_size // splits)
     splits = -(-batch_size // share)
     parts = coefficients.new_empty(splits, outputs, inputs, taps)
-    largest = (x.values, y.values) if x.largest is None else (x.largest, y.largest)
+    largest = (x.largest, y.largest) if is_scaled else (given, left)
     is_large = work.constants["BLOCK_O"] * work.constants["BLOCK_N"] > 64 * 128
     launch(
         _weighted_kernel, (splits * work.tiles,),
-        (x.values, y.values, *largest, coefficients.contiguous(), parts),
+        (given, left, *largest, coefficients.contiguous(), parts),
         (batch_size, share, *work.numbers), **work.constants,
         num_warps=8 if is_large else 4, num_stages=3,
     )  # fmt: skip
@@ -112,17 +114,12 @@ class Work:
     constants: dict[str, int]
 
 
-def work_of(x: Operand, y: Operand, geometry: Geometry, batch_size: int) -> Work:
-    """Returns the work on these operands, which is kept for others of their shapes."""
-    values, is_scaled = x.values, x.largest is not None
-    return _work_of(values.shape, y.values.shape, values.dtype, is_scaled, geometry, batch_size)
-
-
 @lru_cache(maxsize=1024)
-def _work_of(
-    given: torch.Size, left: torch.Size, dtype: torch.dtype, scaled: bool, geometry: Geometry,
+def work_of(
+    given: torch.Size, left: torch.Size, dtype: torch.dtype, is_scaled: bool, geometry: Geometry,
     batch_size: int,
 ) -> Work:  # fmt: skip
+    """Returns the work on packed operands of these shapes, in this dtype."""
     groups, pictures = geometry.groups, given[0] // max(1, batch_size)
     inputs, outputs, taps = given[-1] // groups, left[-1] // groups, prod(geometry.taps)
     columns, positions = taps * inputs, prod(left[1:-1])
@@ -130,7 +127,7 @@ def _work_of(
     tiles = tiles_of(given[-1], left[-1], geometry, dtype)
     places = numbers(geometry, given[1:4], left[1:4])
     constants = dict(
-        VECTOR=vector, SCALED=scaled, SMALLEST=SMALLEST, EXPONENT=EXPONENT, BLOCK_O=block_o,
+        VECTOR=vector, SCALED=is_scaled, SMALLEST=SMALLEST, EXPONENT=EXPONENT, BLOCK_O=block_o,
         BLOCK_N=block_n, BLOCK_L=32 if dtype.itemsize == 4 else 64,
     )  # fmt: skip
     is_empty = not (batch_size and pictures and positions and columns and outputs)

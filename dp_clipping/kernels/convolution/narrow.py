@@ -40,8 +40,8 @@ def narrow_gradients(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) 
     inputs, taps = x.shape[1] // geometry.groups, prod(geometry.taps)
     gradients = x.new_empty(pictures, y.shape[1], inputs, taps, dtype=torch.float32)
     if gradients.numel():
-        right = pack(x, batch_size, False, geometry.padding).values
-        left = pack(y, batch_size, False).values
+        packed = pack(x, y, batch_size, False, geometry.padding)
+        right, left = packed[0].values, packed[1].values
         grid, numbers, constants = _sizes(right.shape, left.shape, geometry)
         launch(
             _narrow_kernel, (pictures, *grid), (right, left, gradients), numbers, **constants,

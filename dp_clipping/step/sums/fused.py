@@ -27,13 +27,12 @@ from dp_clipping.clipping.coefficients import (
     finite_samples,
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING
-from dp_clipping.kernels.channel_sums import Channels, channel_sums
 from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
 from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
-from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
+from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients
 from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import squared_norms, squares_of_vectors
 from dp_clipping.kernels.weighted_product import weighted_products
@@ -205,7 +204,7 @@ class Fused:
                 norm = use.take_norm(keep)
             if norm.scale is None:
                 records.append(record)
-                rows.append(norm.squared)
+                rows.append(norm.squared[None])
             else:
                 work.norms.table.add(record, norm)
                 work.norms.known.add(record)
@@ -214,7 +213,7 @@ class Fused:
             else:
                 work.recomputed.append(record)
         if rows:
-            work.found(records, torch.stack(rows))
+            work.found(records, torch.cat(rows) if len(rows) > 1 else rows[0])
         if tables:
             with self._label("norm/factors", of_tables):
                 found = token_sums(tables, self.batch_size)
@@ -273,22 +272,17 @@ class Fused:
 
     def _vectors_of(self, normalized: list[Left]) -> list[tuple[Trainable, Tensor]]:
         """Returns G of normalisations' weights and biases."""
-        records = [record for left in normalized for record in left.records]
+        uses = [left.value[0] for left in normalized]
+        with self._label("norm/normalization", [r for left in normalized for r in left.records]):
+            if all([available(*on) for on in {(use.x.device, use.x.dtype) for use in uses}]):
+                results = norm_layer_gradients(uses)
+            else:  # in the interpreter
+                results = [use.plain(torch.float32) for use in uses]
         vectors = []
-        for kind, form in ((Normalized, norm_layer_gradients), (Channels, channel_sums)):
-            mine = [left.value for left in normalized if type(left.value[0]) is kind]
-            if not mine:
-                continue
-            uses: list[Any] = [use for use, _ in mine]
-            with self._label("norm/normalization", records):
-                if all([available(*on) for on in {(use.x.device, use.x.dtype) for use in uses}]):
-                    results = form(uses)
-                else:  # in the interpreter
-                    results = [use.plain(torch.float32) for use in uses]
-            for (_, own), formed in zip(mine, results, strict=True):
-                for record, gradients in zip(own, formed, strict=True):
-                    if record is not None and gradients is not None:
-                        vectors.append((record, gradients))
+        for left, formed in zip(normalized, results, strict=True):
+            for record, gradients in zip(left.value[1], formed, strict=True):
+                if record is not None and gradients is not None:
+                    vectors.append((record, gradients))
         return vectors
 
     # ---- coefficients ---------------------------------------------------------------------------

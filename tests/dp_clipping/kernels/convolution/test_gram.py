@@ -20,7 +20,7 @@ def test_squares(place: Place) -> None:
     for case in CASES:
         size, *_, geometry = case
         x, y, right = operands(case, dtype, device)
-        packed = pack(x, size, tf32, geometry.padding), pack(y, size, tf32)
+        packed = pack(x, y, size, tf32, geometry.padding)
         squares, scales = gram.gram_squares(*packed, geometry, size)
         plain, plain_scales = gram.gram_squares_plain(x, y, geometry, size)
         exact = right.square().sum((1, 2, 3))
@@ -39,7 +39,7 @@ def test_cancelling(place: Place) -> None:
     x = torch.randn(1, 256, 1, 4, 8).to(device, dtype)
     y = torch.randn(1, 32, 1, 4, 8).to(device, dtype)
     x[:, :, :, 2:], y[:, :, :, 2:] = x[:, :, :, :2], -y[:, :, :, :2]
-    squares, scales = gram.gram_squares(pack(x, 1, tf32), pack(y, 1, tf32), geometry, 1)
+    squares, scales = gram.gram_squares(*pack(x, y, 1, tf32), geometry, 1)
     assert squares.abs() <= GRAM_ROUNDING * scales.square()
 
 
