@@ -121,7 +121,9 @@ def _products(site: Site, y: Tensor, a: Tensor) -> tuple:
 
 
 def _look_ups(vocabulary: int, y: Tensor, ids: Tensor) -> tuple:
-    factors = EmbeddingFactors(ids, y, vocabulary)
+    # Ids of several uses have been added up. All samples are left out then (`refuse_repeated`), but
+    # a row that does not exist must not be written.
+    factors = EmbeddingFactors(ids.clamp(max=vocabulary - 1), y, vocabulary)
     return FACTORS, factors, factors.held(factors)
 
 

@@ -19,10 +19,12 @@ from torch._dynamo.utils import counters
 pytest.importorskip("triton")
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from dp_clipping.kernels.embedding import token_sums
 from dp_clipping.layers.embedding.factors import EmbeddingFactors
 from dp_clipping.planning import plan
 from dp_clipping.planning.cost_model import predict
 from dp_clipping.step.private_step import PrivateStep
+from dp_clipping.step.sums import fused
 from dp_clipping.step.sums.layer_plans import FusedPlans
 from tests.dp_clipping.conftest import (
     assert_close,
@@ -329,7 +331,12 @@ def a_second_look_up_leaves_all_samples_out() -> None:
     model = compiled(network)
     check_tokens(model, zoo.seeded(Looking), 3, 6)
     network.times = 2
-    clipped_sums(model, zoo.tokens(3, 6), zoo.cross_entropy)
+    uses: list = []
+    noted = lambda several, size: uses.extend(several) or token_sums(several, size)  # noqa: E731
+    with patch.object(fused, "token_sums", noted):
+        clipped_sums(model, zoo.tokens(3, 6), zoo.cross_entropy)
+    assert all(use.ids.max() < use.vocabulary for use in uses)  # else other memory is written
+    assert uses
     assert model.nonfinite_samples == 3
     assert not any(p.grad.any() for p in network.parameters())
 
