@@ -386,8 +386,11 @@ class Accounts:
 
 
 def _say_of_constants(run: PrivateRun) -> None:
-    """Logs, in a run's first step, which constants follow from the private number of units."""
-    if PRIVATE_SIZE in run.said:
+    """Logs, in a run's first step, which constants follow from the private number of units.
+
+    Not where no ε is stated that takes them: `poisson_sampling=False` has said that.
+    """
+    if PRIVATE_SIZE in run.said or not run.settings["poisson_sampling"]:
         return
     run.said.add(PRIVATE_SIZE)
     known = {name: x for name, x in run.public_constants.items() if name != "account"}

@@ -458,7 +458,8 @@ ROWS = [
      "for i in (0, 2)]\n    return torch.stack(pairs, 1)",
      "for i in (0, 0)]\n    return torch.stack(pairs, 1)", MECHANISMS),
     ("Gaussian steps count as a registered mechanism's", "accounting/mechanism.py",
-     "before = DEFAULT if history else self", "before = self", MECHANISMS),
+     "before = DEFAULT if history else self", "before = self",
+     "tests/dp_clipping/accounting/test_mechanism.py"),
     ("a checkpoint goes on under another mechanism", "checkpoint/compatibility.py",
      ' "noise_mechanism": "gaussian",\n', "\n", MECHANISMS),
     # ---- correlated noise

@@ -146,7 +146,7 @@ def without_zero_and_cropped(samples):
 
 
 class Turned:
-    """Turns whole batches, by a generator of its own, and every fourth one by a counter."""
+    """Turns whole batches, by a generator of its own, and every third one by a counter."""
 
     def __init__(self):
         self.random, self.calls = np.random.default_rng(0), 0
@@ -154,7 +154,7 @@ class Turned:
     def __call__(self, samples):
         self.calls += 1
         x, y = stack(samples)
-        return (-x if self.random.random() < 0.5 else x) * (-1 if self.calls % 4 == 0 else 1), y
+        return (-x if self.random.random() < 0.5 else x) * (-1 if self.calls % 3 == 0 else 1), y
 
     def collate(self, samples):
         return self(samples)
