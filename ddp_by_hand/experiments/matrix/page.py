@@ -11,8 +11,8 @@ from ddp_by_hand.experiments.matrix.trial import CHANGED, FAILED, REFUSED, WORKS
 INTRODUCTION = """\
 # What trains privately
 
-Architectures of four libraries, in tiny configurations and else in their default settings: dropout,
-attention and caches are as the library has them. This page is written by
+Architectures of four libraries, in tiny configurations and else in their default settings.
+This page is written by
 
 ```
 python -m ddp_by_hand.experiments.matrix --output docs/matrix.md
@@ -20,11 +20,11 @@ python -m ddp_by_hand.experiments.matrix --output docs/matrix.md
 
 *Works* means that `make_private` takes the model, that
 [`engine.check`](verification.md#your-network-and-batch) finds norms and clipped sum of a batch
-equal to those of one backward per sample, and that two steps with noise run. *Changed* is what
-does so after the change that is named, which the command makes itself. *Refused* is followed by
-the first sentence of the message. It names layers of the tiny model, and goes on with what to do
-instead. *Failed* is what the library raised, or a step that is not exact. The loss is the
-cross-entropy of the outputs, and sequences of tokens are padded on the right.
+equal to those of one backward per sample, and that two steps with noise run. *Changed* works after
+the change that is named, which the command makes itself. *Refused* is followed by the first
+sentence of the message, which goes on with what to do instead. *Failed* is what the library raised,
+or a step that is not exact. The loss is the cross-entropy of the outputs, and sequences of tokens
+are padded on the right.
 """
 _FAMILY = re.compile(r"^## (\w+)\n", re.MULTILINE)
 _SECTION = re.compile(r"^### (.+?): (\d+) of (\d+) work\n", re.MULTILINE)
