@@ -108,22 +108,23 @@ def test_the_picture_and_its_table(tmp_path, capsys):
     """Ratios are to the ordinary step of the same run; what has none is a dash, and no bar."""
     name, other = "vit_b16", "lstm"
 
-    def run(path, **medians):
+    def run(path, rounds=1, **medians):
         cells = [
-            {"row": row, "variant": variant, "round": 0, "config": {"batch": "2 x 3"},
-             "status": "ok" if ms else "error", "step_ms": [9.0, ms, 1.0], "kernel_ms": ms,
-             "peak_memory_mb": 10 * ms}
-            for row in (name, other) for variant, ms in medians.items()
+            {"row": row, "variant": variant, "round": n, "config": {"batch": "2 x 3"},
+             "status": "ok" if ms else "error", "step_ms": [9.0, ms + n * (ms > 2), 1.0],
+             "peak_memory_mb": 10 * ms, **({} if n else {"kernel_ms": ms})}
+            for n in range(rounds) for row in (name, other) for variant, ms in medians.items()
         ]  # fmt: skip
         path.write_text(json.dumps({"cells": cells}))
         return str(path)
 
-    eager = run(tmp_path / "e", ordinary=2.0, flash_bookkeeping=3.0, opacus_hooks=8.0)
+    eager = run(tmp_path / "e", 3, ordinary=2.0, flash_bookkeeping=3.0, opacus_hooks=8.0)
     graphs = run(tmp_path / "g", ordinary=0, flash_bookkeeping=3.0)
     target = tmp_path / "networks.png"
     files = ["--eager", eager, "--graphs", graphs, "--picture", str(target)]
     assert picture.main(files) == 0
-    line = "| `vit_b16`, 2 × 3 | – | 2.0 / 3.0, 1.50 | 1.50 | 4.00 | – | 1.50 / 4.00 / – |"
+    medians = "2.0 / 4.0, 2.00 [1.50, 2.50]"
+    line = f"| `vit_b16`, 2 × 3 | – | {medians} | 1.50 | 4.50 | – | 1.50 / 4.00 / – |"
     assert line in capsys.readouterr().out.split("\n")
     assert "0 of 2 networks" in read_picture(target).description
     (tmp_path / "g").write_text("{}")

@@ -34,7 +34,7 @@ MARKS = {
 }
 
 RESULTS = Path("results/networks-1xh200")
-Steps = dict[tuple[str, str], dict[str, Any]]  # of a network and a variant
+Steps = dict[tuple[str, str], list[dict[str, Any]]]  # of a network and a variant, by round
 
 
 # fmt: off
@@ -50,23 +50,34 @@ class Options:
 
 
 def steps_of(path: Path) -> Steps:
-    """Returns the cells of a run's first round. Raises ValueError if it is none."""
+    """Returns the cells of a run. Raises ValueError if it is none."""
+    found: Steps = {}
     try:
-        cells = json.loads(path.read_text())["cells"]
-        return {(c["row"], c["variant"]): c for c in cells if c["round"] == 0}
+        for cell in sorted(json.loads(path.read_text())["cells"], key=lambda c: c["round"]):
+            found.setdefault((cell["row"], cell["variant"]), []).append(cell)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: no results of experiments.networks: {error!r}") from None
+    return found
+
+
+def ratios(steps: Steps, row: str, variant: str, key: str = "step_ms") -> list[float]:
+    """Returns how a variant's median compares with the ordinary step's, in each round."""
+    pairs = zip(steps.get((row, variant), []), steps.get((row, BASELINE), []), strict=False)
+    return [
+        _median(ours, key) / _median(ordinary, key)
+        for ours, ordinary in pairs
+        if ours["status"] == ordinary["status"] == OK and key in ours  # kernels: of one round
+    ]
+
+
+def _median(cell: dict[str, Any], key: str) -> float:
+    return statistics.median(cell[key]) if isinstance(cell[key], list) else cell[key]
 
 
 def ratio(steps: Steps, row: str, variant: str, key: str = "step_ms") -> float | None:
-    """Returns how a variant's median compares with the ordinary step's; None if one has none."""
-    cells = [steps.get((row, name), {}) for name in (variant, BASELINE)]
-    if any(cell.get("status") != OK for cell in cells):
-        return None
-    ours, ordinary = (
-        statistics.median(c[key]) if isinstance(c[key], list) else c[key] for c in cells
-    )
-    return ours / ordinary
+    """Returns the median of the rounds; None if there is none."""
+    found = ratios(steps, row, variant, key)
+    return statistics.median(found) if found else None
 
 
 def draw(path: Path, eager: Steps, graphs: Steps) -> None:
@@ -83,8 +94,11 @@ def draw(path: Path, eager: Steps, graphs: Steps) -> None:
         label="here, as a CUDA graph",
     )  # fmt: skip
     here = [ratio(eager, row, OURS) for row in rows]
+    for place, row in enumerate(rows):
+        if found := ratios(eager, row, OURS):
+            axes.plot([min(found), max(found)], [place, place], color=GREEN, lw=1.2, zorder=1)
     axes.plot(here, range(len(rows)), "o", mfc="white", mec=GREEN, mew=1.6, ms=6, ls="none",
-              label="here, eager (Python's time included)")  # fmt: skip
+              label="here, eager (Python's time included; line: rounds)")  # fmt: skip
     for variant, (mark, colour, label) in MARKS.items():
         found = [ratio(eager, row, variant) for row in rows]
         axes.plot(found, range(len(rows)), mark, color=colour, ms=5, ls="none", label=label)
@@ -103,14 +117,19 @@ def draw(path: Path, eager: Steps, graphs: Steps) -> None:
 
 
 def document(eager: Steps, graphs: Steps) -> str:
-    """Returns the table as Markdown: milliseconds ordinary / private, and their ratio."""
+    """Returns the table as Markdown: milliseconds ordinary / private, and their ratio.
+
+    With several rounds these are medians of them, and the least and the largest ratio follow.
+    """
 
     def pair(steps: Steps, row: str) -> str:
-        found = ratio(steps, row, OURS)
-        if found is None:
+        found = ratios(steps, row, OURS)
+        if not found:
             return "–"
-        both = (statistics.median(steps[row, v]["step_ms"]) for v in (BASELINE, OURS))
-        return " / ".join(f"{ms:.1f}" for ms in both) + f", {found:.2f}"
+        rounds = ([_median(c, "step_ms") for c in steps[row, v]] for v in (BASELINE, OURS))
+        text = " / ".join(f"{statistics.median(each):.1f}" for each in rounds)
+        text += f", {statistics.median(found):.2f}"
+        return text + (f" [{min(found):.2f}, {max(found):.2f}]" if len(found) > 1 else "")
 
     def one(row: str, variant: str, key: str) -> str:
         found = ratio(eager, row, variant, key)
@@ -118,7 +137,7 @@ def document(eager: Steps, graphs: Steps) -> str:
 
     table = [
         {
-            "network, batch": f"`{row}`, " + cell["config"]["batch"].replace(" x ", " × "),
+            "network, batch": f"`{row}`, " + cells[0]["config"]["batch"].replace(" x ", " × "),
             "graph": pair(graphs, row),
             "eager": pair(eager, row),
             "kernels": one(row, OURS, "kernel_ms"),
@@ -127,7 +146,7 @@ def document(eager: Steps, graphs: Steps) -> str:
             "peak memory": " / ".join(one(row, v, "peak_memory_mb") for v in (OURS, *OPACUS)),
         }
         for row in ROWS
-        if (cell := eager.get((row, BASELINE)))
+        if (cells := eager.get((row, BASELINE)))
     ]
     return format_table(list(table[0]), table, markdown=True)
 
