@@ -35,9 +35,10 @@ PRIVATE_SIZE = (
 )
 TO_STEP = 7  # frames from `_count` to the user's call of `optimizer.step()`
 OTHER_BATCH = (
-    "the batch of this step did not come from the data_loader that make_private returned: it is no "
-    "Poisson batch, and the ε that the accountant states does not hold; use the returned one, "
-    "model, optimizer, criterion, loader = engine.make_private(..), and for x, y in loader:"
+    "the batch of this step did not come from the data_loader that make_private returned with this "
+    "model: it is no Poisson batch, and the ε that the accountant states does not hold; use the "
+    "returned one, model, optimizer, criterion, loader = engine.make_private(..), and for x, y in "
+    "loader:"
 )
 
 

@@ -227,6 +227,13 @@ class SampleUsage:
                 "before, as model(x[:8]), model(x[8:]), or follow optimizer.signal_skip_step(True) "
                 "and optimizer.step() in each part but the last"
             )
+        if too_many and not self.handed:
+            return (
+                f"backward of {samples} samples, and of the loader's last batch none are unused: "
+                f"{once}, so take a new batch for each step from the loader that make_private "
+                "returned with this model, for x, y in loader:, and call optimizer.step() after "
+                "the last part of a batch that is split, as by x.split(3)"
+            )
         if too_many and self.uses:
             return (
                 f"backward of {samples} samples, and an earlier one of this step had samples of "
@@ -234,8 +241,8 @@ class SampleUsage:
             )
         what = "samples that another rank has used already"
         if too_many:
-            left = f"{self.left} of {self.handed}" if self.handed else "none"
-            what = f"{samples} samples, and of the loader's last batch {left} are unused"
+            left = f"{self.left} of {self.handed} are unused"
+            what = f"{samples} samples, and of the loader's last batch {left}"
         return (
             f"backward of {what}: {once}, so take a new batch for each step, add up losses of one "
             "batch before one backward(), and give several views of a sample as one sample"

@@ -360,6 +360,24 @@ def test_a_refusal_tells_too_many_samples_from_those_of_another_rank():
         usage.use(0, lambda here: True)
 
 
+def test_a_step_in_each_part_of_a_batch_is_refused_by_what_to_do():
+    run = make(batch_size=6, sample_rate=0.9, steps=2)
+    _, (x, y) = first_draw(run)
+    first, second, *_ = zip(x.split(3), y.split(3), strict=True)
+    step(run, first)
+    with pytest.raises(RuntimeError, match=r"none are unused: .* after the last part .*x\.split"):
+        step(run, second)
+    assert run.optimizer.steps == 1
+
+
+def test_a_batch_of_another_models_loader_is_refused_by_whose_loader_to_take():
+    run, other = make(), make()
+    _, batch = first_draw(run)
+    step(other, first_draw(other)[1])
+    with pytest.raises(RuntimeError, match=r"the loader that make_private returned with this mode"):
+        step(other, batch)
+
+
 def test_rows_that_are_no_samples():
     usage = SampleUsage()
     assert usage.ticket.real_of(5) == 5
