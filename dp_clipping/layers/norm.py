@@ -2,8 +2,9 @@
 
 x̂ is the normalised input: over features (Zhang and Sennrich 2019 for RMSNorm, Ba et al. 2016 for
 LayerNorm), or over groups of channels (Wu and He 2018) or each channel (Ulyanov et al. 2016), where
-t runs over pixels. PyTorch's own backward computes the input's gradient, and only that; the
-weights' gradients are one elementwise product and one sum over a sample's tokens.
+t runs over pixels. Over features PyTorch's own backward computes the input's gradient, and only
+that; the weights' gradients are one elementwise product and one sum over a sample's tokens. Over
+channels the input's gradient follows from the sums of each picture: kernels compute both.
 """
 
 from math import prod
@@ -189,7 +190,7 @@ forward_of_channels = forward_of("group_norm", _first_call_of_channels)
 
 
 class GroupNorm(torch.autograd.Function):
-    """Runs `F.group_norm`; its backward leaves what its two G [B, C] follow from.
+    """Runs `F.group_norm`; its backward leaves G [B, C] of weight and bias.
 
     `rest` has the site, the private step and options. In a compiled region it has None and where
     samples are: there the G are the gradients of the slots.
