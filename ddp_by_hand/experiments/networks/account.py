@@ -58,7 +58,8 @@ KERNELS = {
     of.CONV_NORMS: r"^_(conv_gradient|conv_gram|narrow)_kernel",
     of.CONV_SUMS: r"^_weighted_kernel|wgrad|Wgrad|conv_depthwise\dd_grad_weight",
     of.KEPT: r"^_weighted_sum_kernel",
-    of.NORM_LAYERS: r"^_(norm_layer|channel_sums)_kernel|GammaBetaBackward",
+    of.NORM_LAYERS: r"^_(norm_layer|channel_sums|input_gradient)_kernel|GammaBetaBackward"
+    r"|ComputeInternalGradients|ComputeBackwardFusedParams",
     of.EMBEDDINGS: r"^_(keys|token_sums|weighted_tokens|table)_kernel|compute_grad_weight"
     r"|sum_and_scatter|krn_partial|embedding_backward|EmbeddingBag.*[bB]ackward|radix_sort"
     r"|unique_by_key|searchsorted",
