@@ -75,7 +75,7 @@ def _median(cell: dict[str, Any], key: str) -> float:
 
 
 def ratio(steps: Steps, row: str, variant: str, key: str = "step_ms") -> float | None:
-    """Returns the median of the rounds; None if there is none."""
+    """Returns the median of `ratios`; None if no round has both."""
     found = ratios(steps, row, variant, key)
     return statistics.median(found) if found else None
 
@@ -126,8 +126,9 @@ def document(eager: Steps, graphs: Steps) -> str:
         found = ratios(steps, row, OURS)
         if not found:
             return "–"
-        rounds = ([_median(c, "step_ms") for c in steps[row, v]] for v in (BASELINE, OURS))
-        text = " / ".join(f"{statistics.median(each):.1f}" for each in rounds)
+        both = ([c for c in steps[row, v] if c["status"] == OK] for v in (BASELINE, OURS))
+        medians = (statistics.median(_median(c, "step_ms") for c in cells) for cells in both)
+        text = " / ".join(f"{ms:.1f}" for ms in medians)
         text += f", {statistics.median(found):.2f}"
         return text + (f" [{min(found):.2f}, {max(found):.2f}]" if len(found) > 1 else "")
 

@@ -178,6 +178,9 @@ def test_the_first_step_says_what_follows_from_private_numbers(
     )
     caplog.clear()
     train(made(sample_rate=0.2, steps=4)[1])
+    with pytest.warns(UserWarning, match="poisson_sampling=False"):
+        own_batches = made(poisson_sampling=False)[1]  # no ε holds that would take the number
+    train(own_batches)
     assert not caplog.records
 
 
