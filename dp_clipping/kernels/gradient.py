@@ -48,17 +48,19 @@ TILES = {  # bytes of an element -> the choice that needs no tuning, first, and 
 
 
 def gradients_and_squares(
-    pairs: Sequence[Pair], tile: Tile | None = None, store: bool = True
+    pairs: Sequence[Pair], tile: Tile | None = None, store: bool | Sequence[Tensor] = True
 ) -> list[tuple[Tensor | None, Tensor]]:
     """Returns each G [B, d, p] in `stored_dtype` (None unless `store`), squared norms [B].
 
     Args:
         pairs: output gradients y [B, T, d] and inputs a [B, T, p] of linear layers, in float32,
             bfloat16 or float16, any strides. Few launches serve those that are alike.
+        store: whether G is stored; or where that of each pair is, contiguous.
     """
     found: list = [None] * len(pairs)
     for numbers in launches(pairs):
-        launched = _launch(operands_of([pairs[n] for n in numbers]), tile, store)
+        own = store if isinstance(store, bool) else [store[n] for n in numbers]
+        launched = _launch(operands_of([pairs[n] for n in numbers]), tile, own)
         for number, result in zip(numbers, launched, strict=True):
             found[number] = result
     return found
@@ -72,21 +74,26 @@ def gradient_and_squares(
 
 
 def _launch(
-    operands: Operands, tile: Tile | None, store: bool
+    operands: Operands, tile: Tile | None, store: bool | list[Tensor]
 ) -> list[tuple[Tensor | None, Tensor]]:
     pairs, shapes, described = operands.pairs, operands.shapes, operands.described
+    given, store = (None, store) if isinstance(store, bool) else (store, True)
     y, _ = pairs[0]
     batch_size, tokens, _ = y.shape
     dtype = stored_dtype(y.dtype)
     if not (batch_size and tokens and any(map(all, shapes))):
         squares = y.new_zeros(len(pairs), batch_size, dtype=torch.float32)
         results = [y.new_zeros(batch_size, *shape, dtype=dtype) for shape in shapes if store]
-        return list(zip(results or [None] * len(pairs), squares.unbind(0), strict=True))
+        for one in given or ():
+            one.zero_()
+        return list(zip(given or results or [None] * len(pairs), squares.unbind(0), strict=True))
     tile = tile or best_for_pairs(
-        "instantiate" if store else "accumulate", pairs, described, TILES,
-        lambda tile: _launch(operands, tile, store),
+        "instantiate" if store else "accumulate", operands, TILES,
+        lambda tile: _launch(operands, tile, given or store),
     )  # fmt: skip
-    results = [y.new_empty(batch_size, *shape, dtype=dtype) if store else None for shape in shapes]
+    results = given or [
+        y.new_empty(batch_size, *shape, dtype=dtype) if store else None for shape in shapes
+    ]  # fmt: skip
     counts = [-(-d // tile.rows) * -(-p // tile.columns) for d, p in shapes]
     new = y.new_empty if min(counts) == max(counts) else y.new_zeros
     squares = new(len(pairs), batch_size, max(counts), dtype=torch.float32)

@@ -101,7 +101,7 @@ def _launch(
         return [y.new_zeros(shape, dtype=torch.float32) for shape in shapes]
     name, tiles = _candidates(tokens, y.element_size())
     tile = tile or best_for_pairs(
-        name, pairs, described, tiles,
+        name, operands, tiles,
         lambda tile: _launch(operands, weights, groups, tile),
     )  # fmt: skip
     counts, share, splits, aligned = _division(tuple(shapes), batch_size, tokens, tile)

@@ -12,6 +12,7 @@ are many, G_i is computed for the norm and, by the same operations, again for th
 summed values are those of the norm.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
@@ -28,17 +29,22 @@ from dp_clipping.clipping.accumulation import (
     stored_dtype,
     sum_of_pictures,
 )
-from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
+from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.convolution import gram
 from dp_clipping.kernels.convolution.geometry import NARROW, Geometry, gradients_plain
-from dp_clipping.kernels.convolution.gradients import (
-    gradients_and_squares,
-    tiles_of,
-    weighted_sum,
-    work_of,
+from dp_clipping.kernels.convolution.layout import (
+    Layout,
+    Pair,
+    layout_of,
+    memory_of_gradients,
+    packed,
+    pairs_of,
+    pairs_of_groups,
+    weight_of,
 )
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
-from dp_clipping.kernels.convolution.packing import pack, packed_shape
+from dp_clipping.kernels.convolution.packing import Packed
+from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.launch.tiles import ceil_div
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, autocast_operands, forward_of
@@ -239,106 +245,143 @@ class Factors:
 
 
 class KernelFactors:
-    """Operands packed with channels last, from which kernels compute norms and sums.
+    """Operands of one use, packed for the kernels of linear layers; see `take_norms`.
 
     Attributes:
+        layout: of packed operands.
+        samples: how many are packed at a time, if G is kept in their place; 0: it is larger.
         values: the packed operands' tensors, of which the sum will be formed.
-        gradients: G [B, O, taps, C / groups], which taking the norm leaves in the operands' place
-            where it is smaller. Then not all samples need be packed at a time.
+        scale: [B] float32, by which gradients and products of `values` are multiplied, or None.
+        pairs: `values` as operands of linear layers [B, T, ..], one of each run.
+        gradients: G of each run [B, ..], or None.
     """
 
-    may_be_recomputed = True
-    held = attrgetter("values")
-
     def __init__(self, use: Factors):
-        self._use: Any = use
-        self._shape, self._geometry, self._batch_size = use.shape, use.geometry, use.batch_size
+        self.use: Any = use
+        self._shape, self._geometry, self.batch_size = use.shape, use.geometry, use.batch_size
         wide = use.x.dtype == torch.float32
         self._tf32 = wide and torch.backends.cudnn.conv.fp32_precision == "tf32"
-        self._operands: Any = None
+        self.dtype = torch.float16 if self._tf32 else use.x.dtype
+        pictures = max(1, use.x.shape[0] // max(1, self.batch_size))
+        given = use.x.shape, use.y.shape
+        self.layout = layout_of(*given, self.dtype.itemsize, pictures, use.geometry)
+        self.samples = samples_at_a_time(self.layout, self.dtype, self.batch_size, PACKED_BYTES)
         self.values: tuple[Tensor, ...] = ()  # may be the layer's own
-        self.gradients: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.pairs: list[Pair] = []
+        self.gradients: list[Tensor] | None = None
 
-    def _pack(self) -> None:
+    def pack(self) -> Packed:
         """Packs all samples, in place of what they are packed from."""
-        use, self._use = self._use, None
-        x, y = pack(use.x, use.y, self._batch_size, self._tf32, self._geometry.padding)
-        self._operands, self.values = (x, y), (x.values, y.values)
+        use, self.use = self.use, None
+        found = packed(use.x, use.y, self.layout, self._geometry, self._tf32)
+        self.values, self.scale = found[:2], found.scale
+        self.pairs = pairs_of(found, self.layout)
+        return found
 
-    def take_norm(self, keep: bool) -> Norm:
-        """Returns ‖G_i‖² and its rounding; with `keep`, G is stored where it is smaller."""
-        x, y, geometry, batch_size = self._use.x, self._use.y, self._geometry, self._batch_size
-        dtype = torch.float16 if self._tf32 else x.dtype
-        samples = _samples_at_a_time(
-            x.shape, y.shape, self._shape, dtype, batch_size, geometry, PACKED_BYTES
-        )
-        if keep and samples and samples < batch_size:
-            self.gradients, squares = self._of_pieces(x, y, samples)
-            self._use = None
-            return Norm(squares)
-        del x, y  # nobody else may have them
-        self._pack()
-        if keep and samples:
-            self.gradients, squares = gradients_and_squares(*self._operands, geometry, batch_size)
-            self._operands, self.values = None, ()
-            return Norm(squares)
-        x, y = self.values
-        operands = *self._operands, geometry, batch_size
-        if gram.pays(x.shape, y.shape, x.element_size(), geometry, batch_size):
-            positions = len(y) // batch_size * prod(y.shape[1:-1])
-            error = positions * SUM_ROUNDING[torch.float32]
-            return Norm(*gram.gram_squares(*operands), GRAM_ROUNDING, error)
-        return Norm(gradients_and_squares(*operands, store=False)[1])
+    def keep(self, gradients: list[Tensor]) -> None:
+        """Keeps G [B · groups, ..] of each run in place of the operands."""
+        self.values, self.pairs = (), []
+        self.gradients = [g.view(self.batch_size, -1, g.shape[2]) for g in gradients]
 
-    def _of_pieces(self, x: Tensor, y: Tensor, samples: int) -> tuple[Any, Tensor]:
-        """Returns G and its squared norms; so many samples after each other are packed."""
-        geometry, size = self._geometry, self._batch_size
-        pictures = len(x) // size
-        gradients, squares = None, []
+    def take_norms_of_pieces(self) -> Tensor:
+        """Returns squared norms [runs, B] and keeps G; some samples after others are packed."""
+        size, layout, samples = self.batch_size, self.layout, self.samples
+        pictures, groups = layout.to_x.pictures, self._geometry.groups
+        use, self.use = self.use, None
+        x, y = use.x, use.y
+        del use
+        gradients = memory_of_gradients(y, layout, size, stored_dtype(self.dtype))
+        squares, scales = [], []
         for first in range(0, size, samples):
             rows = slice(first * pictures, (first + samples) * pictures)
-            count = min(samples, size - first)
-            packed = pack(x[rows], y[rows], count, self._tf32, geometry.padding)
-            if gradients is None:
-                given, left = (operand.values for operand in packed)
-                more = given.dtype, self._tf32, geometry, size
-                work = work_of(given.shape, left.shape, *more)
-                del given, left
-                gradients = x.new_empty(work.shape, dtype=work.stored)
-            store = gradients[first : first + count]
-            squares.append(gradients_and_squares(*packed, geometry, count, store)[1])
-            del packed  # before others are packed
-        return gradients, torch.cat(squares)
+            own = slice(first * groups, (first + samples) * groups)
+            piece = packed(x[rows], y[rows], layout, self._geometry, self._tf32)
+            if first + samples >= size:
+                del x, y  # nobody else may have them
+            found = gradients_and_squares(
+                pairs_of(piece, layout), None, [g[own] for g in gradients]
+            )
+            squares.append(torch.stack([one for _, one in found]))
+            scales.append(piece.scale)
+            del piece  # before others are packed
+        if scales[0] is not None:
+            self.scale = torch.cat(scales)
+        self.keep(gradients)
+        return self.of_samples(torch.cat(squares, 1))
 
-    def weighted_sum(self, coefficients: Tensor) -> Tensor:
-        """Returns Σ_i c_i G_i float32, over the samples with c_i > 0; c [B] float32."""
-        if self._operands is None:  # of a second backward
-            self._pack()
-        total = weighted_sum(*self._operands, self._geometry, coefficients)
-        return total.view(self._shape)
+    def of_samples(self, squares: Tensor) -> Tensor:
+        """Returns squared norms [runs, B] from those of groups of scaled operands."""
+        groups = self._geometry.groups
+        if groups > 1:
+            squares = squares.unflatten(1, (self.batch_size, groups)).sum(2)
+        return squares if self.scale is None else squares * (self.scale * self.scale)
 
-    def shaped(self, total: Tensor) -> Tensor:
-        """Returns a sum [O, taps, C / groups] as the parameter has it."""
-        total = total.view(self._shape[0], -1, self._shape[1])
-        return total.movedim(2, 1).reshape(self._shape)
+    def summands(self) -> list[Pair]:
+        """Returns operands [B, T, ..] whose sums `shaped` takes, several for each run's groups."""
+        if not self.values:  # of a second backward
+            self.pack()
+        groups = self._geometry.groups
+        return self.pairs if groups == 1 else pairs_of_groups(self.pairs, groups)
+
+    def shaped(self, totals: list[Tensor]) -> Tensor:
+        """Returns the sum in the parameter's shape, from those of `gradients` or `summands`."""
+        groups = self._geometry.groups
+        if self.gradients is None and groups > 1:
+            firsts = range(0, len(totals), groups)
+            totals = [torch.stack(totals[first : first + groups]) for first in firsts]
+        return weight_of(totals, self.layout, self._shape)
+
+
+Rows = tuple[Tensor, Tensor | None, float, float]
+"""Squared norms [n, B], whose sum is a parameter's, and the rest as in `Norms.add_rows`."""
+
+
+def take_norms(uses: Sequence[KernelFactors], keep: bool) -> list[Rows]:
+    """Returns norms of each use; with `keep`, G is stored where it is smaller than operands.
+
+    Few launches serve those that are packed at once.
+    """
+    found: list[Any] = [None] * len(uses)
+    together: dict[bool, list[int]] = {}
+    for n, use in enumerate(uses):
+        stores = keep and use.samples > 0
+        if stores and use.samples < use.batch_size:
+            found[n] = use.take_norms_of_pieces(), None, 0.0, 0.0
+            continue
+        operands = use.pack()
+        if not stores and gram.pays(use.layout, use.dtype.itemsize):
+            squares, scales = gram.gram_squares(operands, use.layout)
+            positions = use.layout.to_x.pictures * prod(use.layout.positions)
+            error = positions * SUM_ROUNDING[torch.float32]
+            found[n] = squares[None], scales[None], GRAM_ROUNDING, error
+        else:
+            together.setdefault(stores, []).append(n)
+    for stores, numbers in together.items():
+        pairs = [pair for n in numbers for pair in uses[n].pairs]
+        results = gradients_and_squares(pairs, None, stores)
+        for n in numbers:
+            use = uses[n]
+            own, results = results[: len(use.pairs)], results[len(use.pairs) :]
+            gradients, squares = zip(*own, strict=True)
+            found[n] = use.of_samples(torch.stack(squares)), None, 0.0, 0.0
+            if stores:
+                use.keep(gradients)
+    return found
 
 
 @lru_cache(maxsize=1024)
-def _samples_at_a_time(
-    given: torch.Size, left: torch.Size, shape: torch.Size, dtype: torch.dtype, batch_size: int,
-    geometry: Geometry, most: int,
-) -> int:  # fmt: skip
+def samples_at_a_time(layout: Layout, dtype: torch.dtype, batch_size: int, most: int) -> int:
     """Returns how many samples are packed at a time, if G is smaller; 0: it is not.
 
     They take `most` bytes, or are as many as make `LEAST_PROGRAMS`, if these are more.
 
     Args:
-        given, left, shape: of the operands that are packed in this dtype, and of the parameter.
+        dtype: of packed operands.
     """
-    x, y = packed_shape(given, geometry.padding), packed_shape(left)
-    packed = (prod(x) + prod(y)) * dtype.itemsize
-    if batch_size * prod(shape) * stored_dtype(dtype).itemsize > packed:
+    operands = batch_size * layout.elements * dtype.itemsize
+    if batch_size * layout.values * stored_dtype(dtype).itemsize > operands:
         return 0
-    programs = batch_size * tiles_of(x[-1], y[-1], geometry, dtype)
-    pieces = min(batch_size, ceil_div(packed, most), max(1, programs // LEAST_PROGRAMS))
+    programs = batch_size * layout.tiles
+    pieces = min(batch_size, ceil_div(operands, most), max(1, programs // LEAST_PROGRAMS))
     return ceil_div(batch_size, pieces) if pieces else 1

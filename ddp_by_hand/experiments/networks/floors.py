@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.kernels.convolution import gram
 from dp_clipping.kernels.convolution.geometry import NARROW, Geometry
+from dp_clipping.kernels.convolution.layout import layout_of
 from dp_clipping.kernels.launch.tuning import interleaved
 from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE
 from dp_clipping.torch_compat import tree_leaves
@@ -274,9 +275,9 @@ def _convolution(call: Call, _: Mapping[str, str], ceilings: Ceilings) -> Rows:
         yield CONV_SUMS, alone, 0.0
         yield KEPT, 0.0, ceilings.ms(kept + values * WIDE)
     else:
-        geometry = Geometry((taps, 1, 1), *((0, 0, 0),) * 3, layer.groups)
-        sizes = torch.Size((B, x[1])), torch.Size((B, L, y[1]))
-        if gram.pays(*sizes, packed, geometry, B):
+        geometry = Geometry((taps, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), layer.groups)
+        sizes = torch.Size((B, x[1], L + taps - 1, 1, 1)), torch.Size((B, y[1], L, 1, 1))
+        if gram.pays(layout_of(*sizes, packed, 1, geometry), packed):
             norms = 2 * B * L**2 * (taps * x[1] + y[1])
         else:
             norms = u

@@ -1,8 +1,14 @@
-"""Geometry of a convolution, and the reference implementation of its per-sample gradients."""
+"""Geometry of a convolution: where its operands lie once packed, and the reference implementation.
+
+With the padding written out, and the pixels that are a stride apart side by side, the pixel that a
+tap meets at a position is that position, moved by a number of pixels that depends on the tap only.
+So a convolution is linear layers on views of x that are moved by so much (`runs_of`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -10,14 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import tl, triton
-
 NARROW = 16  # inputs times outputs of a group, up to which matrix units are left alone
-VECTOR = 16  # channels side by side in memory that a thread's loads may count on, if divisible
-UNSPECIALIZED = [
-    "batch_size", "share", "pictures", *"DHWZYX", "n_groups",
-    *(f"{name}_{axis}" for name in ("stride", "dil", "taps") for axis in "dhw"),
-]  # fmt: skip
 
 
 class Geometry(NamedTuple):
@@ -34,6 +33,88 @@ class Geometry(NamedTuple):
     padding: tuple[int, int, int]
     dilation: tuple[int, int, int]
     groups: int
+
+
+class Grid(NamedTuple):
+    """The places of pixels in packed operands [.., phases, pictures, *sizes].
+
+    A padded pixel at z of a dimension has the phase z % stride and the place z // stride in it. The
+    output positions have places in the same sizes, behind which there are zeros.
+
+    Attributes:
+        phases: of each dimension, those that taps meet.
+        sizes: places in each dimension.
+    """
+
+    phases: tuple[int, int, int]
+    sizes: tuple[int, int, int]
+
+    def rows(self, pictures: int, positions: tuple[int, ...]) -> int:
+        """Returns how many places there are up to the last position of a sample's last picture."""
+        if not pictures * prod(positions):
+            return 0
+        last = 0
+        for size, count in zip(self.sizes, positions, strict=True):
+            last = last * size + count - 1
+        return (pictures - 1) * prod(self.sizes) + last + 1
+
+
+class Run(NamedTuple):
+    """Taps that meet neighbouring places, so that their pixels are one row of a view.
+
+    Attributes:
+        place: of the first of them, at the first position.
+        taps: their numbers.
+    """
+
+    place: int
+    taps: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def grid_of(geometry: Geometry, positions: tuple[int, ...]) -> Grid:
+    """Returns the grid of a convolution with so many output positions in each dimension."""
+    axes = list(zip(geometry.taps, geometry.stride, geometry.dilation, strict=True))
+    phases = [
+        1 + max(k * dilation % stride for k in range(taps)) for taps, stride, dilation in axes
+    ]
+    sizes = [
+        count + (taps - 1) * dilation // stride
+        for count, (taps, stride, dilation) in zip(positions, axes, strict=True)
+    ]
+    return Grid(tuple(phases), tuple(sizes))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def places_of(geometry: Geometry, grid: Grid, pictures: int) -> tuple[int, ...]:
+    """Returns the place that each tap meets at the first position of a sample."""
+    found = []
+    for taps in product(*map(range, geometry.taps)):
+        phase = place = 0
+        for n, (tap, stride, dilation) in enumerate(
+            zip(taps, geometry.stride, geometry.dilation, strict=True)
+        ):
+            phase = phase * grid.phases[n] + tap * dilation % stride
+            place = place * grid.sizes[n] + tap * dilation // stride
+        found.append(phase * pictures * prod(grid.sizes) + place)
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def runs_of(geometry: Geometry, grid: Grid, pictures: int) -> tuple[Run, ...]:
+    """Returns all taps, each in one run."""
+    places = places_of(geometry, grid, pictures)
+    runs, taps = [], geometry.taps[2]
+    for first in range(0, len(places), taps):
+        left = list(range(first, first + taps))
+        while left:
+            run = [left.pop(0)]
+            for tap in list(left):
+                if places[tap] == places[run[-1]] + 1:
+                    run.append(tap)
+                    left.remove(tap)
+            runs.append(Run(places[run[0]], tuple(run)))
+    return tuple(runs)
 
 
 def patches(x: Tensor, geometry: Geometry, positions: tuple[int, ...]) -> Tensor:
@@ -71,36 +152,3 @@ def gradients_plain(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) -
     own = y.view(batch_size, pictures, groups, outputs, *positions).permute(0, 2, 3, 1, 4, 5, 6)
     left = own.reshape(batch_size * groups, outputs, length)
     return torch.bmm(left, right).view(batch_size, groups * outputs, inputs, taps)
-
-
-def numbers(geometry: Geometry, pixels: Sequence[int], positions: Sequence[int]) -> tuple[int, ...]:
-    """Returns the arguments of the kernels that say where pixels are: D to X, then D to W each."""
-    return (*pixels, *positions, *geometry.stride, *geometry.dilation, *geometry.taps)
-
-
-if triton is not None:
-
-    @triton.jit
-    def _row_pixels(o_rows, D, H, W, Z, Y, X, stride_d, stride_h, stride_w):
-        """Returns the pixels of padded x under the first tap at positions of all pictures."""
-        n_l = Z * Y * X
-        i_picture, i_l = o_rows // n_l, o_rows % n_l
-        i_d = i_l // (Y * X) * stride_d
-        i_h = i_l // X % Y * stride_h
-        i_w = i_l % X * stride_w
-        return ((i_picture * D + i_d) * H + i_h) * W + i_w
-
-    @triton.jit
-    def _column_offsets(
-        o_n, n_columns, i_g, n_inputs, n_groups, H, W, dil_d, dil_h, dil_w, taps_h, taps_w,
-        VECTOR: tl.constexpr,
-    ):  # fmt: skip
-        """Returns the offsets of columns (tap, channel) from the first tap's pixel."""
-        o_n = tl.where(o_n < n_columns, o_n, 0)  # in place of columns that do not exist
-        i_tap, i_c = o_n // n_inputs, o_n % n_inputs
-        o_d, o_h = i_tap // (taps_h * taps_w) * dil_d, i_tap // taps_w % taps_h * dil_h
-        o_pixel = (o_d * H + o_h) * W + i_tap % taps_w * dil_w
-        found = (o_pixel * n_groups + i_g) * n_inputs + i_c
-        if VECTOR > 1:
-            found = tl.multiple_of(tl.max_contiguous(found, VECTOR), VECTOR)
-        return found

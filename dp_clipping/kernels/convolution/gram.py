@@ -20,18 +20,12 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.norms import GRAM_PIECE, LOST
-from dp_clipping.kernels.convolution.geometry import (
-    UNSPECIALIZED,
-    VECTOR,
-    Geometry,
-    numbers,
-    patches,
-)
-from dp_clipping.kernels.convolution.packing import Operand, scale_of
-from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, tl, triton
+from dp_clipping.kernels.convolution.geometry import Geometry, patches, places_of
+from dp_clipping.kernels.convolution.layout import Layout
+from dp_clipping.kernels.convolution.packing import Packed
+from dp_clipping.kernels.launch.tiles import kept_table_on, launch, next_power_of_two, tl, triton
 
 if triton is not None:
-    from dp_clipping.kernels.convolution.geometry import _column_offsets, _row_pixels
     from dp_clipping.kernels.launch.tiles import _token_norms
 
 MOST = 128  # positions of a sample
@@ -41,48 +35,44 @@ DEPTH = 128  # columns of a step
 
 
 @lru_cache(maxsize=1024)
-def pays(
-    given: torch.Size, left: torch.Size, itemsize: int, geometry: Geometry, batch_size: int
-) -> bool:
+def pays(layout: Layout, itemsize: int) -> bool:
     """Returns whether Gram matrices are the cheaper way to norms, and precise enough.
 
     Args:
-        given, left: shapes of packed input and output gradient.
-        itemsize: bytes of an element of them.
+        itemsize: bytes of an element of packed operands.
     """
-    rows = left[0] // max(1, batch_size) * prod(left[1:-1])
-    if geometry.groups > 1 or itemsize == 4 or not 1 < rows <= MOST:
+    positions = layout.to_x.pictures * prod(layout.positions)
+    if layout.geometry.groups > 1 or itemsize == 4 or not 1 < positions <= MOST:
         return False
-    columns, outputs = prod(geometry.taps) * given[-1], left[-1]
-    side = _side(rows)
-    return rows * columns * outputs >= PAYS * side * side * (columns + outputs)
+    columns, side = prod(layout.geometry.taps) * layout.to_x.width, _side(positions)
+    outputs = layout.to_y.width
+    return positions * columns * outputs >= PAYS * side * side * (columns + outputs)
 
 
-def gram_squares(
-    x: Operand, y: Operand, geometry: Geometry, batch_size: int
-) -> tuple[Tensor, Tensor]:
+def gram_squares(packed: Packed, layout: Layout) -> tuple[Tensor, Tensor]:
     """Returns squared norms [B] and their scales S [B], float32.
 
     Args:
-        x: the padded input, [N, D, H, W, C], 16 bit.
-        y: the output gradients, [N, *positions, O]; a sample has at most MOST of them.
+        packed: operands in 16 bit; a sample has at most MOST positions.
     """
-    given, left = x.values, y.values
-    pictures, inputs = len(given) // batch_size, given.shape[-1]
-    found = given.new_empty(2, batch_size, dtype=torch.float32)
-    places = numbers(geometry, given.shape[1:4], left.shape[1:4])
-    side = _side(pictures * prod(left.shape[1:-1]))
+    x, y, scale = packed
+    samples = x.shape[0]
+    to_x, to_y, positions = layout.to_x, layout.to_y, layout.positions
+    found = x.new_empty(2, samples, dtype=torch.float32)
+    places = places_of(layout.geometry, to_x.grid, to_x.pictures)
+    side = _side(to_x.pictures * prod(positions))
     launch(
-        _conv_gram_kernel, (batch_size,), (given, left, found),
-        (batch_size, pictures, *places, inputs, left.shape[-1], 1),
-        VECTOR=VECTOR if inputs % VECTOR == 0 else 1,
+        _conv_gram_kernel, (samples,), (x, y, found, kept_table_on(x.device, places)),
+        (
+            samples, len(places), to_x.pictures, *positions, *to_x.grid.sizes, x.shape[1],
+            to_x.width, to_y.width,
+        ),
         BLOCK=side, DEPTH=DEPTH, CHUNK=CHUNK, LOST=LOST,
         num_warps=8 if side == MOST else 4, num_stages=3,  # with 4, registers do not suffice
     )  # fmt: skip
-    squares, scales = found
-    if x.largest is not None and y.largest is not None:
-        factors = scale_of(x.largest) * scale_of(y.largest)
-        squares, scales = squares * factors * factors, scales * factors
+    squares, scales = found.unbind(0)
+    if scale is not None:
+        squares, scales = squares * scale * scale, scales * scale
     return squares, scales
 
 
@@ -105,37 +95,40 @@ def _side(rows: int) -> int:
 
 if triton is not None:
 
-    @triton.jit(do_not_specialize=[n for n in UNSPECIALIZED if n != "share"])
+    @triton.jit(
+        do_not_specialize=[
+            "B", "n_taps", "pictures", "Z", "Y", "X", "n_d", "n_h", "n_w", "n_rows_x"
+        ]
+    )  # fmt: skip
     def _conv_gram_kernel(
-        p_x, p_y, p_found, batch_size, pictures, D, H, W, Z, Y, X,
-        stride_d, stride_h, stride_w, dil_d, dil_h, dil_w, taps_d, taps_h, taps_w,
-        n_inputs, n_outputs, n_groups, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-        DEPTH: tl.constexpr, CHUNK: tl.constexpr, LOST: tl.constexpr,
+        p_x, p_y, p_found, p_places, B, n_taps, pictures, Z, Y, X, n_d, n_h, n_w, n_rows_x,
+        n_inputs, n_outputs, BLOCK: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
+        LOST: tl.constexpr,
     ):  # fmt: skip
         i_b = tl.program_id(0).to(tl.int64)
-        n_columns, n_rows = taps_d * taps_h * taps_w * n_inputs, pictures * Z * Y * X
+        n_l, n_plane = Z * Y * X, n_d * n_h * n_w
+        n_rows = pictures * n_l
         o_l = tl.arange(0, BLOCK)
         m_l = o_l < n_rows
-        o_pixels = _row_pixels(
-            tl.minimum(o_l, n_rows - 1), D, H, W, Z, Y, X, stride_d, stride_h, stride_w
-        )
-        p_rows = p_x + i_b * pictures * D * H * W * n_inputs + o_pixels[:, None] * n_inputs
+        i_l = o_l % n_l
+        o_rows = o_l // n_l * n_plane + (i_l // (Y * X) * n_h + i_l // X % Y) * n_w + i_l % X
+        p_rows = p_x + i_b * n_rows_x * n_inputs + o_rows[:, None] * n_inputs
+        n_blocks = tl.cdiv(n_inputs, DEPTH)
+        n_steps = n_taps * n_blocks
+        place = tl.load(p_places).to(tl.int32)
         b_x = tl.zeros((BLOCK, BLOCK), tl.float32)
         b_part = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for o_n in range(0, n_columns, DEPTH):
-            o_own = o_n + tl.arange(0, DEPTH)
-            o_columns = _column_offsets(
-                o_own, n_columns, 0, n_inputs, n_groups, H, W, dil_d, dil_h, dil_w, taps_h, taps_w,
-                VECTOR,
-            )  # fmt: skip
-            b_own = tl.load(
-                p_rows + o_columns[None, :], mask=(o_own < n_columns)[None, :], other=0
-            )  # fmt: skip
+        for i in range(0, n_steps):
+            o_own = i % n_blocks * DEPTH + tl.arange(0, DEPTH)
+            m_own = m_l[:, None] & (o_own < n_inputs)[None, :]
+            b_own = tl.load(p_rows + (place * n_inputs + o_own)[None, :], mask=m_own, other=0)
+            # Of the next step: what is loaded from a place read in its own step is late.
+            place = tl.load(p_places + min(i + 1, n_steps - 1) // n_blocks).to(tl.int32)
             b_part = tl.dot(b_own, b_own.T, b_part)
-            if ((o_n + DEPTH) % CHUNK == 0) | (o_n + DEPTH >= n_columns):
+            if ((i + 1) % (CHUNK // DEPTH) == 0) | (i + 1 == n_steps):
                 b_x += b_part
                 b_part = tl.zeros((BLOCK, BLOCK), tl.float32)
-        p_y += i_b * n_rows * n_outputs
+        p_y += i_b * pictures * n_plane * n_outputs
         m_diagonal = o_l[:, None] == o_l[None, :]
         b_sums, b_squares = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         b_part = tl.zeros((BLOCK, BLOCK), tl.float32)
@@ -143,7 +136,7 @@ if triton is not None:
             o_own = o_o + tl.arange(0, DEPTH)
             m_own = m_l[:, None] & (o_own < n_outputs)[None, :]
             b_own = tl.load(
-                p_y + o_l[:, None] * n_outputs + o_own[None, :], mask=m_own, other=0
+                p_y + o_rows[:, None] * n_outputs + o_own[None, :], mask=m_own, other=0
             )  # fmt: skip
             b_part = tl.dot(b_own, b_own.T, b_part)
             if ((o_o + DEPTH) % CHUNK == 0) | (o_o + DEPTH >= n_outputs):
@@ -153,6 +146,6 @@ if triton is not None:
         tl.store(p_found + i_b, tl.sum(b_sums))
         b_norms = _token_norms(b_squares, n_outputs, LOST)
         b_norms *= _token_norms(
-            tl.sum(tl.where(m_diagonal, b_x, 0.0), axis=1), n_columns, LOST
+            tl.sum(tl.where(m_diagonal, b_x, 0.0), axis=1), n_taps * n_inputs, LOST
         )  # fmt: skip
-        tl.store(p_found + batch_size + i_b, tl.sum(tl.where(m_l, b_norms, 0.0)))
+        tl.store(p_found + B + i_b, tl.sum(tl.where(m_l, b_norms, 0.0)))

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import sum_of_pictures
-from dp_clipping.kernels.convolution.geometry import Geometry
-from dp_clipping.kernels.convolution.packing import pack
+from dp_clipping.kernels.convolution.geometry import Geometry, Grid
+from dp_clipping.kernels.convolution.packing import ONE, Target, pack
 from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, tl, triton
 
 PAIRS = 64  # of channels, per program, at most
@@ -40,9 +40,8 @@ def narrow_gradients(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) 
     inputs, taps = x.shape[1] // geometry.groups, prod(geometry.taps)
     gradients = x.new_empty(pictures, y.shape[1], inputs, taps, dtype=torch.float32)
     if gradients.numel():
-        packed = pack(x, y, batch_size, False, geometry.padding)
-        right, left = packed[0].values, packed[1].values
-        grid, numbers, constants = _sizes(right.shape, left.shape, geometry)
+        targets, grid, numbers, constants = _sizes(x.shape, y.shape, geometry)
+        right, left, _ = pack(x, y, *targets)
         launch(
             _narrow_kernel, (pictures, *grid), (right, left, gradients), numbers, **constants,
             num_warps=4,
@@ -51,24 +50,31 @@ def narrow_gradients(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) 
 
 
 @lru_cache(maxsize=1024)
-def _sizes(given: torch.Size, left: torch.Size, geometry: Geometry) -> tuple[Any, ...]:
-    """Returns the grid of one picture, and the kernel's numbers and constants."""
+def _sizes(x: torch.Size, y: torch.Size, geometry: Geometry) -> tuple[Any, ...]:
+    """Returns how to pack, the grid of one picture, and the kernel's numbers and constants."""
+    padded = [size + 2 * each for size, each in zip(x[2:], geometry.padding, strict=True)]
+    given, left = (*padded, x[1]), (*y[2:], y[1])
+    sizes: Any = tuple(padded), tuple(y[2:])
+    targets = (
+        Target(1, 1, x[1], Grid(ONE, sizes[0]), geometry.padding),
+        Target(1, 1, y[1], Grid(ONE, sizes[1])),
+    )
     groups, last = geometry.groups, geometry.taps[2]
     inputs, outputs = given[-1] // groups, left[-1] // groups
     pairs = left[-1] * inputs
-    parts, segments = -(-last // TAPS), -(-left[3] // SEGMENT)
-    lines = left[1] * left[2] * segments
+    parts, segments = -(-last // TAPS), -(-left[2] // SEGMENT)
+    lines = left[0] * left[1] * segments
     block_p = min(PAIRS, next_power_of_two(pairs))
     numbers = (
-        pairs, *given[1:4], *left[1:4], *geometry.stride, *geometry.dilation, *geometry.taps[1:],
-        inputs, outputs, groups, segments, -(-left[3] // segments), parts,
+        pairs, *given[:3], *left[:3], *geometry.stride, *geometry.dilation, *geometry.taps[1:],
+        inputs, outputs, groups, segments, -(-left[2] // segments), parts,
     )  # fmt: skip
     constants = dict(
         DEPTHWISE=inputs == outputs == 1, SLIDES=geometry.stride[2] == geometry.dilation[2],
         TAPS=-(-last // parts), BLOCK_P=block_p,
         BLOCK_R=min(ELEMENTS // block_p, next_power_of_two(lines)),
     )  # fmt: skip
-    return (-(-pairs // block_p), prod(geometry.taps[:2]) * parts), numbers, constants
+    return targets, (-(-pairs // block_p), prod(geometry.taps[:2]) * parts), numbers, constants
 
 
 UNSPECIALIZED = [

@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, wraps
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +34,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOST_DTYPES = (torch.float32, torch.float16) if INTERPRETED else ()
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Tile sizes, warps and stages of one program.
 
     Attributes:

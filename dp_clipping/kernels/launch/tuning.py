@@ -38,7 +38,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
@@ -46,10 +45,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.cuda import is_current_stream_capturing  # the real one, also as in a capture
 
 from dp_clipping.files import write_atomically
+from dp_clipping.kernels.launch.grouped_launch import Operands
 from dp_clipping.kernels.launch.tiles import INTERPRETED, Tile, triton
 from dp_clipping.torch_compat import spin
 
@@ -64,7 +63,9 @@ else:
 
 FILE = "tiles.json"
 SWITCH = "DP_CLIPPING_TUNE"
+BY_POINTERS = " by pointers"  # behind a kernel's name
 ROUNDS = 5
+MOST_PADDING = 1.1  # area that a default tile's copies cover, relative to the least of all
 
 Launch = Callable[[Tile], object]
 
@@ -96,36 +97,61 @@ def best(
         candidates: the first is the default.
         run: launches the kernel with a tile; called again and again if the candidates are timed.
     """
-    sizes = tuple([1 << (n - 1).bit_length() for n in shape])
-    key = (kernel, dtype, sizes, device)
+    key = _key(kernel, dtype, shape, device)
     return _chosen.get(key) or _choose(key, candidates, run)
 
 
 def best_for_pairs(
     kernel: str,
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    described: bool,
+    operands: Operands,
     tiles: Mapping[int, Sequence[Tile]],
     run: Launch,
 ) -> Tile:
     """Calls `best` for one launch over pairs [B, T, d] and [B, T, p] of one B, T and dtype.
 
     Args:
-        described: the bulk copy engine takes all operands.
-        tiles: candidates by the bytes of an element.
+        tiles: candidates by the bytes of an element. The default is the first of those whose
+            padding is least.
     """
-    left, _ = pairs[0]
-    outputs = inputs = 0
-    for one, other in pairs:
-        outputs, inputs = max(outputs, one.shape[2]), max(inputs, other.shape[2])
-    shape = (len(pairs), left.shape[0], left.shape[1], outputs, inputs)
-    kernel = name_of(kernel, described)
-    return best(kernel, left.dtype, shape, tiles[left.element_size()], run, left.device)
+    left, _ = operands.pairs[0]
+    batch_size, tokens, _ = left.shape
+    candidates, key = _class_of(
+        kernel if operands.described else kernel + BY_POINTERS, left.dtype, left.device, batch_size, tokens,
+        tuple(operands.shapes), tuple(tiles[left.element_size()]),
+    )  # fmt: skip
+    return _chosen.get(key) or _choose(key, candidates, run)
+
+
+@lru_cache(maxsize=4096)
+def _class_of(
+    kernel: str, dtype: torch.dtype, device: torch.device, batch_size: int, tokens: int,
+    shapes: tuple[tuple[int, int], ...], tiles: tuple[Tile, ...],
+) -> tuple[tuple[Tile, ...], tuple]:  # fmt: skip
+    """Returns the tiles for a launch, the default first, and its class."""
+    covered = {
+        tile: sum(
+            ceil(d / tile.rows) * tile.rows * ceil(p / tile.columns) * tile.columns
+            for d, p in shapes
+        )
+        for tile in tiles
+    }
+    least = MOST_PADDING * min(covered.values())
+    default = next(tile for tile in tiles if covered[tile] <= least)
+    if default != tiles[0]:  # of one class of sizes not all have the same default
+        kernel += f" in tiles of {default.rows} x {default.columns}"
+    outputs, inputs = max(d for d, _ in shapes), max(p for _, p in shapes)
+    key = _key(kernel, dtype, (len(shapes), batch_size, tokens, outputs, inputs), device)
+    return (default, *[tile for tile in tiles if tile != default]), key
+
+
+def _key(kernel: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> tuple:
+    sizes = tuple([1 << (n - 1).bit_length() for n in shape])
+    return kernel, dtype, sizes, device
 
 
 def name_of(kernel: str, described: bool) -> str:
     """Returns a kernel's name with how it reads its operands."""
-    return kernel if described else kernel + " by pointers"
+    return kernel if described else kernel + BY_POINTERS
 
 
 def forget() -> None:
@@ -142,13 +168,13 @@ def _choose(key: tuple, candidates: Sequence[Tile], run: Launch) -> Tile:
         return default
     name = f"{kernel}, {str(dtype).removeprefix('torch.')}, {' x '.join(map(str, sizes))}"
     saved = _saved(device).get(name)
-    tile = next((one for one in candidates if asdict(one) == saved), None)
+    tile = next((one for one in candidates if one._asdict() == saved), None)
     if tile is None and os.environ.get(SWITCH) == "1":
         if is_current_stream_capturing():
             return default
         tile = _fastest(candidates, run, device)
         if tile is not None:
-            keep(FILE, device, {name: asdict(tile)})
+            keep(FILE, device, {name: tile._asdict()})
     _chosen[key] = tile or default
     return _chosen[key]
 

@@ -59,10 +59,6 @@ class TableGradients:
         """Returns ‖G_i‖² of exactly what is summed."""
         return Norm(norms_on_kernels(self.gradients.flatten(1)))
 
-    def shaped(self, total: Tensor) -> Tensor:
-        """Returns a sum [V, d] as the parameter has it."""
-        return total
-
 
 class EmbeddingFactors:
     """Factors of one use: ids, int32 or int64, and output gradients y.

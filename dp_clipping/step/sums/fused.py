@@ -33,11 +33,13 @@ from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
 from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients
-from dp_clipping.kernels.sorted_coefficients import Coefficients
+from dp_clipping.kernels.sorted_coefficients import Coefficients, SortedCoefficients
 from dp_clipping.kernels.squared_norms import squared_norms, squares_of_vectors
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
-from dp_clipping.layers.embedding.factors import TiedFactors
+from dp_clipping.layers.convolution import KernelFactors as ConvolutionFactors
+from dp_clipping.layers.convolution import take_norms
+from dp_clipping.layers.embedding.factors import TableGradients, TiedFactors
 from dp_clipping.layers.embedding.tied import TiedTokens
 from dp_clipping.layers.recorder import (
     DENSE,
@@ -184,9 +186,11 @@ class Fused:
         self._vectors.clear()
 
     def _take_factors(self, lefts: list[Left], work: Any) -> None:
-        """Takes norms of embeddings, which share launches, and of convolutions, one a launch."""
+        """Takes norms of embeddings and convolutions, which share launches, and of others."""
         two_passes = self.context.policy.two_passes
         records, rows = [], []  # of norms without a scale
+        convolutions: list[ConvolutionFactors] = []
+        of_convolutions: list[Trainable] = []
         tables: list[Tokens] = []
         of_tables: list[Trainable] = []
         while lefts:
@@ -198,6 +202,10 @@ class Fused:
             if isinstance(use, Tokens):
                 tables.append(use)
                 of_tables.append(record)
+                continue
+            if isinstance(use, ConvolutionFactors):
+                convolutions.append(use)
+                of_convolutions.append(record)
                 continue
             keep = not (two_passes and use.may_be_recomputed)
             with self._label("norm/factors", (record,)) if self._labels else NOTHING:
@@ -212,6 +220,20 @@ class Fused:
                 work.keep(record, use, use.held(use))
             else:
                 work.recomputed.append(record)
+        if convolutions:
+            with self._label("norm/factors", of_convolutions):
+                norms = take_norms(convolutions, keep=not two_passes)
+            for record, use, norm in zip(of_convolutions, convolutions, norms, strict=True):
+                squares, scales, gram_error, sum_error = norm
+                if scales is None:
+                    records += [record] * squares.shape[0]
+                    rows.append(squares)
+                else:
+                    work.found([record], squares, scales, gram_error, sum_error)
+                if two_passes:
+                    work.recomputed.append(record)
+                else:
+                    work.keep(record, use, use.values)
         if rows:
             work.found(records, torch.cat(rows) if len(rows) > 1 else rows[0])
         if tables:
@@ -375,7 +397,7 @@ class Fused:
 
         Args:
             values: G [B, *parameter], a linear layer's factors as a pair, a `Table`, or an object
-                with `weighted_sum` or `gradients`.
+                with `weighted_sum`.
         """
         scale = self._scale
         totals: dict[int, Any] = dict.fromkeys(range(len(values)))
@@ -383,47 +405,77 @@ class Fused:
             rows = [*scale.rows.values()] * len(records)
         else:
             rows = [scale.rows[record.group] for record in records]
-        gradients: dict[int, Tensor] = {}
-        linear: list[int] = []
+        count = scale.values.shape[0]
+        kept: list[tuple[int, int, Tensor]] = []  # number of the parameter, row of coefficients, G
+        products: list[tuple[int, int, Pair]] = []
+        scaled: list[tuple[int, Tensor]] = []  # rows of coefficients, and what scales them
+        parts: dict[int, list[Tensor]] = {}  # of the sums of convolutions
         tables: dict[TokenSums, list[int]] = {}
         alone: list[int] = []  # those of one launch each
         for n, one in enumerate(values):
             if isinstance(one, Tensor):
-                gradients[n] = one
+                kept.append((n, rows[n], one))
             elif isinstance(one, tuple):
-                (alone if one[0].shape[1] == 1 else linear).append(n)
+                if one[0].shape[1] == 1:
+                    alone.append(n)
+                else:
+                    products.append((n, rows[n], one))
+            elif isinstance(one, TableGradients):
+                kept.append((n, rows[n], one.gradients))
             elif isinstance(one, Table):
                 tables.setdefault(one.sums, []).append(n)
-            elif (kept := getattr(one, "gradients", None)) is not None:
-                gradients[n] = kept
+            elif isinstance(one, ConvolutionFactors):
+                row, pairs = rows[n], one.summands() if one.gradients is None else ()
+                if one.scale is not None:
+                    scaled.append((row, one.scale))
+                    row = count + len(scaled) - 1
+                for pair in pairs:
+                    products.append((n, row, pair))
+                for gradients in one.gradients or ():
+                    kept.append((n, row, gradients))
+                parts[n] = []
             else:
                 alone.append(n)
 
-        if gradients:
-            with self._label("sum", (records[n] for n in gradients)):
-                own = [rows[n] for n in gradients]
-                found = weighted_sums(list(gradients.values()), scale.values, own)
-            for n, total in zip(gradients, found, strict=True):
-                one = values[n]
-                totals[n] = total if isinstance(one, Tensor) else one.shaped(total)
-        if linear:
-            with self._label("sum", (records[n] for n in linear)):
-                pairs = [values[n] for n in linear]
-                tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
-                found = weighted_products(pairs, scale.sorted, [rows[n] for n in linear], tile)
-            totals |= zip(linear, found, strict=True)
-        for several, numbers in tables.items():
+        coefficients = _with_scaled(scale.values, scaled) if scaled else scale.values
+        found: list[Tensor] = []
+        if kept:
+            numbers, own, given = zip(*kept, strict=True)
             with self._label("sum", (records[n] for n in numbers)):
-                uses, own = [values[n].number for n in numbers], [rows[n] for n in numbers]
-                found = several.weighted_sums(uses, scale.values, own)
-            totals |= zip(numbers, found, strict=True)
+                found += weighted_sums(given, coefficients, own)
+        if products:
+            numbers, own, pairs = zip(*products, strict=True)
+            with self._label("sum", (records[n] for n in numbers)):
+                tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
+                ordered = SortedCoefficients.of(coefficients) if scaled else scale.sorted
+                found += weighted_products(pairs, ordered, own, tile)
+        for (n, _, _), total in zip((*kept, *products), found, strict=True):
+            if n in parts:
+                parts[n].append(total)
+            else:
+                totals[n] = total
+        for n, several in parts.items():
+            totals[n] = values[n].shaped(several)
+        for sums, mine in tables.items():
+            with self._label("sum", (records[n] for n in mine)):
+                uses = [values[n].number for n in mine]
+                found = sums.weighted_sums(uses, scale.values, [rows[n] for n in mine])
+            totals |= zip(mine, found, strict=True)
         for n in alone:
             one, c = values[n], scale.values[rows[n]]
             with self._label("sum", (records[n],)) if self._labels else NOTHING:
                 if isinstance(one, tuple):
-                    left, right = one
-                    totals[n] = sum_of_one_token(left, right, c)
+                    totals[n] = sum_of_one_token(*one, c)
                 else:
                     totals[n] = one.weighted_sum(c)
         values.clear()
         return list(totals.values())
+
+
+def _with_scaled(values: Tensor, scaled: list[tuple[int, Tensor]]) -> Tensor:
+    """Returns coefficients [K, B], and behind them chosen rows times scales [B]."""
+    rows, scales = zip(*scaled, strict=True)
+    chosen = values
+    if len(values) > 1:
+        chosen = values[on_device(rows, torch.int64, values.device)]
+    return torch.cat([values, chosen * torch.stack(scales)])

@@ -5,7 +5,7 @@ import torch
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.convolution import gram
 from dp_clipping.kernels.convolution.geometry import Geometry
-from dp_clipping.kernels.convolution.packing import pack
+from dp_clipping.kernels.convolution.layout import layout_of, packed
 from tests.support.convolution_cases import WIDE, operands
 from tests.support.kernel_cases import Place, on_kernels
 
@@ -14,14 +14,18 @@ CASES = [case for case in WIDE if case[-1].groups == 1] + [
 ]
 
 
+def gram_squares(x, y, size, geometry, tf32):
+    layout = layout_of(x.shape, y.shape, 2, len(x) // size, geometry)
+    return gram.gram_squares(packed(x, y, layout, geometry, tf32), layout)
+
+
 @on_kernels(dtypes=[torch.float16, torch.bfloat16], tf32=True)
 def test_squares(place: Place) -> None:
     device, dtype, tf32 = place.device, place.dtype, place.tf32
     for case in CASES:
         size, *_, geometry = case
         x, y, right = operands(case, dtype, device)
-        packed = pack(x, y, size, tf32, geometry.padding)
-        squares, scales = gram.gram_squares(*packed, geometry, size)
+        squares, scales = gram_squares(x, y, size, geometry, tf32)
         plain, plain_scales = gram.gram_squares_plain(x, y, geometry, size)
         exact = right.square().sum((1, 2, 3))
         torch.testing.assert_close(plain.double(), exact, rtol=1e-6, atol=0)
@@ -39,7 +43,7 @@ def test_cancelling(place: Place) -> None:
     x = torch.randn(1, 256, 1, 4, 8).to(device, dtype)
     y = torch.randn(1, 32, 1, 4, 8).to(device, dtype)
     x[:, :, :, 2:], y[:, :, :, 2:] = x[:, :, :, :2], -y[:, :, :, :2]
-    squares, scales = gram.gram_squares(*pack(x, y, 1, tf32), geometry, 1)
+    squares, scales = gram_squares(x, y, 1, geometry, tf32)
     assert squares.abs() <= GRAM_ROUNDING * scales.square()
 
 
@@ -47,8 +51,8 @@ def test_few_positions_of_many_channels_pay():
     geometry = Geometry((1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)
 
     def pays(side: int, channels: int, of=geometry, dtype=torch.bfloat16) -> bool:
-        shape = torch.Size((1, 1, side, side, channels))
-        return gram.pays(shape, shape, dtype.itemsize, of, 1)
+        shape = torch.Size((1, channels, 1, side, side))
+        return gram.pays(layout_of(shape, shape, dtype.itemsize, 1, of), dtype.itemsize)
 
     assert pays(7, 512)
     assert pays(8, 256)

@@ -1,19 +1,24 @@
-"""Operands with the channels last, beside PyTorch's padding."""
+"""Operands with the channels last, at their places on a grid."""
 
 from itertools import product
 
 import torch
-import torch.nn.functional as F
 
-from dp_clipping.kernels.convolution.packing import NO_PADDING, pack, scale_of
+from dp_clipping.kernels.convolution.geometry import Grid
+from dp_clipping.kernels.convolution.packing import ONE, Target, pack
+from tests.dp_clipping.kernels.convolution.test_layout import placed
 from tests.support.kernel_cases import Place, on_kernels
 
-PADDING = (2, 1, 3)
+TARGETS = [
+    Target(1, 1, 5, Grid(ONE, (2, 3, 4))),
+    Target(2, 1, 8, Grid(ONE, (6, 5, 10)), (2, 1, 3)),
+    Target(1, 5, 8, Grid((1, 2, 3), (2, 2, 2)), (0, 1, 2), (1, 2, 3)),  # not all pixels have places
+]
 
 
 @on_kernels(tf32=True)
 def test_places(place: Place) -> None:
-    """Any layout that is given comes out channels last, with zeros around it."""
+    """Any layout that is given comes out channels last, with zeros between the places."""
     device, dtype, tf32 = place.device, place.dtype, place.tf32
     x = torch.randn(2, 5, 2, 3, 4).to(device, dtype)
     y = torch.randn(2, 70, 1, 9, 8).to(device, dtype)
@@ -22,35 +27,61 @@ def test_places(place: Place) -> None:
         lambda x: x.to(memory_format=torch.channels_last_3d),
         lambda x: x.mT.contiguous().mT,
     ]
-    for padding in (NO_PADDING, PADDING):
-        padded = F.pad(x, [p for p in reversed(padding) for _ in (0, 1)])
+    for to_x in TARGETS:
+        to_y = Target(to_x.pictures, 1, 72, Grid(ONE, (1, 10, 9)))
         for of_x, of_y in product(layouts, repeat=2):
-            both = pack(of_x(x), of_y(y), 2, tf32, padding)
-            for packed, expected in zip(both, (padded, y), strict=True):
-                assert packed.values.is_contiguous()
-                back = packed.values.double()
-                if packed.largest is not None:
-                    back *= scale_of(packed.largest).double().view(2, 1, 1, 1, 1)
-                bound = 0 if packed.largest is None else 2.0**-11
-                wanted = expected.movedim(1, -1).double()
+            found = pack(of_x(x), of_y(y), to_x, to_y, tf32)
+            for one, given, to in zip(found[:2], (x, y), (to_x, to_y), strict=True):
+                expected = torch.zeros(to.shape(2), dtype=torch.float64)
+                place_in_float64(given.cpu().double(), expected, to)
+                assert one.is_contiguous()
+                back = one.cpu().double()
+                if tf32:  # a power of two for each sample, groups of which are side by side
+                    samples = (2 // to.pictures, -1)
+                    largest = expected.view(samples).abs().amax(1)
+                    back = (
+                        back.view(samples) * (largest / back.view(samples).abs().amax(1))[:, None]
+                    )
+                bound = 2.0**-10 if tf32 else 0
+                wanted = expected.view(back.shape)
                 assert ((back - wanted).abs() <= bound * wanted.abs()).all()
+
+
+def place_in_float64(x: torch.Tensor, result: torch.Tensor, to: Target) -> None:
+    """Packs by reference."""
+    names, numbers = [], []
+    for operand in "xy":
+        values = dict(
+            zip(
+                [f"{n}_{a}" for n in ("pad", "stride", "phases", "n") for a in "dhw"],
+                (*to.padding, *to.stride, *to.grid.phases, *to.grid.sizes),
+                strict=True,
+            ),
+            pictures=to.pictures,
+            n_own=x.shape[1] // to.groups,
+        )  # fmt: skip
+        names += [f"{n}_{operand}" for n in values]
+        numbers += values.values()
+    kernel = type("Kernel", (), {"arg_names": [*"0123456", *names]})
+    nothing = torch.empty(0, 0, 0, 0, 0)
+    placed(kernel, (), (x, nothing, result, nothing), tuple(numbers))
 
 
 @on_kernels(dtypes=(), tf32=True)
 def test_digits(place: Place) -> None:
     """Each sample keeps its digits, however small or large the others are."""
-    device = place.device
-    scales = torch.tensor([1e-30, 1.0, 1e30]).view(3, 1, 1, 1, 1)
-    x = (torch.randn(3, 2, 1, 3, 5) * scales).to(device)
-    packed, other = pack(x, x.flip(0), 3, True)
-    assert torch.equal(other.values, packed.values.flip(0))
-    assert packed.values.dtype == torch.float16
-    factors = scale_of(packed.largest).double().view(3, 1, 1, 1, 1)
-    back = packed.values.double().movedim(-1, 1) * factors
-    assert ((back - x.double()).abs() <= 2.0**-11 * x.double().abs()).all()
+    scales = torch.tensor([1e-30, 1.0, 1e15]).view(3, 1, 1, 1, 1)
+    x = (torch.randn(3, 2, 1, 3, 5) * scales).to(place.device)
+    to = Target(1, 1, 2, Grid(ONE, (1, 3, 5)))
+    packed, other, scale = pack(x, torch.ones_like(x), to, to, True)
+    assert packed.dtype == torch.float16
+    back = packed.double() * scale.double().view(3, 1, 1) * other[0, 0, 0].double()
+    wanted = x.double().flatten(2).mT
+    assert ((back - wanted).abs() <= 2.0**-11 * wanted.abs()).all()
 
 
 def test_what_lies_right_is_not_copied():
-    given = [torch.randn(2, n, 1, 3, 4).to(memory_format=torch.channels_last_3d) for n in (5, 3)]
-    for one, packed in zip(given, pack(*given, 2, False), strict=True):
-        assert packed.values.data_ptr() == one.data_ptr()
+    given = [torch.randn(2, n, 1, 3, 4).to(memory_format=torch.channels_last_3d) for n in (8, 16)]
+    targets = [Target(1, 1, n, Grid(ONE, (1, 3, 4))) for n in (8, 16)]
+    for one, packed in zip(given, pack(*given, *targets), strict=False):
+        assert packed.data_ptr() == one.data_ptr()

@@ -1,0 +1,178 @@
+"""Convolutions on the kernels of linear layers, against the reference implementation in float64."""
+
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from dp_clipping.clipping.accumulation import full_float32
+from dp_clipping.clipping.norms import Norm
+from dp_clipping.kernels.convolution.geometry import Geometry
+from dp_clipping.kernels.convolution.layout import layout_of, packed, pairs_of, weight_of
+from dp_clipping.kernels.convolution.packing import Packed
+from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
+from dp_clipping.kernels.weighted_product import weighted_products
+from dp_clipping.kernels.weighted_sum import weighted_sums
+from dp_clipping.layers import convolution
+from dp_clipping.layers.convolution import Factors, KernelFactors
+from tests.support.convolution_cases import DTYPES, TF32, WIDE, operands
+from tests.support.kernel_cases import Place, on_kernels
+
+
+def factors(x: Tensor, y: Tensor, case: tuple, tf32: bool = True) -> KernelFactors:
+    size, _, channels, outputs, _, geometry = case
+    shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
+    with nullcontext() if tf32 else full_float32(layers=True):
+        return Factors(x, y, shape, size, geometry, transposed=False).on_kernels()
+
+
+def total_of(use: KernelFactors, c: Tensor) -> Tensor:
+    """Returns Σ_i c_i G_i, as `Fused.sums` forms it."""
+    c = c if use.scale is None else c * use.scale
+    if use.gradients:
+        return use.shaped(weighted_sums(use.gradients, c[None], [0] * len(use.gradients)))
+    pairs = use.pairs()
+    return use.shaped(weighted_products(pairs, SortedCoefficients.of(c), [0] * len(pairs)))
+
+
+def kept(use: KernelFactors) -> Norm:
+    """Takes the norm and keeps G, also where operands are smaller."""
+    with patch.object(convolution, "samples_at_a_time", lambda *a: len(use._use.x)):
+        return use.take_norm(True)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_runs_are_linear_layers(case):
+    """In float64: the views' products, added up over places, are G."""
+    size, pictures, channels, outputs, _, geometry = case
+    x, y, right = operands(case, torch.float64, "cpu")
+    layout = layout_of(x.shape, y.shape, 2, pictures, geometry)
+    with patch("dp_clipping.kernels.convolution.packing.launch", placed):
+        pairs = pairs_of(packed(x, y, layout, geometry, False), layout)
+    found = [torch.einsum("btd,btp->bdp", left, a) for left, a in pairs]
+    shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
+    groups = geometry.groups
+    for i in range(size):
+        own = [g[i * groups : (i + 1) * groups] for g in found]
+        torch.testing.assert_close(weight_of(own, layout, shape).flatten(2), right[i])
+
+
+@on_kernels(tf32=True)
+def test_norms_and_sums(place: Place) -> None:
+    device, dtype, tf32 = place.device, place.dtype, place.tf32
+    bound = TF32 if tf32 else DTYPES[dtype]
+    for case in WIDE:
+        size = case[0]
+        x, y, right = operands(case, dtype, device)
+        squares = right.square().sum((1, 2, 3))
+        x[-1], y[-1] = torch.nan, torch.inf  # a sample that is left out is not read
+        c = torch.rand(size, device=device)
+        c[-1] = 0
+        expected = (c[:-1, None, None, None] * right[:-1]).sum(0)
+        for take in (kept, lambda use: use.take_norm(False)):
+            use = factors(x, y, case, tf32)
+            norm = take(use)
+            if norm.scale is None:  # norms from Gram matrices have a test of their own
+                torch.testing.assert_close(
+                    norm.squared[:-1].double(), squares[:-1], rtol=2 * bound, atol=0
+                )
+            assert not norm.squared[-1].isfinite()
+            total = total_of(use, c).flatten(2).double()
+            assert (total - expected).abs().max() <= bound * expected.abs().max()
+
+
+@on_kernels(tf32=True)
+def test_what_is_normed_is_what_is_summed(place: Place) -> None:
+    """The kept G have the norms that were taken, whether or not operands were scaled."""
+    for case in WIDE:
+        x, y, _ = operands(case, place.dtype, place.device)
+        use = factors(x, y, case, place.tf32)
+        norm = kept(use)
+        for i in range(case[0]):
+            one = torch.zeros(case[0], device=place.device)
+            one[i] = 1
+            found = total_of(use, one).double().square().sum()
+            torch.testing.assert_close(norm.squared[i].double(), found, rtol=1e-6, atol=0)
+
+
+@on_kernels()
+def test_pieces(place: Place) -> None:
+    """Packed one sample after another, large operands have the same G and norms.
+
+    Where a launch would have too few programs, all are packed.
+    """
+    case = (3, 2, 16, 8, (1, 9, 9), Geometry((1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), 1))
+    x, y, right = operands(case, place.dtype, place.device)
+    found, packs = [], []
+
+    def counting(x: Tensor, *rest: Any) -> Packed:
+        packs.append(len(x))
+        return packed(x, *rest)
+
+    for most, programs in ((1 << 26, 1), (1, 1), (1, 10)):
+        convolution.samples_at_a_time.cache_clear()
+        with (
+            patch.object(convolution, "PACKED_BYTES", most),
+            patch.object(convolution, "LEAST_PROGRAMS", programs),
+            patch.object(
+                convolution, "packed", lambda x, *a: packs.append(len(x)) or packed(x, *a)
+            ),
+        ):
+            use = factors(x, y, case)
+            squares = use.take_norm(True).squared
+            found.append((squares, total_of(use, torch.ones(3, device=place.device))))
+    convolution.samples_at_a_time.cache_clear()
+    assert packs == [6] + [2] * 3 + [6]
+    for one, other, as_before in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * one.abs().max().item())
+        assert torch.equal(one, as_before)
+    bound = TF32 if place.dtype == torch.float32 else DTYPES[place.dtype]  # PyTorch's default
+    error = (found[1][1].flatten(2).double() - right.sum(0)).abs().max()
+    assert error <= bound * right.abs().max()
+
+
+@on_kernels(tf32=True)
+def test_nothing(place: Place) -> None:
+    """No samples, and output gradients of zero."""
+    geometry = Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
+    for size in (0, 2):
+        case = (size, 1, 16, 16, (1, 2, 2), geometry)
+        zeros = torch.zeros(size, 16, 1, 2, 2, device=place.device, dtype=place.dtype)
+        for take in (kept, lambda use: use.take_norm(False)):
+            use = factors(zeros, zeros, case)
+            norm = take(use)
+            assert norm.squared.shape == (size,)
+            assert not norm.squared.any()
+            if size:
+                assert not total_of(use, torch.ones(size, device=place.device)).any()
+
+
+def placed(kernel, grid, tensors, numbers, **constants) -> None:
+    """Packs in PyTorch what `_pack_kernel` packs, also in float64."""
+    names = [n for n in kernel.arg_names if n not in constants][7:]
+    sizes = dict(zip(names, numbers, strict=True))
+    for operand, x, to in zip("xy", tensors[:2], tensors[2:4], strict=True):
+        own = {n[: -len(operand) - 1]: v for n, v in sizes.items() if n.endswith("_" + operand)}
+        pictures = own["pictures"]
+        for index in torch.cartesian_prod(*map(torch.arange, x.shape)).tolist():
+            n, channel, *pixel = index
+            padded = [p + own[f"pad_{a}"] for p, a in zip(pixel, "dhw", strict=True)]
+            phase = [p % own[f"stride_{a}"] for p, a in zip(padded, "dhw", strict=True)]
+            at = [p // own[f"stride_{a}"] for p, a in zip(padded, "dhw", strict=True)]
+            counts = [own[f"phases_{a}"] for a in "dhw"]
+            extent = [own[f"n_{a}"] for a in "dhw"]
+            if any(f >= c for f, c in zip(phase, counts, strict=True)):
+                continue
+            if any(z >= c for z, c in zip(at, extent, strict=True)):
+                continue
+            row = 0
+            for value, size in zip(
+                (*phase, n % pictures, *at), (*counts, pictures, *extent), strict=True
+            ):
+                row = row * size + value
+            group, own_channel = divmod(channel, own["n_own"])
+            sample = n // pictures * (x.shape[1] // own["n_own"]) + group
+            to[sample, row, own_channel] = x[tuple(index)]
