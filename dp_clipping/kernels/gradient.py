@@ -79,9 +79,9 @@ def _launch(
     pairs, shapes, described = operands.pairs, operands.shapes, operands.described
     given, store = (None, store) if isinstance(store, bool) else (store, True)
     y, _ = pairs[0]
-    batch_size, tokens, _ = y.shape
+    batch_size, tokens = y.shape[0], operands.tokens
     dtype = stored_dtype(y.dtype)
-    if not (batch_size and tokens and any(map(all, shapes))):
+    if not (batch_size and any(tokens) and any(map(all, shapes))):
         squares = y.new_zeros(len(pairs), batch_size, dtype=torch.float32)
         results = [y.new_zeros(batch_size, *shape, dtype=dtype) for shape in shapes if store]
         for one in given or ():
@@ -110,7 +110,7 @@ def _launch(
         target = describe(gradients, (tile.rows, tile.columns)) if store else None
         _gradient_kernel[(counts[0] * batch_size,)](
             describe(y, (tile.depth, tile.rows)), describe(a, (tile.depth, tile.columns)), target,
-            squares, batch_size, tokens, y.shape[2], a.shape[2], **shared,
+            squares, batch_size, tokens[0], y.shape[2], a.shape[2], **shared,
         )  # fmt: skip
     else:
         # Where there are few tiles, samples are divided among programs too.
@@ -120,7 +120,7 @@ def _launch(
         layers = table(operands, results, programs, [0] * len(pairs))
         launch(
             _gradients_kernel, (layers.programs,), (layers.words, layers.starts, squares),
-            (len(pairs), batch_size, tokens, max(counts), share),
+            (len(pairs), batch_size, max(counts), share),
             DTYPE=y.dtype, STORED=dtype, DESCRIBED=described,
             WRITTEN=written_in_loop, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
@@ -185,9 +185,9 @@ if triton is not None:
             BLOCK_D, BLOCK_P, BLOCK_T,
         )  # fmt: skip
 
-    @triton.jit(do_not_specialize=["n_rows", "B", "T", "n_most", "share"])
+    @triton.jit(do_not_specialize=["n_rows", "B", "n_most", "share"])
     def _gradients_kernel(
-        p_rows, p_starts, p_squares, n_rows, B, T, n_most, share,
+        p_rows, p_starts, p_squares, n_rows, B, n_most, share,
         DTYPE: tl.constexpr, STORED: tl.constexpr, DESCRIBED: tl.constexpr, STORE: tl.constexpr,
         WRITTEN: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr,
         GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -197,6 +197,7 @@ if triton is not None:
         D, P = tl.load(p_row + 3).to(tl.int32), tl.load(p_row + 4).to(tl.int32)
         s_yb, s_yt = tl.load(p_row + 5), tl.load(p_row + 6)
         s_ab, s_at = tl.load(p_row + 7), tl.load(p_row + 8)
+        T = tl.load(p_row + 10).to(tl.int32)
         n_d, n_p = tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P)
         i_tile, i_share = i_own % (n_d * n_p), i_own // (n_d * n_p)
         i_d, i_p = _tile_of(i_tile, n_d, n_p, GROUP)

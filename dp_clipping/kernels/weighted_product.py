@@ -96,8 +96,8 @@ def _launch(
 ) -> list[Tensor]:
     pairs, shapes, described = operands.pairs, operands.shapes, operands.described
     y, _ = pairs[0]
-    batch_size, tokens, _ = y.shape
-    if not (batch_size and tokens and any(map(all, shapes))):
+    batch_size, tokens = y.shape[0], tuple(operands.tokens)
+    if not (batch_size and any(tokens) and any(map(all, shapes))):
         return [y.new_zeros(shape, dtype=torch.float32) for shape in shapes]
     name, tiles = _candidates(tokens, y.element_size())
     tile = tile or best_for_pairs(
@@ -115,14 +115,14 @@ def _launch(
         _, a = pairs[0]
         _weighted_product_kernel[(counts[0], splits)](
             describe(y, (tile.depth, tile.rows)), describe(a, (tile.depth, tile.columns)),
-            parts[0], *ordered, groups[0], batch_size, tokens, share, y.shape[2], a.shape[2],
+            parts[0], *ordered, groups[0], batch_size, tokens[0], share, y.shape[2], a.shape[2],
             **shared,
         )  # fmt: skip
     else:
         rows = table(operands, parts, counts, groups)
         launch(
             _weighted_products_kernel, (rows.programs, splits), (rows.words, rows.starts, *ordered),
-            (len(pairs), batch_size, tokens, share), DTYPE=y.dtype, DESCRIBED=described,
+            (len(pairs), batch_size, share), DTYPE=y.dtype, DESCRIBED=described,
             ALIGNED=aligned, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
     if splits == 1:
@@ -131,46 +131,53 @@ def _launch(
 
 
 @lru_cache(maxsize=1024)
-def _candidates(tokens: int, size: int) -> tuple[str, dict[int, tuple[Tile, ...]]]:
-    """Returns a name for samples of T tokens, and their tiles; the first needs no tuning.
+def _candidates(tokens: tuple[int, ...], size: int) -> tuple[str, dict[int, tuple[Tile, ...]]]:
+    """Returns a name for products of T tokens each, and their tiles; the first needs no tuning.
 
     Where T fills an odd number of shallow blocks, half of a deep one would be padding.
 
     Args:
         size: bytes of an element.
     """
-    is_odd = ceil_div(tokens, SHALLOW.depth) % 2 == 1
-    if size != 2 or tokens > MOST_SHALLOW or not is_odd:
+    is_odd = all(ceil_div(T, SHALLOW.depth) % 2 == 1 for T in tokens)
+    if size != 2 or max(tokens) > MOST_SHALLOW or not is_odd:
         return "weighted_product", TILES
     return "weighted_product in shallow blocks", TILES | {2: (SHALLOW, *TILES[2])}
 
 
 @lru_cache(maxsize=1024)
 def _division(
-    shapes: tuple[tuple[int, int], ...], batch_size: int, tokens: int, tile: Tile
+    shapes: tuple[tuple[int, int], ...], batch_size: int, tokens: tuple[int, ...], tile: Tile
 ) -> tuple[list[int], int, int, int]:
     """Returns the tiles of each result [d, p], the samples of a share, the shares, and `ALIGNED`.
 
     The last one is 1 where results do not start at multiples of it.
     """
     counts = [ceil_div(d, tile.rows) * ceil_div(p, tile.columns) for d, p in shapes]
-    share = _share(sum(counts), batch_size, tokens)
+    blocks = [ceil_div(T, 64) for T in tokens]
+    share = _share(counts, blocks, batch_size)
     aligned = all(p % ALIGNED == 0 for _, p in shapes)
     return counts, share, ceil_div(batch_size, share), ALIGNED if aligned else 1
 
 
-def _share(programs: int, batch_size: int, tokens: int) -> int:
+def _share(counts: Sequence[int], blocks: Sequence[int], batch_size: int) -> int:
     """Returns how many samples a program sums: that with the least predicted time.
 
     In turns of all processors, each as long as a share, and the writing of sums of shares.
+
+    Args:
+        counts, blocks: tiles of each product, and blocks of tokens that each of them reads.
     """
+    programs = sum(counts)
+    mean = sum(n * each for n, each in zip(counts, blocks, strict=True)) / max(1, programs)
 
     def time(splits: int) -> float:
         turns = ceil_div(programs * splits, PROCESSORS)
         written = programs * splits if splits > 1 else 0
-        return turns * ceil_div(batch_size, splits) * ceil_div(tokens, 64) + WRITING * written
+        longest = max(turns * mean, *blocks)
+        return longest * ceil_div(batch_size, splits) + WRITING * written
 
-    most = min(batch_size // LEAST, MOST_PROGRAMS // programs)
+    most = min(batch_size // LEAST, MOST_PROGRAMS // max(1, programs))
     return ceil_div(batch_size, min(range(1, max(1, most) + 1), key=time))
 
 
@@ -231,9 +238,9 @@ if triton is not None:
             EXACT, BLOCK_D, BLOCK_P, BLOCK_T,
         )  # fmt: skip
 
-    @triton.jit(do_not_specialize=["n_rows", "B", "T", "share"])
+    @triton.jit(do_not_specialize=["n_rows", "B", "share"])
     def _weighted_products_kernel(
-        p_rows, p_starts, p_order, p_c, p_first, n_rows, B, T, share,
+        p_rows, p_starts, p_order, p_c, p_first, n_rows, B, share,
         DTYPE: tl.constexpr, DESCRIBED: tl.constexpr, ALIGNED: tl.constexpr, EXACT: tl.constexpr,
         MOST: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -244,7 +251,7 @@ if triton is not None:
         P = tl.multiple_of(tl.load(p_row + 4).to(tl.int32), ALIGNED)
         s_yb, s_yt = tl.load(p_row + 5), tl.load(p_row + 6)
         s_ab, s_at = tl.load(p_row + 7), tl.load(p_row + 8)
-        i_group = tl.load(p_row + 9)
+        i_group, T = tl.load(p_row + 9), tl.load(p_row + 10).to(tl.int32)
         i_d, i_p = _tile_of(i_tile, tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P), GROUP)
         y = _open(p_row, s_yb, s_yt, B, T, D, DTYPE, DESCRIBED, BLOCK_T, BLOCK_D)
         a = _open(p_row + 1, s_ab, s_at, B, T, P, DTYPE, DESCRIBED, BLOCK_T, BLOCK_P)

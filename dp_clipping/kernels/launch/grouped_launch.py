@@ -25,18 +25,19 @@ if triton is not None:
 
 MOST_ROWS = 128
 LARGE = 1e11  # operations: 0.15 ms on an H200; a launch takes its host 0.1 ms
-WORDS = 10  # left, right, result; their rows and columns; strides of left and right; group
+WORDS = 11  # left, right, result; rows and columns; strides of left and right; group; T
 
 Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of one launch, of one B, T and dtype.
+    """The operands of one launch, of one B and dtype.
 
     Attributes:
         pairs: left [B, T, d] and right [B, T, p] of each product, as the kernels can read them.
         shapes: (d, p) of each.
+        tokens: T of each.
         addresses: of left and right of each in turn.
         strides: of sample and token of left, then of right, of each in turn.
         described: the bulk copy engine takes all of them.
@@ -44,6 +45,7 @@ class Operands:
 
     pairs: list[Pair]
     shapes: list[tuple[int, int]]
+    tokens: list[int]
     addresses: list[int]
     strides: list[int]
     described: bool
@@ -70,7 +72,7 @@ def operands_of(pairs: Sequence[Pair]) -> Operands:
     Reads size, address and strides of each operand once, because a step has hundreds of them.
     """
     size = pairs[0][0].element_size()
-    ready, shapes = [], []
+    ready, shapes, tokens = [], [], []
     addresses: list[int] = []
     strides: list[int] = []  # of samples and tokens
     described = True
@@ -82,11 +84,13 @@ def operands_of(pairs: Sequence[Pair]) -> Operands:
         is_full = 0 not in left.shape and 0 not in right.shape
         described = described and is_full and left_x == right_x == 1
         ready.append((left, right))
-        shapes.append((left.shape[2], right.shape[2]))
+        _, length, width = left.shape
+        shapes.append((width, right.shape[2]))
+        tokens.append(length)
         addresses += left.data_ptr(), right.data_ptr()
         strides += left_b, left_t, right_b, right_t
     described = described and is_aligned(addresses, strides, size)
-    return Operands(ready, shapes, addresses, strides, described)
+    return Operands(ready, shapes, tokens, addresses, strides, described)
 
 
 def table(
@@ -98,10 +102,10 @@ def table(
     rows = [
         (
             *at[2 * n : 2 * n + 2], 0 if result is None else result.data_ptr(), *shape,
-            *strides[4 * n : 4 * n + 4], group,
+            *strides[4 * n : 4 * n + 4], group, tokens,
         )
-        for n, (result, shape, group) in enumerate(
-            zip(results, operands.shapes, groups, strict=True)
+        for n, (result, shape, group, tokens) in enumerate(
+            zip(results, operands.shapes, groups, operands.tokens, strict=True)
         )
     ]  # fmt: skip
     starts = [0]
@@ -114,24 +118,27 @@ def table(
 
 
 def launches(pairs: Sequence[Pair], large: float = LARGE) -> Iterator[list[int]]:
-    """Yields the pairs of each launch: one of `large`, or smaller ones of one B, T and dtype.
+    """Yields the pairs of each launch: one of `large`, or smaller ones of one B and dtype.
+
+    Those with most tokens come first, since their programs take longest.
 
     Args:
         large: operations from which on a product has a launch of its own.
     """
-    small: dict[tuple, list[int]] = {}
+    small: dict[tuple, list[tuple[int, int]]] = {}
     for number, (left, right) in enumerate(pairs):
         batch_size, tokens, width = left.shape
         if 2.0 * batch_size * tokens * width * right.shape[2] >= large:
             yield [number]
             continue
-        key = (batch_size, tokens, left.dtype)
+        key = (batch_size, left.dtype)
         if key not in small:
             small[key] = []
-        small[key].append(number)
-    for numbers in small.values():
-        for first in range(0, len(numbers), MOST_ROWS):
-            yield numbers[first : first + MOST_ROWS]
+        small[key].append((-tokens, number))
+    for several in small.values():
+        several.sort()
+        for first in range(0, len(several), MOST_ROWS):
+            yield [number for _, number in several[first : first + MOST_ROWS]]
 
 
 def describe(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:

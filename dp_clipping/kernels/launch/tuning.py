@@ -107,17 +107,17 @@ def best_for_pairs(
     tiles: Mapping[int, Sequence[Tile]],
     run: Launch,
 ) -> Tile:
-    """Calls `best` for one launch over pairs [B, T, d] and [B, T, p] of one B, T and dtype.
+    """Calls `best` for one launch over pairs [B, T, d] and [B, T, p] of one B and dtype.
 
     Args:
         tiles: candidates by the bytes of an element. The default is the first of those whose
             padding is least.
     """
     left, _ = operands.pairs[0]
-    batch_size, tokens, _ = left.shape
+    tokens, shapes = max(operands.tokens), tuple(operands.shapes)
     candidates, key = _class_of(
-        kernel if operands.described else kernel + BY_POINTERS, left.dtype, left.device, batch_size, tokens,
-        tuple(operands.shapes), tuple(tiles[left.element_size()]),
+        kernel if operands.described else kernel + BY_POINTERS, left.dtype, left.device,
+        left.shape[0], tokens, shapes, tuple(tiles[left.element_size()]),
     )  # fmt: skip
     return _chosen.get(key) or _choose(key, candidates, run)
 

@@ -41,18 +41,20 @@ def test_weighted_product_of_nothing(place: Place) -> None:
 def test_shares() -> None:
     """Samples are divided where tiles leave processors idle, and into few shares."""
     share = weighted_product._share
-    assert share(18, 128, 197) == 19  # seven shares: 126 programs
-    assert share(72, 128, 197) == 26  # five: 360, of which three turns take 0.6 of one turn of all
-    assert share(2592, 128, 197) == 128  # nearly 20 turns of all processors
-    assert share(72, 32, 1) == 32  # writing would take longer
-    assert share(1, 7, 512) == 7  # as many sums as there are gradients
+    assert share([18], [4], 128) == 19  # seven shares: 126 programs
+    assert share([72], [4], 128) == 26  # five: 360, of which three turns take 0.6 of one of all
+    assert share([2592], [4], 128) == 128  # nearly 20 turns of all processors
+    assert share([72], [1], 32) == 32  # writing would take longer
+    assert share([1], [8], 7) == 7  # as many sums as there are gradients
+    assert share([150, 2], [1, 100], 128) < 128  # two tiles would take longer than all turns
 
 
 def test_depth_of_blocks() -> None:
     """Blocks have the depth with less padding; a tuned tile is that of one depth."""
     lengths = (50, 77, 128, 197, 512, 513)
-    found = {tokens: weighted_product._candidates(tokens, 2) for tokens in lengths}
+    found = {tokens: weighted_product._candidates((tokens,), 2) for tokens in lengths}
     assert {tokens: tiles[2][0].depth for tokens, (_, tiles) in found.items()} == {
         50: 64, 77: 32, 128: 64, 197: 32, 512: 64, 513: 64,
     }  # fmt: skip
-    assert found[197][0] != found[128][0] == weighted_product._candidates(197, 4)[0]
+    assert weighted_product._candidates((197, 50), 2) == found[50]
+    assert found[197][0] != found[128][0] == weighted_product._candidates((197,), 4)[0]
