@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import full_float32
-from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.convolution.geometry import Geometry
 from dp_clipping.kernels.convolution.layout import layout_of, packed, pairs_of, weight_of
 from dp_clipping.kernels.convolution.packing import Packed
@@ -17,7 +16,7 @@ from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers import convolution
-from dp_clipping.layers.convolution import Factors, KernelFactors
+from dp_clipping.layers.convolution import Factors, KernelFactors, take_norms
 from tests.support.convolution_cases import DTYPES, TF32, WIDE, operands
 from tests.support.kernel_cases import Place, on_kernels
 
@@ -31,17 +30,27 @@ def factors(x: Tensor, y: Tensor, case: tuple, tf32: bool = True) -> KernelFacto
 
 def total_of(use: KernelFactors, c: Tensor) -> Tensor:
     """Returns Σ_i c_i G_i, as `Fused.sums` forms it."""
+    pairs = use.summands() if use.gradients is None else []
     c = c if use.scale is None else c * use.scale
     if use.gradients:
         return use.shaped(weighted_sums(use.gradients, c[None], [0] * len(use.gradients)))
-    pairs = use.pairs()
     return use.shaped(weighted_products(pairs, SortedCoefficients.of(c), [0] * len(pairs)))
 
 
-def kept(use: KernelFactors) -> Norm:
+def norm_of(use: KernelFactors, keep: bool = True) -> tuple[Tensor, bool]:
+    """Returns squared norms [B], and whether they are exact."""
+    ((squares, scales, _, _),) = take_norms([use], keep)
+    return squares.sum(0), scales is None
+
+
+def kept(use: KernelFactors) -> tuple[Tensor, bool]:
     """Takes the norm and keeps G, also where operands are smaller."""
-    with patch.object(convolution, "samples_at_a_time", lambda *a: len(use._use.x)):
-        return use.take_norm(True)
+    use.samples = use.batch_size
+    return norm_of(use)
+
+
+def not_kept(use: KernelFactors) -> tuple[Tensor, bool]:
+    return norm_of(use, keep=False)
 
 
 @pytest.mark.parametrize("case", WIDE, ids=str)
@@ -72,14 +81,14 @@ def test_norms_and_sums(place: Place) -> None:
         c = torch.rand(size, device=device)
         c[-1] = 0
         expected = (c[:-1, None, None, None] * right[:-1]).sum(0)
-        for take in (kept, lambda use: use.take_norm(False)):
+        for take in (kept, not_kept):
             use = factors(x, y, case, tf32)
-            norm = take(use)
-            if norm.scale is None:  # norms from Gram matrices have a test of their own
+            norms, are_exact = take(use)
+            if are_exact:  # norms from Gram matrices have a test of their own
                 torch.testing.assert_close(
-                    norm.squared[:-1].double(), squares[:-1], rtol=2 * bound, atol=0
+                    norms[:-1].double(), squares[:-1], rtol=2 * bound, atol=0
                 )
-            assert not norm.squared[-1].isfinite()
+            assert not norms[-1].isfinite()
             total = total_of(use, c).flatten(2).double()
             assert (total - expected).abs().max() <= bound * expected.abs().max()
 
@@ -90,12 +99,12 @@ def test_what_is_normed_is_what_is_summed(place: Place) -> None:
     for case in WIDE:
         x, y, _ = operands(case, place.dtype, place.device)
         use = factors(x, y, case, place.tf32)
-        norm = kept(use)
+        norms, _ = kept(use)
         for i in range(case[0]):
             one = torch.zeros(case[0], device=place.device)
             one[i] = 1
             found = total_of(use, one).double().square().sum()
-            torch.testing.assert_close(norm.squared[i].double(), found, rtol=1e-6, atol=0)
+            torch.testing.assert_close(norms[i].double(), found, rtol=1e-6, atol=0)
 
 
 @on_kernels()
@@ -122,7 +131,7 @@ def test_pieces(place: Place) -> None:
             ),
         ):
             use = factors(x, y, case)
-            squares = use.take_norm(True).squared
+            squares, _ = norm_of(use)
             found.append((squares, total_of(use, torch.ones(3, device=place.device))))
     convolution.samples_at_a_time.cache_clear()
     assert packs == [6] + [2] * 3 + [6]
@@ -141,11 +150,11 @@ def test_nothing(place: Place) -> None:
     for size in (0, 2):
         case = (size, 1, 16, 16, (1, 2, 2), geometry)
         zeros = torch.zeros(size, 16, 1, 2, 2, device=place.device, dtype=place.dtype)
-        for take in (kept, lambda use: use.take_norm(False)):
+        for take in (kept, not_kept):
             use = factors(zeros, zeros, case)
-            norm = take(use)
-            assert norm.squared.shape == (size,)
-            assert not norm.squared.any()
+            norms, _ = take(use)
+            assert norms.shape == (size,)
+            assert not norms.any()
             if size:
                 assert not total_of(use, torch.ones(size, device=place.device)).any()
 
