@@ -14,17 +14,15 @@ import dp_clipping
 from ddp_by_hand.experiments.networks import account, floors
 from ddp_by_hand.experiments.networks.account import ALL, LESS, MORE, part_of, parts_of
 from ddp_by_hand.experiments.networks.floors import (
-    CONV_NORMS,
-    CONV_SUMS,
     EMBEDDINGS,
     HALF,
     KEPT,
     LAYOUTS,
-    LINEAR_NORMS,
-    LINEAR_SUMS,
     NOISE,
     NORM_LAYERS,
+    NORMS,
     SINGLE,
+    SUMS,
     TF32,
     VECTORS,
     Ceilings,
@@ -66,8 +64,8 @@ def test_a_linear_layer(algorithm, norms, sums, kept):
     x, layer = torch.randn(2, 3, 2, dtype=torch.bfloat16), nn.Linear(2, 3, bias=False)
     for ceilings, n in ((PRODUCTS, 0), (MEMORY, 1)):
         found = of(layer, x, ceilings, weight=algorithm)
-        assert found[LINEAR_NORMS] == near(0, norms[n])
-        assert found[LINEAR_SUMS] == near((72, 60 + 12)[n], sums[n])
+        assert found[NORMS] == near(0, norms[n])
+        assert found[SUMS] == near((72, 60 + 12)[n], sums[n])
     assert found.get(KEPT, (0, 0)) == near(0, kept)
 
 
@@ -81,9 +79,9 @@ def test_the_slower_of_operations_and_bytes_counts():
 def test_a_token_alone_and_a_bias():
     """Norms of one token are read; B = 2, p = d = 2 in float32, factors of 32 bytes."""
     found = of(nn.Linear(2, 2), torch.randn(2, 2), PRODUCTS)
-    assert found[LINEAR_NORMS] == near(0, 0)
+    assert found[NORMS] == near(0, 0)
     found = of(nn.Linear(2, 2), torch.randn(2, 2), MEMORY)
-    assert found[LINEAR_NORMS] == near(0, 32)
+    assert found[NORMS] == near(0, 32)
     kept = 2 * 2 * 4
     assert found[VECTORS] == near(16 + 8, 16 + kept + kept)
     assert found[KEPT] == near(0, kept + 8)
@@ -97,12 +95,12 @@ def test_convolutions_keep_gradients_or_operands():
     both = 2 * x.numel()
     assert found[LAYOUTS] == near(both * 8, both * (4 + 4 + 2))
     kept = 2 * 64 * 4
-    assert found[CONV_NORMS] == near(0, both * 2 + kept)
-    assert found[CONV_SUMS] == near(both * 4 + 64 * 4, 0)
+    assert found[NORMS] == near(0, both * 2 + kept)
+    assert found[SUMS] == near(both * 4 + 64 * 4, 0)
     assert found[KEPT] == near(0, kept + 64 * 4)
     found = of(nn.Conv2d(8, 8, 3, padding=1, bias=False), x, MEMORY)
-    assert found[CONV_NORMS] == near(0, both * 2)  # G has more values than x and y
-    assert found[CONV_SUMS] == near(both * 4 + 576 * 4, both * 2 + 576 * 4)
+    assert found[NORMS] == near(0, both * 2)  # G has more values than x and y
+    assert found[SUMS] == near(both * 4 + 576 * 4, both * 2 + 576 * 4)
     assert KEPT not in found
 
 
@@ -112,8 +110,8 @@ def test_norms_of_few_positions(channels, operations):
     x, layer = torch.randn(2, channels, 4, 4), nn.Conv2d(channels, channels, 3, padding=1)
     found = of(layer, x, PRODUCTS)
     u = 2 * 2 * 16 * 9 * channels**2
-    assert found[CONV_NORMS] == near(0, operations or u)
-    assert found[CONV_SUMS].ordinary == pytest.approx(u)
+    assert found[NORMS] == near(0, operations or u)
+    assert found[SUMS].ordinary == pytest.approx(u)
 
 
 def test_depthwise_and_transposed_convolutions():
@@ -121,10 +119,10 @@ def test_depthwise_and_transposed_convolutions():
     found = of(nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), x, MEMORY)
     both, kept = 2 * x.numel(), 2 * 72 * 4
     assert found[LAYOUTS] == near(0, both * 4)
-    assert found[CONV_NORMS] == near(0, both * 2 + kept)
+    assert found[NORMS] == near(0, both * 2 + kept)
     assert found[VECTORS] == near(0, kept)
     found = of(nn.ConvTranspose2d(8, 8, 2, 2, bias=False), x, PRODUCTS)
-    assert found[CONV_SUMS].ordinary == pytest.approx(2 * 2 * 16 * 4 * 64)  # of 16 positions
+    assert found[SUMS].ordinary == pytest.approx(2 * 2 * 16 * 4 * 64)  # of 16 positions
 
 
 def test_norm_layers_and_embeddings():
@@ -144,13 +142,13 @@ def test_recurrent_layers_and_attention_are_products():
     packed = pack_padded_sequence(torch.randn(3, 2, 3), torch.tensor([3, 2]))
     found = floors_of(lstm, (packed,), 2, {}, PRODUCTS)[0]
     u = 2 * 5 * (16 * 3 + 16 * 4)
-    assert found[LINEAR_NORMS] == near(0, u)
-    assert found[LINEAR_SUMS] == near(u, u)
+    assert found[NORMS] == near(0, u)
+    assert found[SUMS] == near(u, u)
     fast = Ceilings({HALF: 1e3, TF32: 4e3, SINGLE: 1e3}, 1e30)
-    assert floors_of(lstm, (packed,), 2, {}, fast)[0][LINEAR_SUMS] == near(u / 4, u)
+    assert floors_of(lstm, (packed,), 2, {}, fast)[0][SUMS] == near(u / 4, u)
     attention, x = nn.MultiheadAttention(4, 2, bias=False, batch_first=True), torch.randn(2, 3, 4)
     found = floors_of(attention, (x, x, x), 2, {}, PRODUCTS)[0]
-    assert found[LINEAR_SUMS].ordinary == pytest.approx(2 * 6 * (48 + 16))
+    assert found[SUMS].ordinary == pytest.approx(2 * 6 * (48 + 16))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -185,18 +183,18 @@ def test_ceilings_are_measured():
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
-        ("nvjet_sm90_tst_96x64_64x8_2x4_h_bz_NTN", LINEAR_SUMS),
+        ("nvjet_sm90_tst_96x64_64x8_2x4_h_bz_NTN", SUMS),
         ("nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_NNT", None),
-        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>()", LINEAR_SUMS),
-        ("sm90_xmma_wgrad_indexed_implicit_gemm_bf16bf16_nhwckrsc_nhwc_tilesize", CONV_SUMS),
-        ("void at::native::(anonymous namespace)::conv_depthwise2d_grad_weight_kernel", CONV_SUMS),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>()", SUMS),
+        ("sm90_xmma_wgrad_indexed_implicit_gemm_bf16bf16_nhwckrsc_nhwc_tilesize", SUMS),
+        ("void at::native::(anonymous namespace)::conv_depthwise2d_grad_weight_kernel", SUMS),
         ("void cudnn::engines_precompiled::nchwToNhwcKernel<float>", LAYOUTS),
         ("void at::native::(anonymous namespace)::compute_grad_weight<float, long>", EMBEDDINGS),
         ("void at::native::GammaBetaBackwardCUDAKernel1<float>(long)", NORM_LAYERS),
         ("void at::native::reduce_kernel<128, 4, sum_functor<float>>", VECTORS),
         ("Memset (Device)", None),
-        ("_gram_kernel", LINEAR_NORMS),
-        ("_conv_gram_kernel", CONV_NORMS),
+        ("_gram_kernel", NORMS),
+        ("_conv_gram_kernel", NORMS),
         ("_weighted_sum_kernel", KEPT),
     ],
 )
@@ -221,17 +219,17 @@ PRIVATE = {
     "_gram_kernel": (1.0, 1), "_weighted_products_kernel": (3.0, 2), "nvjet_bz_NNT": (5.0, 4),
     "add": (1.5, 1), "fill": (0.25, 2), "_add_noise_to_all_kernel": (0.2, 1),
 }  # fmt: skip
-FLOORS = {LINEAR_NORMS: (0.0, 0.5), LINEAR_SUMS: (1.5, 1.6), NOISE: (0.0, 0.2)}
+FLOORS = {NORMS: (0.0, 0.5), SUMS: (1.5, 1.6), NOISE: (0.0, 0.2)}
 
 
 def test_the_largest_gap_is_first_and_nothing_is_lost():
     rows = parts_of(ORDINARY, PRIVATE, FLOORS)
     parts = {row["part"]: row for row in rows}
     assert [row["part"] for row in rows] == [
-        LINEAR_SUMS, MORE, LINEAR_NORMS, NOISE, LESS, ALL
+        SUMS, MORE, NORMS, NOISE, LESS, ALL
     ]  # fmt: skip
-    assert parts[LINEAR_SUMS] == pytest.approx({
-        "part": LINEAR_SUMS, "ordinary": 2.0, "private": 3.0, "extra": 1.0, "floor": 0.1,
+    assert parts[SUMS] == pytest.approx({
+        "part": SUMS, "ordinary": 2.0, "private": 3.0, "extra": 1.0, "floor": 0.1,
         "gap": 0.9, "ratio": 10.0,
     })  # fmt: skip
     assert parts[MORE]["extra"] == 0.75
@@ -283,7 +281,7 @@ def test_a_run_and_its_document(profiled, tmp_path, capsys):
     assert account.main(["--markdown", str(output)]) == 0
     shown = capsys.readouterr().out
     assert "| `convnext_t` | 8.5 | 10.9 | 1.29 | 2.4 |" in shown
-    assert "linear layers: sums +1.00 (floor " in shown
+    assert "products: sums +1.00 (floor " in shown
 
 
 def test_a_network_that_fails_has_a_line(profiled, monkeypatch, capsys):

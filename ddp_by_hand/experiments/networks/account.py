@@ -52,11 +52,10 @@ OPTIMIZER, MORE, LESS, ALL = "optimizer", "other kernels: more", "other kernels:
 # The first pattern that is found in a kernel's name says what it is for. cuBLAS names products by
 # their layouts, and those of weight gradients, which go over the tokens, are NT.
 KERNELS = {
-    of.LINEAR_NORMS: r"^_(gram|gradients?)_kernel",
-    of.LINEAR_SUMS: r"^_weighted_products?_kernel|nvjet_.*_NT[NT]$|gemm.*_nt_|splitKreduce",
+    of.NORMS: r"^_(gram|gradients?|conv_gram|narrow)_kernel",
+    of.SUMS: r"^_weighted_products?_kernel|nvjet_.*_NT[NT]$|gemm.*_nt_|splitKreduce"
+    r"|wgrad|Wgrad|conv_depthwise\dd_grad_weight",
     of.LAYOUTS: r"^_pack_kernel|nchwToNhwc|nhwcToNchw|AbsMaxOps",
-    of.CONV_NORMS: r"^_(conv_gradient|conv_gram|narrow)_kernel",
-    of.CONV_SUMS: r"^_weighted_kernel|wgrad|Wgrad|conv_depthwise\dd_grad_weight",
     of.KEPT: r"^_weighted_sum_kernel",
     of.NORM_LAYERS: r"^_(norm_layer|channel_sums|input_gradient)_kernel|GammaBetaBackward"
     r"|ComputeInternalGradients|ComputeBackwardFusedParams",

@@ -39,12 +39,10 @@ SIDE = 8192  # of the matrices whose product is timed
 COPIED = 1 << 30  # bytes
 ROUNDS = 5
 WIDE = 4  # bytes of an element in float32
-(LINEAR_NORMS, LINEAR_SUMS, LAYOUTS, CONV_NORMS, CONV_SUMS, KEPT, NORM_LAYERS, EMBEDDINGS, VECTORS,
- COEFFICIENTS, NOISE) = PARTS = (
-    "linear layers: norms", "linear layers: sums", "convolutions: layouts",
-    "convolutions: norms", "convolutions: sums", "sums of kept gradients", "norm layers",
-    "embeddings", "biases and small norms", "coefficients", "noise",
-)  # fmt: skip
+(NORMS, SUMS, LAYOUTS, KEPT, NORM_LAYERS, EMBEDDINGS, VECTORS, COEFFICIENTS, NOISE) = PARTS = (
+    "products: norms", "products: sums", "convolutions: layouts", "sums of kept gradients",
+    "norm layers", "embeddings", "biases and small norms", "coefficients", "noise",
+)  # products are those of linear layers and convolutions, which share kernels # fmt: skip
 
 
 class Ceilings(NamedTuple):
@@ -223,14 +221,14 @@ def _linear(call: Call, algorithms: Mapping[str, str], ceilings: Ceilings) -> Ro
         alone = ceilings.ms(factors + values * s, u, ordinary)
         kept = B * values * s
         if algorithm == INSTANTIATE:
-            yield LINEAR_NORMS, 0.0, ceilings.ms(factors + kept, u, precision)
-            yield LINEAR_SUMS, alone, 0.0
+            yield NORMS, 0.0, ceilings.ms(factors + kept, u, precision)
+            yield SUMS, alone, 0.0
             yield KEPT, 0.0, ceilings.ms(kept + values * WIDE)
             continue
         work = B * tokens * (tokens + 1) * features if algorithm == GRAM else u
         norms = ceilings.ms(factors, 0.0 if tokens == 1 else work, precision)
-        yield LINEAR_NORMS, 0.0, norms
-        yield LINEAR_SUMS, alone, ceilings.ms(factors + values * WIDE, u, precision)
+        yield NORMS, 0.0, norms
+        yield SUMS, alone, ceilings.ms(factors + values * WIDE, u, precision)
 
 
 def _convolution(call: Call, _: Mapping[str, str], ceilings: Ceilings) -> Rows:
@@ -271,8 +269,8 @@ def _convolution(call: Call, _: Mapping[str, str], ceilings: Ceilings) -> Rows:
     kept = B * values * size
     if is_narrow or kept <= operands:
         work = SINGLE if is_narrow else HALF
-        yield CONV_NORMS, 0.0, ceilings.ms(operands + kept, u, work)
-        yield CONV_SUMS, alone, 0.0
+        yield NORMS, 0.0, ceilings.ms(operands + kept, u, work)
+        yield SUMS, alone, 0.0
         yield KEPT, 0.0, ceilings.ms(kept + values * WIDE)
     else:
         geometry = Geometry((taps, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), layer.groups)
@@ -281,8 +279,8 @@ def _convolution(call: Call, _: Mapping[str, str], ceilings: Ceilings) -> Rows:
             norms = 2 * B * L**2 * (taps * x[1] + y[1])
         else:
             norms = u
-        yield CONV_NORMS, 0.0, ceilings.ms(operands, norms)
-        yield CONV_SUMS, alone, ceilings.ms(operands + values * WIDE, u)
+        yield NORMS, 0.0, ceilings.ms(operands, norms)
+        yield SUMS, alone, ceilings.ms(operands + values * WIDE, u)
     if is_narrow:
         yield VECTORS, 0.0, ceilings.ms(kept)
 
