@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-import weakref
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -14,13 +13,11 @@ import torch._functorch.config
 import torch.utils._pytree
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping import torch_compat
-from dp_clipping.torch_compat import flush_ready_nodes
 from tests.support.private_torch import imported_by, private_uses
 
 
@@ -86,13 +83,6 @@ def test_structures_differ_by_containers_keys_and_lengths():
 
 
 # ---- tensors and operators -----------------------------------------------------------------------
-
-
-def test_versions_count_changes():
-    x = torch.zeros(2)
-    before = torch_compat.version_of(x)
-    x.add_(1)
-    assert torch_compat.version_of(x) == before + 1
 
 
 class Cube(torch.autograd.Function):
@@ -170,29 +160,6 @@ def test_hooks_that_have_come():
     assert torch_compat.hooks_of(layer) == [new, old]
 
 
-def test_the_fused_rms_norm():
-    x, weight = torch.randn(3, 4), torch.randn(4)
-    expected = nn.functional.rms_norm(x, (4,), weight, 1e-6)
-    y, rstd = torch_compat.fused_rms_norm(x, (4,), weight, 1e-6)
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(rstd, (x.square().mean(1, keepdim=True) + 1e-6).rsqrt())
-
-
-def test_dtype_casts():
-    casts = []
-
-    class Seen(torch_compat.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            casts.append(torch_compat.is_dtype_cast(function))
-            return function(*args, **(kwargs or {}))
-
-    x = torch.ones(2)
-    with Seen():
-        x.to(torch.int64)
-        x.neg()
-    assert casts == [True, False]
-
-
 def test_weights_in_one_buffer(monkeypatch):
     """As `nn.RNNBase.flatten_parameters` calls it, which a GPU has."""
     calls = []
@@ -216,21 +183,6 @@ def test_spinning(monkeypatch):
 
 
 # ---- modules -------------------------------------------------------------------------------------
-
-
-def test_what_a_module_holds():
-    module = nn.Sequential(nn.BatchNorm1d(2))
-    module.register_buffer("here", torch.ones(1), persistent=False)
-    handle = module.register_forward_pre_hook(lambda *_: None)
-    module.register_full_backward_hook(lambda *_: None)
-    assert list(torch_compat.own_parameters(module[0])) == ["weight", "bias"]
-    assert list(torch_compat.own_buffers(module)) == ["here"]
-    assert list(torch_compat.own_modules(module)) == ["0"]
-    assert torch_compat.non_persistent_buffers(module) == {"here"}
-    assert len(torch_compat.forward_pre_hooks(module)) == 1
-    assert len(torch_compat.hooks_of(module)) == 2
-    handle.remove()
-    assert torch_compat.forward_pre_hooks(module) == []
 
 
 def test_the_name_of_what_is_pruned():
@@ -258,16 +210,6 @@ def test_composable_replicas(monkeypatch):
 
 
 # ---- compilation and profiling -------------------------------------------------------------------
-
-
-def test_compiled_modules():
-    plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
-    in_place.compile()
-    wrapped = torch.compile(nn.Linear(2, 2))
-    assert not torch_compat.any_compiled(nn.Sequential(plain, nn.Sequential(plain)))
-    for inner in (in_place, wrapped):
-        assert torch_compat.any_compiled(nn.Sequential(plain, nn.Sequential(inner)))
-    assert [torch_compat.is_compiled_in_place(m) for m in (plain, in_place)] == [False, True]
 
 
 def test_graphs_break_at_a_function(monkeypatch):
@@ -339,18 +281,6 @@ def test_grouped_collectives_are_there():
         torch_compat.reduce_scatter_together([], [], SimpleNamespace())
 
 
-def layouts(context):
-    mesh = DeviceMesh.from_group(context.group, "cpu")
-    made = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
-    again = torch_compat.with_layout(torch.zeros(2), torch_compat.layout_of(made))
-    return again.placements == made.placements and again.to_local().tolist() == [0, 0]
-
-
-def test_a_layout_serves_again(cpu_ranks):
-    assert all(cpu_ranks.run(2, layouts))
-    assert torch_compat.layout_of(object()) is None
-
-
 def test_strided_shards():
     assert torch_compat.strided_shard(_StridedShard(1, split_factor=4)) == (1, 4)
     assert torch_compat.strided_shard(Replicate()) is None
@@ -415,58 +345,6 @@ def test_names_before_fsdp1(wrapped, name):
 
 
 # ---- a backward that failed ----------------------------------------------------------------------
-
-
-class Held(torch.autograd.Function):
-    """Keeps an activation, which is watched."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.kept = torch.ones(3)
-        HELD.append(weakref.ref(ctx.kept))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class Fails(torch.autograd.Function):
-    """A node that another one is queued behind."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError
-
-
-HELD: list[weakref.ref] = []
-
-
-def fail() -> None:
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(ArithmeticError):
-        (Held.apply(x) + Fails.apply(x)).sum().backward()
-
-
-def test_activations_of_a_failed_backward_go():
-    HELD.clear()
-    with torch.autograd.set_multithreading_enabled(False):
-        fail()
-        with torch.no_grad():
-            flush_ready_nodes()
-    assert HELD
-    assert not any(held() is not None for held in HELD)
-
-
-def test_a_tensor_of_vmap():
-    seen = []
-    torch.vmap(lambda x: seen.append(torch_compat.is_of_vmap(x)) or x)(torch.ones(2))
-    assert seen == [True]
-    assert not torch_compat.is_of_vmap(torch.ones(2))
 
 
 def test_the_distribution_of_the_privacy_loss_is_that_of_the_accountant():

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import PrivacyEngine
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from tests.dp_clipping.conftest import assert_close, clipped_sums, gradients_of, unchecked
+from tests.dp_clipping.conftest import assert_close, gradients_of
 from tests.support import zoo
 from tests.support.engine import in_parts
 
@@ -23,15 +23,6 @@ pytestmark = [
 
 K = 2
 ROWS = 3 * K
-
-
-def test_one_example_a_unit_is_as_without():
-    case = zoo.BY_NAME["transformer"]
-    plain, units = (unchecked(case.build(), **o) for o in ({}, {"rows_per_unit": 1}))
-    batch = case.batch(zoo.SIZE)
-    sums = [clipped_sums(model, batch, case.per_sample_loss) for model in (plain, units)]
-    for name, value in sums[0].items():
-        assert torch.equal(value, sums[1][name])
 
 
 SAMPLES, MOST, CLASSES, C = 22, 4, 3, 0.7
@@ -95,18 +86,6 @@ def steps(run, loader=None):
 
 
 class TestSteps:
-    def test_a_unit_contributes_at_most_the_threshold(self):
-        run = build(sample_rate=1 / 6, max_grad_norm=0.1, noise_generator=fixed())
-        seen = 0
-        for x, _, _ in steps(run):
-            units = len(x) // MOST
-            total = torch.cat([g.flatten() for g in gradients_of(run.model).values()]).norm()
-            assert total <= units * 0.1 * (1 + 1e-6)
-            if units == 1:
-                seen += 1
-                assert total >= 0.1 * (1 - 1e-4)
-        assert seen
-
     @pytest.mark.parametrize("size", [MOST, 2 * MOST])
     @pytest.mark.parametrize("pad", [False, True])
     def test_physical_batches_hold_whole_units(self, size, pad):
@@ -283,12 +262,6 @@ class TestAccount:
         assert run.engine.accountant.history == [(1.0, 1 / 3, 3)]
         assert run.optimizer.expected_batch_size == 2.0
 
-    def test_ids_have_a_statement_and_an_account_of_their_own(self):
-        run = build(examples_per_unit=6, unit_ids=IDS, data_loader=DataLoader(data(), batch_size=6))
-        statement = run.engine.privacy_statement(1e-3)
-        assert statement.unit == "all examples with the same entry in unit_ids, at most 6"
-        assert (statement.sample_rate, run.optimizer.expected_batch_size) == (1 / 7, 1.0)
-
     def test_the_divisor_is_of_units(self):
         net = arguments()["module"]
         run = build(
@@ -341,12 +314,6 @@ class TestRefused:
             ):
                 run.model(x[:4])
             break
-
-    @pytest.mark.parametrize(("size", "fits"), [(6, "4 or 8"), (3, "4")])
-    def test_physical_batches_of_parts_of_units(self, size, fits):
-        run = build()
-        with pytest.raises(ValueError, match=f"give {fits}$"):
-            in_parts(run, size)
 
     def test_another_loader_over_the_sampler(self):
         run = build()

@@ -213,7 +213,7 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank(context: Context) -> None
         assert found[2] != found[2]
 
 
-# ---- the global vector, beside test_global_norms.py ----------------------------------------------
+# ---- the global vector ---------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -246,59 +246,6 @@ def test_other_samples_on_a_tensor_axis_show_in_the_losses(context: Context) -> 
 
 
 # ---- why not over samples ------------------------------------------------------------------------
-
-
-def adversarial(world_size: int, with_huge: bool) -> Tensor:
-    """Gradients [W, 2] of one sample a rank: rank 0's is huge, or is removed; C = 1.
-
-    The others point the other way, and each is far above C.
-    """
-    g = torch.zeros(world_size, 2, dtype=torch.float64)
-    g[0, 0] = -1e9 if with_huge else 0.0
-    g[1:, 0] = 1e3
-    return g
-
-
-def clip(g: Tensor, norms: Tensor) -> Tensor:
-    return (g / norms.clamp_min(1.0)[:, None]).sum(0)
-
-
-@pytest.mark.parametrize(("world_size", "moved"), [(2, 2.0), (4, 2.732), (8, 3.646)])
-def test_norms_of_different_samples_in_one_slot_break_the_sensitivity(world_size, moved):
-    """N² = Σ_r n_r² looks conservative, and one sample moves the sum by C(1 + √(W - 1))."""
-    shared, own = [], []
-    for with_huge in (True, False):
-        g = adversarial(world_size, with_huge)
-        norms = g.norm(dim=1)
-        assert (norms <= norms.square().sum().sqrt()).all()
-        shared.append(clip(g, norms.square().sum().sqrt().expand(world_size)))
-        own.append(clip(g, norms))
-    assert (shared[0] - shared[1]).norm() == pytest.approx(1 + (world_size - 1) ** 0.5, rel=1e-4)
-    assert (shared[0] - shared[1]).norm() == pytest.approx(moved, abs=1e-3)
-    assert (own[0] - own[1]).norm() <= 1 + 1e-12
-
-
-def moved_by_one_sample(context: Context, axis: str) -> float:
-    """What removing rank 0's sample moves the clipped sum by, with this as the reducer's axis."""
-    reducer = NormReducer(**{axis: context.group}, dtype=torch.float64)
-    totals = []
-    for with_huge in (True, False):
-        g = adversarial(context.world_size, with_huge)[context.rank : context.rank + 1]
-        squares = reducer.reduce(g.square().sum(1)[None, None]).wait()
-        total = clip(g, squares[0, 0].sqrt())
-        dist.all_reduce(total, group=context.group)
-        totals.append(total)
-    return float((totals[0] - totals[1]).norm())
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_reducer_on_the_wrong_axis_breaks_it_and_on_the_right_one_does_not(
-    cpu_ranks, world_size
-):
-    wrong = cpu_ranks.run(world_size, moved_by_one_sample, "tensor_group")
-    right = cpu_ranks.run(world_size, moved_by_one_sample, "data_parallel_group")
-    assert wrong == pytest.approx([1 + (world_size - 1) ** 0.5] * world_size, rel=1e-4)
-    assert max(right) <= 1 + 1e-12
 
 
 @pytest.mark.parametrize(

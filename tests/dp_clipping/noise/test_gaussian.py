@@ -433,18 +433,6 @@ def test_refused_draws_and_streams():
 # ---- addresses -----------------------------------------------------------------------------------
 
 
-def derive(secret=SECRET, step=0, parameter="w", share=0) -> NoiseStream:
-    return NoiseStream.derive(secret, step=step, parameter=parameter, share=share)
-
-
-def test_refused_addresses():
-    with pytest.raises(ValueError, match="the noise key has 16 bytes, expected 32"):
-        derive(bytes(16))
-    for wrong in ({"step": -1}, {"share": -1}):
-        with pytest.raises(ValueError, match="must not be negative"):
-            derive(**wrong)
-
-
 def test_uniform_numbers_have_the_bits_of_two_words():
     words = tuple(torch.tensor([w]) for w in (1, 5 << 12, 2**31, 7 << 12))
     expected = [((1 << 20) + 5 + 0.5) / 2**52, ((2**31 << 20) + 7 + 0.5) / 2**52]
