@@ -8,7 +8,7 @@ import torch
 from opacus.accountants import create_accountant
 
 from dp_clipping import MODES
-from tests.support.engine import arguments, backward, build, data, fixed, in_parts, parameters, step
+from tests.support.engine import arguments, backward, build, data, parameters, step
 
 DELTA = 1e-5
 
@@ -38,50 +38,6 @@ def test_a_step_is_counted_once_and_before_parameters_change(mode):
     assert seen == [(1, True)]
     sigma = 0.0 if mode == "no_dp" else 1.0
     assert account.history == [(sigma, 1 / 4, 1)]
-
-
-def test_microbatches_and_skipped_steps_are_not_counted():
-    run = build()
-    history = run.engine.accountant.history
-    with in_parts(run, 1) as loader:
-        counts = []
-        for batch in loader:
-            step(run, batch)
-            counts.append(sum(steps for _, _, steps in history))
-    assert counts[-1] == 4
-    assert len(counts) > 8
-    assert sorted(counts) == counts
-
-
-def test_accumulating_backwards_by_hand_is_one_step():
-    """Two backwards and one step: one draw, one count, the whole sum."""
-    options = {"noise_multiplier": 0.0}
-    split, whole = build(**options), build(**options)
-    x, y = data()[:6]
-    for part in (slice(0, 2), slice(2, 6)):
-        backward(split, (x[part], y[part]))
-    split.optimizer.step()
-    step(whole, (x, y))
-    assert split.engine.accountant.history == [(0.0, 1 / 4, 1)]
-    for a, b in zip(parameters(whole), parameters(split), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_pre_step_and_step_count_once():
-    run = build()
-    backward(run, data()[:5])
-    assert run.optimizer.pre_step()
-    assert run.engine.accountant.history == [(1.0, 1 / 4, 1)]
-    run.optimizer.step()
-    assert run.engine.accountant.history == [(1.0, 1 / 4, 1)]
-
-
-def test_a_refused_step_is_not_counted():
-    run = build()
-    with pytest.raises(RuntimeError):
-        run.optimizer.step()
-    assert run.engine.accountant.history == []
-    assert run.engine.get_epsilon(DELTA) == 0
 
 
 def test_no_account_no_step():
@@ -135,12 +91,3 @@ def test_without_noise_it_is_infinite(accountant):
         run.optimizer.noise_multiplier = 1.0
         step(run)
         assert run.engine.get_epsilon(DELTA) == math.inf
-
-
-def test_two_models_on_one_dataset_share_the_account():
-    one = build(noise_generator=fixed())
-    loader = torch.utils.data.DataLoader(one.loader.dataset, batch_size=6)
-    two = build(engine=one.engine, data_loader=loader)
-    step(one)
-    step(two)
-    assert one.engine.accountant.history == [(1.0, 1 / 4, 2)]

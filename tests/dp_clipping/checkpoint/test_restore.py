@@ -2,12 +2,14 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from opacus.schedulers import ExponentialNoise
 
 from dp_clipping.checkpoint.file_format import SEAL_BYTES, key_path, write_sealed
+from dp_clipping.checkpoint.run import agree_on_content
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.keys import fresh_keys
 from tests.support.saved_runs import (
@@ -276,3 +278,13 @@ def test_one_rank_fails_and_all_are_as_they_were(cpu_ranks, path):
     first, second = cpu_ranks.run(2, one_rank_fails, str(path.parent))
     assert "rank 1 could not load" in first
     assert "ZeroDivisionError" in second
+
+
+def test_a_rank_that_does_not_come_is_told_of(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("Timed out waiting 5000ms")
+
+    run = SimpleNamespace(group=object(), world_size=2, device=torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "all_gather", fails)
+    with pytest.raises(RuntimeError, match=r"on every rank, between the same two steps.*5000ms"):
+        agree_on_content(run, Path("run.pt"), bytes(31), None)
