@@ -248,6 +248,16 @@ def test_a_step_out_of_order_is_refused_and_changes_nothing(name):
     train(run, EPOCH)
 
 
+@every_run
+def test_another_batch_is_refused(name):
+    run = build(name)
+    x, y = data().tensors
+    run.criterion(run.model(x[:BATCH]), y[:BATCH]).backward()
+    with pytest.raises(RuntimeError, match="did not come from the data_loader that make_private"):
+        run.optimizer.step()
+    assert run.engine.get_epsilon(DELTA) == 0
+
+
 @every_run_with_epsilon
 def test_microbatches_are_one_batch(name):
     generator = {"noise_generator": torch.Generator().manual_seed(2)}

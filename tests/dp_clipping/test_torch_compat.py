@@ -85,28 +85,6 @@ def test_structures_differ_by_containers_keys_and_lengths():
 # ---- tensors and operators -----------------------------------------------------------------------
 
 
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, gy):
-        assert (
-            sys._getframe(1).f_code is not torch.autograd.function.BackwardCFunction.apply.__code__
-        )
-        return 3 * ctx.saved_tensors[0] ** 2 * gy
-
-
-def test_a_function_is_applied_directly_and_its_backward_called_so():
-    x = torch.tensor(2.0, requires_grad=True)
-    y = torch_compat.apply_directly(Cube)(x)
-    (first,) = torch.autograd.grad(y, x, create_graph=True)
-    (second,) = torch.autograd.grad(first, x)
-    assert (y, first, second) == (8, 12, 12)
-
-
 class Modes(TorchFunctionMode):
     """Notes the functions of PyTorch that are called in it."""
 
@@ -192,23 +170,6 @@ def test_the_name_of_what_is_pruned():
     assert torch_compat.pruned_name(object()) == "weight"
 
 
-@pytest.mark.parametrize(("name", "layers"), [
-    ("BATCH_NORM", [nn.BatchNorm1d(2), nn.LazyBatchNorm2d(), nn.SyncBatchNorm(2)]),
-    ("INSTANCE_NORM", [nn.InstanceNorm1d(2), nn.LazyInstanceNorm2d()]),
-    ("DROPOUT", [nn.Dropout(), nn.Dropout1d(), nn.AlphaDropout(), nn.FeatureAlphaDropout()]),
-])  # fmt: skip
-def test_kinds_of_layers(name, layers):
-    kind = getattr(torch_compat, name)
-    assert all(isinstance(layer, kind) for layer in layers)
-    assert not isinstance(nn.GroupNorm(1, 2), kind)
-
-
-def test_composable_replicas(monkeypatch):
-    assert [kind.__name__ for kind in torch_compat.composable_replicas()] == ["DDP"]
-    monkeypatch.setitem(sys.modules, "torch.distributed._composable.replicate", None)
-    assert torch_compat.composable_replicas() == ()
-
-
 # ---- compilation and profiling -------------------------------------------------------------------
 
 
@@ -220,17 +181,6 @@ def test_graphs_break_at_a_function(monkeypatch):
         )
         assert compiled() == (True, False)
         monkeypatch.delattr(torch, "_disable_dynamo", raising=False)
-
-
-def test_graphs_for_any_size(monkeypatch):
-    config = torch._dynamo.config
-    with torch_compat.any_size():
-        assert config.allow_unspec_int_on_nn_module
-        assert not config.force_nn_module_property_static_shapes
-    assert not config.allow_unspec_int_on_nn_module
-    monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=SimpleNamespace()))
-    with torch_compat.any_size():
-        pass
 
 
 def test_reusable_backwards(monkeypatch):
@@ -255,15 +205,6 @@ def test_whether_a_profiler_records(monkeypatch):
         assert torch_compat.is_profiling() is True
     monkeypatch.delattr(profiler, "_is_profiler_enabled")
     assert torch_compat.is_profiling() is True
-
-
-# ---- optimizers ----------------------------------------------------------------------------------
-
-
-def test_hooks_of_optimizers():
-    optimizer = torch.optim.SGD([torch.ones(1)], lr=1)
-    registries = {name for name in vars(optimizer) if torch_compat.is_hook_registry(name)}
-    assert {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"} <= registries
 
 
 # ---- process groups, DTensor and FSDP1 -----------------------------------------------------------
@@ -329,32 +270,3 @@ def test_parameters_that_stay_gathered_are_refused(monkeypatch):
     torch_compat.fsdp1_free(None, SimpleNamespace(needs_unshard=lambda: True))
     with pytest.raises(RuntimeError, match=r"has no .*_reshard that frees gathered parameters"):
         torch_compat.fsdp1_free(None, SimpleNamespace(needs_unshard=lambda: False))
-
-
-@pytest.mark.parametrize(
-    ("wrapped", "name"),
-    [
-        ("weight", "weight"),
-        ("_fsdp_wrapped_module.weight", "weight"),
-        ("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.up.weight", "blocks.0.up.weight"),
-        ("blocks.0._fsdp_wrapped_module", "blocks.0"),
-    ],
-)
-def test_names_before_fsdp1(wrapped, name):
-    assert torch_compat.plain_name(wrapped) == name
-
-
-# ---- a backward that failed ----------------------------------------------------------------------
-
-
-def test_the_distribution_of_the_privacy_loss_is_that_of_the_accountant():
-    from opacus.accountants import create_accountant
-
-    accountant = create_accountant("prv")
-    accountant.history = [(2.0, 0.2, 10)]
-    found = torch_compat.loss_distribution(accountant, epsilon_error=0.01, delta_error=1e-8)
-    for delta in (1e-5, 0.01):
-        expected = accountant.get_epsilon(delta, delta_error=1e-8)
-        assert found.compute_epsilon(delta, 1e-8, 0.01)[2] == expected
-    other = create_accountant("rdp")
-    assert torch_compat.loss_distribution(other, epsilon_error=0.01, delta_error=1e-8) is None

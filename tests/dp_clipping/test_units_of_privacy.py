@@ -289,23 +289,6 @@ class TestAccount:
 
 
 class TestRefused:
-    def test_a_loader_without_batch_size_needs_a_rate(self):
-        indices = [list(range(i, i + 4)) for i in range(0, 20, 4)]
-        loader = DataLoader(data(20), batch_sampler=indices)
-        run = build(data_loader=loader, sample_rate=0.25, expected_batch_size=1)
-        assert run.loader.batch_sampler.num_samples == 5
-
-    def test_batches_of_parts_of_units(self):
-        with pytest.warns(UserWarning, match="poisson_sampling=False"):
-            run = build(poisson_sampling=False)
-        x, y = data().tensors
-        with pytest.raises(ValueError, match="a batch of 6 examples, and each 4 that lie side"):
-            run.model(x[:6])
-        run.criterion(run.model(x[:8]), y[:8]).backward()
-        assert run.model.per_sample_gradient_norms.shape == (2,)
-        statement = run.engine.privacy_statement(1e-3)
-        assert statement.unit == "4 consecutive examples of a batch"
-
     def test_a_part_of_the_loaders_batch(self):
         run = build(sample_rate=1.0)
         for x, _ in run.loader:

@@ -198,13 +198,6 @@ def test_a_second_fit_is_refused(tmp_path):
         trainer_in(tmp_path).fit(private)
 
 
-def test_bfloat16(tmp_path):
-    private = Documented(network(), data())
-    trainer_in(tmp_path, precision="bf16-mixed", max_epochs=1).fit(private)
-    assert steps_of(private) == EPOCH
-    assert {p.dtype for p in private.parameters()} == {torch.float32}
-
-
 # ---- ranks ---------------------------------------------------------------------------------------
 
 

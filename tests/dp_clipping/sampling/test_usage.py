@@ -41,6 +41,15 @@ def test_a_batch_counts_once(mode):
         run.optimizer.step()
 
 
+def test_a_second_draw_of_an_iteration():
+    run = make()
+    batches, batch = first_draw(run)
+    with pytest.raises(RuntimeError, match=SECOND_DRAW):
+        next(batches)
+    backward(run, batch)
+    run.optimizer.step()
+
+
 def test_a_batch_that_was_left_comes_again():
     run = make()
     _, batch = first_draw(run)

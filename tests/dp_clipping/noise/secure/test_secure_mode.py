@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_by_hand.lm.parallel import parallelize
 from dp_clipping import MODES, PrivacyEngine
 from dp_clipping.noise import keys
 from dp_clipping.noise.secure import source
@@ -234,8 +232,3 @@ def test_microbatches_have_the_noise_of_one_batch():
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
-
-
-def tensor_parallel(context, network):
-    mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
-    return parallelize(network, mesh)
