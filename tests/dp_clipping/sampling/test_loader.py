@@ -28,9 +28,6 @@ class TestLoader:
         assert drawn(loader) == list(expected)
         assert drawn(loader) == list(expected)
 
-    def test_a_shuffled_loader_draws_the_same(self):
-        assert drawn(poisson(shuffle=True)) == drawn(poisson())
-
     def test_keeps_the_options_of_the_original(self):
         def collate(samples):
             return torch.stack([sample[0] for sample in samples])
@@ -94,21 +91,6 @@ class TestLoader:
                 events.append(("batch", loader.position))
         expected = [[("draw", n, n), ("batch", n + 1)] for n in range(8)]
         assert events == joined(expected)
-
-    def test_what_on_batch_raises_reaches_the_user_instead_of_the_batch(self):
-        loader = poisson()
-
-        def refuse(draw):
-            if draw == 1:
-                raise RuntimeError("no second draw")
-
-        loader.on_batch = refuse
-        seen = []
-        with pytest.raises(RuntimeError, match="no second draw"):
-            seen.extend(batch for (batch,) in loader)
-        assert loader.position == 1
-        loader.on_batch = None
-        assert next(iter(loader))[0].tolist() == drawn(poisson())[1]
 
     @pytest.mark.parametrize("options", [{}, dict(num_workers=1, persistent_workers=True)])
     def test_an_older_iteration_is_refused_and_takes_nothing_from_the_newer(self, options):
@@ -216,17 +198,6 @@ class TestResume:
     def test_refuses_the_state_of_another_run(self, count, batch_size):
         with pytest.raises(ValueError, match="in the saved state"):
             poisson(count, batch_size).load_state_dict(poisson().state_dict())
-
-    @pytest.mark.parametrize("is_the_same", [False, True])
-    @pytest.mark.parametrize("workers", [0, 1])
-    def test_loading_during_an_iteration_is_refused(self, workers, is_the_same):
-        loader = poisson(num_workers=workers, prefetch_factor=99 if workers else None)
-        state = loader.state_dict()
-        batches = iter(loader)
-        next(batches)
-        loader.load_state_dict(loader.state_dict() if is_the_same else state)
-        with pytest.raises(RuntimeError, match="load_state_dict"):
-            next(batches)
 
 
 class TestSeeds:
