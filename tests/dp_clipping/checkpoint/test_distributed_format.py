@@ -133,19 +133,6 @@ def test_an_optimizer_without_a_state(context: Context, path: Path) -> None:
     assert same(values(again), expected[1])
 
 
-@on_ranks(2)
-def test_without_the_optimizer(context: Context, path: Path) -> None:
-    run = start(context)
-    train(run, 1)
-    run.engine.save_checkpoint(path=path, module=run.model)
-    again = start(context)
-    with pytest.warns(UserWarning, match="no optimizer in the checkpoint"):
-        load(again, path)
-    assert not again.optimizer.state
-    parameters = list(run.model.network.state_dict().values())
-    assert same([whole(x) for x in parameters], values(again))
-
-
 # ---- what does not fit changes nothing -----------------------------------------------------------
 
 
