@@ -258,21 +258,6 @@ def test_another_batch_is_refused(name):
     assert run.engine.get_epsilon(DELTA) == 0
 
 
-@every_run_with_epsilon
-def test_microbatches_are_one_batch(name):
-    generator = {"noise_generator": torch.Generator().manual_seed(2)}
-    whole, split = (build(name, seed=1, **generator) for _ in range(2))
-    for run in (whole, split):
-        for module in run.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-    drawn = train(whole, 8)
-    assert train(split, 8, microbatch=2) == drawn
-    for one, other in zip(whole.model.parameters(), split.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-    assert epsilon(whole) == epsilon(split)
-
-
 @every_order
 def test_a_batch_left_half_way_comes_again(name):
     run = build(name, noise_generator=torch.Generator().manual_seed(2))

@@ -195,22 +195,6 @@ class TestDrawnExamples:
             found = [p.grad for p in run.model.parameters()]
             torch.testing.assert_close(found, clipped_sum(x, 2))
 
-    @pytest.mark.parametrize("pad", [False, True])
-    def test_physical_batches(self, pad):
-        given = {"examples_per_step": 2, "unit_ids": IDS, "examples_per_unit": 1, "batch_size": 4,
-                 "sample_rate": 0.8, "steps": 4}  # fmt: skip
-        run, alone = (build(noise_generator=fixed(), **given) for _ in range(2))
-        whole = [gradients_of(alone.model) for _ in steps(alone)]
-        found = []
-        with in_parts(run, 4, pad_batches=pad) as pieces:
-            for x, _, _ in steps(run, pieces):
-                assert len(x) == 4 if pad else len(x) <= 4
-                if not run.model.step_state.accumulating:
-                    found.append(gradients_of(run.model))
-        assert len(found) == len(whole)
-        for got, expected in zip(found, whole, strict=True):
-            assert_close(got, expected, 1e-9)
-
     @pytest.mark.parametrize(
         ("options", "unit"),
         [

@@ -7,7 +7,7 @@ import torch
 
 from dp_clipping import CorrelatedNoise
 from dp_clipping.noise import mechanisms
-from tests.dp_clipping.integrations.conftest import trainer_of, transformers, weights
+from tests.dp_clipping.integrations.conftest import trainer_of, weights
 from tests.dp_clipping.noise import test_mechanisms
 from tests.support.language_models import language_model
 
@@ -89,23 +89,6 @@ class TestTarget:
         with pytest.raises(ValueError, match="was called before, and target_epsilon is for one"):
             trainer.train()
 
-    def test_an_interrupted_training_goes_on_in_the_same_process(self, tmp_path):
-        """Steps that are made again are not counted twice."""
-        given = {
-            "max_steps": 6, "save_strategy": "steps", "save_steps": 2,
-            "privacy": {"target_epsilon": 3.0, "target_delta": 1e-4},
-        }  # fmt: skip
-        trainer = trainer_of("gpt2", tmp_path, **given)
-        trainer.add_callback(Interrupted(after=4))
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of steps that stay in the account
-            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        statement = trainer.privacy_statement()
-        assert statement.steps == 6
-        assert 2.9 <= statement.epsilon <= 3.0
-
     @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_interrupted_within_a_step(self, microbatches, tmp_path, monkeypatch):
         given = {
@@ -131,20 +114,6 @@ class TestTarget:
         assert trainer.privacy_statement().steps == 4
         assert trainer.privacy_statement().epsilon <= 3.0
 
-    def test_more_steps_than_the_noise_is_for_are_refused(self, tmp_path, monkeypatch):
-        trainer = trainer_of("gpt2", tmp_path, **ONE_TARGET)
-
-        def interrupted(*_):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(trainer, "training_step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        monkeypatch.undo()
-        trainer.args.max_steps = 12
-        with pytest.raises(ValueError, match=r"epsilon would end at .*, above target_epsilon=3"):
-            trainer.train()
-
     def test_data_are_not_replaced(self, tmp_path):
         trainer = trainer_of("gpt2", tmp_path, max_steps=2)
         trainer.train()
@@ -155,18 +124,6 @@ class TestTarget:
         trainer.model = language_model("gpt2")
         with pytest.raises(ValueError, match="train_dataset was replaced since"):
             trainer.train()
-
-
-class Interrupted(transformers.TrainerCallback):
-    """Ctrl-C, once."""
-
-    def __init__(self, after: int):
-        self.after = after
-
-    def on_step_end(self, _args, state, _control, **_):
-        if state.global_step == self.after:
-            self.after = -1
-            raise KeyboardInterrupt
 
 
 def test_what_does_not_go_with_secure_mode(tmp_path):

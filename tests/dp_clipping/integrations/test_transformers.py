@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from opacus.accountants import RDPAccountant
 
 from dp_clipping.losses.private_loss import PrivateLoss
-from tests.dp_clipping.integrations.conftest import Compared, trainer_of, transformers, weights
+from tests.dp_clipping.integrations.conftest import Compared, trainer_of, transformers
 from tests.support.language_models import LANGUAGE_MODELS, collated, language_model, samples_of
 
 STEPS_OF_AN_EPOCH = 6  # of 24 samples in batches of 4
@@ -129,22 +129,6 @@ def test_bfloat16(tmp_path):
     del seen[:]
     trainer.evaluate(samples_of("gpt2", 4))
     assert set(seen) == {torch.bfloat16}
-
-
-def test_rows_that_pad_a_batch_change_nothing(tmp_path):
-    def fixed():
-        return {"noise_generator": torch.Generator().manual_seed(3)}
-
-    found = []
-    for pads in (False, True):
-        trainer = trainer_of(
-            "gpt2", tmp_path, privacy={"pad_batches": pads, "options": fixed()}, optim="sgd"
-        )
-        with pytest.warns(UserWarning, match="fixed seed"):
-            trainer.train()
-        found.append(weights(trainer))
-    for name, x in found[0].items():
-        torch.testing.assert_close(x, found[1][name], msg=name)
 
 
 # ---- losses --------------------------------------------------------------------------------------

@@ -336,10 +336,6 @@ def test_an_evaluation_is_that_of_trl(make, tmp_path):
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
 
 
-def state(trainer):
-    return {name: x.clone() for name, x in trainer.model.state_dict().items()}
-
-
 @pytest.mark.slow
 def test_a_model_generates_and_is_saved(tmp_path):
     trainer = sft(tmp_path, max_steps=1)

@@ -238,17 +238,4 @@ def test_a_run_is_resumed_bit_for_bit(tmp_path):
         saved_runs.load(build(noise_mechanism="gaussian"), tmp_path / "file")
 
 
-def test_an_engine_counts_one_mechanism():
-    register()
-    gaussian = build(noise_mechanism="gaussian")
-    with pytest.raises(ValueError, match="use a PrivacyEngine for each"):
-        build(engine=gaussian.engine)
-    run = build()
-    with pytest.raises(ValueError, match="use a PrivacyEngine for each"):
-        build(engine=run.engine, noise_mechanism="gaussian")
-    build(engine=run.engine)
-    with pytest.raises(ValueError, match=r"leave engine\.accountant as it is"):
-        run.engine.accountant = gaussian.engine.accountant
-
-
 # ---- ranks ---------------------------------------------------------------------------------------

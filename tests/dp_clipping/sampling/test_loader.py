@@ -133,18 +133,6 @@ class TestLoader:
         with pytest.raises(RuntimeError, match="load_state_dict"):
             next(late)
 
-    def test_leaving_early_neither_repeats_nor_skips_batches(self):
-        loader = poisson()
-        seen = []
-        for (batch,) in loader:
-            seen.append(batch.tolist())
-            if len(seen) == 3:
-                break
-        seen += drawn(loader)
-        assert len(seen) == 3 + len(loader)
-        sampler = loader.batch_sampler
-        assert seen == [sampler.shares(step)[0] for step in range(13)]
-
 
 class TestResume:
     @pytest.mark.parametrize("workers", [0, 2])

@@ -137,18 +137,6 @@ def test_an_empty_batch_of_bags_with_offsets(last):
             assert any(g.any() for g in gradients_of(model).values()) == bool(len(wanted))
 
 
-def test_later_batches_have_other_lengths():
-    torch.manual_seed(0)
-    network = Ragged("mean").double()
-    model = private(copy.deepcopy(network), max_grad_norm=0.1)
-    for lengths in ((2, 1), (5, 0, 1, 1), (1,), (3, 3, 3, 0, 9, 2)):
-        args, targets = ragged_batch(lengths, False, False)
-        model.clear_gradients()
-        criterion_of(model, zoo.product)(model(*args), targets).backward()
-        expected = oracle.clipped_sum(ragged_gradients(network, args, targets), 0.1)
-        assert_close(gradients_of(model), expected, 1e-9)
-
-
 class Centred(Ragged):
     def forward(self, ids, offsets, weights=None):
         y = self.bag(ids, offsets, weights)
