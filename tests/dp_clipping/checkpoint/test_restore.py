@@ -345,35 +345,6 @@ class TestUndone:
         assert run.model.network.note == {"of": "the save"}
 
 
-def one_rank_fails(context, folder):
-    path = Path(folder) / "run.pt"
-    run = build(group=context.group)
-    train(run, 2)
-    save(run, path)
-    train(run, 1)
-    before = everything(run)
-    where = type(run.loader)
-    original = where.load_state_dict
-    if context.rank == 1:
-        where.load_state_dict = lambda *_: 1 / 0
-    try:
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            load(run, path)
-    finally:
-        where.load_state_dict = original
-    assert everything(run) == before
-    with pytest.warns(UserWarning, match="account keeps 1"):
-        load(run, path)
-    train(run, 1)
-    return str(caught.value)
-
-
-def test_one_rank_fails_and_all_are_as_they_were(cpu_ranks, path):
-    first, second = cpu_ranks.run(2, one_rank_fails, str(path.parent))
-    assert "rank 1 could not load" in first
-    assert "ZeroDivisionError" in second
-
-
 def test_a_rank_that_does_not_come_is_told_of(monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("Timed out waiting 5000ms")

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from dp_clipping import register_layer
-from dp_clipping.layers.registered.norm_and_sum import NormAndSum
-from dp_clipping.step.sums.work import Work
 from tests.dp_clipping.conftest import (
     assert_close,
     assert_step,
@@ -43,22 +41,6 @@ def changed(fn, name: str, change):
         return found | {name: change(found[name])}
 
     return wrong
-
-
-def test_factors_are_delivered(monkeypatch):
-    delivered = {}
-    take = Work.take
-
-    def note(self, kind, records, value, tensors):
-        delivered[records[0].name] = value
-        take(self, kind, records, value, tensors)
-
-    monkeypatch.setattr(Work, "take", note)
-    network = nn.Sequential(nn.Linear(5, 5), Apart(5, 3))
-    backward(network)
-    mine = {name: f for name, f in delivered.items() if name.startswith("1.")}
-    assert mine.keys() == {"1.weight", "1.bias", "1.scale"}
-    assert all(isinstance(one, NormAndSum) for one in mine.values())
 
 
 def test_functions_are_called_once_for_all_parameters():
