@@ -1,6 +1,5 @@
 """`examples_per_unit`: a unit of k examples is sampled, clipped and counted as one."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from tests.dp_clipping.conftest import assert_close, gradients_of
 from tests.support import zoo
 from tests.support.engine import in_parts
+from tests.support.saved_runs import load, save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
@@ -216,16 +216,14 @@ class TestDrawnExamples:
         run = build(sampling="cyclic", **given)
         for _ in steps(run):
             pass
-        arguments = {"path": path, "module": run.model, "optimizer": run.optimizer}
-        run.engine.save_checkpoint(data_loader=run.loader, **arguments)
+        save(run, path)
         again, other = build(sampling="cyclic", **given), build(
             sampling="cyclic", **given | {"examples_per_step": 2, "batch_size": 4}
         )  # fmt: skip
-        for one in (again, other):
-            arguments = {"path": path, "module": one.model, "optimizer": one.optimizer}
-            changed = "examples_per_step was 1 and is 2, so noise and samples come from a new key"
-            with nullcontext() if one is again else pytest.warns(UserWarning, match=changed):
-                one.engine.load_checkpoint(data_loader=one.loader, **arguments)
+        changed = "examples_per_step was 1 and is 2, so noise and samples come from a new key"
+        load(again, path)
+        with pytest.warns(UserWarning, match=changed):
+            load(other, path)
         first, second = ([x.tolist() for x, _, _ in steps(one)] for one in (run, again))
         assert first == second
 
@@ -312,13 +310,9 @@ class TestCheckpoints:
         run = build(noise_multiplier=1.0)
         for _ in steps(run):
             pass
-        run.engine.save_checkpoint(
-            path=path, module=run.model, optimizer=run.optimizer, data_loader=run.loader
-        )
+        save(run, path)
         again = build(noise_multiplier=1.0)
-        again.engine.load_checkpoint(
-            path=path, module=again.model, optimizer=again.optimizer, data_loader=again.loader
-        )
+        load(again, path)
         assert again.loader.position == run.loader.position
         samplers = run.loader.batch_sampler, again.loader.batch_sampler
         for step in range(3, 9):
@@ -327,15 +321,10 @@ class TestCheckpoints:
     @pytest.mark.parametrize("new_keys", [False, True])
     def test_other_units_are_refused(self, path, new_keys):
         run = build()
-        run.engine.save_checkpoint(
-            path=path, module=run.model, optimizer=run.optimizer, data_loader=run.loader
-        )
+        save(run, path)
         other = build(examples_per_unit=2)
         with pytest.raises(ValueError, match="examples_per_unit is 4 in the checkpoint and 2"):
-            other.engine.load_checkpoint(
-                path=path, module=other.model, optimizer=other.optimizer,
-                data_loader=other.loader, new_keys=new_keys,
-            )  # fmt: skip
+            load(other, path, new_keys=new_keys)
 
     @pytest.mark.parametrize("noise_multiplier", [0.0, 1.1])
     def test_other_ids_are_refused(self, path, noise_multiplier):
@@ -343,15 +332,9 @@ class TestCheckpoints:
         rows = len(build(PrivacyEngine(accountant="rdp")).loader.dataset)
         units = -(-rows // 4)
         run = build(unit_ids=[row % units for row in range(rows)])
-        run.engine.save_checkpoint(
-            path=path, module=run.model, optimizer=run.optimizer, data_loader=run.loader
-        )
+        save(run, path)
         others = [row // 4 for row in range(rows)]
         other = build(unit_ids=others, noise_multiplier=noise_multiplier)
-        arguments = {
-            "path": path, "module": other.model, "optimizer": other.optimizer,
-            "data_loader": other.loader,
-        }  # fmt: skip
         with pytest.raises(ValueError, match="unit_ids put other examples together than in the sa"):
-            other.engine.load_checkpoint(**arguments)
-        other.engine.load_checkpoint(**arguments, new_keys=True)
+            load(other, path)
+        load(other, path, new_keys=True)

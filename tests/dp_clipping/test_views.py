@@ -13,6 +13,7 @@ from tests.dp_clipping.conftest import assert_close
 from tests.support import engine as runs
 from tests.support import zoo
 from tests.support.engine import in_parts
+from tests.support.saved_runs import load, save
 
 SAMPLES, CLASSES, V, C = 9, 3, 3, 0.2
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
@@ -232,19 +233,16 @@ class TestAccount:
         run = build(noise_multiplier=1.0)
         for x, y in run.loader:
             step(run, x, y)
-        run.engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer,
-                                   data_loader=run.loader)  # fmt: skip
+        save(run, path)
         for views in (V, 1):
             again = build(noise_multiplier=1.0, views=views)
-            arguments = {"path": path, "module": again.model, "optimizer": again.optimizer,
-                         "data_loader": again.loader}  # fmt: skip
             if views == V:
-                again.engine.load_checkpoint(**arguments)
+                load(again, path)
                 here, there = again.loader.batch_sampler, run.loader.batch_sampler
                 assert here.shares(3) == there.shares(3)
             else:
                 with pytest.warns(UserWarning, match="views was 3 and is 1, so noise"):
-                    again.engine.load_checkpoint(**arguments)
+                    load(again, path)
 
 
 @pytest.mark.parametrize("wrap_model", [False, True])

@@ -22,6 +22,7 @@ from tests.dp_clipping.conftest import skip_all_checks
 from tests.support import engine, zoo
 from tests.support.on_ranks import on_ranks
 from tests.support.replicas import build, train
+from tests.support.saved_runs import load, save
 from tests.support.sharded_steps import shard_fsdp2, whole
 
 BEFORE, AFTER = 3, 3  # steps
@@ -38,14 +39,6 @@ def start(context: Context, **options):
     if options.get("grad_sample_mode") != "no_dp":
         skip_all_checks(run.model)  # which take longer than the steps
     return run
-
-
-def save(run, path: Path, **more) -> None:
-    run.engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer, **more)
-
-
-def load(run, path: Path, **more) -> dict:
-    return run.engine.load_checkpoint(path=path, module=run.model, optimizer=run.optimizer, **more)
 
 
 def values(run) -> list[torch.Tensor]:

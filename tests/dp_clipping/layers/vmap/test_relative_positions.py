@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_exact, gradients_of, private, private_loss
 from tests.support import zoo
 from tests.support.turns import in_turn
@@ -105,3 +106,16 @@ def test_only_the_table_has_copies(dtype):
     linear = [h for h in handles if h.kind == "linear"]
     assert len(linear) == 2 * 6 + 2 * 10 + 1
     assert all(h.sites for h in linear)
+
+
+def test_a_sample_has_its_own_gradient_of_the_table():
+    """By autograd, one sample's loss of a forward of the whole batch."""
+    network, (ids, targets) = t5(), batch()
+    gradients = oracle.per_sample_gradients(network, (ids, targets), zoo.product)
+    model = private(network, "per_sample", max_grad_norm=1e9)
+    private_loss(model, (ids, targets), zoo.product).backward()
+    for name in READERS:
+        wanted = gradients[f"{name}.{TABLE}"]
+        assert wanted.flatten(1).norm(dim=1).min() > 1e-3
+        found = gradients_of(model)[f"{name}.{TABLE}"]
+        torch.testing.assert_close(found, wanted.sum(0), rtol=1e-6, atol=1e-6)
