@@ -105,27 +105,15 @@ def check_parts(
 # ---- whole networks -----------------------------------------------------------------------------
 
 
-def transformer(**changes) -> Callable[[], nn.Module]:
-    """Of one block: ranks of a tensor axis have a part of each layer, whatever follows."""
-    return lambda: zoo.seeded(lambda: zoo.transformer(num_layers=1, **changes)).double()
-
-
-def shared_transformer(context: Context, changes: dict) -> None:
-    mesh = tensor_mesh(context)
+@on_ranks(2)
+def test_a_tied_transformer(context: Context) -> None:
+    """Of one block; norms and sums of untied ones are in tests/dp_clipping/ranks."""
+    mesh, changes = tensor_mesh(context), {"num_layers": 1, "tie_embeddings": True}
+    build = lambda: zoo.seeded(lambda: zoo.transformer(**changes)).double()  # noqa: E731
     check_parts(
-        context,
-        transformer(**changes),
-        lambda network: parallelize(network, mesh),
-        zoo.tokens(3, 6),
-        zoo.cross_entropy,
-        tolerance=FLOAT32,
-    )
-
-
-# Norms and sums of untied ones are in tests/dp_clipping/ranks.
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_transformer(cpu_ranks, tied):
-    cpu_ranks.run(2, shared_transformer, {"tie_embeddings": tied})
+        context, build, lambda network: parallelize(network, mesh), zoo.tokens(3, 6),
+        zoo.cross_entropy, tolerance=FLOAT32,
+    )  # fmt: skip
 
 
 def hugging_face(context: Context, kind: str, changes: dict) -> None:
