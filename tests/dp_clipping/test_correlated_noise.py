@@ -166,13 +166,6 @@ def test_another_scale_is_refused_before_the_step(name, value):
     train(run, 1)
 
 
-def test_another_scale_of_independent_noise_is_allowed():
-    run = samplings.build("cyclic")
-    train(run, 1)
-    run.optimizer.noise_multiplier = 0.9
-    train(run, 1)
-
-
 def test_an_engine_counts_one_mechanism(tmp_path):
     run = build()
     train(run, 1)

@@ -113,17 +113,6 @@ def test_a_loss_over_the_batch_is_refused(model):
         )
 
 
-def test_evaluation_has_losses_and_no_backward(model):
-    criterion = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")
-    model.eval()
-    loss = criterion(model(torch.randn(2, 3)), torch.tensor([0, 1]))
-    assert loss.loss_per_sample.shape == (2,)
-    with pytest.raises(
-        RuntimeError, match=r"loss of evaluation.*call model\.train\(\) before the f"
-    ):
-        loss.backward()
-
-
 def test_a_criterion_before_the_forward_is_refused(model):
     with pytest.raises(RuntimeError, match="before the private model's forward"):
         PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")(torch.randn(2, 2), torch.zeros(2))

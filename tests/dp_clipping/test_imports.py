@@ -3,6 +3,8 @@
 All imports count, those for type checkers and inside of functions too.
 """
 
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -26,3 +28,14 @@ def test_chains_of_imports_are_short(room):
     modules = [name for name in GRAPH.modules if name == package or name.startswith(f"{package}.")]
     longest = max(map(chain_from, modules), key=len)
     assert len(longest) <= LONGEST[room], " -> ".join(longest)
+
+
+def test_importing_the_engine_leaves_slow_packages_alone():
+    program = (
+        "import sys\n"
+        "from dp_clipping import PrivacyEngine\n"
+        "slow = 'torch.distributed.tensor', 'torch.distributed.checkpoint', 'torch._dynamo'\n"
+        "print([name for name in slow if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", found.stderr

@@ -5,21 +5,18 @@ thirds and three halves of the noise. Keys come from the operating system in mos
 no seed can make one pass by chance, and a right mechanism fails one in a million times.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from dp_clipping import MODES, PrivacyEngine
-from dp_clipping.optimizer import PrivateOptimizer
-from tests.support import zoo
-from tests.support.engine import in_parts
+from dp_clipping import MODES
+from tests.support import engine, zoo
 from tests.support.turns import in_turn
 
 PRIVATE_MODES = [mode for mode in MODES if mode != "no_dp"]
@@ -29,37 +26,8 @@ ONE_IN_A_MILLION = 1e-6
 WRONG_SCALES = (2 / 3, 3 / 2)
 
 
-@dataclass
-class Run:
-    """What `make_private` returned, and what it was made of."""
-
-    engine: PrivacyEngine
-    model: Any
-    optimizer: PrivateOptimizer
-    criterion: Any
-    loader: DataLoader
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """Name -> what the last step applied, in float64."""
-        return {n: p.grad.double() for n, p in self.model.network.named_parameters()}
-
-    def step(self, batch: list[Tensor]) -> dict[str, Tensor]:
-        """One draw in one batch; what it applied."""
-        inputs, targets = batch
-        self.criterion(self.model(inputs), targets).backward()
-        self.optimizer.step()
-        applied = self.gradients
-        self.optimizer.zero_grad()
-        return applied
-
-    def steps(self, count: int) -> list[dict[str, Tensor]]:
-        """What the first steps of as many epochs as are needed applied."""
-        applied: list[dict[str, Tensor]] = []
-        while len(applied) < count:
-            for batch in self.loader:
-                applied.append(self.step(batch))
-        return applied[:count]
+Applied = dict[str, Tensor]
+"""Name -> what a step applied, in float64."""
 
 
 def samples(count: int = SAMPLES) -> tuple[Tensor, Tensor]:
@@ -67,43 +35,54 @@ def samples(count: int = SAMPLES) -> tuple[Tensor, Tensor]:
 
 
 def make_run(
-    data: tuple[Tensor, Tensor] | None = None,
-    batch_size: int = SAMPLES,
-    wrap_optimizer: Callable[[PrivateOptimizer], Any] | None = None,
-    seed: int | None = None,
-    accountant: str = "rdp",
+    data: tuple[Tensor, Tensor] | None = None, batch_size: int = SAMPLES, *middle: nn.Module,
     **options: Any,
-) -> Run:
+) -> SimpleNamespace:  # fmt: skip
     """A private run of 3680 parameters that no step changes; q = batch_size / samples.
 
-    `seed` fixes noise and draws; otherwise they come from the operating system.
+    Noise and draws come from the operating system.
     """
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS))
-    engine = PrivacyEngine(accountant=accountant)
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    middle = middle or (nn.Tanh(),)
+    network = nn.Sequential(nn.Linear(INPUTS, HIDDEN), *middle, nn.Linear(HIDDEN, OUTPUTS))
     defaults = {
         "criterion": zoo.Criterion(zoo.squared_error), "noise_multiplier": SIGMA,
-        "max_grad_norm": C, "noise_generator": generator,
+        "max_grad_norm": C,
     }  # fmt: skip
-    made = engine.make_private(
-        module=network,
-        optimizer=torch.optim.SGD(network.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(*(data or samples())), batch_size),
-        **(defaults | options),
-    )
-    run = Run(engine, *made)
-    if wrap_optimizer is not None:
-        wrap_optimizer(run.optimizer)
-    return run
+    return engine.build(
+        module=network, dataset=TensorDataset(*(data or samples())), batch_size=batch_size, lr=0.0,
+        **defaults | options,
+    )  # fmt: skip
 
 
-def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+def step(run: SimpleNamespace, batch: list[Tensor]) -> Applied:
+    """One draw in one batch."""
+    engine.backward(run, batch)
+    run.optimizer.step()
+    applied = {n: p.grad.double() for n, p in run.network.named_parameters()}
+    run.optimizer.zero_grad()
+    return applied
+
+
+def steps(run: SimpleNamespace, count: int) -> list[Applied]:
+    """The first steps, of as many epochs as are needed."""
+    applied: list[Applied] = []
+    while len(applied) < count:
+        applied += [step(run, batch) for batch in run.loader]
+    return applied[:count]
+
+
+def difference(one: Applied, other: Applied) -> Applied:
     return {name: one[name] - other[name] for name in one}
 
 
-def flat(tensors: dict[str, Tensor]) -> Tensor:
+def flat(tensors: Applied) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
+def noise_of(noisy: Applied, **options: Any) -> Applied:
+    """What a first step applied without what it applies without noise."""
+    return difference(noisy, *steps(make_run(noise_multiplier=0.0, **options), 1))
 
 
 def assert_noise(noise: Tensor, std: float) -> None:
@@ -127,62 +106,56 @@ def assert_independent(one: Tensor, other: Tensor) -> None:
     assert abs(correlation(one, other)) < 6 / n**0.5
 
 
+SUM = {"criterion": zoo.Criterion(zoo.squared_error, "sum"), "loss_reduction": "sum"}
+
+
 class TestNoise:
     @pytest.mark.parametrize("mode", PRIVATE_MODES)
     def test_is_sigma_c_over_the_expected_batch(self, mode):
-        (noisy,) = make_run(grad_sample_mode=mode).steps(1)
-        (noiseless,) = make_run(grad_sample_mode=mode, noise_multiplier=0.0).steps(1)
-        assert_noise(flat(difference(noisy, noiseless)), SIGMA * C / SAMPLES)
+        (noisy,) = steps(make_run(grad_sample_mode=mode), 1)
+        assert_noise(flat(noise_of(noisy, grad_sample_mode=mode)), SIGMA * C / SAMPLES)
 
     @pytest.mark.parametrize("scale", WRONG_SCALES)
     def test_another_scale_is_noticed(self, scale):
-        def wrong(optimizer):
-            optimizer.noise_multiplier *= scale
-
-        (noisy,) = make_run(wrap_optimizer=wrong).steps(1)
-        (noiseless,) = make_run(noise_multiplier=0.0).steps(1)
+        run = make_run()
+        run.optimizer.noise_multiplier *= scale
+        (noisy,) = steps(run, 1)
         with pytest.raises(AssertionError, match="noise has"):
-            assert_noise(flat(difference(noisy, noiseless)), SIGMA * C / SAMPLES)
+            assert_noise(flat(noise_of(noisy)), SIGMA * C / SAMPLES)
 
     @pytest.mark.parametrize(
         ("limit", "std"), [(C, C), ([0.3, 0.4], 0.5)], ids=["one threshold", "a threshold a module"]
     )
     def test_per_layer_is_calibrated_to_all_thresholds_together(self, limit, std):
         options = {"clipping": "per_layer", "max_grad_norm": limit}
-        (noisy,) = make_run(**options).steps(1)
-        (noiseless,) = make_run(noise_multiplier=0.0, **options).steps(1)
-        assert_noise(flat(difference(noisy, noiseless)), SIGMA * std / SAMPLES)
+        (noisy,) = steps(make_run(**options), 1)
+        assert_noise(flat(noise_of(noisy, **options)), SIGMA * std / SAMPLES)
 
     def test_of_a_sum_is_not_divided(self):
-        options = {"criterion": zoo.Criterion(zoo.squared_error, "sum"), "loss_reduction": "sum"}
-        (noisy,) = make_run(**options).steps(1)
-        (noiseless,) = make_run(noise_multiplier=0.0, **options).steps(1)
-        assert_noise(flat(difference(noisy, noiseless)), SIGMA * C)
+        (noisy,) = steps(make_run(**SUM), 1)
+        assert_noise(flat(noise_of(noisy, **SUM)), SIGMA * C)
 
     def test_follows_a_scheduled_multiplier_and_threshold(self):
         run = make_run()
         run.optimizer.noise_multiplier, run.optimizer.max_grad_norm = 2 * SIGMA, C / 10
-        noiseless = make_run(noise_multiplier=0.0, max_grad_norm=C / 10)
-        noise = difference(run.steps(1)[0], noiseless.steps(1)[0])
+        noise = noise_of(*steps(run, 1), max_grad_norm=C / 10)
         assert_noise(flat(noise), 2 * SIGMA * C / 10 / SAMPLES)
 
     @pytest.mark.parametrize("physical", [1, 5, 24])
     def test_is_added_once_to_all_microbatches_of_a_draw(self, physical):
         run = make_run()
-        with in_parts(run, physical) as microbatches:
-            pieces = [run.step(batch) for batch in microbatches]
+        with engine.in_parts(run, physical) as microbatches:
+            pieces = [step(run, batch) for batch in microbatches]
         assert run.optimizer.steps == 1
         assert len(pieces) == -(-SAMPLES // physical)
-        (noiseless,) = make_run(noise_multiplier=0.0).steps(1)
-        assert_noise(flat(difference(pieces[-1], noiseless)), SIGMA * C / SAMPLES)
+        assert_noise(flat(noise_of(pieces[-1])), SIGMA * C / SAMPLES)
 
     def test_differs_between_steps_parameters_and_runs(self):
         torch.manual_seed(0)
-        first, second = make_run().steps(2)
+        first, second = steps(make_run(), 2)
         torch.manual_seed(0)
-        (other,) = make_run().steps(1)
-        (noiseless,) = make_run(noise_multiplier=0.0).steps(1)
-        noises = [difference(applied, noiseless) for applied in (first, second, other)]
+        (other,) = steps(make_run(), 1)
+        noises = [noise_of(applied) for applied in (first, second, other)]
         assert_independent(flat(noises[0]), flat(noises[1]))
         assert_independent(flat(noises[0]), flat(noises[2]))
         for one, another in pairwise(noises[0].values()):
@@ -190,15 +163,14 @@ class TestNoise:
 
     def test_sum_of_many_steps_grows_like_a_root(self):
         """Noise that is drawn once and used again would grow with the number of steps."""
-        (noiseless,) = make_run(noise_multiplier=0.0).steps(1)
-        noises = [flat(difference(applied, noiseless)) for applied in make_run().steps(25)]
+        noises = [flat(noise_of(applied)) for applied in steps(make_run(), 25)]
         assert_noise(torch.stack(noises).sum(0), 5 * SIGMA * C / SAMPLES)
 
     def test_an_empty_draw_has_noise_and_is_counted(self):
         run = make_run(samples(50), batch_size=1)
         for _ in range(20):
             for batch in run.loader:
-                applied = run.step(batch)
+                applied = step(run, batch)
                 if len(batch[0]) == 0:
                     assert_noise(flat(applied), SIGMA * C / 1)
                     counted = sum(steps for _, _, steps in run.engine.accountant.history)
@@ -226,11 +198,11 @@ class TestSensitivity:
             "noise_multiplier": 0.0, "grad_sample_mode": mode, "clipping": clipping,
             "clipping_function": clipping_function, "expected_batch_size": 1,
         }  # fmt: skip
-        (everyone,) = make_run((inputs, targets), batch_size=8, **options).steps(1)
+        (everyone,) = steps(make_run((inputs, targets), 8, **options), 1)
         for left_out in (0, 1, 5):
             keep = [i for i in range(8) if i != left_out]
             rest = (inputs[keep], targets[keep])
-            (without,) = make_run(rest, batch_size=7, **options).steps(1)
+            (without,) = steps(make_run(rest, 7, **options), 1)
             moved = float(flat(difference(everyone, without)).norm())
             assert moved <= C * (1 + 1e-5), f"sample {left_out}"
             if left_out != 1:
@@ -241,19 +213,13 @@ class TestSensitivity:
         inputs, targets = samples(40)
 
         def clipped_sum(first: int) -> Tensor:
-            torch.manual_seed(0)
-            network = nn.Sequential(
-                nn.Linear(INPUTS, HIDDEN), nn.Dropout(), nn.Linear(HIDDEN, OUTPUTS)
-            )
-            data = TensorDataset(inputs[first:], targets[first:])
-            run = Run(engine := PrivacyEngine(), *engine.make_private(
-                module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.0),
-                data_loader=DataLoader(data, 40), criterion=zoo.Criterion(zoo.squared_error),
-                noise_multiplier=0.0, max_grad_norm=C, expected_batch_size=1, sample_rate=1.0,
-            ))  # fmt: skip
+            run = make_run(
+                (inputs[first:], targets[first:]), 40, nn.Dropout(), noise_multiplier=0.0,
+                expected_batch_size=1, sample_rate=1.0,
+            )  # fmt: skip
             (batch,) = run.loader
             torch.manual_seed(7)
-            return flat(run.step(batch))
+            return flat(step(run, batch))
 
         assert torch.equal(clipped_sum(0), clipped_sum(0))
         assert 3 * C < float((clipped_sum(0) - clipped_sum(1)).norm()) < 40 * C
@@ -266,13 +232,13 @@ class TestDraws:
         sizes = set()
         for _ in range(5):
             for inputs, targets in run.loader:
-                applied = flat(run.step([inputs, targets])) * 6
+                applied = flat(step(run, [inputs, targets])) * 6
                 sizes.add(len(inputs))
                 if len(inputs) == 0:
                     assert float(applied.norm()) == 0
                     continue
                 whole = make_run((inputs, targets), len(inputs), noise_multiplier=0.0)
-                expected = flat(whole.steps(1)[0]) * len(inputs)
+                expected = flat(*steps(whole, 1)) * len(inputs)
                 torch.testing.assert_close(applied, expected, rtol=1e-4, atol=1e-6)
         assert len(sizes) > 2
 

@@ -122,16 +122,6 @@ def test_truncated_batches_have_a_cap_and_its_cost():
     assert "at most 5 of 24 units" in statement.accountant
 
 
-def test_poisson_is_what_it_was():
-    run, same = (saved_runs.build(seed=3, **options) for options in ({}, {"sampling": "poisson"}))
-    for one in (run, same):
-        train(one, 2)
-        statement = one.engine.privacy_statement(DELTA)
-        assert (statement.relation, statement.sampler) == (ADD_OR_REMOVE, "poisson")
-        assert statement.accountant == "rdp"
-    assert epsilon(run) == epsilon(same) == run.engine.accountant.get_epsilon(DELTA)
-
-
 @every_run
 def test_metrics_have_the_epsilon_of_the_sampling(name):
     run = build(name)
@@ -268,21 +258,6 @@ def test_another_batch_is_refused(name):
     assert run.engine.get_epsilon(DELTA) == 0
 
 
-@every_run_with_epsilon
-def test_microbatches_are_one_batch(name):
-    generator = {"noise_generator": torch.Generator().manual_seed(2)}
-    whole, split = (build(name, seed=1, **generator) for _ in range(2))
-    for run in (whole, split):
-        for module in run.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-    drawn = train(whole, 8)
-    assert train(split, 8, microbatch=2) == drawn
-    for one, other in zip(whole.model.parameters(), split.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-    assert epsilon(whole) == epsilon(split)
-
-
 @every_order
 def test_a_batch_left_half_way_comes_again(name):
     run = build(name, noise_generator=torch.Generator().manual_seed(2))
@@ -305,26 +280,6 @@ def test_opacus_batch_memory_manager_is_refused(name):
         pytest.raises(RuntimeError, match=r"use dp_clipping\.BatchMemoryManager"),
     ):
         next(iter(loader))
-
-
-@every_run
-def test_several_losses_of_one_batch_are_one_step(name):
-    run = build(name)
-    x, y = next(iter(run.loader))
-    run.criterion(run.model(x[:2]), y[:2]).backward()
-    run.criterion(run.model(x[2:]), y[2:]).backward()
-    run.optimizer.step()
-    assert saved_runs.steps_of(run) == 1
-
-
-@every_run
-def test_two_batches_before_a_step_are_refused(name):
-    run = build(name)
-    batches = iter(run.loader)
-    x, y = next(batches)
-    run.criterion(run.model(x), y).backward()
-    with pytest.raises(RuntimeError, match="begins before"):
-        next(batches)
 
 
 # ---- settings that change ------------------------------------------------------------------------
@@ -376,17 +331,6 @@ def test_units_are_sampled(name, ids):
 def test_a_run_is_resumed_bit_for_bit(name, steps, path):
     run, again = check_resume(path, functools.partial(build, name), steps, 7)
     assert again.engine.privacy_statement(DELTA) == run.engine.privacy_statement(DELTA)
-
-
-@every_order
-def test_a_save_after_a_look_at_other_batches(name, path):
-    run = build(name)
-    train(run, 1)
-    expected = list(map(numbers, looked_at(run)))
-    save(run, path)
-    again = build(name, seed=1)
-    load(again, path)
-    assert numbers(next(iter(again.loader))) == expected[0]
 
 
 @every_order

@@ -1,7 +1,6 @@
 """Networks that differentiate in their own forward, as for forces from an energy."""
 
 import contextlib
-import copy
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_close
 from tests.support.engine import on_any_batches
 from tests.support.turns import in_turn
@@ -266,19 +266,9 @@ def sums_of(network, mode, **options):
     return {n: p.grad.clone() for n, p in network.named_parameters() if p.requires_grad}
 
 
-def one_by_one(network, groups=lambda names: [names]):
+def expected_of(network):
     """The clipped sum, of one ordinary backward for each sample."""
-    network = copy.deepcopy(network)
-    named = {n: p for n, p in network.named_parameters() if p.requires_grad}
-    total = {n: torch.zeros_like(p) for n, p in named.items()}
-    for x, y in zip(*(t.split(1) for t in data(4)), strict=True):
-        network.zero_grad()
-        loss(network(x), y).sum().backward()
-        for group in groups(list(named)):
-            norm = sum(named[n].grad.square().sum() for n in group).sqrt()
-            for n in group:
-                total[n] += named[n].grad * (CLIP / norm).clamp(max=1)
-    return total
+    return oracle.clipped_sum(oracle.per_sample_gradients(network, data(4), loss), CLIP)
 
 
 def build(kind):
@@ -291,15 +281,15 @@ def build(kind):
 )
 def test_a_network_that_differentiates_in_its_forward(kind, mode):
     network = build(kind)
-    expected = one_by_one(network)
+    expected = expected_of(network)
     assert_close(sums_of(network, mode), expected, 1e-4)
 
 
 @pytest.mark.parametrize("mode", ["per_sample", "flash_bookkeeping"])
 def test_thresholds_for_each_layer(mode):
     network = build(Energy)
-    groups = lambda names: [names[:2], names[2:]]  # noqa: E731
-    expected = one_by_one(network, groups)
+    gradients = oracle.per_sample_gradients(network, data(4), loss)
+    expected = oracle.clipped_sum(gradients, [CLIP] * 2, "per_layer")
     found = sums_of(network, mode, clipping="per_layer", max_grad_norm=[CLIP] * 2)
     assert_close(found, expected, 1e-4)
 
@@ -407,7 +397,7 @@ def test_derivatives_that_begin_later(transform, mode, monkeypatch):
             model(x)
     if transform in LATER[:2]:
         return
-    expected = one_by_one(network)
+    expected = expected_of(network)
     model.reset_batch_layouts()
     optimizer.zero_grad()
     criterion(model(x), y).backward()
@@ -463,7 +453,7 @@ class Twice(Energy):
 def test_a_gradient_in_the_loop_that_is_not_differentiated(kind, same_forward, mode):
     """As an attack on inputs takes it: right, or refused, and the step after it is right."""
     network = build(kind)
-    expected = one_by_one(network)
+    expected = expected_of(network)
     model, optimizer, criterion, _ = trained(network, mode)
     x, y = data(4)
     z = x.clone().requires_grad_(True)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-import weakref
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -14,13 +13,11 @@ import torch._functorch.config
 import torch.utils._pytree
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping import torch_compat
-from dp_clipping.torch_compat import flush_ready_nodes
 from tests.support.private_torch import imported_by, private_uses
 
 
@@ -88,35 +85,6 @@ def test_structures_differ_by_containers_keys_and_lengths():
 # ---- tensors and operators -----------------------------------------------------------------------
 
 
-def test_versions_count_changes():
-    x = torch.zeros(2)
-    before = torch_compat.version_of(x)
-    x.add_(1)
-    assert torch_compat.version_of(x) == before + 1
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, gy):
-        assert (
-            sys._getframe(1).f_code is not torch.autograd.function.BackwardCFunction.apply.__code__
-        )
-        return 3 * ctx.saved_tensors[0] ** 2 * gy
-
-
-def test_a_function_is_applied_directly_and_its_backward_called_so():
-    x = torch.tensor(2.0, requires_grad=True)
-    y = torch_compat.apply_directly(Cube)(x)
-    (first,) = torch.autograd.grad(y, x, create_graph=True)
-    (second,) = torch.autograd.grad(first, x)
-    assert (y, first, second) == (8, 12, 12)
-
-
 class Modes(TorchFunctionMode):
     """Notes the functions of PyTorch that are called in it."""
 
@@ -170,29 +138,6 @@ def test_hooks_that_have_come():
     assert torch_compat.hooks_of(layer) == [new, old]
 
 
-def test_the_fused_rms_norm():
-    x, weight = torch.randn(3, 4), torch.randn(4)
-    expected = nn.functional.rms_norm(x, (4,), weight, 1e-6)
-    y, rstd = torch_compat.fused_rms_norm(x, (4,), weight, 1e-6)
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(rstd, (x.square().mean(1, keepdim=True) + 1e-6).rsqrt())
-
-
-def test_dtype_casts():
-    casts = []
-
-    class Seen(torch_compat.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            casts.append(torch_compat.is_dtype_cast(function))
-            return function(*args, **(kwargs or {}))
-
-    x = torch.ones(2)
-    with Seen():
-        x.to(torch.int64)
-        x.neg()
-    assert casts == [True, False]
-
-
 def test_weights_in_one_buffer(monkeypatch):
     """As `nn.RNNBase.flatten_parameters` calls it, which a GPU has."""
     calls = []
@@ -218,21 +163,6 @@ def test_spinning(monkeypatch):
 # ---- modules -------------------------------------------------------------------------------------
 
 
-def test_what_a_module_holds():
-    module = nn.Sequential(nn.BatchNorm1d(2))
-    module.register_buffer("here", torch.ones(1), persistent=False)
-    handle = module.register_forward_pre_hook(lambda *_: None)
-    module.register_full_backward_hook(lambda *_: None)
-    assert list(torch_compat.own_parameters(module[0])) == ["weight", "bias"]
-    assert list(torch_compat.own_buffers(module)) == ["here"]
-    assert list(torch_compat.own_modules(module)) == ["0"]
-    assert torch_compat.non_persistent_buffers(module) == {"here"}
-    assert len(torch_compat.forward_pre_hooks(module)) == 1
-    assert len(torch_compat.hooks_of(module)) == 2
-    handle.remove()
-    assert torch_compat.forward_pre_hooks(module) == []
-
-
 def test_the_name_of_what_is_pruned():
     layer = nn.utils.prune.l1_unstructured(nn.Linear(2, 2), "bias", 1)
     (hook,) = torch_compat.forward_pre_hooks(layer)
@@ -240,34 +170,7 @@ def test_the_name_of_what_is_pruned():
     assert torch_compat.pruned_name(object()) == "weight"
 
 
-@pytest.mark.parametrize(("name", "layers"), [
-    ("BATCH_NORM", [nn.BatchNorm1d(2), nn.LazyBatchNorm2d(), nn.SyncBatchNorm(2)]),
-    ("INSTANCE_NORM", [nn.InstanceNorm1d(2), nn.LazyInstanceNorm2d()]),
-    ("DROPOUT", [nn.Dropout(), nn.Dropout1d(), nn.AlphaDropout(), nn.FeatureAlphaDropout()]),
-])  # fmt: skip
-def test_kinds_of_layers(name, layers):
-    kind = getattr(torch_compat, name)
-    assert all(isinstance(layer, kind) for layer in layers)
-    assert not isinstance(nn.GroupNorm(1, 2), kind)
-
-
-def test_composable_replicas(monkeypatch):
-    assert [kind.__name__ for kind in torch_compat.composable_replicas()] == ["DDP"]
-    monkeypatch.setitem(sys.modules, "torch.distributed._composable.replicate", None)
-    assert torch_compat.composable_replicas() == ()
-
-
 # ---- compilation and profiling -------------------------------------------------------------------
-
-
-def test_compiled_modules():
-    plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
-    in_place.compile()
-    wrapped = torch.compile(nn.Linear(2, 2))
-    assert not torch_compat.any_compiled(nn.Sequential(plain, nn.Sequential(plain)))
-    for inner in (in_place, wrapped):
-        assert torch_compat.any_compiled(nn.Sequential(plain, nn.Sequential(inner)))
-    assert [torch_compat.is_compiled_in_place(m) for m in (plain, in_place)] == [False, True]
 
 
 def test_graphs_break_at_a_function(monkeypatch):
@@ -278,17 +181,6 @@ def test_graphs_break_at_a_function(monkeypatch):
         )
         assert compiled() == (True, False)
         monkeypatch.delattr(torch, "_disable_dynamo", raising=False)
-
-
-def test_graphs_for_any_size(monkeypatch):
-    config = torch._dynamo.config
-    with torch_compat.any_size():
-        assert config.allow_unspec_int_on_nn_module
-        assert not config.force_nn_module_property_static_shapes
-    assert not config.allow_unspec_int_on_nn_module
-    monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=SimpleNamespace()))
-    with torch_compat.any_size():
-        pass
 
 
 def test_reusable_backwards(monkeypatch):
@@ -315,15 +207,6 @@ def test_whether_a_profiler_records(monkeypatch):
     assert torch_compat.is_profiling() is True
 
 
-# ---- optimizers ----------------------------------------------------------------------------------
-
-
-def test_hooks_of_optimizers():
-    optimizer = torch.optim.SGD([torch.ones(1)], lr=1)
-    registries = {name for name in vars(optimizer) if torch_compat.is_hook_registry(name)}
-    assert {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"} <= registries
-
-
 # ---- process groups, DTensor and FSDP1 -----------------------------------------------------------
 
 
@@ -337,18 +220,6 @@ def test_grouped_collectives_are_there():
         torch_compat.all_reduce_together([], SimpleNamespace())
     with pytest.raises(RuntimeError, match=r"has no ProcessGroup\.reduce_scatter_tensor_coal"):
         torch_compat.reduce_scatter_together([], [], SimpleNamespace())
-
-
-def layouts(context):
-    mesh = DeviceMesh.from_group(context.group, "cpu")
-    made = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
-    again = torch_compat.with_layout(torch.zeros(2), torch_compat.layout_of(made))
-    return again.placements == made.placements and again.to_local().tolist() == [0, 0]
-
-
-def test_a_layout_serves_again(cpu_ranks):
-    assert all(cpu_ranks.run(2, layouts))
-    assert torch_compat.layout_of(object()) is None
 
 
 def test_strided_shards():
@@ -399,84 +270,3 @@ def test_parameters_that_stay_gathered_are_refused(monkeypatch):
     torch_compat.fsdp1_free(None, SimpleNamespace(needs_unshard=lambda: True))
     with pytest.raises(RuntimeError, match=r"has no .*_reshard that frees gathered parameters"):
         torch_compat.fsdp1_free(None, SimpleNamespace(needs_unshard=lambda: False))
-
-
-@pytest.mark.parametrize(
-    ("wrapped", "name"),
-    [
-        ("weight", "weight"),
-        ("_fsdp_wrapped_module.weight", "weight"),
-        ("_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.up.weight", "blocks.0.up.weight"),
-        ("blocks.0._fsdp_wrapped_module", "blocks.0"),
-    ],
-)
-def test_names_before_fsdp1(wrapped, name):
-    assert torch_compat.plain_name(wrapped) == name
-
-
-# ---- a backward that failed ----------------------------------------------------------------------
-
-
-class Held(torch.autograd.Function):
-    """Keeps an activation, which is watched."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.kept = torch.ones(3)
-        HELD.append(weakref.ref(ctx.kept))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class Fails(torch.autograd.Function):
-    """A node that another one is queued behind."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError
-
-
-HELD: list[weakref.ref] = []
-
-
-def fail() -> None:
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(ArithmeticError):
-        (Held.apply(x) + Fails.apply(x)).sum().backward()
-
-
-def test_activations_of_a_failed_backward_go():
-    HELD.clear()
-    with torch.autograd.set_multithreading_enabled(False):
-        fail()
-        with torch.no_grad():
-            flush_ready_nodes()
-    assert HELD
-    assert not any(held() is not None for held in HELD)
-
-
-def test_a_tensor_of_vmap():
-    seen = []
-    torch.vmap(lambda x: seen.append(torch_compat.is_of_vmap(x)) or x)(torch.ones(2))
-    assert seen == [True]
-    assert not torch_compat.is_of_vmap(torch.ones(2))
-
-
-def test_the_distribution_of_the_privacy_loss_is_that_of_the_accountant():
-    from opacus.accountants import create_accountant
-
-    accountant = create_accountant("prv")
-    accountant.history = [(2.0, 0.2, 10)]
-    found = torch_compat.loss_distribution(accountant, epsilon_error=0.01, delta_error=1e-8)
-    for delta in (1e-5, 0.01):
-        expected = accountant.get_epsilon(delta, delta_error=1e-8)
-        assert found.compute_epsilon(delta, 1e-8, 0.01)[2] == expected
-    other = create_accountant("rdp")
-    assert torch_compat.loss_distribution(other, epsilon_error=0.01, delta_error=1e-8) is None

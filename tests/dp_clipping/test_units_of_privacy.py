@@ -1,6 +1,5 @@
 """`examples_per_unit`: a unit of k examples is sampled, clipped and counted as one."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import PrivacyEngine
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from tests.dp_clipping.conftest import assert_close, clipped_sums, gradients_of, unchecked
+from tests.dp_clipping.conftest import assert_close, gradients_of
 from tests.support import zoo
 from tests.support.engine import in_parts
+from tests.support.saved_runs import load, save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
@@ -23,15 +23,6 @@ pytestmark = [
 
 K = 2
 ROWS = 3 * K
-
-
-def test_one_example_a_unit_is_as_without():
-    case = zoo.BY_NAME["transformer"]
-    plain, units = (unchecked(case.build(), **o) for o in ({}, {"rows_per_unit": 1}))
-    batch = case.batch(zoo.SIZE)
-    sums = [clipped_sums(model, batch, case.per_sample_loss) for model in (plain, units)]
-    for name, value in sums[0].items():
-        assert torch.equal(value, sums[1][name])
 
 
 SAMPLES, MOST, CLASSES, C = 22, 4, 3, 0.7
@@ -95,18 +86,6 @@ def steps(run, loader=None):
 
 
 class TestSteps:
-    def test_a_unit_contributes_at_most_the_threshold(self):
-        run = build(sample_rate=1 / 6, max_grad_norm=0.1, noise_generator=fixed())
-        seen = 0
-        for x, _, _ in steps(run):
-            units = len(x) // MOST
-            total = torch.cat([g.flatten() for g in gradients_of(run.model).values()]).norm()
-            assert total <= units * 0.1 * (1 + 1e-6)
-            if units == 1:
-                seen += 1
-                assert total >= 0.1 * (1 - 1e-4)
-        assert seen
-
     @pytest.mark.parametrize("size", [MOST, 2 * MOST])
     @pytest.mark.parametrize("pad", [False, True])
     def test_physical_batches_hold_whole_units(self, size, pad):
@@ -216,22 +195,6 @@ class TestDrawnExamples:
             found = [p.grad for p in run.model.parameters()]
             torch.testing.assert_close(found, clipped_sum(x, 2))
 
-    @pytest.mark.parametrize("pad", [False, True])
-    def test_physical_batches(self, pad):
-        given = {"examples_per_step": 2, "unit_ids": IDS, "examples_per_unit": 1, "batch_size": 4,
-                 "sample_rate": 0.8, "steps": 4}  # fmt: skip
-        run, alone = (build(noise_generator=fixed(), **given) for _ in range(2))
-        whole = [gradients_of(alone.model) for _ in steps(alone)]
-        found = []
-        with in_parts(run, 4, pad_batches=pad) as pieces:
-            for x, _, _ in steps(run, pieces):
-                assert len(x) == 4 if pad else len(x) <= 4
-                if not run.model.step_state.accumulating:
-                    found.append(gradients_of(run.model))
-        assert len(found) == len(whole)
-        for got, expected in zip(found, whole, strict=True):
-            assert_close(got, expected, 1e-9)
-
     @pytest.mark.parametrize(
         ("options", "unit"),
         [
@@ -253,16 +216,14 @@ class TestDrawnExamples:
         run = build(sampling="cyclic", **given)
         for _ in steps(run):
             pass
-        arguments = {"path": path, "module": run.model, "optimizer": run.optimizer}
-        run.engine.save_checkpoint(data_loader=run.loader, **arguments)
+        save(run, path)
         again, other = build(sampling="cyclic", **given), build(
             sampling="cyclic", **given | {"examples_per_step": 2, "batch_size": 4}
         )  # fmt: skip
-        for one in (again, other):
-            arguments = {"path": path, "module": one.model, "optimizer": one.optimizer}
-            changed = "examples_per_step was 1 and is 2, so noise and samples come from a new key"
-            with nullcontext() if one is again else pytest.warns(UserWarning, match=changed):
-                one.engine.load_checkpoint(data_loader=one.loader, **arguments)
+        changed = "examples_per_step was 1 and is 2, so noise and samples come from a new key"
+        load(again, path)
+        with pytest.warns(UserWarning, match=changed):
+            load(other, path)
         first, second = ([x.tolist() for x, _, _ in steps(one)] for one in (run, again))
         assert first == second
 
@@ -282,12 +243,6 @@ class TestAccount:
         assert statement.sample_rate == 1 / 3  # 6 units, of which the last has two examples
         assert run.engine.accountant.history == [(1.0, 1 / 3, 3)]
         assert run.optimizer.expected_batch_size == 2.0
-
-    def test_ids_have_a_statement_and_an_account_of_their_own(self):
-        run = build(examples_per_unit=6, unit_ids=IDS, data_loader=DataLoader(data(), batch_size=6))
-        statement = run.engine.privacy_statement(1e-3)
-        assert statement.unit == "all examples with the same entry in unit_ids, at most 6"
-        assert (statement.sample_rate, run.optimizer.expected_batch_size) == (1 / 7, 1.0)
 
     def test_the_divisor_is_of_units(self):
         net = arguments()["module"]
@@ -316,23 +271,6 @@ class TestAccount:
 
 
 class TestRefused:
-    def test_a_loader_without_batch_size_needs_a_rate(self):
-        indices = [list(range(i, i + 4)) for i in range(0, 20, 4)]
-        loader = DataLoader(data(20), batch_sampler=indices)
-        run = build(data_loader=loader, sample_rate=0.25, expected_batch_size=1)
-        assert run.loader.batch_sampler.num_samples == 5
-
-    def test_batches_of_parts_of_units(self):
-        with pytest.warns(UserWarning, match="poisson_sampling=False"):
-            run = build(poisson_sampling=False)
-        x, y = data().tensors
-        with pytest.raises(ValueError, match="a batch of 6 examples, and each 4 that lie side"):
-            run.model(x[:6])
-        run.criterion(run.model(x[:8]), y[:8]).backward()
-        assert run.model.per_sample_gradient_norms.shape == (2,)
-        statement = run.engine.privacy_statement(1e-3)
-        assert statement.unit == "4 consecutive examples of a batch"
-
     def test_a_part_of_the_loaders_batch(self):
         run = build(sample_rate=1.0)
         for x, _ in run.loader:
@@ -341,12 +279,6 @@ class TestRefused:
             ):
                 run.model(x[:4])
             break
-
-    @pytest.mark.parametrize(("size", "fits"), [(6, "4 or 8"), (3, "4")])
-    def test_physical_batches_of_parts_of_units(self, size, fits):
-        run = build()
-        with pytest.raises(ValueError, match=f"give {fits}$"):
-            in_parts(run, size)
 
     def test_another_loader_over_the_sampler(self):
         run = build()
@@ -378,13 +310,9 @@ class TestCheckpoints:
         run = build(noise_multiplier=1.0)
         for _ in steps(run):
             pass
-        run.engine.save_checkpoint(
-            path=path, module=run.model, optimizer=run.optimizer, data_loader=run.loader
-        )
+        save(run, path)
         again = build(noise_multiplier=1.0)
-        again.engine.load_checkpoint(
-            path=path, module=again.model, optimizer=again.optimizer, data_loader=again.loader
-        )
+        load(again, path)
         assert again.loader.position == run.loader.position
         samplers = run.loader.batch_sampler, again.loader.batch_sampler
         for step in range(3, 9):
@@ -393,15 +321,10 @@ class TestCheckpoints:
     @pytest.mark.parametrize("new_keys", [False, True])
     def test_other_units_are_refused(self, path, new_keys):
         run = build()
-        run.engine.save_checkpoint(
-            path=path, module=run.model, optimizer=run.optimizer, data_loader=run.loader
-        )
+        save(run, path)
         other = build(examples_per_unit=2)
         with pytest.raises(ValueError, match="examples_per_unit is 4 in the checkpoint and 2"):
-            other.engine.load_checkpoint(
-                path=path, module=other.model, optimizer=other.optimizer,
-                data_loader=other.loader, new_keys=new_keys,
-            )  # fmt: skip
+            load(other, path, new_keys=new_keys)
 
     @pytest.mark.parametrize("noise_multiplier", [0.0, 1.1])
     def test_other_ids_are_refused(self, path, noise_multiplier):
@@ -409,15 +332,9 @@ class TestCheckpoints:
         rows = len(build(PrivacyEngine(accountant="rdp")).loader.dataset)
         units = -(-rows // 4)
         run = build(unit_ids=[row % units for row in range(rows)])
-        run.engine.save_checkpoint(
-            path=path, module=run.model, optimizer=run.optimizer, data_loader=run.loader
-        )
+        save(run, path)
         others = [row // 4 for row in range(rows)]
         other = build(unit_ids=others, noise_multiplier=noise_multiplier)
-        arguments = {
-            "path": path, "module": other.model, "optimizer": other.optimizer,
-            "data_loader": other.loader,
-        }  # fmt: skip
         with pytest.raises(ValueError, match="unit_ids put other examples together than in the sa"):
-            other.engine.load_checkpoint(**arguments)
-        other.engine.load_checkpoint(**arguments, new_keys=True)
+            load(other, path)
+        load(other, path, new_keys=True)

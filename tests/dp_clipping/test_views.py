@@ -13,6 +13,7 @@ from tests.dp_clipping.conftest import assert_close
 from tests.support import engine as runs
 from tests.support import zoo
 from tests.support.engine import in_parts
+from tests.support.saved_runs import load, save
 
 SAMPLES, CLASSES, V, C = 9, 3, 3, 0.2
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
@@ -126,15 +127,6 @@ class TestSteps:
         views = x.unflatten(0, (-1, V))
         assert (views[:, 0] != views[:, 1]).flatten(1).any(1).all()
 
-    def test_equal_views_are_as_one(self):
-        found = []
-        for views in (1, V):
-            run = build(data=Augmented(is_random=False), views=views, sample_rate=1.0, steps=1)
-            ((x, y),) = run.loader
-            found.append(step(run, x, y))
-        torch.testing.assert_close(found[0][0], found[1][0])
-        assert_close(found[1][1], found[0][1], 1e-9)
-
     @pytest.mark.parametrize("reduction", ["mean", "sum"])
     @pytest.mark.parametrize("mode", ["no_dp", "bookkeeping"])
     def test_a_printed_loss_is_that_of_samples(self, mode, reduction):
@@ -237,48 +229,20 @@ class TestAccount:
             [i for i in range(SAMPLES) if i % 2 == rank for _ in range(V)] for rank in range(2)
         ]
 
-    @pytest.mark.parametrize("sampling", ["truncated_poisson", "balls_in_bins"])
-    def test_other_samplings_have_views(self, sampling):
-        most = {"max_batch_size": 4} if sampling == "truncated_poisson" else {}
-        run = build(sampling=sampling, noise_multiplier=0.0, **most)
-        for x, y in run.loader:
-            found = step(run, x, y)
-            if len(x):
-                assert_as_defined(run, found, x, y)
-
     def test_a_resume_goes_on_with_other_views_under_a_new_key(self, path):
         run = build(noise_multiplier=1.0)
         for x, y in run.loader:
             step(run, x, y)
-        run.engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer,
-                                   data_loader=run.loader)  # fmt: skip
+        save(run, path)
         for views in (V, 1):
             again = build(noise_multiplier=1.0, views=views)
-            arguments = {"path": path, "module": again.model, "optimizer": again.optimizer,
-                         "data_loader": again.loader}  # fmt: skip
             if views == V:
-                again.engine.load_checkpoint(**arguments)
+                load(again, path)
                 here, there = again.loader.batch_sampler, run.loader.batch_sampler
                 assert here.shares(3) == there.shares(3)
             else:
                 with pytest.warns(UserWarning, match="views was 3 and is 1, so noise"):
-                    again.engine.load_checkpoint(**arguments)
-
-
-class TestRefused:
-    def test_a_batch_or_physical_batch_with_parts_of_samples(self):
-        run = build(sample_rate=1.0, steps=1)
-        ((x, _),) = run.loader
-        with pytest.raises(ValueError, match=r"a batch of 4 examples, and each 3 .* or views"):
-            run.model(x[:4])
-        with pytest.raises(ValueError, match=r"forward of 6 examples, .* has yielded 27"):
-            run.model(x[:6])
-        with pytest.raises(ValueError, match=r"3 views of each example: give 3 or 6$"):
-            in_parts(run, 4)
-
-    def test_another_loader_over_the_sampler(self):
-        with pytest.raises(RuntimeError, match=r"split the views of a sample: .* or views=1"):
-            next(iter(build().loader.batch_sampler))
+                    load(again, path)
 
 
 @pytest.mark.parametrize("wrap_model", [False, True])

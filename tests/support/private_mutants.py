@@ -31,9 +31,7 @@ COLLATE_CHECK = "tests/dp_clipping/sampling/test_collate_check.py"
 MEMORY = "tests/dp_clipping/sampling/test_memory_manager.py"
 LENGTHS = "tests/dp_clipping/guard/test_lengths.py"
 COLLATE = "tests/dp_clipping/sampling/test_collate.py"
-SPLIT = "tests/dp_clipping/distributed/test_split_norms.py"
-REDUCE = "tests/dp_clipping/distributed/test_gradient_reduce.py"
-GLOBAL = "tests/dp_clipping/distributed/test_global_norms.py"
+RUNS_ON_RANKS = "tests/dp_clipping/ranks/test_runs.py"
 LEDGER = "tests/dp_clipping/accounting/test_ledger.py"
 HISTORY = "tests/dp_clipping/accounting/test_history.py"
 CONTRIBUTIONS = "tests/dp_clipping/verification/test_contributions.py"
@@ -595,18 +593,20 @@ ROWS = [
      CONTRACT, "test_networks and registered-units"),
     # ---- distributed
     ("shared parameters are counted on every rank", "distributed/split_norms.py",
-     "counts_shared = self._reducer.tensor.rank == 0", "counts_shared = True", SPLIT),
+     "counts_shared = self._reducer.tensor.rank == 0", "counts_shared = True", RANKS, "tensor"),
     ("ranks that differ are not noticed", "distributed/split_norms.py",
-     "return squares, torch.where(differs, torch.inf, bounds)", "return squares, bounds", SPLIT),
+     "return squares, torch.where(differs, torch.inf, bounds)", "return squares, bounds",
+     "tests/dp_clipping/distributed/test_split_norms.py"),
     ("bounds stay on their rank", "distributed/split_norms.py",
-     "counted.bounds(), shared", "counted.bounds() * counts_shared, shared", SPLIT),
+     "counted.bounds(), shared", "counted.bounds() * counts_shared, shared", RANKS, "tensor"),
     ("shards add up over no ranks", "distributed/gradient_reduce.py",
-     "self._sums[parameter].add_(shard.view_as(self._sums[parameter]))", "pass", REDUCE),
+     "self._sums[parameter].add_(shard.view_as(self._sums[parameter]))", "pass", RUNS_ON_RANKS,
+     "fsdp2"),
     ("a shard of another rank", "distributed/gradient_reduce.py",
      "rows[row, first : first + piece.numel()] = piece.reshape(-1)",
-     "rows[world - 1 - row, first : first + piece.numel()] = piece.reshape(-1)", REDUCE),
+     "rows[world - 1 - row, first : first + piece.numel()] = piece.reshape(-1)", RANKS, "fsdp2"),
     ("norms of ranks lie over each other", "distributed/global_norms.py",
-     "offset = sum(self.sizes[: reducer.data.rank])", "offset = 0", GLOBAL),
+     "offset = sum(self.sizes[: reducer.data.rank])", "offset = 0", RUNS_ON_RANKS, "adaptive"),
     # ---- checkpoint ledger
     ("released steps are forgotten by a load", "accounting/ledger.py",
      "lost[key] = first, after(part, shared(part, there))", "lost[key] = first, []", LEDGER),

@@ -64,16 +64,6 @@ class TestAccount:
         self.load(run, path, 7, new_keys=True)
         assert (steps_of(run), run.optimizer.steps) == (9, 2)
 
-    def test_a_step_back_with_the_same_key_in_between_loses_nothing(self, path):
-        run = build()
-        save(run, path)
-        train(run, 3)
-        self.load(run, path, 3)
-        train(run, 1)
-        assert steps_of(run) == 3
-        self.load(run, path, 3, new_keys=True)
-        assert steps_of(run) == 3
-
     def test_the_checkpoint_knows_what_it_has(self, path):
         first = path.with_name("first.pt")
         run = build()
@@ -202,20 +192,6 @@ class TestAccount:
         load(other, path)
         train(one, 2)
         assert steps_of(one) == 4
-
-    def test_what_a_run_that_was_set_back_saves(self, path):
-        run = build()
-        train(run, 1)
-        save(run, path)
-        train(run, 4)
-        self.load(run, path, 4)
-        train(run, 1)
-        save(run, path)
-        resumed = build()
-        load(resumed, path)
-        assert (steps_of(resumed), resumed.optimizer.steps) == (5, 2)
-        train(resumed, 4)
-        assert steps_of(resumed) == 6
 
     @pytest.mark.parametrize(
         ("name", "value"),

@@ -91,15 +91,14 @@ def test_text_says_what_each_number_is():
         assert f"\n  {line}\n" in f"{text}\n"
 
 
-def test_many_thresholds_are_cut_short():
-    network = nn.Sequential(*[nn.Linear(3, 3) for _ in range(6)])
-    run = build(module=network, max_grad_norm=[0.5] * 6, clipping="per_layer")
-    assert "0.5, 0.5, 0.5, 0.5, ... (6 of them)" in str(run.engine.privacy_statement(1e-3))
-
-
-def test_few_thresholds_are_all_shown():
-    run = build(max_grad_norm=[0.5, 0.25], clipping="per_layer")
-    assert "clipping threshold:     0.5, 0.25\n" in str(run.engine.privacy_statement(1e-3))
+@pytest.mark.parametrize(
+    ("layers", "limits", "shown"),
+    [(6, [0.5] * 6, "0.5, 0.5, 0.5, 0.5, ... (6 of them)\n"), (2, [0.5, 0.25], "0.5, 0.25\n")],
+)
+def test_many_thresholds_are_cut_short(layers, limits, shown):
+    network = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)])
+    run = build(module=network, max_grad_norm=limits, clipping="per_layer")
+    assert f"clipping threshold:     {shown}" in str(run.engine.privacy_statement(1e-3))
 
 
 @pytest.mark.parametrize(("poisson", "of"), [(True, "the data set"), (False, "a batch")])
@@ -257,19 +256,14 @@ def test_what_is_not_given_follows(given, rate, steps):
     assert engine.privacy_statement(1e-3).steps == steps
 
 
-def test_epsilon_ends_at_its_target_after_the_public_number_of_steps():
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_epsilon_ends_at_its_target_after_the_public_number_of_steps(epochs):
     engine, private = made(
         method="make_private_with_epsilon", target_epsilon=2.0, target_delta=1e-3,
-        sample_rate=0.2, steps=20,
+        sample_rate=0.2, steps=20, epochs=epochs,
     )  # fmt: skip
-    train(private)
+    train(private, epochs)
     assert 1.98 <= engine.get_epsilon(1e-3) <= 2.0
-    twice = made(
-        method="make_private_with_epsilon", target_epsilon=2.0, target_delta=1e-3,
-        sample_rate=0.2, steps=20, epochs=2,
-    )  # fmt: skip
-    train(twice[1], epochs=2)
-    assert 1.98 <= twice[0].get_epsilon(1e-3) <= 2.0
 
 
 def test_a_card_whose_section_has_no_end_is_left_as_it_is(tmp_path):

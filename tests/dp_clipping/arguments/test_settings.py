@@ -1,10 +1,8 @@
 """The arguments of `make_private` in one object: checked, plain, and what is public of them."""
 
-from dataclasses import FrozenInstanceError
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from torch import nn
 
 from dp_clipping.arguments.settings import Settings
@@ -40,36 +38,11 @@ def test_numbers_become_pythons_own():
     assert {type(x) for x in numbers} == {float}
 
 
-def test_nothing_changes_later():
-    with pytest.raises(FrozenInstanceError):
-        settings().noise_multiplier = 0.0
-
-
 def test_a_registered_function_is_public_by_what_it_computes(monkeypatch):
     monkeypatch.setattr(coefficients, "_REGISTERED", {})
     coefficients.register_clipping_function("mine", lambda norms, limit: limit / norms)
     name = settings(clipping_function="mine").public()["clipping_function"]
     assert name == coefficients.described("mine") != "mine"
-
-
-def test_the_policy_is_the_modes():
-    assert settings().policy.two_passes
-    assert settings(clipping="per_layer").policy.per_layer
-    assert settings(grad_sample_mode="no_dp").policy is None
-
-
-def test_the_loader_says_how_many_samples_are_expected():
-    assert settings().with_batch_size(world_size=1).expected_batch_size == engine.BATCH
-    given = settings(expected_batch_size=5)
-    assert given.with_batch_size(world_size=1) is given
-
-
-def test_units_have_rates_and_batches_of_their_own():
-    given = settings(examples_per_unit=3).with_batch_size(world_size=1)
-    assert (given.expected_batch_size, given.rates) == (2.0, (1 / 4, 4))
-    named = settings(examples_per_unit=3, unit_ids=[i // 2 for i in range(engine.SAMPLES)])
-    assert (len(named.units), named.rates) == (12, (1 / 6, 6))
-    assert settings().units is None
 
 
 def test_ranks_compare_what_a_checkpoint_holds_and_more():

@@ -19,6 +19,7 @@ NARROW = {"sample_rate": 0.25, "steps": 32, "noise_multiplier": 4.0}
 RARE = {"sample_rate": 0.05, "steps": 64, "noise_multiplier": 2.0}
 SHORT = {"sample_rate": 0.5, "steps": 8, "noise_multiplier": 3.0}
 SMALL = {"canaries": 400, "sample_rate": 0.5, "steps": 3}
+CALLS = {"audit": {"canaries": 16, "steps": 1}, "record_sums": {"units": 6, "removed": 2}}
 QUICK = ("no-noise-on-one-shard", "no-clipping")
 
 
@@ -186,12 +187,13 @@ class TestOtherNetworks:
 
 
 class TestTheUsersObjects:
-    def test_nothing_changes(self):
+    @pytest.mark.parametrize(("call", "options"), CALLS.items())
+    def test_nothing_changes(self, call, options):
         net = network()
         arguments = given(net)
         before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
         engine = PrivacyEngine()
-        engine.audit(**arguments, canaries=16, steps=1)
+        getattr(engine, call)(**arguments, **options)
         assert all(torch.equal(net.state_dict()[name], x) for name, x in before.items())
         assert torch.equal(torch.get_rng_state(), state)
         assert all(p.grad is None for p in net.parameters())
@@ -266,15 +268,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"trains a copy, and copy\.deepcopy"):
             audited(net=net)
 
-    def test_hidden_engines(self):
+    @pytest.mark.parametrize("call", CALLS)
+    def test_hidden_and_secure_engines(self, call):
         with pytest.raises(RuntimeError, match="hide_unprotected"):
-            PrivacyEngine(hide_unprotected=True).audit(**given(network()))
-
-    def test_secure_engines(self):
-        engine = PrivacyEngine(secure_mode=True)
-        for attack in (engine.audit, engine.record_sums):
-            with pytest.raises(ValueError, match="keys of a seed"):
-                attack(**given(network()))
+            getattr(PrivacyEngine(hide_unprotected=True), call)(**given(network()))
+        with pytest.raises(ValueError, match="keys of a seed"):
+            getattr(PrivacyEngine(secure_mode=True), call)(**given(network()))
 
 
 def test_an_infinite_bound_is_shown():

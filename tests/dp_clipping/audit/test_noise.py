@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_by_hand.examples.audit_faults import noise_changed
 from dp_clipping import PrivacyEngine
 from dp_clipping.audit.noise import LEVEL, Parameter, faults_of
+from tests.dp_clipping.audit.test_audits import given, network
 from tests.support.turns import in_turn
 
 SHAPES = {"0.weight": (16, 6), "0.bias": (16,), "2.weight": (4, 16), "2.bias": (4,)}
@@ -158,15 +157,7 @@ def test_what_is_wrong_is_found_and_named(name):
 
 
 def arguments(**changes):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
-    data = TensorDataset(torch.randn(24, 6), torch.randint(4, (24,)))
-    return {
-        "module": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
-        "data_loader": DataLoader(data, batch_size=8), "noise_multiplier": 2.0,
-        "max_grad_norm": 0.5, "grad_sample_mode": "bookkeeping",
-        "noise_generator": torch.Generator().manual_seed(0), **changes,
-    }  # fmt: skip
+    return given(network(), noise_multiplier=2.0, max_grad_norm=0.5, **changes)
 
 
 def without(names):

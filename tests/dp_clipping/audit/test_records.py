@@ -1,7 +1,5 @@
 """`engine.record_sums` on the right product, and on broken ones."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -10,32 +8,15 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from ddp_by_hand.examples.audit_faults import FAULTS, RECORD
 from dp_clipping import PrivacyEngine
 from dp_clipping.guard.guard import LayoutDiscovery
+from tests.dp_clipping.audit import test_audits
+from tests.dp_clipping.audit.test_audits import network
 
 QUICK = ("noise-from-data", "divided-by-batch", "norm-without-weights")
 
 
-def network(dropout: float = 0.0) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 4))
-
-
 def given(net: nn.Module, **changes) -> dict:
-    draw = torch.Generator().manual_seed(1)
-    data = TensorDataset(
-        torch.randn(24, 6, generator=draw), torch.randint(4, (24,), generator=draw)
-    )
-    return {
-        "module": net,
-        "optimizer": torch.optim.Adam(net.parameters()),
-        "data_loader": DataLoader(data, batch_size=8),
-        "noise_multiplier": 2.0,
-        "max_grad_norm": 0.5,
-        "grad_sample_mode": "bookkeeping",
-        "noise_generator": torch.Generator().manual_seed(0),
-        "units": 6,
-        "removed": 2,
-        **changes,
-    }
+    own = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "units": 6, "removed": 2}
+    return test_audits.given(net, **own | changes)
 
 
 def recorded(net: nn.Module | None = None, **changes):
@@ -117,7 +98,8 @@ def test_numbers_of_16_bit():
 
 
 def test_dropout_is_off():
-    found = recorded(network(dropout=0.5))
+    first, relu, last = network()
+    found = recorded(nn.Sequential(first, relu, nn.Dropout(), last))
     assert found.in_evaluation
     assert found.ok, found.faults
 
@@ -129,21 +111,6 @@ def test_a_network_that_is_always_random_is_named():
 
     found = recorded(nn.Sequential(Random(), *network()), removed=1)
     assert found.faults[0].startswith("two replays of the same step differ")
-
-
-def test_nothing_of_the_users_changes():
-    net = network()
-    arguments = given(net)
-    before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
-    engine = PrivacyEngine()
-    engine.record_sums(**arguments)
-    assert all(torch.equal(net.state_dict()[name], x) for name, x in before.items())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in net.parameters())
-    assert not engine.accountant.history
-    assert not arguments["optimizer"].state
-    del arguments["units"], arguments["removed"]
-    engine.make_private(**arguments)  # is not private yet
 
 
 @pytest.mark.parametrize(
@@ -197,8 +164,3 @@ def test_samples_that_see_each_other_are_found_where_no_check_looks(monkeypatch)
 def test_numbers_of_units(units, removed):
     with pytest.raises(ValueError, match=r"removed is \d, .* units=16, removed=4"):
         recorded(units=units, removed=removed)
-
-
-def test_hidden_engines_refuse():
-    with pytest.raises(RuntimeError, match="hide_unprotected"):
-        PrivacyEngine(hide_unprotected=True).record_sums(**given(network()))

@@ -1,14 +1,11 @@
 """The account: every draw once, before a parameter has moved, by Opacus's own accountants."""
 
-import math
-
-import opacus
 import pytest
 import torch
 from opacus.accountants import create_accountant
 
 from dp_clipping import MODES
-from tests.support.engine import arguments, backward, build, data, fixed, in_parts, parameters, step
+from tests.support.engine import backward, build, data, parameters, step
 
 DELTA = 1e-5
 
@@ -40,50 +37,6 @@ def test_a_step_is_counted_once_and_before_parameters_change(mode):
     assert account.history == [(sigma, 1 / 4, 1)]
 
 
-def test_microbatches_and_skipped_steps_are_not_counted():
-    run = build()
-    history = run.engine.accountant.history
-    with in_parts(run, 1) as loader:
-        counts = []
-        for batch in loader:
-            step(run, batch)
-            counts.append(sum(steps for _, _, steps in history))
-    assert counts[-1] == 4
-    assert len(counts) > 8
-    assert sorted(counts) == counts
-
-
-def test_accumulating_backwards_by_hand_is_one_step():
-    """Two backwards and one step: one draw, one count, the whole sum."""
-    options = {"noise_multiplier": 0.0}
-    split, whole = build(**options), build(**options)
-    x, y = data()[:6]
-    for part in (slice(0, 2), slice(2, 6)):
-        backward(split, (x[part], y[part]))
-    split.optimizer.step()
-    step(whole, (x, y))
-    assert split.engine.accountant.history == [(0.0, 1 / 4, 1)]
-    for a, b in zip(parameters(whole), parameters(split), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_pre_step_and_step_count_once():
-    run = build()
-    backward(run, data()[:5])
-    assert run.optimizer.pre_step()
-    assert run.engine.accountant.history == [(1.0, 1 / 4, 1)]
-    run.optimizer.step()
-    assert run.engine.accountant.history == [(1.0, 1 / 4, 1)]
-
-
-def test_a_refused_step_is_not_counted():
-    run = build()
-    with pytest.raises(RuntimeError):
-        run.optimizer.step()
-    assert run.engine.accountant.history == []
-    assert run.engine.get_epsilon(DELTA) == 0
-
-
 def test_no_account_no_step():
     """Where counting fails, nothing is added to it, nothing lost and nothing applied."""
     run = build(accountant="gdp")
@@ -106,41 +59,3 @@ def test_epsilon_is_the_accountants(accountant):
     theirs = create_accountant(accountant)
     theirs.history = [(1.3, 1 / 4, 4)]
     assert run.engine.get_epsilon(DELTA) == theirs.get_epsilon(DELTA) > 0
-
-
-@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
-def test_epsilon_is_that_of_the_same_run_in_opacus(accountant):
-    engine = opacus.PrivacyEngine(accountant=accountant)
-    model, optimizer, criterion, loader = engine.make_private(
-        **arguments(noise_multiplier=0.9), grad_sample_mode="ghost"
-    )
-    for x, y in loader:
-        criterion(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    run = build(accountant=accountant, noise_multiplier=0.9)
-    for batch in run.loader:
-        step(run, batch)
-    assert run.engine.accountant.history == engine.accountant.history
-    assert run.engine.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
-
-
-@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
-def test_without_noise_it_is_infinite(accountant):
-    run = build(accountant=accountant, noise_multiplier=0.0)
-    assert run.engine.get_epsilon(DELTA) == 0
-    step(run)
-    assert run.engine.get_epsilon(DELTA) == math.inf
-    if accountant != "gdp":  # one step with noise does not make up for it
-        run.optimizer.noise_multiplier = 1.0
-        step(run)
-        assert run.engine.get_epsilon(DELTA) == math.inf
-
-
-def test_two_models_on_one_dataset_share_the_account():
-    one = build(noise_generator=fixed())
-    loader = torch.utils.data.DataLoader(one.loader.dataset, batch_size=6)
-    two = build(engine=one.engine, data_loader=loader)
-    step(one)
-    step(two)
-    assert one.engine.accountant.history == [(1.0, 1 / 4, 2)]

@@ -4,7 +4,6 @@ import os
 import pickle
 import re
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import TensorDataset
 
-from ddp_by_hand.lm.parallel import parallelize
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.checkpoint import distributed_format as checkpoint_sharded
 from dp_clipping.checkpoint import tensors as checkpoint_tensors
@@ -22,39 +20,25 @@ from dp_clipping.checkpoint.file_format import key_path
 from dp_clipping.noise.keys import read_keys
 from tests.dp_clipping.conftest import skip_all_checks
 from tests.support import engine, zoo
-from tests.support.meshes import square
 from tests.support.on_ranks import on_ranks
 from tests.support.replicas import build, train
+from tests.support.saved_runs import load, save
 from tests.support.sharded_steps import shard_fsdp2, whole
 
 BEFORE, AFTER = 3, 3  # steps
 
 
-def start(context: Context | None, tensor_parallel=False, **options):
-    """A run on FSDP2, on tensor parallel (two ranks) or both (four), or of one process alone."""
+def start(context: Context, **options):
+    """A run on FSDP2."""
 
     def sharded(network: nn.Module) -> nn.Module:
-        if not tensor_parallel:
-            mesh = DeviceMesh.from_group(context.group, context.device.type)
-            return shard_fsdp2(network, "block", mesh)
-        if context.world_size == 4:
-            mesh = square("data", "tensor")
-        else:
-            mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
-        return parallelize(network, mesh)
+        mesh = DeviceMesh.from_group(context.group, context.device.type)
+        return shard_fsdp2(network, "block", mesh)
 
-    run = build(context, name="transformer", shard=context and sharded, **options)
+    run = build(context, name="transformer", shard=sharded, **options)
     if options.get("grad_sample_mode") != "no_dp":
         skip_all_checks(run.model)  # which take longer than the steps
     return run
-
-
-def save(run, path: Path, **more) -> None:
-    run.engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer, **more)
-
-
-def load(run, path: Path, **more) -> dict:
-    return run.engine.load_checkpoint(path=path, module=run.model, optimizer=run.optimizer, **more)
 
 
 def values(run) -> list[torch.Tensor]:
@@ -69,17 +53,17 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def saved_and_trained(context: Context | None, path: Path, seed=None, **options) -> tuple:
+def saved_and_trained(context: Context, path: Path) -> tuple:
     """Saves in the middle, and goes on."""
-    run = start(context, seed=seed, **options)
+    run = start(context, seed=None)
     train(run, BEFORE)
     save(run, path, checkpoint_dict={"note": "of the user"})
     at_save = values(run)
     return at_save, train(run, AFTER), values(run), list(run.engine.accountant.history)
 
 
-def resumed(context: Context | None, path: Path, seed=None, **options) -> tuple:
-    run = start(context, seed=seed, **options)
+def resumed(context: Context, path: Path) -> tuple:
+    run = start(context, seed=None)
     torch.manual_seed(5)
     back = load(run, path)
     assert back["note"] == "of the user"
@@ -88,12 +72,14 @@ def resumed(context: Context | None, path: Path, seed=None, **options) -> tuple:
     return at_load, train(run, AFTER), values(run), list(run.engine.accountant.history)
 
 
-def drawn(of_ranks: list) -> list[list[int]]:
-    """Samples of each draw, of all ranks."""
-    return [
-        sorted({n for rank in of_ranks for piece in rank[1][i] for n in piece})
-        for i in range(AFTER)
-    ]
+def with_new_keys(context: Context, path: Path) -> tuple:
+    run = start(context, seed=None)
+    with pytest.warns(UserWarning, match="(world_size|data_ranks) was .* a new key"):
+        load(run, path)
+    keys = run.engine._runs[0].keys
+    assert keys not in read_keys(key_path(path))
+    assert run.optimizer.steps == BEFORE
+    return values(run), list(run.engine.accountant.history), keys.fingerprint
 
 
 @pytest.fixture
@@ -101,48 +87,13 @@ def path(tmp_path):
     return tmp_path / "run"
 
 
-FIXED = 3
-"""A seed for the keys: another number of ranks draws a new key, unless it was fixed for tests."""
+def test_a_run_goes_on(cpu_ranks, path):
+    """With drawn keys, from the key file: bit for bit, or with new ones on fewer ranks.
 
-LAYOUTS = {
-    "alone": (None, {}),
-    "1": (1, {}),
-    "2": (2, {}),
-    "4": (4, {}),
-    "tensor": (2, {"tensor_parallel": True}),
-    "2 x tensor": (4, {"tensor_parallel": True}),
-}
-
-
-def at_layout(context: Context, function, path: Path, options: dict) -> tuple:
-    return function(context, path, **options)
-
-
-def at(cpu_ranks, layout: str, function, path: Path, seed: int | None) -> list[tuple]:
-    """What each rank returns; one process alone knows of no shards."""
-    ranks, options = LAYOUTS[layout]
-    if ranks is None:
-        return [function(None, path, seed)]
-    return cpu_ranks.run(ranks, at_layout, function, path, {"seed": seed, **options})
-
-
-@pytest.fixture(scope="module")
-def saved_at(cpu_ranks, tmp_path_factory):
-    """Layout -> a checkpoint, which is read only, and what the run did that has saved it."""
-
-    @cache
-    def saved_once(layout: str, seed: int | None) -> tuple[Path, list[tuple]]:
-        path = tmp_path_factory.mktemp("saved") / "run"
-        return path, at(cpu_ranks, layout, saved_and_trained, path, seed)
-
-    return saved_once
-
-
-def test_the_same_ranks_go_on_bit_for_bit(cpu_ranks, saved_at):
-    """With drawn keys, so that they come from the key file."""
-    path, expected = saved_at("4", None)
-    found = at(cpu_ranks, "4", resumed, path, None)
-    for one, other in zip(expected, found, strict=True):
+    Other layouts and fixed keys are in `ranks/test_runs.py`.
+    """
+    expected = cpu_ranks.run(4, saved_and_trained, path)
+    for one, other in zip(expected, cpu_ranks.run(4, resumed, path), strict=True):
         assert same(one[0], other[0])
         assert one[1] == other[1]
         assert same(one[2], other[2])
@@ -156,56 +107,10 @@ def test_the_same_ranks_go_on_bit_for_bit(cpu_ranks, saved_at):
         content = b"" if file.is_dir() else file.read_bytes()
         assert key.master not in content
         assert key.noise not in content
-
-
-PAIRS = [("2 x tensor", "2"), ("alone", "tensor")]
-MORE_PAIRS = [
-    ("4", "2"),
-    ("2", "4"),
-    ("4", "1"),
-    ("4", "alone"),
-    ("alone", "2"),
-    ("2 x tensor", "alone"),
-    ("4", "2 x tensor"),
-    ("tensor", "2 x tensor"),
-]
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],
-)
-def test_another_number_of_ranks(cpu_ranks, saved_at, before, after):
-    """And other layouts; that of one process is one file. With a fixed key the run is the same."""
-    path, expected = saved_at(before, FIXED)
-    found = at(cpu_ranks, after, resumed, path, FIXED)
-    assert path.is_dir() == (before != "alone")
-    assert drawn(found) == drawn(expected)
-    for of_rank in found:
-        assert same(of_rank[0], expected[0][0]), "loaded values"
-        assert of_rank[3] == expected[0][3]
-        for one, other in zip(of_rank[2], expected[0][2], strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
-
-
-def with_new_keys(context: Context, path: Path, seed=None, **options) -> tuple:
-    run = start(context, seed=seed, **options)
-    with pytest.warns(UserWarning, match="(world_size|data_ranks) was .* a new key"):
-        load(run, path)
-    keys = run.engine._runs[0].keys
-    assert keys not in read_keys(key_path(path))
-    assert run.optimizer.steps == BEFORE
-    return values(run), list(run.engine.accountant.history), keys.fingerprint
-
-
-@pytest.mark.parametrize("after", ["2", pytest.param("2 x tensor", marks=pytest.mark.slow)])
-def test_another_number_of_ranks_draws_a_new_key(cpu_ranks, saved_at, after):
-    """Also where only the number of data ranks differs: a rank's dropout has other masks."""
-    path, expected = saved_at("4", None)
-    found = at(cpu_ranks, after, with_new_keys, path, None)
-    assert all(same(of_rank[0], expected[0][0]) for of_rank in found)
-    assert {sum(steps for _, _, steps in of_rank[1]) for of_rank in found} == {BEFORE}
-    assert len({of_rank[2] for of_rank in found}) == 1
+    fewer = cpu_ranks.run(2, with_new_keys, path)
+    assert all(same(of_rank[0], expected[0][0]) for of_rank in fewer)
+    assert {sum(steps for _, _, steps in of_rank[1]) for of_rank in fewer} == {BEFORE}
+    assert len({of_rank[2] for of_rank in fewer}) == 1
 
 
 @on_ranks(2)
@@ -219,19 +124,6 @@ def test_an_optimizer_without_a_state(context: Context, path: Path) -> None:
     assert not again.optimizer.state
     assert train(again, 2) == expected[0]
     assert same(values(again), expected[1])
-
-
-@on_ranks(2)
-def test_without_the_optimizer(context: Context, path: Path) -> None:
-    run = start(context)
-    train(run, 1)
-    run.engine.save_checkpoint(path=path, module=run.model)
-    again = start(context)
-    with pytest.warns(UserWarning, match="no optimizer in the checkpoint"):
-        load(again, path)
-    assert not again.optimizer.state
-    parameters = list(run.model.network.state_dict().values())
-    assert same([whole(x) for x in parameters], values(again))
 
 
 # ---- what does not fit changes nothing -----------------------------------------------------------

@@ -211,26 +211,6 @@ def test_the_noise_is_that_of_the_first_backward():
 # ---- in make_private -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("batch_first", [True, False]), ("rand_on_empty", [True, False]),
-     ("norm_algorithm", ["auto", "input_length"]),
-     ("adaptive_threshold", [None, AdaptiveThreshold(0.7, expected_batch_size=4, count_std=6.0)])],
-)  # fmt: skip
-@on_ranks(2)
-def test_arguments_of_make_private(context: Context, name: str, values: list) -> None:
-    mine = {name: values[context.rank]}
-    with pytest.raises(ValueError, match=f"ranks differ in .*{name}"):
-        build(context, "ddp", **mine)
-
-
-@on_ranks(2)
-def test_the_accountant_is_the_same_on_all_ranks(context: Context) -> None:
-    engine = ("prv", "rdp")[context.rank]
-    with pytest.raises(ValueError, match=r"ranks differ in accountant \(prv on rank 0, rdp on"):
-        build(context, "ddp", accountant=engine)
-
-
 @on_ranks(2)
 def test_a_seed_is_given_on_all_ranks_or_none(context: Context) -> None:
     with pytest.raises(ValueError, match="ranks differ in noise_generator is given"):

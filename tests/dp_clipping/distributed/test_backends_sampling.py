@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ddp
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import PrivacyEngine
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.validation import check_module
 from tests.ddp.conftest import CPU_COPY_ENGINE
 from tests.support.engine import in_parts
@@ -84,6 +85,9 @@ def test_a_plain_network_on_several_ranks_is_told_that_it_is_alone(cpu_ranks):
     assert cpu_ranks.run(4, with_a_module, together) == [[]] * 4
 
 
+THRESHOLD = AdaptiveThreshold(0.7, expected_batch_size=4, count_std=6.0)
+
+
 def differing(context: Context, name: str, values: list) -> str:
     try:
         build(context, **{name: values[context.rank]})
@@ -106,6 +110,11 @@ def differing(context: Context, name: str, values: list) -> str:
         ("gamma", [0.01, 0.1], "gamma (0.01"),
         ("grad_sample_mode", ["ghost", "no_dp"], "mode (ghost on rank 0, no_dp on rank 1)"),
         ("poisson_sampling", [True, False], "poisson_sampling (True"),
+        ("batch_first", [True, False], "batch_first (True"),
+        ("rand_on_empty", [True, False], "rand_on_empty (True"),
+        ("norm_algorithm", ["auto", "input_length"], "norm_algorithm (auto"),
+        ("adaptive_threshold", [None, THRESHOLD], "adaptive_threshold"),
+        ("accountant", ["prv", "rdp"], "accountant (prv on rank 0, rdp on"),
     ],
 )
 def test_ranks_must_agree_on_the_settings(cpu_ranks, name, values, shown):
@@ -198,12 +207,6 @@ def test_a_second_backward_is_refused_by_ranks_without_samples_too(cpu_ranks):
     assert len(one) == len(other) > 1
     for mine, others in zip(one, other, strict=True):
         assert {"another rank" in text for text in (mine, others)} == {True, False}
-
-
-# ---- keys and account ----------------------------------------------------------------------------
-
-
-# ---- checkpoint ----------------------------------------------------------------------------------
 
 
 # ---- one process ---------------------------------------------------------------------------------

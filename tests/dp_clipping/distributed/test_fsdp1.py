@@ -11,7 +11,7 @@ from dp_clipping.distributed.detect import sharding_of
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import fsdp1
+from tests.support.ranks import fsdp1, fsdp2
 from tests.support.sharded_steps import (
     LIMIT,
     failed_steps,
@@ -108,6 +108,9 @@ def test_refusals(cpu_ranks):
     cpu_ranks.run(2, refused)
 
 
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=lambda s: s.name)
-def test_an_ordinary_backward_after_the_noise_is_refused(cpu_ranks, strategy):
-    cpu_ranks.run(2, refused_after_noise, partial(fsdp1, strategy=strategy))
+@pytest.mark.parametrize(
+    "shard", [partial(fsdp1, strategy=FULL), partial(fsdp1, strategy=GRAD_OP), fsdp2],
+    ids=["FULL_SHARD", "SHARD_GRAD_OP", "FSDP2"],
+)  # fmt: skip
+def test_an_ordinary_backward_after_the_noise_is_refused(cpu_ranks, shard):
+    cpu_ranks.run(2, refused_after_noise, shard)

@@ -30,7 +30,6 @@ from tests.support.sharded_steps import (
     one_step,
     ordinary_collectives,
     private_collectives,
-    refused_after_noise,
     refused_steps,
     transformer,
     whole,
@@ -87,10 +86,6 @@ def refused(context: Context) -> None:
 
 def test_refusals(cpu_ranks):
     cpu_ranks.run(2, refused)
-
-
-def test_an_ordinary_backward_after_the_noise_is_refused(cpu_ranks):
-    cpu_ranks.run(2, refused_after_noise, fsdp2)
 
 
 # ---- on fused kernels, in the interpreter --------------------------------------------------------

@@ -1,7 +1,5 @@
 """The plain loop of accelerate: what `make_private` returns is ready, and is not prepared again."""
 
-import os
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ accelerate = pytest.importorskip("accelerate")
 
 from ddp import wrap  # noqa: E402
 from dp_clipping import BatchMemoryManager, PrivacyEngine  # noqa: E402
+from tests.dp_clipping.integrations.conftest import as_launched  # noqa: E402
 from tests.support.language_models import collated, language_model, samples_of  # noqa: E402
 
 
@@ -102,10 +101,7 @@ def test_accumulate(steps):
 
 
 def on_ranks(context) -> list:
-    os.environ.update(
-        RANK=str(context.rank), LOCAL_RANK=str(context.rank), WORLD_SIZE=str(context.world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
-    )  # fmt: skip
+    as_launched(context)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerator_of(1)
     assert accelerator.num_processes == context.world_size

@@ -14,6 +14,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint  # noqa: E402
 from pytorch_lightning.strategies import DDPStrategy  # noqa: E402
 
 from dp_clipping import BatchMemoryManager  # noqa: E402
+from tests.dp_clipping.integrations.conftest import as_launched  # noqa: E402
 
 DOCUMENT = Path(__file__).parents[3] / "docs/lightning.md"
 BLOCKS = re.findall(r"^```python\n([^`]*)^```", DOCUMENT.read_text(), re.MULTILINE)
@@ -198,13 +199,6 @@ def test_a_second_fit_is_refused(tmp_path):
         trainer_in(tmp_path).fit(private)
 
 
-def test_bfloat16(tmp_path):
-    private = Documented(network(), data())
-    trainer_in(tmp_path, precision="bf16-mixed", max_epochs=1).fit(private)
-    assert steps_of(private) == EPOCH
-    assert {p.dtype for p in private.parameters()} == {torch.float32}
-
-
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
@@ -213,39 +207,27 @@ class RanksOnly(DDPStrategy):
         pass
 
 
-def on_ranks(context, folder: str, strategy, kind=Documented, **options):
-    os.environ.update(
-        RANK=str(context.rank), LOCAL_RANK=str(context.rank), LOCAL_WORLD_SIZE="4", WORLD_SIZE="4",
-        GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="none",
-    )  # fmt: skip
-    private = kind(network(), data())
+def on_ranks(context, folder: str, strategy, path: str | None = None, **options):
+    as_launched(context)
+    os.environ.update(LOCAL_WORLD_SIZE="4", GROUP_RANK="0", TORCHELASTIC_RUN_ID="none")
+    private = Documented(network(), data())
     given = {"use_distributed_sampler": False, "devices": 4, **options}
     if strategy == "ranks":
         strategy = RanksOnly(process_group_backend="gloo")
     trainer = trainer_in(folder, strategy=strategy, **given)
-    trainer.fit(private)
-    return private, trainer
+    trainer.fit(private, ckpt_path=path)
+    assert trainer.world_size == 4
+    assert steps_of(private) == 2 * EPOCH
+    return {name: x.numpy() for name, x in private.state_dict().items()}
 
 
 def trained_on_ranks(context, folder: str):
     files = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
-    private, trainer = on_ranks(
-        context, folder, "ranks", enable_checkpointing=True, callbacks=[files]
-    )
-    assert trainer.world_size == 4
-    assert steps_of(private) == trainer.global_step == 2 * EPOCH
-    return {name: x.numpy() for name, x in private.state_dict().items()}
+    return on_ranks(context, folder, "ranks", enable_checkpointing=True, callbacks=[files])
 
 
 def resumed_on_ranks(context, folder: str):
-    private = Documented(network(), data())
-    trainer = trainer_in(
-        folder, strategy=RanksOnly(process_group_backend="gloo"), devices=4,
-        use_distributed_sampler=False,
-    )  # fmt: skip
-    trainer.fit(private, ckpt_path=f"{folder}/step=9.ckpt")
-    assert steps_of(private) == 2 * EPOCH
-    return {name: x.numpy() for name, x in private.state_dict().items()}
+    return on_ranks(context, folder, "ranks", f"{folder}/step=9.ckpt")
 
 
 def refused_on_ranks(context, folder: str):

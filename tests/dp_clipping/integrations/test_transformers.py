@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from opacus.accountants import RDPAccountant
 
 from dp_clipping.losses.private_loss import PrivateLoss
-from tests.dp_clipping.integrations.conftest import Compared, trainer_of, transformers, weights
+from tests.dp_clipping.integrations.conftest import Compared, trainer_of, transformers
 from tests.support.language_models import LANGUAGE_MODELS, collated, language_model, samples_of
 
 STEPS_OF_AN_EPOCH = 6  # of 24 samples in batches of 4
@@ -89,23 +89,6 @@ def test_a_target_is_reached_and_not_spent_twice(tmp_path):
         trainer.train()
 
 
-def test_two_trainings_add_up(tmp_path):
-    trainer = trainer_of("gpt2", tmp_path)
-    trainer.train()
-    trainer.train()
-    assert trainer.privacy_statement().steps == 6
-
-
-def test_public_rate_and_steps(tmp_path):
-    trainer = trainer_of(
-        "gpt2", tmp_path, max_steps=-1, num_train_epochs=2,
-        privacy={"sample_rate": 0.25, "steps": 2},
-    )  # fmt: skip
-    trainer.train()
-    statement = trainer.privacy_statement()
-    assert (statement.steps, statement.sample_rate) == (4, 0.25)
-
-
 # ---- what else a Trainer does --------------------------------------------------------------------
 
 
@@ -133,15 +116,6 @@ def test_evaluation_generation_and_early_stopping_in_between(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_scheduler_steps_once_a_batch(tmp_path):
-    trainer = trainer_of(
-        "gpt2", tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=4
-    )
-    trainer.train()
-    rates = [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e]
-    assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
-
-
 def test_bfloat16(tmp_path):
     """The network computes in bfloat16; parameters, sums and noise are float32."""
     seen = []
@@ -155,28 +129,6 @@ def test_bfloat16(tmp_path):
     del seen[:]
     trainer.evaluate(samples_of("gpt2", 4))
     assert set(seen) == {torch.bfloat16}
-
-
-def test_an_empty_batch_is_a_step(tmp_path):
-    trainer = trainer_of("gpt2", tmp_path, privacy={"sample_rate": 1e-6, "steps": 3})
-    trainer.train()
-    assert trainer.privacy_statement().steps == 3
-
-
-def test_rows_that_pad_a_batch_change_nothing(tmp_path):
-    def fixed():
-        return {"noise_generator": torch.Generator().manual_seed(3)}
-
-    found = []
-    for pads in (False, True):
-        trainer = trainer_of(
-            "gpt2", tmp_path, privacy={"pad_batches": pads, "options": fixed()}, optim="sgd"
-        )
-        with pytest.warns(UserWarning, match="fixed seed"):
-            trainer.train()
-        found.append(weights(trainer))
-    for name, x in found[0].items():
-        torch.testing.assert_close(x, found[1][name], msg=name)
 
 
 # ---- losses --------------------------------------------------------------------------------------

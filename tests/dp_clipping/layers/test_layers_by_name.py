@@ -5,9 +5,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
-from dp_clipping import PrivacyEngine
 from dp_clipping.verification.report import gradient_errors
 from tests.dp_clipping.conftest import assert_step, private
 
@@ -21,13 +19,6 @@ def rows(*shape: int) -> Tensor:
 
 def ids() -> Tensor:
     return torch.randint(0, 9, (SAMPLES, 7))
-
-
-def test_a_frozen_one_is_not():
-    cell = parametrizations.weight_norm(nn.LSTMCell(4, 4), "weight_ih")
-    network = nn.Sequential(cell, nn.Linear(4, 4, dtype=torch.complex64))
-    network.requires_grad_(False)
-    assert PrivacyEngine.is_compatible(module=nn.Sequential(network, nn.Linear(4, 3)))
 
 
 class Late(nn.Module):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from ddp_by_hand.lm.parallel import TENSOR, parallelize
 from ddp_by_hand.lm.rank_pool import Context
+from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.step.sums.plain import Plain
 from tests.dp_clipping.conftest import MODES, private, private_loss
 from tests.support import zoo
@@ -103,27 +105,15 @@ def check_parts(
 # ---- whole networks -----------------------------------------------------------------------------
 
 
-def transformer(**changes) -> Callable[[], nn.Module]:
-    """Of one block: ranks of a tensor axis have a part of each layer, whatever follows."""
-    return lambda: zoo.seeded(lambda: zoo.transformer(num_layers=1, **changes)).double()
-
-
-def shared_transformer(context: Context, changes: dict) -> None:
-    mesh = tensor_mesh(context)
+@on_ranks(2)
+def test_a_tied_transformer(context: Context) -> None:
+    """Of one block; norms and sums of untied ones are in tests/dp_clipping/ranks."""
+    mesh, changes = tensor_mesh(context), {"num_layers": 1, "tie_embeddings": True}
+    build = lambda: zoo.seeded(lambda: zoo.transformer(**changes)).double()  # noqa: E731
     check_parts(
-        context,
-        transformer(**changes),
-        lambda network: parallelize(network, mesh),
-        zoo.tokens(3, 6),
-        zoo.cross_entropy,
-        tolerance=FLOAT32,
-    )
-
-
-# Norms and sums of untied ones are in tests/dp_clipping/ranks.
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_transformer(cpu_ranks, tied):
-    cpu_ranks.run(2, shared_transformer, {"tie_embeddings": tied})
+        context, build, lambda network: parallelize(network, mesh), zoo.tokens(3, 6),
+        zoo.cross_entropy, tolerance=FLOAT32,
+    )  # fmt: skip
 
 
 def hugging_face(context: Context, kind: str, changes: dict) -> None:
@@ -353,3 +343,29 @@ def test_other_layouts_are_refused_by_name(context: Context) -> None:
     bare[0].scale = nn.Parameter(DTensor.from_local(bare[0].scale.detach(), mesh, [Replicate()]))
     with pytest.raises(ValueError, match=r"0 is given DTensors, .* linear layers, embeddings"):
         step(bare, batch)
+
+
+class HeadNorm(nn.Module):
+    """A norm over each head, which a rank applies to the heads that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.head, self.narrow = (nn.Linear(6, 8), nn.RMSNorm(4), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.wide(x).unflatten(-1, (-1, 4))
+        return self.narrow(self.head(heads).flatten(-2))
+
+
+@on_ranks(2)
+def test_a_shared_parameter_of_a_part_of_its_input_is_refused(context: Context) -> None:
+    """Each rank would hold a term of its gradient, and the norm would be too small."""
+    mesh, plan = tensor_mesh(context), {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+    batch = zoo.numbers(4, 5, 6, out=(5, 3))
+    for how, mode in product(NORM_REDUCTIONS, MODES):
+        model = private(parallelize_module(HeadNorm(), mesh, plan), mode, norm_reduction=how)
+        with pytest.raises(RuntimeError, match="not split over the tensor-parallel axis"):
+            private_loss(model, batch, zoo.product).backward()
+    network = HeadNorm()
+    network.head.requires_grad_(False)
+    step(parallelize_module(network, mesh, plan), batch)

@@ -20,8 +20,6 @@ from tests.support.language_models import (
 )
 from tests.support.turns import in_turn
 
-PIECES = [2, 3]  # samples of two microbatches
-
 
 def made_private(network, C=0.5, **options):
     run = on_any_batches(
@@ -66,57 +64,54 @@ def test_printed_it_is_the_mean_over_samples_and_evaluation_is_the_networks_own(
     assert "_loss_function" not in vars(network)
 
 
+class Labelled(nn.Module):
+    """Returns what a function makes of its outputs and labels."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(3, 2), function
+
+    def forward(self, x, labels):
+        return self.function(self.linear(x), labels)
+
+
+LABELLED = {"x": torch.randn(4, 3), "labels": torch.tensor([0, 1, 1, 0])}
+FORMS = {  # what is returned, and where the loss is in it
+    "tuple": (lambda y, labels: (F.cross_entropy(y, labels), y), lambda out: out[0]),
+    "dict": (lambda y, labels: {"loss": F.cross_entropy(y, labels)}, lambda out: out["loss"]),
+    "object": (
+        lambda y, labels: SimpleNamespace(loss=F.cross_entropy(y, labels)), lambda out: out.loss
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:poisson_sampling")
-@pytest.mark.parametrize("form", ["tuple", "dict", "object"])
+@pytest.mark.parametrize("form", FORMS)
 def test_any_network_that_is_given_labels(form):
-    class Network(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
-
-        def forward(self, x, labels):
-            y = self.linear(x)
-            loss = F.cross_entropy(y, labels)
-            return {"tuple": (loss, y), "dict": {"loss": loss, "y": y},
-                    "object": SimpleNamespace(loss=loss)}[form]  # fmt: skip
-
-    model, _ = made_private(Network(), C=1.0)
-    out = model(x=torch.randn(4, 3), labels=torch.tensor([0, 1, 1, 0]))
-    loss = out[0] if form == "tuple" else out["loss"] if form == "dict" else out.loss
-    loss.backward()
+    function, loss_in = FORMS[form]
+    model, _ = made_private(Labelled(function), C=1.0)
+    loss_in(model(**LABELLED)).backward()
     assert model.linear.weight.grad is not None
 
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling")
 def test_a_loss_that_sees_other_samples_is_refused():
-    class Network(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
+    def mixing(y, labels):
+        weight = torch.bincount(labels, minlength=2).to(y) + 1
+        return {"loss": F.cross_entropy(y, labels) * weight.mean() * y.std(), "y": y}
 
-        def forward(self, x, labels):
-            y = self.linear(x)
-            weight = torch.bincount(labels, minlength=2).to(y) + 1
-            return {"loss": F.cross_entropy(y, labels) * weight.mean() * y.std(), "y": y}
-
-    model, _ = made_private(Network())
+    model, _ = made_private(Labelled(mixing))
     with pytest.raises(ValueError, match="depends on"):
-        model(x=torch.randn(4, 3), labels=torch.tensor([0, 1, 1, 0]))
+        model(**LABELLED)
 
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling")
 def test_a_loss_of_other_arithmetic_says_which_call_works():
-    class Network(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
+    def other(y, labels):
+        return SimpleNamespace(loss=-y.log_softmax(1).gather(1, labels[:, None]).mean())
 
-        def forward(self, x, labels):
-            y = self.linear(x)
-            return SimpleNamespace(loss=-y.log_softmax(1).gather(1, labels[:, None]).mean())
-
-    model, _ = made_private(Network())
-    loss = model(x=torch.randn(4, 3), labels=torch.tensor([0, 1, 1, 0])).loss
+    model, _ = made_private(Labelled(other))
+    loss = model(**LABELLED).loss
     with pytest.raises(RuntimeError, match=r"loss = criterion\(model\(\*\*batch\)"):
         loss.backward()
 

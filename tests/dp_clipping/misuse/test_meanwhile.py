@@ -40,12 +40,6 @@ def test_a_noisy_gradient_may_be_changed(run, change):
     assert run.optimizer.steps == 2
 
 
-def test_several_backwards_of_a_step_change_no_gradient_of_their_own(run):
-    for rows in (BATCH[0][:2], BATCH[0][2:]):
-        engine.backward(run, (rows, BATCH[1][: len(rows)]))
-    run.optimizer.step()
-
-
 def test_the_wrapped_optimizer_applies_no_sums_without_noise(run):
     engine.backward(run, BATCH)
     before = engine.parameters(run)
@@ -402,22 +396,10 @@ class Half:
         return iter([list(range(6)), list(range(6, 12))])
 
 
-class Own(torch.utils.data.Sampler):
-    def __init__(self, order):
-        self.order = order
-
-    def __len__(self):
-        return len(self.order)
-
-    def __iter__(self):
-        return iter(self.order)
-
-
 def test_a_sampler_over_all_of_the_data_is_accepted():
     data = engine.data()
     state = torch.get_rng_state()
-    for sampler in (Own(range(24)), SubsetRandomSampler(range(24)),
-                    torch.utils.data.RandomSampler(data)):  # fmt: skip
+    for sampler in (SubsetRandomSampler(range(24)), torch.utils.data.RandomSampler(data)):
         engine.build(data_loader=DataLoader(data, batch_size=6, sampler=sampler))
         torch.set_rng_state(state)
     half = TensorDataset(*data[:12])

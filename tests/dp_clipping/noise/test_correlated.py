@@ -199,15 +199,6 @@ def test_planned_weights_are_a_prefix_and_need_the_batches():
         CorrelatedNoise(4, epochs=0)
 
 
-def test_it_is_a_value():
-    assert CorrelatedNoise(bands=numpy.int64(8)) == CorrelatedNoise(8)
-    assert type(CorrelatedNoise(numpy.int32(8)).bands) is int
-    assert str(CorrelatedNoise(8)) == "correlated noise of 8 bands"
-    assert CorrelatedNoise(8).weights(3) == (1.0, -0.5, -0.125)
-    assert CorrelatedNoise(2).weights(3) == (1.0, -0.5)
-    assert CorrelatedNoise(2).sensitivity(0, 5) == 0
-
-
 @pytest.mark.parametrize("bands", [0, -1, 2.0, True, "8", None])
 def test_bands_that_are_none(bands):
     with pytest.raises(ValueError, match=r"bands .*CorrelatedNoise\(bands=8\), sampling="):

@@ -6,7 +6,6 @@ statistics are at about five standard deviations, and each check is shown someth
 
 import itertools
 import math
-import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -216,23 +215,6 @@ def test_far_offsets_are_other_values(far):
     assert uncorrelated(near, there)
 
 
-def test_no_global_seed_matters():
-    def everything_seeded(seed: int):
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        return stream(step=3), draw(1000)
-
-    first_stream, first = everything_seeded(0)
-    state = torch.get_rng_state()
-    second_stream, second = everything_seeded(1)
-    assert first_stream == second_stream
-    assert torch.equal(first, second)
-    torch.manual_seed(0)
-    draw(1000)
-    assert torch.equal(torch.get_rng_state(), state), "drawing advanced torch's generator"
-
-
 def test_one_thread_or_two():
     threads = torch.get_num_threads()
     try:
@@ -431,18 +413,6 @@ def test_refused_draws_and_streams():
 
 
 # ---- addresses -----------------------------------------------------------------------------------
-
-
-def derive(secret=SECRET, step=0, parameter="w", share=0) -> NoiseStream:
-    return NoiseStream.derive(secret, step=step, parameter=parameter, share=share)
-
-
-def test_refused_addresses():
-    with pytest.raises(ValueError, match="the noise key has 16 bytes, expected 32"):
-        derive(bytes(16))
-    for wrong in ({"step": -1}, {"share": -1}):
-        with pytest.raises(ValueError, match="must not be negative"):
-            derive(**wrong)
 
 
 def test_uniform_numbers_have_the_bits_of_two_words():

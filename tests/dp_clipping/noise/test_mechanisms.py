@@ -1,7 +1,6 @@
 """Noise mechanisms that users register: what is refused, where their noise comes from, their ε."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ from dp_clipping import PrivacyEngine, register_noise_mechanism
 from dp_clipping.distributed.placement import spans_of
 from dp_clipping.noise import mechanisms
 from dp_clipping.noise.gaussian import NoiseStream
-from tests.support import replicas, saved_runs
+from tests.support import saved_runs
 from tests.support.one_noise import add_noise
-from tests.support.sharded_steps import whole_parameters
 
 STREAM = NoiseStream.derive(bytes(32), step=3, parameter="weight", share=0)
 
@@ -240,35 +238,4 @@ def test_a_run_is_resumed_bit_for_bit(tmp_path):
         saved_runs.load(build(noise_mechanism="gaussian"), tmp_path / "file")
 
 
-def test_an_engine_counts_one_mechanism():
-    register()
-    gaussian = build(noise_mechanism="gaussian")
-    with pytest.raises(ValueError, match="use a PrivacyEngine for each"):
-        build(engine=gaussian.engine)
-    run = build()
-    with pytest.raises(ValueError, match="use a PrivacyEngine for each"):
-        build(engine=run.engine, noise_mechanism="gaussian")
-    build(engine=run.engine)
-    with pytest.raises(ValueError, match=r"leave engine\.accountant as it is"):
-        run.engine.accountant = gaussian.engine.accountant
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [("gaussian", "is taken"), ("gaussian, cyclic", "has a comma"), ("a, b", "has a comma")],
-)
-def test_names_of_other_mechanisms_are_taken(name, why):
-    with pytest.raises(ValueError, match=f"{why}.*: give another name"):
-        register(name)
-
-
 # ---- ranks ---------------------------------------------------------------------------------------
-
-
-def trained(context, shard):
-    if "logistic" not in mechanisms.known_mechanisms():
-        register()
-    options = {} if shard is None else {"shard": partial(shard, context)}
-    run = replicas.build(context, name="transformer", noise_mechanism="logistic", **options)
-    replicas.train(run, 3)
-    return whole_parameters(run)

@@ -303,6 +303,7 @@ GO_ON = [  # the layouts before and after, and options
     ("ddp_individual_v2", "ddp_individual_v2", "in bfloat16"), ("zero1", "fsdp", "poisson"),
     ("ddp_bucketed", "zero2", "cyclic"),
     ("fsdp2 on four", "fsdp2 block", "adaptive"), ("fsdp2 x tensor", "fsdp2 block", "correlated"),
+    (None, "tensor", "poisson"),
 ]  # fmt: skip
 MORE_GO_ON = [
     ("copy engine", "copy engine", "in bfloat16"), ("fsdp", "zero2", "poisson"),
@@ -310,6 +311,7 @@ MORE_GO_ON = [
     ("ddp_bucketed", "zero2", "drawn examples"),
     ("ddp_bucketed", "zero2", "truncated"), ("ddp_bucketed", "zero2", "balls in bins"),
     ("fsdp2 block", "fsdp2 x tensor", "correlated"), ("tensor", None, "correlated"),
+    (None, "fsdp2 on four", "poisson"),
 ]  # fmt: skip
 
 
@@ -318,7 +320,10 @@ def test_a_checkpoint_goes_on(cpu_ranks, tmp_path, row):
     """In the middle of an epoch: batches and noise are the same, however they are dealt out."""
     before, after, name = row
     path = tmp_path / "run.pt"
-    whole = cpu_ranks.run(LAYOUTS[before].ranks, trained, before, name, None, False, path)
+    if before is None:
+        trained(None, None, name, save=path)
+    else:
+        whole = cpu_ranks.run(LAYOUTS[before].ranks, trained, before, name, None, False, path)
     if after is None:
         answers = [trained(None, None, name, load=path)]
     else:

@@ -19,13 +19,15 @@ SAMPLES = 20
 OTHER = "did not come from the data_loader that make_private returned"
 
 
+def parts(**options):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(SAMPLES, 3), torch.randint(2, (SAMPLES,)))
+    return nn.Linear(3, 2), DataLoader(data, batch_size=5, **options)
+
+
 def made(accountant="rdp", **options):
     """Returns the engine, the user's own loader, and what make_private returned."""
-    torch.manual_seed(0)
-    network = nn.Linear(3, 2)
-    own = DataLoader(
-        TensorDataset(torch.randn(SAMPLES, 3), torch.randint(2, (SAMPLES,))), batch_size=5
-    )
+    network, own = parts()
     engine = PrivacyEngine(accountant=accountant)
     given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
     return engine, own, engine.make_private(
@@ -131,14 +133,8 @@ def test_a_delta_that_is_too_large(options, units):
 
 
 def test_a_target_delta_that_is_too_large():
-    network = nn.Linear(3, 2)
-    data = TensorDataset(torch.randn(64, 3), torch.randint(2, (64,)))
-    with pytest.warns(UserWarning, match="delta is 0.5, and the data have 64 units") as caught:
-        PrivacyEngine(accountant="rdp").make_private_with_epsilon(
-            module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-            data_loader=DataLoader(data, batch_size=8), target_epsilon=8.0, target_delta=0.5,
-            epochs=1, max_grad_norm=1.0,
-        )  # fmt: skip
+    with pytest.warns(UserWarning, match="delta is 0.5, and the data have 20 units") as caught:
+        with_target("rdp", target_epsilon=8.0, target_delta=0.5)
     assert caught[0].filename == __file__
 
 
@@ -154,13 +150,10 @@ def test_delta_is_missing():
 
 def with_target(accountant="pld", loader_options=None, **options):
     """Returns the engine and what make_private_with_epsilon returned, for one epoch of 4 steps."""
-    torch.manual_seed(0)
-    network = nn.Linear(3, 2)
-    data = TensorDataset(torch.randn(SAMPLES, 3), torch.randint(2, (SAMPLES,)))
+    network, loader = parts(**(loader_options or {}))
     engine = PrivacyEngine(accountant=accountant)
     return engine, engine.make_private_with_epsilon(
-        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=5, **(loader_options or {})),
+        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1), data_loader=loader,
         **{"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 1, **options}, max_grad_norm=1.0,
     )  # fmt: skip
 
@@ -177,14 +170,7 @@ def test_the_default_accountant_is_pld():
 
 @pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
 def test_an_approximation_is_said_to_be_one():
-    torch.manual_seed(0)
-    network = nn.Linear(3, 2)
-    data = TensorDataset(torch.randn(SAMPLES, 3), torch.randint(2, (SAMPLES,)))
-    engine = PrivacyEngine(accountant="gdp")
-    engine.make_private(
-        module=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=5), noise_multiplier=1.0, max_grad_norm=1.0,
-    )  # fmt: skip
+    engine, *_ = made("gdp")
     engine.accountant.history = [(1.0, 0.25, 4)]
     with pytest.warns(UserWarning, match="gdp states an approximation that may be below"):
         engine.get_epsilon(delta=1e-3)

@@ -137,69 +137,6 @@ class TestPoisson:
         expected = [[n, *[True] * (-(-size // 4) - 1), False] for n, size in enumerate(sizes)]
         assert events == joined(expected)
 
-    def test_what_on_batch_raises_comes_instead_of_signal_and_batch(self):
-        loader = poisson()
-
-        def refuse(draw):
-            raise RuntimeError("no second draw")
-
-        loader.on_batch = refuse
-        optimizer = Optimizer()
-        with (
-            split_by(loader, 4, optimizer) as memory_safe,
-            pytest.raises(RuntimeError, match="no second draw"),
-        ):
-            next(iter(memory_safe))
-        assert optimizer.signals == []
-        assert loader.position == 0
-
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_resume_between_and_within_batches(self, workers):
-        whole = draws_of(poisson(), 4)
-        for received in (len(whole[0]), len(whole[0]) + 1):  # one draw, and one and a piece
-            loader = poisson(num_workers=workers)
-            with split_by(loader, 4) as memory_safe:
-                batches = iter(memory_safe)
-                for _ in range(received):
-                    next(batches)
-                state = loader.state_dict()
-                del batches
-            resumed = poisson(num_workers=workers)
-            resumed.load_state_dict(state)
-            assert draws_of(resumed, 4) == whole[1:]
-
-    @pytest.mark.parametrize("workers", [0, 1])
-    def test_an_iteration_after_one_left_early(self, workers):
-        options = {"num_workers": workers, "persistent_workers": workers > 0}
-        loader = poisson(**options)
-        optimizer = Optimizer()
-        with split_by(loader, 4, optimizer) as memory_safe:
-            for _ in memory_safe:
-                break
-            optimizer.signals.clear()
-            pieces = [batch.tolist() for (batch,) in memory_safe]
-        assert pieces == joined(draws_of(poisson(), 4))
-        assert optimizer.signals.count(False) == 5
-
-    @pytest.mark.parametrize("workers", [0, 1])
-    @pytest.mark.parametrize("split_first", [False, True])
-    def test_an_older_iteration_takes_nothing_from_a_newer_one_beside_it(
-        self, split_first, workers
-    ):
-        ahead = 99 if workers else None  # the whole epoch
-        loader, announced = poisson(num_workers=workers, prefetch_factor=ahead), []
-        loader.on_batch = announced.append
-        with split_by(loader, 1000) as whole_draws:
-            both = [iter(whole_draws), iter(loader)]
-            older, newer = both if split_first else both[::-1]
-            seen = [next(older), next(newer)]
-            with pytest.raises(RuntimeError, match="another iteration"):
-                next(older)
-            seen.append(next(newer))
-        assert announced == [0, 1, 2]
-        expected = [loader.batch_sampler.shares(draw)[0] for draw in announced]
-        assert [batch.tolist() for (batch,) in seen] == expected
-
     def test_len(self):
         loader = poisson()
         with split_by(loader, 4) as memory_safe:
@@ -241,15 +178,6 @@ class TestOtherLoaders:
         assert all(len(piece) <= max_size for pieces in draws for piece in pieces)
         with split_by(loader, max_size) as memory_safe:
             assert len(memory_safe) == len(joined(draws))
-
-    def test_a_shuffled_loader_follows_its_generator(self):
-        def loader():
-            return DataLoader(
-                numbers(20), batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(3)
-            )
-
-        whole = [batch.tolist() for (batch,) in loader()]
-        assert [joined(pieces) for pieces in draws_of(loader(), 4)] == whole
 
     def test_a_batch_sampler_of_the_users_has_no_length(self):
         class Growing(BatchSampler):

@@ -41,23 +41,6 @@ def test_a_batch_counts_once(mode):
         run.optimizer.step()
 
 
-def test_nor_after_pre_step_has_released_it():
-    run = make()
-    _, batch = first_draw(run)
-    backward(run, batch)
-    run.optimizer.pre_step()
-    run.optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match=TWICE):
-        backward(run, batch)
-
-
-def test_views_of_a_sample_are_no_further_samples():
-    run = make()
-    _, (x, y) = first_draw(run)
-    with pytest.raises(RuntimeError, match=TWICE):
-        backward(run, (torch.cat([x, x]), torch.cat([y, y])))
-
-
 def test_a_second_draw_of_an_iteration():
     run = make()
     batches, batch = first_draw(run)
@@ -260,12 +243,6 @@ def test_a_backward_that_failed_may_be_repeated(monkeypatch):
     step(run, batch)
 
 
-def test_evaluation_on_the_batches_is_no_step():
-    run = make()
-    run.model.eval()
-    assert len([run.model(x) for x, _ in run.loader]) == len(run.loader)
-
-
 def test_a_microbatch_counts_once():
     run = make(data_loader=DataLoader(data(20), batch_size=20))
     with in_parts(run, 6) as loader:
@@ -291,15 +268,6 @@ def test_a_made_up_sample_is_none():
         dummy = run.loader.holds_dummy
         assert run.model.step_state.usage.handed == (0 if dummy else len(batch[0]))
         step(run, batch)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_prefetching_workers(workers):
-    run = make(data_loader=DataLoader(data(), batch_size=3, num_workers=workers))
-    for _ in range(2):
-        for batch in run.loader:
-            assert run.model.step_state.usage.handed == len(batch[0])
-            step(run, batch)
 
 
 def test_batches_that_opacus_takes_are_not_counted():

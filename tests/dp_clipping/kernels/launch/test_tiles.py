@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from dp_clipping.kernels.launch import tiles
-from dp_clipping.kernels.launch.tiles import Tile, ceil_div, is_aligned, readable, tile_of
+from dp_clipping.kernels.launch.tiles import Tile, is_aligned, readable, tile_of
 from tests.support.host_cost import NoDevice
 from tests.support.kernel_cases import Place, lay_out, on_kernels
 
@@ -37,10 +37,6 @@ def test_a_tile_of_a_size_is_square_and_as_deep_as_its_widest_operand_allows():
     assert tile_of(16, torch.float32).depth == 16
 
 
-def test_ceil_div():
-    assert [ceil_div(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
-
-
 def test_only_strides_that_the_kernels_cannot_read_are_copied():
     x = torch.randn(2, 3, 4)
     assert readable(x) is x
@@ -49,12 +45,6 @@ def test_only_strides_that_the_kernels_cannot_read_are_copied():
     assert torch.equal(readable(turned), turned)
     nothing = x[:0].mT
     assert readable(nothing) is nothing
-
-
-def test_the_widest_operands_of_a_launch_bound_its_tile():
-    assert tile_of(None, torch.float16) is None
-    for dtypes in ([torch.float32, torch.float16], [torch.float16, torch.float32]):
-        assert tile_of(64, *dtypes) == tile_of(64, torch.float32) != tile_of(64, torch.float16)
 
 
 def test_what_a_graph_reads_is_held():

@@ -178,15 +178,6 @@ def test_another_process_takes_what_is_kept(monkeypatch, timed, value):
     assert len(timed) == 1
 
 
-def test_the_file_is_read_once(monkeypatch):
-    reads = []
-    read = tuning.read
-    monkeypatch.setattr(tuning, "read", lambda *args: reads.append(args) or read(*args))
-    for tokens in (10, 10, 100, 1000):
-        choose((8, tokens))
-    assert reads == [(tuning.FILE, DEVICE)]
-
-
 def test_devices_and_versions_have_choices_of_their_own(monkeypatch, timed):
     choose()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "another")
@@ -374,32 +365,11 @@ def test_the_default_tile_fits_narrow_results(launches, name):
         assert launches.tiles.pop() == expected
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_an_explicit_tile_comes_first(monkeypatch, launches, name):
-    monkeypatch.setattr(tuning, "_choose", None)
-    tile = Tile(32, 32, 32, 4, 2)
-    launch(name, 16, tile)
-    assert launches.tiles == [tile]
-
-
 @pytest.mark.parametrize(("tokens", "rows"), [(64, 64), (65, 128)])
 def test_short_samples_have_small_gram_tiles(launches, tokens, rows):
     y, a = torch.zeros(2, 2, tokens, 16, dtype=torch.float16)
     gram.gram_squares([(a, [y])])
     assert [tile.rows for tile in launches.tiles] == [rows]
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_tile_is_tuned_for_a_launch_that_is_not_empty(monkeypatch, launches, name):
-    monkeypatch.setattr(tuning, "_choose", None)
-    y, a = torch.zeros(0, 8, 16), torch.zeros(0, 8, 32)
-    if name == "gram":
-        gram.gram_squares([(a, [y])])
-    elif name == "weighted_product":
-        weighted_product.weighted_product(y, a, None)
-    else:
-        gradient.gradient_and_squares(y, a, store=name == "instantiate")
-    assert launches.tiles == []
 
 
 @pytest.mark.gpu

@@ -8,14 +8,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from dp_clipping.layers.embedding.bag import bags_of
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,
     criterion_of,
     gradients_of,
     private,
-    unchecked,
 )
 from tests.support import zoo
 
@@ -123,13 +121,6 @@ def test_few_bags_with_offsets(mode, lengths):
     check_ragged(Ragged("mean").double(), mode, lengths)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_clipping_of_bags_with_offsets(mode):
-    for options in ({"clipping": "per_layer"}, {"clipping_function": "automatic"}):
-        torch.manual_seed(0)
-        check_ragged(Ragged("mean").double(), mode, **options)
-
-
 @pytest.mark.parametrize("last", [False, True])
 def test_an_empty_batch_of_bags_with_offsets(last):
     """It may be the first one, or come later."""
@@ -144,18 +135,6 @@ def test_an_empty_batch_of_bags_with_offsets(last):
             assert len(y) == len(wanted)
             criterion_of(model, zoo.product)(y, wanted).backward()
             assert any(g.any() for g in gradients_of(model).values()) == bool(len(wanted))
-
-
-def test_later_batches_have_other_lengths():
-    torch.manual_seed(0)
-    network = Ragged("mean").double()
-    model = private(copy.deepcopy(network), max_grad_norm=0.1)
-    for lengths in ((2, 1), (5, 0, 1, 1), (1,), (3, 3, 3, 0, 9, 2)):
-        args, targets = ragged_batch(lengths, False, False)
-        model.clear_gradients()
-        criterion_of(model, zoo.product)(model(*args), targets).backward()
-        expected = oracle.clipped_sum(ragged_gradients(network, args, targets), 0.1)
-        assert_close(gradients_of(model), expected, 1e-9)
 
 
 class Centred(Ragged):
@@ -196,21 +175,6 @@ def test_a_later_forward_reads_no_offset_on_the_host(last):
     with Counting() as counting:
         model(*args)
     assert counting.count == 0
-
-
-def test_where_an_id_is():
-    ids, offsets = torch.arange(5), torch.tensor([0, 0, 3, 3])
-    assert bags_of(ids, offsets).tolist() == [1, 1, 1, 3, 3]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_bag_with_offsets_contributes_at_most_c(dtype):
-    torch.manual_seed(0)
-    network = nn.EmbeddingBag(9, 4, mode="mean", padding_idx=2).to(dtype)
-    model = unchecked(network, "bookkeeping", max_grad_norm=0.1)
-    y = model(torch.randint(9, (6,)), torch.tensor([0]))
-    criterion_of(model, zoo.product)(y, torch.randn(1, 4).to(dtype)).backward()
-    assert 0.99 < network.weight.grad.double().norm() / 0.1 <= 1 + 1e-6
 
 
 def check_ragged_on_kernels() -> None:

@@ -114,25 +114,6 @@ def test_an_output_that_backward_needs_may_not_be_changed_as_without():
         private_loss(model, (x, torch.randn(4, 5)), zoo.product).backward()
 
 
-def test_autocast():
-    network, batch = nn.Sequential(Gate(5, 4), nn.Linear(4, 3)), zoo.numbers(4, 6, 5, out=(6, 3))
-    plain = copy.deepcopy(network)
-    model = private(network, "bookkeeping", 0.5)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = private_loss(model, batch, zoo.product)
-    loss.backward()
-    assert_close(gradients_of(model), expected(plain, batch), 3e-2)
-
-
-def test_an_empty_batch_gives_zeros():
-    network = nn.Sequential(Gate(5, 3))
-    model = private(network)
-    private_loss(model, zoo.numbers(4, 5, out=(3,)), zoo.product).backward()
-    model.clear_gradients()
-    private_loss(model, (torch.zeros(0, 5), torch.zeros(0, 3)), zoo.product).backward()
-    assert all(not g.any() for g in gradients_of(model).values())
-
-
 def test_outside_of_a_step_it_is_the_layer(monkeypatch):
     network = Gate(5, 3)
     model = private(network)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_step, clipped_sums, private, private_loss
@@ -104,11 +103,6 @@ def frozen() -> nn.Module:
     return net
 
 
-def checkpointed() -> nn.Module:
-    inner = vision()
-    return Net(lambda net, x: checkpoint(net.inner, x, use_reentrant=False), inner=inner)
-
-
 def structured() -> nn.Module:
     """A child that takes and returns dictionaries, lists and a number."""
 
@@ -139,26 +133,9 @@ def weight_of_a_child() -> nn.Module:
     )  # fmt: skip
 
 
-def tied() -> nn.Module:
-    net = Net(
-        lambda net, x: net.a(x.flatten(1)[:, :6]) @ net.table,
-        a=nn.Linear(6, 6, bias=False), table=bare(6, 6),
-    )  # fmt: skip
-    net.a.weight = net.table
-    return nn.Sequential(net, nn.Linear(6, 3))
-
-
-def own_values_into_a_child() -> nn.Module:
-    """A child that sees values of the parameter, and no sample."""
-    return Net(
-        lambda net, x: net.a(x.flatten(1)) + net.b(net.table).sum(0),
-        a=nn.Linear(192, 3), b=nn.Linear(4, 3), table=bare(2, 4),
-    )  # fmt: skip
-
-
 APART = (
-    vision, scaled_block, in_rows, without_rule, twice, frozen, checkpointed, structured,
-    hidden_call, weight_of_a_child, tied, own_values_into_a_child,
+    vision, scaled_block, in_rows, without_rule, twice, frozen, structured, hidden_call,
+    weight_of_a_child,
 )  # fmt: skip
 
 
@@ -206,12 +183,6 @@ def test_layers_have_their_own_arithmetic(build):
         rtol = 1e-4 if dtype == torch.float32 else 5e-2
         found = model.per_sample_gradient_norms
         torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=0)
-
-
-def test_clipped_per_layer():
-    network = zoo.seeded(scaled_block).double()
-    model = private(copy.deepcopy(network), "bookkeeping", clipping="per_layer")
-    assert_step(model, network, batch_of(), loss, clipping="per_layer")
 
 
 def test_evaluation_and_removal_leave_the_network_alone():

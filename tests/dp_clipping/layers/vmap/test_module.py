@@ -14,7 +14,6 @@ from dp_clipping.layers.vmap.own import UnknownOperation
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,
-    assert_exact,
     assert_step,
     clipped_sums,
     private,
@@ -22,35 +21,6 @@ from tests.dp_clipping.conftest import (
 )
 from tests.support import zoo
 from tests.support.turns import in_turn
-
-
-class Scaled(nn.Module):
-    """A bare parameter, two inputs, two outputs, and a number."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 2, 4))
-
-    def forward(self, x, shift):
-        return self.scale * x + shift, x.sum(-1, keepdim=True) * self.scale, "note"
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scaled, self.convolution = Scaled(), nn.Conv1d(2, 3, 3, padding=1)
-
-    def forward(self, x):
-        y, z, note = self.scaled(x, 2 * x)
-        assert note == "note"
-        return self.convolution(y + z)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_sums_and_norms(mode):
-    network, batch = zoo.seeded(Network).double(), zoo.numbers(4, 2, 4, out=(3, 4))
-    batch = oracle.move(batch, dtype=torch.float64)
-    assert_exact(network, batch, mode)
 
 
 def test_hooks_run_once_and_around_the_call():
@@ -89,26 +59,6 @@ class Chosen(nn.Module):
         assert found["mode"] == "b"
         y = found["parts"][0] + found["parts"][1][0]
         return self.end(self.rows(y)["parts"][0])
-
-
-class Margin(nn.Module):
-    """As ArcFace: a one-hot of the label is written into, and the target's cosine replaced."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.centres = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        label = (x[:, :2] > 0).sum(1)
-        return self.cosines(nn.functional.normalize(self.body(x)), label)
-
-    def cosines(self, x, label):
-        found = x @ nn.functional.normalize(self.centres).T
-        one_hot = torch.zeros(found.size(), dtype=found.dtype).scatter_(1, label.view(-1, 1), 0.3)
-        target = found[torch.arange(len(x)), label].acos() + 0.3
-        found = found.clone()
-        found[torch.arange(len(x)), label] = target.cos()
-        return found - one_hot
 
 
 class Spectrum(nn.Module):
@@ -177,11 +127,10 @@ class Recurrent(nn.Module):
 
 
 # torch.vmap cannot run any of them as a whole; the operators of these parameters it can
-TOGETHER = ("margin", "spectrum", "written input")
+TOGETHER = ("spectrum", "written input")
 ONE_BY_ONE = {
     "rows": (Chosen, (4,)),
     "tied": (lambda: Chosen(is_tied=True), (4,)),
-    "margin": (Margin, (4,)),
     "spectrum": (Spectrum, (4, 8)),
     "binary": (Binary, (4,)),
     "written input": (Overwrites, (4,)),

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dp_clipping.capture import vmap_trial
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.vmap import whole_batch
-from dp_clipping.layers.vmap.own import Own, UnknownOperation, laid_beside
+from dp_clipping.layers.vmap.own import UnknownOperation, laid_beside
 from dp_clipping.layers.vmap.whole_batch import Call, Noted, Operation, learn
 from tests.dp_clipping.conftest import MODES, assert_step, clipped_sums, private
 from tests.support import zoo
@@ -70,6 +70,12 @@ def relative(pick: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Net, Tensor]
         return F.scaled_dot_product_attention(y, y, y, attn_mask=mask).squeeze(1)
 
     return run
+
+
+def repeated(net: Net, x: Tensor) -> Tensor:
+    y = net.token.repeat(len(x), 1, 1)
+    y[:, 0] = 0
+    return net.linear(x + y)
 
 
 def into_a_row(net: Net, x: Tensor) -> Tensor:
@@ -163,6 +169,7 @@ WITHOUT_VMAP = {
     "given to a layer": (
         scaled(lambda n, x: n.linear(x) + n.linear(n.table.expand(len(x), -1, -1)),
                table=bare(4, 5)), (4, 5)),
+    "copies that are written to": (scaled(repeated, token=bare(4, 5)), (4, 5)),
     "of a layer alone": (scaled(lambda n, x: x + n.linear(n.table), table=bare(4, 5)), (4, 5)),
 }  # fmt: skip
 WITHOUT_VMAP |= {
@@ -484,24 +491,6 @@ def test_flattened_samples_are_not_learned_where_rows_are_picked():
         learn({}, *runs, routes=True)
 
 
-def test_parameters_are_there_again_after_an_error():
-    net = Net(lambda n, x: x * n.scale, scale=bare(5))
-    scale = net.scale
-
-    def run() -> None:
-        copies = {"scale": scale.detach().expand(2, 5).requires_grad_()}
-        with Call("a net", 2, {}, has_moved=lambda x: False).of(net, copies):
-            assert isinstance(net.scale, Own)
-            assert net.scale.shape == (5,)
-            assert net.scale.requires_grad
-            net(torch.zeros(2, 3))
-
-    with pytest.raises(RuntimeError, match="size"):
-        run()
-    assert net.scale is scale
-    assert not Own.calls
-
-
 def sorted_by(run: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
     """Runs on the samples in the order of their first numbers, and puts them back."""
 
@@ -667,14 +656,3 @@ def test_a_number_changes_no_dtype(dtype):
     clipped_sums(model, (torch.randn(SAMPLES, 5, dtype=dtype), torch.randn(SAMPLES, 5)))
     assert model.capture.handles[0].operations
     assert set(dtypes) == {dtype}
-
-
-def test_repeated_copies_may_be_written_to():
-    def run(net: Net, x: Tensor) -> Tensor:
-        y = net.token.repeat(len(x), 1, 1)
-        y[:, 0] = 0
-        return net.linear(x + y)
-
-    build = scaled(run, token=bare(4, 5))
-    (handle,) = check(*twins(build), (4, 5), "bookkeeping")
-    assert handle.operations

@@ -104,10 +104,15 @@ def step_of(run, microbatch: int | None = None):
     return run.engine.privacy_statement(1e-5).secure
 
 
+def secure(**changes):
+    return saved_runs.build(
+        engine=PrivacyEngine(accountant="rdp", secure_mode=True), **changes
+    )  # fmt: skip
+
+
 def large(**changes):
     """Returns a run whose batches have 4500 of 9000 samples, in expectation."""
-    engine = PrivacyEngine(accountant="rdp", secure_mode=True)
-    return saved_runs.build(engine=engine, count=9000, sample_rate=0.5, steps=2, **changes)
+    return secure(count=9000, sample_rate=0.5, steps=2, **changes)
 
 
 def test_sums_that_rounding_may_move_too_far_are_refused():
@@ -137,10 +142,7 @@ def test_sums_that_rounding_may_move_too_far_are_refused():
     "units", [{"examples_per_unit": 2}, {"examples_per_unit": 3, "examples_per_step": 2}]
 )
 def test_units_and_parts_that_were_joined_again_are_counted_as_they_are_added(units):
-    run = saved_runs.build(
-        engine=PrivacyEngine(accountant="rdp", secure_mode=True), count=3000, sample_rate=0.2,
-        steps=3, **units,
-    )  # fmt: skip
+    run = secure(count=3000, sample_rate=0.2, steps=3, **units)
     most = run.engine._account.certificate.most_units
     assert step_of(run, 20)["most additions"] == 10 + -(-most // 10) + 1
     x, y = next(iter(run.loader))
@@ -152,8 +154,8 @@ def test_units_and_parts_that_were_joined_again_are_counted_as_they_are_added(un
 
 
 def test_more_backwards_than_parts_are_more_additions():
-    engine = PrivacyEngine(accountant="rdp", secure_mode=True)
-    run = saved_runs.build(engine=engine, count=800, sample_rate=0.2, steps=3)
+    run = secure(count=800, sample_rate=0.2, steps=3)
+    engine = run.engine
     run.model.skip_checks()
     most, backwards = engine._account.certificate.most_units, 0
     for x, y in saved_runs.batches(run, 40):
@@ -169,10 +171,10 @@ def test_more_backwards_than_parts_are_more_additions():
 
 
 def test_a_resumed_run_includes_the_steps_before(tmp_path):
-    run = saved_runs.build(engine=PrivacyEngine(accountant="rdp", secure_mode=True))
+    run = secure()
     saved_runs.train(run, 1)
     saved_runs.save(run, tmp_path / "file")
-    again = saved_runs.build(engine=PrivacyEngine(accountant="rdp", secure_mode=True))
+    again = secure()
     saved_runs.load(again, tmp_path / "file")
     assert again.engine._account.certificate == run.engine._runs[0].certificate
     most = most_units_of(1.05 * 4 + 2)
@@ -193,10 +195,7 @@ def test_a_checkpoint_of_one_run_includes_what_all_cost(tmp_path):
     for run in (small, large):
         saved_runs.train(run, 2)
     saved_runs.save(small, tmp_path / "file")
-    again = saved_runs.build(
-        engine=PrivacyEngine(accountant="rdp", secure_mode=True), dataset=dataset,
-        sample_rate=0.001, steps=5,
-    )  # fmt: skip
+    again = secure(dataset=dataset, sample_rate=0.001, steps=5)
     saved_runs.load(again, tmp_path / "file")
     assert again.engine.get_epsilon(1e-5) == engine.get_epsilon(1e-5)
     assert again.engine._account.certificate == engine._account.certificate
@@ -204,7 +203,7 @@ def test_a_checkpoint_of_one_run_includes_what_all_cost(tmp_path):
 
 
 def test_epsilon_at_the_end_includes_it():
-    run = saved_runs.build(engine=PrivacyEngine(accountant="rdp", secure_mode=True))
+    run = secure()
     assert run.engine.epsilon_at_end(run.optimizer, 0, 1e-5) == 0.0
     forecast = run.engine.epsilon_at_end(run.optimizer, 3, 1e-5)
     saved_runs.train(run, 2)
@@ -362,7 +361,7 @@ def test_epsilon_of_an_engine_is_above_that_of_the_same_steps(accountant):
 
 
 def test_the_statement_names_what_is_included():
-    run = saved_runs.build(engine=PrivacyEngine(accountant="rdp", secure_mode=True))
+    run = secure()
     saved_runs.train(run, 2)
     statement = run.engine.privacy_statement(1e-3)
     certificate = run.engine._account.certificate

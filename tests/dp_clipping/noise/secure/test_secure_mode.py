@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_by_hand.lm.parallel import parallelize
 from dp_clipping import MODES, PrivacyEngine
-from dp_clipping.noise import keys
 from dp_clipping.noise.secure import source
 from dp_clipping.noise.secure.rounded_gaussian import values_at
 from dp_clipping.noise.secure.source import SecureNoise, grid_of, stream_keys
@@ -218,24 +215,4 @@ def test_two_runs_of_an_engine_and_schedules_of_noise_and_threshold():
     assert statement.steps == 4
 
 
-def test_microbatches_have_the_noise_of_one_batch():
-    """Which is added once, to the sum of all."""
-    runs = []
-    for microbatch in (None, 2):
-        run = build(hidden=3)
-        run.engine._runs[0].keys = keys.Keys(KEY)
-        run.optimizer.resume(0, keys.Keys(KEY).noise)
-        run.loader.batch_sampler.rekey(keys.Keys(KEY).sampling)
-        run.model.network.drop.p = 0.0
-        saved_runs.train(run, 4, microbatch=microbatch)
-        runs.append([p.detach().clone() for p in run.model.network.parameters()])
-    for one, other in zip(*runs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-
-
 # ---- ranks ---------------------------------------------------------------------------------------
-
-
-def tensor_parallel(context, network):
-    mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
-    return parallelize(network, mesh)
