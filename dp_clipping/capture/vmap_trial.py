@@ -26,7 +26,6 @@ from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap, is_close
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output, plain_forward
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
 from dp_clipping.layers.vmap.own import Own, UnknownOperation, replaced, taken_for
 from dp_clipping.layers.vmap.refusals import escape_of, reason_of, recomputed
 from dp_clipping.layers.vmap.samples import every_sample, may_loop
@@ -39,8 +38,8 @@ from dp_clipping.torch_compat import (
     nodes_before,
     plain_name,
     tensors_in,
-    version_of,
 )
+from dp_clipping.trials.objects import Objects, refuse_iterators
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.routing import Routing
 
@@ -204,8 +203,7 @@ class _Trial:
         handle: LayerState = vars(module)["_private"]
         if handle.operations is None or handle.whole_because:
             return self._plain(module, args, kwargs)
-        objects = Objects(module, args, kwargs)
-        before = [(x, version_of(x), x.detach().clone()) for x in tensors_in((args, kwargs))]
+        before = Objects(module), Objects(args, kwargs, with_values=True)
         try:
             return run(args, kwargs)
         except Exception as error:
@@ -215,11 +213,8 @@ class _Trial:
             if self._capture.sharding is not None:
                 self._capture.make_whole([handle])  # refuses layers in it that would run again
                 raise
-        objects.put_back()
-        with torch.no_grad():
-            for x, version, value in before:
-                if version_of(x) != version:
-                    x.copy_(value)
+        for objects in before:
+            objects.put_back()
         return self._plain(module, args, kwargs)
 
     def _of_autograd(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:

@@ -32,10 +32,10 @@ from dp_clipping.guard.observer import Observer
 from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, CalledDifferently, Layout, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.vmap.objects import hold_objects, refuse_iterators
 from dp_clipping.sampling.alone import Alone
 from dp_clipping.torch_compat import every_module, flush_ready_nodes, tensors_in, tree_map
 from dp_clipping.trials.draws import without_dropout
+from dp_clipping.trials.objects import hold_objects, refuse_iterators
 from dp_clipping.trials.randomness import RandomStates, same_randomness, seed_all
 from dp_clipping.trials.schedule import Schedule
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.samples.bags import Bags
-from dp_clipping.layers.vmap.objects import Objects, exchanged
 from dp_clipping.torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from dp_clipping.trials.objects import Objects, exchanged
 
 LOOKED_AT = 32
 LEAVES = attrgetter("leaves")
@@ -258,6 +258,6 @@ class Batch:
             return y.narrow(dim if y.shape[dim] == 1 else 0, 0, 0)
 
         now = Objects(self.args, self.kwargs)
-        left = now.left_since(self._objects).values()
+        left = now.left_since(self._objects)
         now.show({id(x): self._shown.get(id(x), leaf(x)) for x in left})
         return tree_map(leaf, output)

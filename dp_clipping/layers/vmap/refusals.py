@@ -8,7 +8,6 @@ import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,18 +105,16 @@ def _place_of(error: BaseException) -> str:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}, {line}: "
 
 
-def leaves_samples(left: Sequence[dict[Any, Tensor]]) -> bool:
+def leaves_samples(left: Sequence[list[Tensor]]) -> bool:
     """Returns whether calls for single samples leave tensors that differ, or have gradients.
 
     Args:
-        left: place -> tensor that a sample's call has left there.
+        left: what each sample's call has left.
     """
-    if not any(left):
-        return False
-    first = left[0]
+    first = left[0] if left else []
     return any(
-        one.keys() != first.keys()
-        or any(x.requires_grad or not torch.equal(x, first[path]) for path, x in one.items())
+        len(one) != len(first)
+        or any(x.requires_grad or not torch.equal(x, y) for x, y in zip(one, first, strict=True))
         for one in left
     )
 

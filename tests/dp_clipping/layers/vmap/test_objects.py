@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.layers.vmap.objects import Objects, exchanged, refuse_iterators
+from dp_clipping.trials.objects import Objects, exchanged, refuse_iterators
 from tests.dp_clipping.conftest import MODES, assert_exact, assert_step, private, private_loss
 from tests.support import zoo
 from tests.support.turns import in_turn
@@ -425,7 +425,7 @@ def test_everything_is_put_back():
         "partial": functools.partial(data.__init__), "tuple": ({"c": 1},),
     }  # fmt: skip
     buffer, x = module.buffer, data.x
-    objects = Objects((held,), {}, module, values_of=2)
+    objects = Objects((held,), {}, module, with_values=True)
     held["list"][1].append(3)
     held["list"].append(4)
     del held["dict"]["a"]
@@ -466,7 +466,7 @@ def test_tensors_are_exchanged_where_they_are():
     objects = Objects(held)
     objects.show({id(a): c, id(b): c})
     assert held["a"][0] is held["a"][1][0] is held["b"].x is c
-    assert next(iter(Objects(held).left_since(objects).values())) is c
+    assert Objects(held).left_since(objects)[0] is c
     named = torch.randn(2, 2).max(1)
     assert exchanged(named, {id(named.values): c}).values is c
     refuse_iterators("a", [a], {"b": b})

@@ -1,23 +1,24 @@
-"""The containers in which a network, or another object, holds values: parameters, buffers,
-attributes of modules, and the lists, dicts, sets and objects in these attributes.
+"""The containers in which a network, another object, or arguments of a call hold values.
+
+These are parameters, buffers and attributes of modules, and in them lists, dicts, sets,
+dataclasses, caches, and objects with attributes or slots.
 
 What functions hold (closures, default arguments, variables of modules) and attributes of classes
 are not looked for: docs/sharp_edges.md says why.
 """
 
-from collections import deque
-from collections.abc import Collection
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, repeat
-from operator import is_
+from functools import lru_cache, partial
+from itertools import chain, islice, repeat
+from operator import is_, methodcaller
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.distributed.dtensor import is_fsdp1
 from dp_clipping.torch_compat import (
     ADDED,
     non_persistent_buffers,
@@ -26,13 +27,14 @@ from dp_clipping.torch_compat import (
     own_parameters,
 )
 
-DEPTH, LENGTH = 5, 4096  # of nested containers; longer ones are data of other kinds
-OTHERS = {"torch", "dp_clipping", "ddp", "opacus", "builtins", "collections", "logging", "enum"}
+DEPTH, LENGTH = 8, 4096  # of nested containers; longer ones are data of other kinds
+OTHERS = {"torch", "numpy", "dp_clipping", "ddp", "opacus", "builtins", "logging", "enum"}
 """Packages whose objects are not looked into."""
 # Attributes of every module, what private training adds, and what a criterion sets for a call.
 SKIPPED = frozenset(vars(nn.Module())) | ADDED | {"reduction"}
 PLAIN = (int, float, complex, str, bytes, type(None))
 MISSING = object()
+COPY = methodcaller("copy")
 
 
 class Change(NamedTuple):
@@ -49,9 +51,32 @@ class Change(NamedTuple):
     key: Any
 
 
+class Slots:
+    """The attributes that an object has in slots, as a collection."""
+
+    def __init__(self, owner: Any, names: Collection[str]):
+        self._owner, self._names = owner, names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.copy())
+
+    def copy(self) -> list[Any]:
+        return [getattr(self._owner, name, MISSING) for name in self._names]
+
+    def put_back(self, copy: list[Any]) -> None:
+        for name, value in zip(self._names, copy, strict=True):
+            if value is not MISSING:
+                object.__setattr__(self._owner, name, value)
+            elif hasattr(self._owner, name):
+                object.__delattr__(self._owner, name)
+
+
 @dataclass(eq=False, slots=True)
 class Place:
-    """A container of values: a dict, a list, a deque or a set.
+    """A container of values: a dict, a list, a deque, a set, or `Slots`.
 
     Attributes:
         name: prefix of the names of what it holds.
@@ -59,17 +84,19 @@ class Place:
         kind: "parameters", "buffers", "modules", "temporary" (names of buffers) or "attributes" of
             a module, or of an object; "": a container in these.
         temporary: names of those buffers that are not in the state dict.
+        skipped: keys of a dict that do not count.
     """
 
     name: str
     values: Any
     kind: str = ""
     temporary: Collection[str] = ()
+    skipped: Collection[str] = ()
 
     def keys(self) -> list[Any]:
         """Returns the keys of a dict that count."""
-        if self.kind == "attributes":
-            return [key for key in self.values if key not in SKIPPED]
+        if self.skipped:
+            return [key for key in self.values if key not in self.skipped]
         return list(self.values)
 
     def copy(self) -> Any:
@@ -79,19 +106,30 @@ class Place:
 
     def put_back(self, copy: Any) -> None:
         values = self.values
-        if isinstance(values, dict):
-            for key in [key for key in self.keys() if key not in copy]:
-                del values[key]
-            values.update(copy)
+        if isinstance(values, dict):  # a class of its own may refuse to be changed
+            kind: Any = OrderedDict if isinstance(values, OrderedDict) else dict
+            for key in self.keys():
+                kind.__delitem__(values, key)
+            for key, value in copy.items():
+                kind.__setitem__(values, key, value)
+        elif isinstance(values, Slots):
+            values.put_back(copy)
+        elif isinstance(values, list):
+            list.__setitem__(values, slice(None), list(copy))
         else:
             values.clear()
             (values.update if isinstance(values, set) else values.extend)(copy)
 
     def is_as(self, copy: Any) -> bool:
-        """Returns whether a list or set still holds the objects of `copy`."""
-        if isinstance(self.values, set):
-            return self.values == copy
-        return len(self.values) == len(copy) and all(map(is_, self.values, copy))
+        """Returns whether it still holds the objects of `copy`, in the same order."""
+        now: Any = self.values
+        if isinstance(now, set):
+            return now == copy
+        if isinstance(now, dict):
+            keys = self.keys()
+            now = [*keys, *map(dict.get, repeat(now), keys)]
+            copy = [*copy, *copy.values()]
+        return len(now) == len(copy) and all(map(is_, now, copy))
 
     def changed(self, copy: Any) -> list[Any]:
         """Returns the keys whose value was replaced by an unequal one; [None]: the whole."""
@@ -127,44 +165,38 @@ class Place:
 
 @dataclass(eq=False, slots=True)
 class Named:
-    """A tensor that is held somewhere."""
+    """A tensor that is held somewhere; `place` is None for one that was given itself."""
 
     tensor: Tensor
-    place: Place
+    place: Place | None
     key: Any
 
 
 class Places:
-    """All places of a module, or of another object, as they are now.
+    """All places of a module, of another object, or of some in a tuple, as they are now.
 
     Args:
-        root: the module or object.
-        is_sharded: it is a sharded network. FSDP puts other tensors in the place of its parameters
-            between forward and backward, so they are left out; FSDP1 does so by attributes, which
-            are left out too.
+        with_parameters: those of modules, and their child modules, are places too.
+        with_attributes: attributes of modules are.
 
     Attributes:
         dicts, others: places that are dicts, and those that are not.
-        containers, sizes: the dicts themselves, and how much they hold.
-        collections: the others themselves.
-        tensors: those that have memory of their own.
+        containers, collections: these dicts and others themselves.
+        tensors: in the order in which they are found.
     """
 
-    def __init__(self, root: Any, is_sharded: bool = False):
+    def __init__(self, root: Any, with_parameters: bool = True, with_attributes: bool = True):
         self.dicts: list[Place] = []
         self.others: list[Place] = []
         self.tensors: list[Named] = []
         self._seen: dict[int, Any] = {}
-        self._is_sharded = is_sharded
-        self._is_covered = is_sharded and any(is_fsdp1(m) for m in root.modules())
+        self._with_parameters, self._with_attributes = with_parameters, with_attributes
         self._visit(root, "", None, None, 0)
         self._seen.clear()
         self.containers = [place.values for place in self.dicts]
-        self.sizes = list(map(len, self.containers))
         self.collections = [place.values for place in self.others]
-        each = [place.keys() for place in self.dicts]
-        self._counts = list(map(len, each))
-        self._keys = list(chain.from_iterable(each))
+        keys = [place.keys() for place in self.dicts]
+        self._counts, self._keys = list(map(len, keys)), list(chain.from_iterable(keys))
         self._owners = list(chain.from_iterable(map(repeat, self.containers, self._counts)))
 
     def values(self) -> list[Any]:
@@ -173,26 +205,18 @@ class Places:
 
     def copies(self, values: list[Any]) -> list[dict[Any, Any]]:
         """Returns these values as one dict for each of `dicts`."""
-        pairs = iter(zip(self._keys, values, strict=True))
-        return [
-            {key: value for key, value in (next(pairs) for _ in range(n)) if value is not MISSING}
-            for n in self._counts
-        ]
+        held = zip(self._keys, values, strict=True)
+        parts = map(islice, repeat(held), self._counts)
+        return [{key: x for key, x in part if x is not MISSING} for part in parts]
 
     def _visit(self, value: Any, name: str, place: Place | None, key: Any, depth: int) -> None:
         if isinstance(value, PLAIN) or depth > DEPTH or id(value) in self._seen:
             return
-        if isinstance(value, Tensor):
-            if value.grad_fn is None and place is not None:  # others live for one step
-                self._seen[id(value)] = value
-                if has_memory(value) and not value.is_inference():
-                    self.tensors.append(Named(value, place, key))
-            return
         self._seen[id(value)] = value
-        if isinstance(value, nn.Module):
+        if isinstance(value, Tensor):
+            self.tensors.append(Named(value, place, key))
+        elif isinstance(value, nn.Module):
             self._visit_module(value, name)
-        elif isinstance(value, dict | list | deque | set):
-            self._hold(Place(f"{name}.", value), depth)
         elif isinstance(value, tuple):
             for n, part in enumerate(value):
                 self._visit(part, f"{name}[{n}]", place, key, depth + 1)
@@ -200,19 +224,28 @@ class Places:
             self._visit((value.func, value.args, value.keywords), name, place, key, depth)
         elif isinstance(value, MethodType):
             self._visit(value.__self__, name, place, key, depth)
-        elif has_attributes(value):
-            self._hold(Place(f"{name}.", vars(value), "attributes"), depth)
+        else:
+            if isinstance(value, dict | list | deque | set):
+                self._hold(Place(f"{name}.", value), depth)
+            kind = type(value)
+            if is_opened(kind) and hasattr(value, "__dict__"):
+                attributes = Place(f"{name}.", vars(value), "attributes", skipped=SKIPPED)
+                self._hold(attributes, depth)
+            if slots := _slots_of(kind):
+                self._hold(Place(f"{name}.", Slots(value, slots)), depth)
 
     def _visit_module(self, module: nn.Module, name: str) -> None:
         prefix = f"{name}." if name else ""
-        if not self._is_sharded:
-            self._hold(Place(prefix, own_parameters(module), "parameters"), 0)
+        parameters, modules = own_parameters(module), Place(prefix, own_modules(module), "modules")
+        if self._with_parameters:
+            self._hold(Place(prefix, parameters, "parameters"), 0)
         temporary = non_persistent_buffers(module)
         self._hold(Place(prefix, own_buffers(module), "buffers", temporary), 0)
-        self._hold(Place(prefix, own_modules(module), "modules"), 0)
+        self._hold(modules, 0)
         self._hold(Place(prefix, temporary, "temporary"), 0)
-        if not self._is_covered:
-            self._hold(Place(prefix, vars(module), "attributes"), 0)
+        if self._with_attributes and not _is_wrapper(type(module)):
+            skipped = SKIPPED.union(parameters)  # FSDP1 lays plain tensors over them
+            self._hold(Place(prefix, vars(module), "attributes", skipped=skipped), 0)
 
     def _hold(self, place: Place, depth: int) -> None:
         values = place.values
@@ -224,19 +257,12 @@ class Places:
                 self._visit(value, place.name.rstrip("."), place, None, depth + 1)
             return
         self.dicts.append(place)
-        is_of_object = place.kind == "attributes"
         for key, value in list(values.items()):
-            if isinstance(value, PLAIN) or (is_of_object and key in SKIPPED):
+            if isinstance(value, PLAIN) or key in place.skipped:
                 continue
             is_long = isinstance(key, Tensor | nn.Module)  # and slow to print
             shown = type(key).__name__ if is_long else key
             self._visit(value, f"{place.name}{shown}", place, key, depth + 1)
-
-
-def has_attributes(value: Any) -> bool:
-    """Returns whether the value's class may keep values for a network in attributes."""
-    package = type(value).__module__.partition(".")[0]
-    return package not in OTHERS and not isinstance(value, type) and hasattr(value, "__dict__")
 
 
 def has_memory(x: Tensor) -> bool:
@@ -247,6 +273,31 @@ def has_memory(x: Tensor) -> bool:
 def is_freed(x: Tensor) -> bool:
     """Returns whether a tensor's memory was freed, so that reading it would end the process."""
     return has_memory(x) and bool(x.numel()) and not x.untyped_storage().nbytes()
+
+
+@lru_cache(maxsize=1024)
+def is_opened(kind: type) -> bool:
+    """Returns whether objects of a class may keep values for a network."""
+    return kind.__module__.partition(".")[0] not in OTHERS and not issubclass(kind, type)
+
+
+@lru_cache(maxsize=1024)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Returns the names of the attributes that objects of a class have in slots."""
+    found = []
+    for one in kind.__mro__ if is_opened(kind) else ():
+        names = vars(one).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                is_private = name.startswith("__") and not name.endswith("__")
+                found.append(f"_{one.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _is_wrapper(kind: type) -> bool:
+    """Returns whether a class is FSDP1's, which keeps state of its own in attributes."""
+    return "FullyShardedDataParallel" in [one.__name__ for one in kind.__mro__]
 
 
 def _is_same(a: Any, b: Any) -> bool:
