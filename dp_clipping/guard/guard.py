@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dp_clipping.capture.callers import callers_of, weights_read_elsewhere
+from dp_clipping.capture.callers import Uses
 from dp_clipping.capture.checks.expansion import refuse_other_results
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
@@ -265,13 +265,14 @@ class LayoutDiscovery:
         capture, refusal = self._capture, None
         differentiated: set[LayerState] = set()
         if self._sharding is None:
-            capture.let_read(weights_read_elsewhere(capture, arguments[0]))
+            capture.let_read(Uses(capture, arguments[0]).weights_read_elsewhere())
         while True:
             try:
                 unfit = self._unfit(arguments)
             except NeedsVmap as error:
                 refusal = refusal or error
-                callers = [m for run in arguments for m in callers_of(capture, run, error.layers)]
+                uses = [Uses(capture, one) for one in arguments]
+                callers = [m for one in uses for m in one.callers_of(error.layers)]
                 if not capture.widen(dict.fromkeys(callers), error.layers):
                     raise refusal from error
             except CalledDifferently:

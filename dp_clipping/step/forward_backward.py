@@ -221,7 +221,7 @@ class ForwardBackward:
                 output = self._calls.again(private_step, args, kwargs)
         except BaseException as raised:
             self.recover()
-            error = escape_of(raised, self.network) or raised
+            error = escape_of(raised) or raised
             if private_step.is_empty and isinstance(error, Exception):
                 raise ValueError(OF_ZEROS.format(error=shown(error))) from error
             if error is not raised:

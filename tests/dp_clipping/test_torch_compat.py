@@ -462,13 +462,6 @@ def test_activations_of_a_failed_backward_go():
     assert not any(held() is not None for held in HELD)
 
 
-def test_a_tensor_of_vmap():
-    seen = []
-    torch.vmap(lambda x: seen.append(torch_compat.is_of_vmap(x)) or x)(torch.ones(2))
-    assert seen == [True]
-    assert not torch_compat.is_of_vmap(torch.ones(2))
-
-
 def test_the_distribution_of_the_privacy_loss_is_that_of_the_accountant():
     from opacus.accountants import create_accountant
 

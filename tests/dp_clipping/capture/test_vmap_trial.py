@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dp_clipping.capture import vmap_trial
-from dp_clipping.capture.callers import callers_of, weights_read_elsewhere
+from dp_clipping.capture.callers import Uses
 from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.vmap_trial import unfit_modules
@@ -112,7 +112,7 @@ def test_a_limited_capacity_is_refused_under_vmap():
     capture.make_whole(capture.handles)
     arguments = [((torch.ones(n, 3),), {}) for n in (2, 3, 2)]
     Search(capture).establish(*arguments, lambda: None)
-    with pytest.raises(NeedsVmap, match="computes something else of a sample alone"):
+    with pytest.raises(NeedsVmap, match="computes otherwise of one sample"):
         unfit_modules(capture, *arguments[:2])
 
 
@@ -152,9 +152,9 @@ def test_rows_that_no_argument_counts():
 def test_who_calls_a_layer():
     network = owner(lambda net, x: net.a(x) * net.scale)
     capture, arguments = Capture(network), ((torch.randn(2, 3),), {})
-    assert callers_of(capture, arguments, {"0.a"}) == [network[0]]
-    assert callers_of(capture, arguments, {"1"}) == [network]
-    assert callers_of(capture, arguments, {""}) == []
+    assert Uses(capture, arguments).callers_of({"0.a"}) == [network[0]]
+    assert Uses(capture, arguments).callers_of({"1"}) == [network]
+    assert Uses(capture, arguments).callers_of({""}) == []
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_who_calls_a_layer():
 )
 def test_weights_that_other_code_reads(function, is_read):
     network = owner(function)
-    found = weights_read_elsewhere(Capture(network), ((torch.randn(2, 3),), {}))
+    found = Uses(Capture(network), ((torch.randn(2, 3),), {})).weights_read_elsewhere()
     weight = network[0].a.weight
     assert list(found) == [network[0]] * is_read
     own = {weight, network[0].a.bias}
@@ -178,7 +178,7 @@ def test_weights_that_other_code_reads(function, is_read):
 
 def test_the_weight_of_a_called_layer_is_not_read_by_a_module_without_parameters():
     network = zoo.Net(lambda net, x: net.a(x) @ net.a.weight, a=nn.Linear(3, 3))
-    assert weights_read_elsewhere(Capture(network), ((torch.randn(2, 3),), {})) == {}
+    assert Uses(Capture(network), ((torch.randn(2, 3),), {})).weights_read_elsewhere() == {}
 
 
 class Failing(nn.Module):
