@@ -156,11 +156,15 @@ class Capture(CapturedNetwork):
 
     def make_whole(self, handles: Collection[LayerState]) -> None:
         modules = [m for m in self.network.modules() if vars(m).get("_private") in handles]
-        for module in modules:
-            if vars(module)["_private"].inner is None:
-                self._refuse_gathered(module)
-        self._unfit.update(m for m in modules if vars(m)["_private"].inner is not None)
-        self._whole.update(m for m in modules if vars(m)["_private"].inner is None)
+        inner = {m for m in modules if vars(m)["_private"].inner is not None}
+        whole = [m for m in modules if m not in inner]
+        for module in whole:
+            self._refuse_gathered(module)
+        self._unfit |= inner
+        self._whole.update(whole)
+        for module in whole:
+            if vars(module)["_private"].kind not in ("vectorized", "attention"):
+                self._widened.setdefault(module, [])
         self._uninstall()
         self._install()
         for handle in self.handles:
@@ -186,12 +190,6 @@ class Capture(CapturedNetwork):
         if weights:
             self._widened |= weights
             self.make_whole(())
-
-    def let_differentiate(self, handles: Collection[LayerState]) -> None:
-        modules = [m for m in self.network.modules() if vars(m).get("_private") in handles]
-        self._widened |= {module: [] for module in modules if module not in self._widened}
-        self._whole.update(modules)
-        self.make_whole(())
 
     def _refuse_gathered(self, module: nn.Module, kind: str = "vectorized") -> None:
         """Raises ValueError if ranks gather layers in a module that does not call them, or that

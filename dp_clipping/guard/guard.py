@@ -281,7 +281,7 @@ class LayoutDiscovery:
                 raise refusal or error from error
             else:
                 if found := self._search.differentiated - differentiated:
-                    capture.let_differentiate(found)
+                    capture.make_whole(found)
                     differentiated |= found
                 elif not unfit:
                     return
