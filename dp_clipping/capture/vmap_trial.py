@@ -43,6 +43,9 @@ from dp_clipping.trials.objects import Objects, refuse_iterators
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.routing import Routing
 
+Found = tuple[list[Tensor], dict[str, Tensor | None]]
+"""What a module returns, and a gradient of each of its parameters; None: it depends on none."""
+
 MOST = 16  # operators one after another of parameters and tensors that all samples share
 
 
@@ -116,7 +119,7 @@ class _Trial:
 
     def __init__(self, capture: CapturedNetwork, arguments: Arguments, size: int):
         self._capture, self._arguments, self._size = capture, arguments, size
-        self._is_second = False  # a module runs as in steps, to be compared
+        self._is_as_in_steps = False  # a module runs, with those in it
 
     def note(self, moves: bool = False) -> dict[LayerState, list[list[Noted]]]:
         """Returns the operators that are not known, of each call of each module.
@@ -208,7 +211,7 @@ class _Trial:
             raise error
 
     def _compared(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Runs a module as it is, and then as steps do; the second run leaves nothing behind.
+        """Runs a module as steps do, and then as it is; the first run leaves nothing behind.
 
         As it is, with its parameters themselves: code may ask for their class, attributes or
         identity. Not where ranks gather layers in it, which they do in the order of one forward.
@@ -217,94 +220,48 @@ class _Trial:
         layouts, is_whole = _output_layouts(module, args, kwargs), handle.operations is not None
         sharding = self._capture.sharding
         if (
-            self._is_second
+            self._is_as_in_steps
             or is_in_backward()  # a checkpointed part is computed again
             or handle.whole_because
             or (sharding is not None and not sharding.gathered.isdisjoint(module.modules()))
             or not (is_whole or any(layout.kind == "dimension" for layout in layouts))
         ):
             return self._plain(module, args, kwargs)
-        given, own = map_tensors(Tensor.clone, (args, kwargs)), _own(module)
-        start, states = Objects(module, args, kwargs), self._states()
-        number = next_node_number()
+        modules = every_module(self._capture.network)
+        states = RandomStates(modules, self._capture.trigger.device)
+        start = Objects(module, args, kwargs)
+        given = partial(map_tensors, Tensor.clone, (args, kwargs))
+        self._is_as_in_steps = True
+        try:
+            if is_whole:
+                found = self._on_whole_batch(module, layouts, *given())
+            else:
+                found = self._under_vmap(module, layouts, start, given)
+        finally:
+            self._is_as_in_steps = False
+            start.put_back()
+            states.restore()
+        own, number = _own(module), next_node_number()
         with replaced(module, _tied(module, own) if is_whole else {}):
             plain = self._plain(module, args, kwargs)
             outputs, samples = tensors_in(plain), range(self._size) if is_whole else [None]
             with _ending_at(number, outputs):
-                gradients = [_gradients(outputs, layouts, own, self._size, n) for n in samples]
-        end, after, is_random = Objects(module, args, kwargs), self._states(), states.have_moved
-        start.put_back()
-        states.restore()
-        self._is_second = True
-        try:
-            if is_whole:
-                self._compare_copies(module, layouts, given, outputs, gradients)
-            else:
-                used = {n for n, g in gradients[0].items() if g is not None and g.any()}
-                wanted = None if is_random else outputs
-                self._compare_samples(module, layouts, start, given, wanted, used)
-        finally:
-            self._is_second = False
-            end.put_back()
-            after.restore()
-        return plain
-
-    def _states(self) -> RandomStates:
-        return RandomStates(every_module(self._capture.network), self._capture.trigger.device)
-
-    def _compare_copies(
-        self, module: nn.Module, layouts: tuple[Layout, ...], given: Arguments,
-        wanted: list[Tensor], gradients: list[dict[str, Tensor | None]],
-    ) -> None:  # fmt: skip
-        """Runs a module on the whole batch; compares its results, and G.
-
-        Args:
-            wanted, gradients: of the module as it is, and of each sample.
-        """
-        handle: LayerState = vars(module)["_private"]
-        copies = {n: x.clone().requires_grad_() for n, x in self._copies(module).items()}
-        call = Call(handle.title(module), self._size, handle.operations or {})
-        try:
-            found = tensors_in(on_whole_batch(module, call, copies, *given))
-            together = _gradients(found, layouts, copies, self._size)
-            for name, x in copies.items():
-                found.append(_or_zeros(together[name], x))
-                own = [_or_zeros(one[name], x[0]) for one in gradients]
-                wanted = [*wanted, torch.stack(own)]
-            if not _are_close(found, wanted):
-                raise UnknownOperation("its results or gradients are not those of each sample")
-        except Exception as error:
-            self._give_up(handle, error)
-
-    def _compare_samples(
-        self, module: nn.Module, layouts: tuple[Layout, ...], start: Objects, given: Arguments,
-        wanted: list[Tensor] | None, used: set[str],
-    ) -> None:  # fmt: skip
-        """Runs a module under vmap with its child layers; compares its results.
-
-        Args:
-            start: what objects hold before a run.
-            wanted: results of the module as it is; None: they are random.
-            used: parameters that these depend on.
-        """
-        handle: LayerState = vars(module)["_private"]
-        run = partial(self._under_vmap, module, layouts, given)
-        try:
-            found, reached, failure = run()
-            if failure is not None and not handle.one_by_one and may_loop(module):
-                start.put_back()
-                handle.one_by_one = reason_of(failure)
-                found, reached, failure = run()
-        except ValueError:
-            raise
-        except Exception as error:  # the step will say so
-            if is_passed_on(error):
-                raise
-            return
-        if failure is not None and not handle.one_by_one:
-            raise recomputed(handle.title(module)) from failure
-        is_other = wanted is not None and not _are_close(found, wanted)
-        if is_other or (failure is None and used - reached):
+                wanted = [_gradients(outputs, layouts, own, self._size, n) for n in samples]
+        if found is None:
+            return plain
+        results, gradients = found
+        is_same = (not is_whole and states.have_moved) or _are_close(results, outputs)
+        if is_whole:
+            each = {
+                n: torch.stack([_or_zeros(one[n], p) for one in wanted]) for n, p in own.items()
+            }
+            mine = [_or_zeros(gradients[n], x) for n, x in each.items()]
+            if not (is_same and _are_close(mine, list(each.values()))):
+                error = UnknownOperation("its results or gradients are not those of each sample")
+                self._give_up(handle, error)
+        elif not is_same or any(
+            g is not None and g.any() and gradients[name] is None for name, g in wanted[0].items()
+        ):
             raise NeedsVmap(
                 handle.name,
                 f"{handle.title(module)} computes otherwise of one sample, with copies of its "
@@ -314,24 +271,55 @@ class _Trial:
                 "that sample alone, and keep what belongs to a parameter by its name, as "
                 'self.gains["scale"]',
             )
+        return plain
+
+    def _on_whole_batch(
+        self, module: nn.Module, layouts: tuple[Layout, ...], args: tuple, kwargs: dict
+    ) -> Found | None:
+        """Returns a module's results on the whole batch, and G; None: it cannot run so."""
+        handle: LayerState = vars(module)["_private"]
+        copies = {n: x.clone().requires_grad_() for n, x in self._copies(module).items()}
+        call = Call(handle.title(module), self._size, handle.operations or {})
+        try:
+            found = tensors_in(on_whole_batch(module, call, copies, args, kwargs))
+            return _detached(found), _gradients(found, layouts, copies, self._size)
+        except Exception as error:
+            self._give_up(handle, error)
+        return None
 
     def _under_vmap(
-        self, module: nn.Module, layouts: tuple[Layout, ...], given: Arguments
-    ) -> tuple[list[Tensor], set[str], Exception | None]:
-        """Returns a module's results as every sample has them.
+        self, module: nn.Module, layouts: tuple[Layout, ...], start: Objects,
+        given: Callable[[], Arguments],
+    ) -> Found | None:  # fmt: skip
+        """Returns a module's results under vmap, and G; None: it cannot run, as the step will say.
 
-        And the parameters that a backward comes to, or its error.
+        Args:
+            start: what objects hold before a run.
+            given: makes its arguments.
         """
-        args, kwargs = map_tensors(Tensor.clone, given)
-        copies, is_compiled = self._copies(module), self._capture.is_compiled or None
-        found = tensors_in(every_sample(module, copies, self._size, args, kwargs, is_compiled))
-        try:
-            gradients = _gradients(found, layouts, copies, self._size)
-        except Exception as error:
-            if is_passed_on(error):
+        handle: LayerState = vars(module)["_private"]
+        while True:
+            copies, is_compiled = self._copies(module), self._capture.is_compiled or None
+            try:
+                outputs = every_sample(module, copies, self._size, *given(), is_compiled)
+            except ValueError:
                 raise
-            return found, set(), error
-        return found, {name for name, g in gradients.items() if g is not None}, None
+            except Exception as error:
+                if is_passed_on(error):
+                    raise
+                return None
+            found = tensors_in(outputs)
+            try:
+                return _detached(found), _gradients(found, layouts, copies, self._size)
+            except Exception as error:  # what a backward computes again has lost its copies
+                if is_passed_on(error):
+                    raise
+                if handle.one_by_one:
+                    return _detached(found), copies
+                if not may_loop(module):
+                    raise recomputed(handle.title(module)) from error
+                handle.one_by_one = reason_of(error)
+            start.put_back()
 
 
 @contextmanager
@@ -433,6 +421,10 @@ def _gradients(
         each = torch.autograd.grad(ys, own, given, retain_graph=True, allow_unused=True)
         found |= dict(zip(inputs, each, strict=True))
     return found
+
+
+def _detached(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.detach() for x in tensors]
 
 
 def _or_zeros(gradient: Tensor | None, x: Tensor) -> Tensor:

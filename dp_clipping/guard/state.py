@@ -108,13 +108,13 @@ class Mark(Snapshot):
     """Records what a `State` held at one moment."""
 
     def __init__(self, state: State):
-        self.state, self.places = state, state.places
+        self.state, self.places, self._all = state, state.places, state.tensors
         self.renew()
 
     def renew(self) -> None:
         super().renew()
         self._hooks = hooks_so_far()
-        self.tensors = self.state.tensors
+        self.tensors = self._all
         self._versions = _versions(self.tensors)
 
     def forget_buffers(self) -> None:

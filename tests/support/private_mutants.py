@@ -156,15 +156,17 @@ ROWS = [
      "dist.all_reduce(total, group=self._group)", "pass", AGREEMENT, "noise_alone and True-one"),
     # ---- modules around layers
     ("G beside copies is not compared", "capture/vmap_trial.py",
-     "if not _are_close(found, wanted):", "if False:", VMAP_TRIAL, "place_of_samples"),
+     "if not (is_same and _are_close(together, each)):", "if False:", VMAP_TRIAL,
+     "place_of_samples"),
     ("a trial compares copies with copies", "capture/vmap_trial.py",
      "        with replaced(module, _tied(module, own) if is_whole else {}):\n",
      "        own = {n: x[0].detach().clone().requires_grad_() "
      "for n, x in self._copies(module).items()}\n        with replaced(module, own):\n",
      WHOLE_BATCH, "which_parameter and whole and id"),
     ("a trial has no backward under vmap", "capture/vmap_trial.py",
-     "if failure is not None and not handle.one_by_one and may_loop(module):", "if False:",
-     WHOLE_BATCH, "computed_again and product"),
+     "return _detached(found), _gradients(found, layouts, copies, self._size)\n            except "
+     "Exception as error:  # what", "return _detached(found), copies\n            except "
+     "Exception as error:  # what", WHOLE_BATCH, "computed_again and product"),
     ("flattened samples may fit by chance", "layers/vmap/whole_batch.py",
      'if routes and not kinds <= {"shared", "dimension"}:', "if False:", WHOLE_BATCH, "picked"),
     ("a parameter's gradient may come of anything", "layers/vmap/own.py",
@@ -690,7 +692,7 @@ ROWS = [
     ("a trial leaves what it wrote", "guard/state.py",
      "            objects.put_back()\n", "            pass\n", OBJECTS, "real_forward"),
     ("a plain call finds what a failed one has left", "capture/vmap_trial.py",
-     "            end.put_back()\n", "",
+     "            start.put_back()\n            states", "            states",
      VMAP_TRIAL, "finds_nothing"),
     ("no memory is a reason to take samples in turn", "layers/vmap/samples.py",
      "        if is_passed_on(error):\n            raise\n", "", VMAP_TRIAL, "passed_on"),
@@ -701,8 +703,8 @@ ROWS = [
     ("samples in turn have one copy of the parameters", "layers/vmap/samples.py",
      "own = {name: values[n] for", "own = {name: values[0] for", VMAP, "another"),
     ("samples in turn may compute otherwise than together", "capture/vmap_trial.py",
-     "is_other = wanted is not None and not _are_close(found, wanted)", "is_other = False",
-     VMAP_TRIAL, "capacity"),
+     "is_same = (not is_whole and states.have_moved) or _are_close(results, outputs)",
+     "is_same = True", VMAP_TRIAL, "capacity"),
     ("arguments may carry from step to step", "guard/left.py",
      "        self._refuse_read(objects, left, args, kwargs)\n", "", OBJECTS, "carries_from"),
 ]  # fmt: skip
