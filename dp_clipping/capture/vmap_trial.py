@@ -241,22 +241,20 @@ class _Trial:
             self._is_as_in_steps = False
             start.put_back()
             states.restore()
+        if found is None:
+            return self._plain(module, args, kwargs)
         own, number = _own(module), next_node_number()
         with replaced(module, _tied(module, own) if is_whole else {}):
             plain = self._plain(module, args, kwargs)
             outputs, samples = tensors_in(plain), range(self._size) if is_whole else [None]
             with _ending_at(number, outputs):
                 wanted = [_gradients(outputs, layouts, own, self._size, n) for n in samples]
-        if found is None:
-            return plain
         results, gradients = found
         is_same = (not is_whole and states.have_moved) or _are_close(results, outputs)
         if is_whole:
-            each = {
-                n: torch.stack([_or_zeros(one[n], p) for one in wanted]) for n, p in own.items()
-            }
-            mine = [_or_zeros(gradients[n], x) for n, x in each.items()]
-            if not (is_same and _are_close(mine, list(each.values()))):
+            each = [torch.stack([_or_zeros(one[n], p) for one in wanted]) for n, p in own.items()]
+            together = [_or_zeros(gradients[n], x) for n, x in zip(own, each, strict=True)]
+            if not (is_same and _are_close(together, each)):
                 error = UnknownOperation("its results or gradients are not those of each sample")
                 self._give_up(handle, error)
         elif not is_same or any(
