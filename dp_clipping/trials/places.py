@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, islice, repeat
-from operator import is_, methodcaller
+from operator import is_
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -34,7 +34,6 @@ OTHERS = {"torch", "numpy", "dp_clipping", "ddp", "opacus", "builtins", "logging
 SKIPPED = frozenset(vars(nn.Module())) | ADDED | {"reduction"}
 PLAIN = (int, float, complex, str, bytes, type(None))
 MISSING = object()
-COPY = methodcaller("copy")
 
 
 class Change(NamedTuple):
@@ -176,8 +175,7 @@ class Places:
     """All places of a module, of another object, or of some in a tuple, as they are now.
 
     Args:
-        with_parameters: those of modules, and their child modules, are places too.
-        with_attributes: attributes of modules are.
+        with_parameters, with_attributes: parameters, and attributes, of modules are places too.
 
     Attributes:
         dicts, others: places that are dicts, and those that are not.
@@ -236,12 +234,12 @@ class Places:
 
     def _visit_module(self, module: nn.Module, name: str) -> None:
         prefix = f"{name}." if name else ""
-        parameters, modules = own_parameters(module), Place(prefix, own_modules(module), "modules")
+        parameters = own_parameters(module)
         if self._with_parameters:
             self._hold(Place(prefix, parameters, "parameters"), 0)
         temporary = non_persistent_buffers(module)
         self._hold(Place(prefix, own_buffers(module), "buffers", temporary), 0)
-        self._hold(modules, 0)
+        self._hold(Place(prefix, own_modules(module), "modules"), 0)
         self._hold(Place(prefix, temporary, "temporary"), 0)
         if self._with_attributes and not _is_wrapper(type(module)):
             skipped = SKIPPED.union(parameters)  # FSDP1 lays plain tensors over them
