@@ -231,7 +231,8 @@ class LayoutDiscovery:
 
     def forecast(self, batch: Batch) -> CompiledShapes:
         """Returns the expected inputs of linear layers, which compiled code needs beforehand."""
-        return self._forecaster.of(batch.first_sample(), batch.with_samples)
+        one = batch.first(1)
+        return self._forecaster.of((one.args, one.kwargs), batch.with_samples)
 
     def layouts_of(self, outputs: Any) -> list[Layout | None]:
         """Returns the layouts of the tensors that were returned; None: without samples."""

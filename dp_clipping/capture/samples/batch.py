@@ -209,16 +209,12 @@ class Batch:
         return found
 
     def first(self, count: int) -> "Batch":
-        """Returns a view of the first samples; it has none if samples are in bags."""
-        assert not self.bags
-        return Batch(*self._map(lambda x, dim: x.narrow(dim, 0, count)), self._batch_first)
-
-    def first_sample(self) -> tuple[tuple, dict]:
-        """Returns the first sample, as a view where it is not in a bag."""
-        first = torch.zeros(1, dtype=torch.long)
-        return self._map(
-            lambda x, dim: x.narrow(dim, 0, 1), lambda bags: bags.take(self.leaves, first)
+        """Returns the first samples, as views where they are not in bags."""
+        rows = torch.arange(count)
+        changed = self._map(
+            lambda x, dim: x.narrow(dim, 0, count), lambda bags: bags.take(self.leaves, rows)
         )
+        return Batch(*changed, self._batch_first, self.bags)
 
     def with_a_row_of_zeros(self) -> tuple[tuple, dict]:
         """Returns arguments of one sample of zeros: many networks cannot run on an empty batch.
