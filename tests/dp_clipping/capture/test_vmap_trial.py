@@ -184,10 +184,10 @@ def test_the_weight_of_a_called_layer_is_not_read_by_a_module_without_parameters
 class Failing(nn.Module):
     """Cannot run under vmap, as it finds out half-way through a list that it fills."""
 
-    def __init__(self, also_alone=False):
+    def __init__(self, run=with_first, also_alone=False):
         super().__init__()
         self.scale, self.kept = nn.Parameter(torch.ones(3)), []
-        self.also_alone = also_alone
+        self.run, self.also_alone = run, also_alone
 
     def forward(self, x):
         if self.kept:
@@ -195,7 +195,7 @@ class Failing(nn.Module):
         self.kept.append(x.shape)
         if transforms_run() or (self.also_alone and len(x) == 1):
             raise RuntimeError("vmap: for one sample")
-        y = with_first(x, self.scale)
+        y = self.run(x, self.scale)
         self.kept.clear()
         return y
 
@@ -229,8 +229,10 @@ def test_errors_of_memory_are_passed_on(error):
     assert network[1]._private.one_by_one == ""
 
 
-def test_what_fails_half_way_leaves_nothing_to_the_call_after_it():
-    network = nn.Sequential(nn.Linear(3, 3), Failing())
+@pytest.mark.parametrize("run", [with_first, lambda x, scale: x * rounded(scale)])
+def test_what_fails_half_way_leaves_nothing_to_the_call_after_it(run):
+    """In the comparison, or when operators are noted."""
+    network = nn.Sequential(nn.Linear(3, 3), Failing(run))
     assert len(private(network)(torch.randn(4, 3))) == 4
     assert "for one sample" in network[1]._private.one_by_one
     assert network[1].kept == []
