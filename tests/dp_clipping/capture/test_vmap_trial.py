@@ -229,7 +229,19 @@ def test_errors_of_memory_are_passed_on(error):
     assert network[1]._private.one_by_one == ""
 
 
-@pytest.mark.parametrize("run", [with_first, lambda x, scale: x * rounded(scale)])
+class Signs(torch.autograd.Function):
+    """Computes with operators, and has a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign() + 0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("run", [with_first, lambda x, scale: x * Signs.apply(scale)])
 def test_what_fails_half_way_leaves_nothing_to_the_call_after_it(run):
     """In the comparison, or when operators are noted."""
     network = nn.Sequential(nn.Linear(3, 3), Failing(run))
