@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run, trials
-from dp_clipping.capture.samples.batch import map_tensors
+from dp_clipping.capture.samples.batch import map_tensors, refuse_iterators
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap, is_close
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output, plain_forward
@@ -39,7 +39,7 @@ from dp_clipping.torch_compat import (
     plain_name,
     tensors_in,
 )
-from dp_clipping.trials.objects import Objects, refuse_iterators
+from dp_clipping.trials.objects import Objects
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.routing import Routing
 
@@ -313,7 +313,7 @@ class _Trial:
                 if is_passed_on(error):
                     raise
                 if handle.one_by_one:
-                    return _detached(found), copies
+                    return _detached(found), {**copies}
                 if not may_loop(module):
                     raise recomputed(handle.title(module)) from error
                 handle.one_by_one = reason_of(error)

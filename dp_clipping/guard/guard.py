@@ -18,7 +18,7 @@ from dp_clipping.capture.checks.expansion import refuse_other_results
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork, plain_run
-from dp_clipping.capture.samples.batch import Batch, tensors_of
+from dp_clipping.capture.samples.batch import Batch, hold_objects, refuse_iterators, tensors_of
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
 from dp_clipping.capture.vmap_trial import unfit_modules
@@ -35,7 +35,6 @@ from dp_clipping.layers.handle import LayerState
 from dp_clipping.sampling.alone import Alone
 from dp_clipping.torch_compat import every_module, flush_ready_nodes, tensors_in, tree_map
 from dp_clipping.trials.draws import without_dropout
-from dp_clipping.trials.objects import hold_objects, refuse_iterators
 from dp_clipping.trials.randomness import RandomStates, same_randomness, seed_all
 from dp_clipping.trials.schedule import Schedule
 

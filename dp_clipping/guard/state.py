@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from dp_clipping.distributed.dtensor import is_fsdp1
 from dp_clipping.torch_compat import hooks_so_far, take_hooks_since, version_of
-from dp_clipping.trials.objects import Objects, Snapshot
-from dp_clipping.trials.places import PLAIN, Change, Named, Places, has_memory
+from dp_clipping.trials.objects import PLAIN, Change, Named, Objects, Places, Snapshot, has_memory
 
 TENSOR = attrgetter("tensor")
 

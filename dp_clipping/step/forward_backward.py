@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.checks.terms import THROUGH
-from dp_clipping.capture.samples.batch import Batch, tensors_of
+from dp_clipping.capture.samples.batch import Batch, hold_objects, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.guard.lengths import Lengths
@@ -38,7 +38,7 @@ from dp_clipping.step.sums.layer_plans import FusedPlans, PlainPlans
 from dp_clipping.step.sums.plain import Plain
 from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import is_compiled_in_place, version_of
-from dp_clipping.trials.objects import Objects, hold_objects
+from dp_clipping.trials.objects import Objects
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 

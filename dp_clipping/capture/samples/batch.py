@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.samples.bags import Bags
-from dp_clipping.torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from dp_clipping.torch_compat import (
+    PLAIN_LEAVES,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from dp_clipping.trials.objects import Objects, exchanged
 
 LOOKED_AT = 32
@@ -50,6 +56,26 @@ def tensors_of(tree: Any) -> list[Tensor]:
         elif dataclasses.is_dataclass(x) and not isinstance(x, type):
             found += tensors_of(list(vars(x).values()))
     return found
+
+
+def hold_objects(args: tuple, kwargs: dict) -> bool:
+    """Returns whether arguments of a call are more than tensors, numbers and strings."""
+    return not {*map(type, args), *map(type, kwargs.values())} <= PLAIN_LEAVES
+
+
+def refuse_iterators(name: str, *trees: Any) -> None:
+    """Refuses arguments that can be read once only.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    for leaf in tree_leaves(trees):
+        if isinstance(leaf, Iterator):
+            raise ValueError(
+                f"{name or 'the network'} is given an iterator ({type(leaf).__name__}), which can "
+                "be read once, and its forward is run several times to see where the samples are: "
+                "give it a list, as list(iterator)"
+            )
 
 
 class Batch:

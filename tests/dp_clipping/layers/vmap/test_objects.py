@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.trials.objects import Objects, exchanged, refuse_iterators
+from dp_clipping.capture.samples.batch import refuse_iterators
+from dp_clipping.trials.objects import Objects, exchanged
 from tests.dp_clipping.conftest import MODES, assert_exact, assert_step, private, private_loss
 from tests.support import zoo
 from tests.support.turns import in_turn
