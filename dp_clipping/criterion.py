@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.samples.batch import tensors_of
+from dp_clipping.capture.samples.batch import hold_objects, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in
 from dp_clipping.guard.carried import Carried
 from dp_clipping.guard.losses import Criterion, Shapes
 from dp_clipping.kinds import WrongType, shown
-from dp_clipping.layers.vmap.objects import hold_objects
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.trials.randomness import same_randomness
 

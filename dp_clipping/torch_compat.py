@@ -452,12 +452,6 @@ def composable_replicas() -> tuple[type, ...]:
 # ---- vmap ----------------------------------------------------------------------------------------
 
 
-def is_of_vmap(x: Tensor) -> bool:
-    """Returns whether a tensor is what vmap shows of one sample; False where torch cannot tell."""
-    functorch = getattr(torch._C, "_functorch", None)
-    return getattr(functorch, "is_batchedtensor", lambda _: False)(x)
-
-
 transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Returns whether code runs under `torch.vmap` or another transform of `torch.func`."""
 

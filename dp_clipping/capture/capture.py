@@ -55,8 +55,8 @@ class Capture(CapturedNetwork):
             )
         super().__init__(network, clipping, sharding)
         self._whole: set[nn.Module] = set()
-        self._unfit: set[nn.Module] = set()  # subclasses of layers that compute otherwise
-        # Modules that compute with copies of weights of layers in them, too.
+        # Modules that compute with copies of their parameters, whatever their kind is, and of these
+        # weights of layers in them.
         self._widened: dict[nn.Module, list[Parameter]] = {}
         self._originals = {  # FSDP puts others in their place
             (module, name): parameter
@@ -83,12 +83,10 @@ class Capture(CapturedNetwork):
             if isinstance(module, CONTAINERS) and not is_widened:
                 continue
             kind = "vectorized" if is_widened else kind_of(module)
-            if kind == "attention" and module in self._whole:
-                kind = "vectorized"
             if kind == "registered":
                 refuse_where_unfit(plain_name(name), module, self.sharding)
             inner = None
-            if kind == "vectorized" and is_plain and not is_widened and module not in self._unfit:
+            if kind == "vectorized" and is_plain and not is_widened:
                 inner = inner_layer(module)
                 kind = kind if inner is None else inner.kind
             under_vmap = kind == "vectorized" and (module in self._whole or not is_plain)
@@ -155,12 +153,14 @@ class Capture(CapturedNetwork):
                     module.forward = own
 
     def make_whole(self, handles: Collection[LayerState]) -> None:
-        modules = [m for m in self.network.modules() if vars(m).get("_private") in handles]
-        for module in modules:
-            if vars(module)["_private"].inner is None:
-                self._refuse_gathered(module)
-        self._unfit.update(m for m in modules if vars(m)["_private"].inner is not None)
-        self._whole.update(m for m in modules if vars(m)["_private"].inner is None)
+        mine = [m for m in self.network.modules() if vars(m).get("_private") in handles]
+        whole = [m for m in mine if vars(m)["_private"].inner is None]
+        for module in whole:
+            self._refuse_gathered(module)
+        self._whole.update(whole)
+        for module in mine:
+            if vars(module)["_private"].kind != "vectorized":
+                self._widened.setdefault(module, [])
         self._uninstall()
         self._install()
         for handle in self.handles:
@@ -186,12 +186,6 @@ class Capture(CapturedNetwork):
         if weights:
             self._widened |= weights
             self.make_whole(())
-
-    def let_differentiate(self, handles: Collection[LayerState]) -> None:
-        modules = [m for m in self.network.modules() if vars(m).get("_private") in handles]
-        self._widened |= {module: [] for module in modules if module not in self._widened}
-        self._whole.update(modules)
-        self.make_whole(())
 
     def _refuse_gathered(self, module: nn.Module, kind: str = "vectorized") -> None:
         """Raises ValueError if ranks gather layers in a module that does not call them, or that

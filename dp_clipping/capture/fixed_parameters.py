@@ -4,18 +4,15 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.torch_compat import (
     every_module,
-    own_parameters,
     parameters_and_children,
 )
 
-Own = dict[str, Parameter]
-NOTHING: Own = {}
 IS_TRAINED = attrgetter("requires_grad")
 
 
@@ -32,8 +29,7 @@ class FixedParameters:
         self._trainable = {name for name, p in self._parameters.items() if p.requires_grad}
         self._flags = list(map(IS_TRAINED, self._parameters.values()))
         self._dtypes = [(p, p.dtype) for p in capture.parameters]
-        self._own = {m: _trainable(m) for m in every_module(self.network)}
-        self._modules = list(self._own)
+        self._modules = every_module(self.network)
         self._held = self._hold()
 
     def check(self) -> None:
@@ -44,16 +40,8 @@ class FixedParameters:
                     f"{self.capture.names[parameter]} was {dtype} at make_private and is "
                     f"{parameter.dtype} now: convert the network before make_private"
                 )
-        own = self._own
         flags_hold = list(map(IS_TRAINED, self._parameters.values())) == self._flags
         if flags_hold and self._holds():
-            return
-        now = {m: _trainable(m) for m in every_module(self.network)}
-        if (
-            flags_hold
-            and all(self._same(own.get(m, NOTHING), now[m]) for m in now)
-            and all(m in now for m, names in own.items() if names)
-        ):
             return
         named = dict(self.network.named_parameters())
         changed = {
@@ -91,22 +79,7 @@ class FixedParameters:
         known_names, known = self._held
         return names == known_names and all(map(is_, objects, known))
 
-    def _same(self, before: Own, now: Own) -> bool:
-        if before.keys() != now.keys():
-            return False
-        return all(
-            p is before[name] or self._stands_for(p, before[name]) for name, p in now.items()
-        )
-
     def _stands_for(self, now: Tensor | None, before: Parameter) -> bool:
         """Returns whether a tensor is the parameter, or what FSDP has put in its place."""
         sharding = self.capture.sharding
         return now is before or (sharding is not None and sharding.stands_for(now, before))
-
-
-def _trainable(module: nn.Module) -> Own:
-    """Returns a module's own trainable parameters, by name."""
-    own = own_parameters(module)
-    if not own:
-        return NOTHING
-    return {name: p for name, p in own.items() if p is not None and p.requires_grad}

@@ -109,7 +109,7 @@ class CapturedNetwork(ABC):
     def make_whole(self, handles: Collection[LayerState]) -> None:
         """Runs these modules under vmap, with their children; where samples are is forgotten.
 
-        All layers get a new state.
+        A gradient can be differentiated again there. All layers get a new state.
         """
 
     @abstractmethod
@@ -123,10 +123,6 @@ class CapturedNetwork(ABC):
     @abstractmethod
     def let_read(self, weights: dict[nn.Module, list[Parameter]]) -> None:
         """Lets these modules compute with copies of the weights of layers that their code reads."""
-
-    @abstractmethod
-    def let_differentiate(self, handles: Collection[LayerState]) -> None:
-        """Runs these modules under vmap, where a gradient can be differentiated again."""
 
     def _make_records(self) -> list[Trainable]:
         """Makes the records by which steps know the trainable parameters."""

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run, trials
-from dp_clipping.capture.samples.batch import map_tensors
+from dp_clipping.capture.samples.batch import map_tensors, refuse_iterators
 from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap, is_close
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output, plain_forward
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.layers.vmap.objects import Objects, refuse_iterators
 from dp_clipping.layers.vmap.own import Own, UnknownOperation, replaced, taken_for
 from dp_clipping.layers.vmap.refusals import escape_of, reason_of, recomputed
 from dp_clipping.layers.vmap.samples import every_sample, may_loop
@@ -39,10 +38,13 @@ from dp_clipping.torch_compat import (
     nodes_before,
     plain_name,
     tensors_in,
-    version_of,
 )
+from dp_clipping.trials.objects import Objects
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.routing import Routing
+
+Found = tuple[list[Tensor], dict[str, Tensor | None]]
+"""What a module returns, and a gradient of each of its parameters; None: it depends on none."""
 
 MOST = 16  # operators one after another of parameters and tensors that all samples share
 
@@ -111,15 +113,13 @@ def _why(error: Exception) -> str:
 class _Trial:
     """Plain forwards of one batch in which modules run otherwise than they do.
 
-    Each module is called once in each: ranks gather the layers in it, and some count their calls.
-
     Args:
         arguments: of a forward of `size` samples.
     """
 
     def __init__(self, capture: CapturedNetwork, arguments: Arguments, size: int):
         self._capture, self._arguments, self._size = capture, arguments, size
-        self._wanted: dict[LayerState, list[list[Tensor]]] = {}
+        self._is_as_in_steps = False  # a module runs, with those in it
 
     def note(self, moves: bool = False) -> dict[LayerState, list[list[Noted]]]:
         """Returns the operators that are not known, of each call of each module.
@@ -133,29 +133,33 @@ class _Trial:
         def noted(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             handle: LayerState = vars(module)["_private"]
             refuse_iterators(handle.name, args, kwargs)
-            call = Call(
-                handle.title(module),
-                self._size,
-                handle.operations or {},
-                has_moved=routing.has_moved,
-            )
-            run = partial(on_whole_batch, module, call, self._copies(module))
-            outputs = self._tried(run, module, args, kwargs)
+            known = handle.operations
+            if known is None or handle.whole_because:
+                return self._plain(module, args, kwargs)
+            call = Call(handle.title(module), self._size, known, has_moved=routing.has_moved)
             found.setdefault(handle, []).append(call.noted)
-            return outputs
+            before = Objects(module), Objects(args, kwargs, with_values=True)
+            try:
+                return on_whole_batch(module, call, self._copies(module), args, kwargs)
+            except Exception as error:
+                self._give_up(handle, error)
+            for objects in before:
+                objects.put_back()
+            return self._plain(module, args, kwargs)
 
         with routing if moves else nullcontext():
             self._run(noted)
         return found
 
     def compare(self) -> None:
-        """Compares what modules compute, and G, with what autograd does; notes those that differ.
+        """Compares what modules compute as they are with what they compute as in steps.
+
+        Modules on the whole batch that differ are noted in their state.
 
         Raises:
             NeedsVmap: a module under vmap computes otherwise with one sample than with a batch.
         """
-        self._run(self._of_autograd)
-        self._run(self._of_copies)
+        self._run(self._compared)
 
     def _run(self, trial: Callable[..., Any]) -> None:
         capture, (args, kwargs) = self._capture, self._arguments
@@ -174,7 +178,7 @@ class _Trial:
             ):  # fmt: skip
                 pass
         except RuntimeError as error:
-            if (escape := escape_of(error, capture.network)) is None:
+            if (escape := escape_of(error)) is None:
                 raise
             raise escape from error
 
@@ -197,140 +201,123 @@ class _Trial:
         own = {name: p.detach() for name, p in _own(module).items()}
         return {n: p.expand(self._size, *p.shape).requires_grad_() for n, p in own.items()}
 
-    def _tried(
-        self, run: Callable[[tuple, dict], Any], module: nn.Module, args: tuple, kwargs: dict
-    ) -> Any:
-        """Runs a module on the whole batch; as it is, if it cannot."""
-        handle: LayerState = vars(module)["_private"]
-        if handle.operations is None or handle.whole_because:
-            return self._plain(module, args, kwargs)
-        objects = Objects(module, args, kwargs)
-        before = [(x, version_of(x), x.detach().clone()) for x in tensors_in((args, kwargs))]
-        try:
-            return run(args, kwargs)
-        except Exception as error:
-            if is_passed_on(error):
-                raise
-            handle.whole_because = _why(error)
-            if self._capture.sharding is not None:
-                self._capture.make_whole([handle])  # refuses layers in it that would run again
-                raise
-        objects.put_back()
-        with torch.no_grad():
-            for x, version, value in before:
-                if version_of(x) != version:
-                    x.copy_(value)
-        return self._plain(module, args, kwargs)
+    def _give_up(self, handle: LayerState, error: Exception) -> None:
+        """Notes that a module cannot run on the whole batch."""
+        if is_passed_on(error):
+            raise error
+        handle.whole_because = _why(error)
+        if self._capture.sharding is not None:
+            self._capture.make_whole([handle])  # refuses layers in it that would run again
+            raise error
 
-    def _of_autograd(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Runs a module as it is; takes the gradient of each sample by a backward of its own.
+    def _compared(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Runs a module as steps do, and then as it is; the first run leaves nothing behind.
 
-        With its parameters themselves: code may ask for their class, attributes or identity.
+        As it is, with its parameters themselves: code may ask for their class, attributes or
+        identity. Not where ranks gather layers in it, which they do in the order of one forward.
         """
         handle: LayerState = vars(module)["_private"]
-        if is_in_backward():  # a checkpointed part is computed again
+        layouts, is_whole = _output_layouts(module, args, kwargs), handle.operations is not None
+        sharding = self._capture.sharding
+        if (
+            self._is_as_in_steps
+            or is_in_backward()  # a checkpointed part is computed again
+            or handle.whole_because
+            or (sharding is not None and not sharding.gathered.isdisjoint(module.modules()))
+            or not (is_whole or any(layout.kind == "dimension" for layout in layouts))
+        ):
             return self._plain(module, args, kwargs)
-        if handle.operations is None:
-            return self._of_each_sample(module, args, kwargs)
-        own, layouts = _own(module), _output_layouts(module, args, kwargs)
-        number = next_node_number()
-        with replaced(module, _tied(module, own)):
-            outputs = self._plain(module, args, kwargs)
-            found = tensors_in(outputs)
-            with _ending_at(number, found):
-                rows = [_gradients(found, layouts, own, self._size, i) for i in range(self._size)]
-        stacked = list(map(torch.stack, zip(*rows, strict=True)))
-        self._wanted.setdefault(handle, []).append([*map(_kept, found), *stacked])
-        return outputs
+        modules = every_module(self._capture.network)
+        states = RandomStates(modules, self._capture.trigger.device)
+        start = Objects(module, args, kwargs)
+        given = partial(map_tensors, Tensor.clone, (args, kwargs))
+        self._is_as_in_steps = True
+        try:
+            if is_whole:
+                found = self._on_whole_batch(module, layouts, *given())
+            else:
+                found = self._under_vmap(module, layouts, start, given)
+        finally:
+            self._is_as_in_steps = False
+            start.put_back()
+            states.restore()
+        if found is None:
+            return self._plain(module, args, kwargs)
+        own, number = _own(module), next_node_number()
+        with replaced(module, _tied(module, own) if is_whole else {}):
+            plain = self._plain(module, args, kwargs)
+            outputs, samples = tensors_in(plain), range(self._size) if is_whole else [None]
+            with _ending_at(number, outputs):
+                wanted = [_gradients(outputs, layouts, own, self._size, n) for n in samples]
+        results, gradients = found
+        is_same = (not is_whole and states.have_moved) or _are_close(results, outputs)
+        if is_whole:
+            each = [torch.stack([_or_zeros(one[n], p) for one in wanted]) for n, p in own.items()]
+            together = [_or_zeros(gradients[n], x) for n, x in zip(own, each, strict=True)]
+            if not (is_same and _are_close(together, each)):
+                error = UnknownOperation("its results or gradients are not those of each sample")
+                self._give_up(handle, error)
+        elif not is_same or any(
+            g is not None and g.any() and gradients[name] is None for name, g in wanted[0].items()
+        ):
+            raise NeedsVmap(
+                handle.name,
+                f"{handle.title(module)} computes otherwise of one sample, with copies of its "
+                "parameters, than of a batch (it limits the rows of each expert, takes a mean over "
+                "the batch, keeps tensors in objects, or compares id(parameter), for example), so "
+                "the sample has no gradient of its own: let what it computes of a sample depend on "
+                "that sample alone, and keep what belongs to a parameter by its name, as "
+                'self.gains["scale"]',
+            )
+        return plain
 
-    def _of_copies(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Runs a module on the whole batch; compares it with the run before."""
+    def _on_whole_batch(
+        self, module: nn.Module, layouts: tuple[Layout, ...], args: tuple, kwargs: dict
+    ) -> Found | None:
+        """Returns a module's results on the whole batch, and G; None: it cannot run so."""
         handle: LayerState = vars(module)["_private"]
         copies = {n: x.clone().requires_grad_() for n, x in self._copies(module).items()}
         call = Call(handle.title(module), self._size, handle.operations or {})
-        layouts = _output_layouts(module, args, kwargs)
-
-        def run(args: tuple, kwargs: dict) -> Any:
-            outputs = on_whole_batch(module, call, copies, args, kwargs)
-            if is_in_backward():
-                return outputs
-            found = tensors_in(outputs)
-            together = _gradients(found, layouts, copies, self._size)
-            if not _are_close([*map(_kept, found), *together], self._wanted[handle].pop(0)):
-                raise UnknownOperation("its results or gradients are not those of each sample")
-            return outputs
-
-        return self._tried(run, module, args, kwargs)
-
-    def _of_each_sample(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Runs a module as it is, and then under vmap with its child layers."""
-        handle: LayerState = vars(module)["_private"]
-        layouts = _output_layouts(module, args, kwargs)
-        if not any(layout.kind == "dimension" for layout in layouts):
-            return self._plain(module, args, kwargs)
-        given, again, asked = (map_tensors(Tensor.clone, (args, kwargs)) for _ in range(3))
-        start = Objects(module, args, kwargs)
-        states = RandomStates(every_module(self._capture.network), self._capture.trigger.device)
-        number = next_node_number()
-        plain = self._plain(module, args, kwargs)
-        wanted = tensors_in(plain)
-        with _ending_at(number, wanted):
-            used, _ = _used(wanted, _own(module))
-        end, is_random = Objects(module, args, kwargs), states.have_moved
-        start.put_back()
         try:
-            found, reached, failure = self._under_vmap(module, *given)
-            if failure is not None and not handle.one_by_one and may_loop(module):
-                start.put_back()
-                handle.one_by_one = reason_of(failure)
-                found, reached, failure = self._under_vmap(module, *again)
-        except ValueError:
-            raise
-        except Exception as error:  # the step will say so
-            if is_passed_on(error):
-                raise
-            end.put_back()
-            return plain
-        if failure is not None and not handle.one_by_one:
-            raise recomputed(handle.title(module)) from failure
-        differs = not is_random and not _are_close(tensors_in(found), wanted)
-        if (failure is None and used - reached) or (
-            differs and self._asks_for_parameters(module, wanted, *asked)
-        ):
-            raise ValueError(
-                f"{handle.title(module)} computes otherwise with its parameters than with copies "
-                "of them, which each sample has (it looks a parameter up in a dictionary, or "
-                "compares id(parameter)): keep what belongs to a parameter by its name, as "
-                'self.gains["scale"]'
-            )
-        if differs:
-            raise NeedsVmap(
-                handle.name,
-                f"{handle.title(module)} computes something else of a sample alone than beside "
-                "other samples, or of tensors that it keeps in objects (a limit of rows for each "
-                "expert, or a mean over the batch, for example), so the sample has no gradient of "
-                "its own: let what it computes of a sample depend on that sample alone",
-            )
-        return plain  # with what vmap has left in objects, which code outside may read
+            found = tensors_in(on_whole_batch(module, call, copies, args, kwargs))
+            return _detached(found), _gradients(found, layouts, copies, self._size)
+        except Exception as error:
+            self._give_up(handle, error)
+        return None
 
     def _under_vmap(
-        self, module: nn.Module, args: tuple, kwargs: dict
-    ) -> tuple[Any, set[str], Exception | None]:
-        """Returns a module's outputs as every sample has them, and what `_used` does of them."""
-        copies, is_compiled = self._copies(module), self._capture.is_compiled or None
-        outputs = every_sample(module, copies, self._size, args, kwargs, is_compiled)
-        return outputs, *_used(tensors_in(outputs), copies, also_by_zeros=True)
+        self, module: nn.Module, layouts: tuple[Layout, ...], start: Objects,
+        given: Callable[[], Arguments],
+    ) -> Found | None:  # fmt: skip
+        """Returns a module's results under vmap, and G; None: it cannot run, as the step will say.
 
-    def _asks_for_parameters(
-        self, module: nn.Module, wanted: list[Tensor], args: tuple, kwargs: dict
-    ) -> bool:
-        """Returns whether a module computes otherwise with other tensors of the same values."""
-        own = _own(module)
-        same = {n: p.detach().clone() for n, p in own.items()}
-        if not self._capture.is_compiled:
-            same = {n: taken_for(x, own[n]) for n, x in same.items()}
-        with replaced(module, same):
-            return not _are_close(tensors_in(self._plain(module, args, kwargs)), wanted)
+        Args:
+            start: what objects hold before a run.
+            given: makes its arguments.
+        """
+        handle: LayerState = vars(module)["_private"]
+        while True:
+            copies, is_compiled = self._copies(module), self._capture.is_compiled or None
+            try:
+                outputs = every_sample(module, copies, self._size, *given(), is_compiled)
+            except ValueError:
+                raise
+            except Exception as error:
+                if is_passed_on(error):
+                    raise
+                return None
+            found = tensors_in(outputs)
+            try:
+                return _detached(found), _gradients(found, layouts, copies, self._size)
+            except Exception as error:  # what a backward computes again has lost its copies
+                if is_passed_on(error):
+                    raise
+                if handle.one_by_one:
+                    return _detached(found), {**copies}
+                if not may_loop(module):
+                    raise recomputed(handle.title(module)) from error
+                handle.one_by_one = reason_of(error)
+            start.put_back()
 
 
 @contextmanager
@@ -350,29 +337,6 @@ def _ending_at(number: int, outputs: list[Tensor]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _used(
-    outputs: list[Tensor], parameters: dict[str, Tensor], also_by_zeros: bool = False
-) -> tuple[set[str], Exception | None]:
-    """Returns the parameters that a backward of outputs comes to, or its error.
-
-    Args:
-        also_by_zeros: also those that get zeros.
-    """
-    ys = [y for y in outputs if y.requires_grad]
-    given = {name: p for name, p in parameters.items() if p.requires_grad}
-    if not ys or not given:
-        return set(), None
-    ones = list(map(torch.ones_like, ys))
-    try:
-        found = torch.autograd.grad(ys, list(given.values()), ones, True, allow_unused=True)
-    except Exception as error:
-        if is_passed_on(error):
-            raise
-        return set(), error
-    pairs = zip(given, found, strict=True)
-    return {n for n, g in pairs if g is not None and (also_by_zeros or bool(g.any()))}, None
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
@@ -426,20 +390,15 @@ def _output_layouts(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Layou
     return handle.output_layouts.get(dims, ())
 
 
-def _kept(x: Tensor) -> Tensor:
-    return x.detach().clone().nan_to_num(0, 0, 0)  # of an attention mask, say
-
-
 def _gradients(
     outputs: list[Tensor], layouts: tuple[Layout, ...], parameters: dict[str, Tensor], size: int,
     sample: int | None = None,
-) -> list[Tensor]:  # fmt: skip
+) -> dict[str, Tensor | None]:  # fmt: skip
     """Returns gradients of parameters for fixed gradients of outputs, or of one sample in these.
 
     Args:
         layouts: of the outputs; shared ones have been expanded to the batch.
     """
-    inputs = [x for x in parameters.values() if x.requires_grad]
     ys, given = [], []
     for y, layout in zip(outputs, layouts, strict=False):
         if not y.requires_grad:
@@ -453,12 +412,21 @@ def _gradients(
             gradient = layout.restore(only)
         ys.append(y)
         given.append(gradient)
-    if not ys or not inputs:
-        return list(map(torch.zeros_like, parameters.values()))
-    found = iter(torch.autograd.grad(ys, inputs, given, retain_graph=True, allow_unused=True))
-    gradients = [next(found) if x.requires_grad else None for x in parameters.values()]
-    pairs = zip(parameters.values(), gradients, strict=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in pairs]
+    inputs = {name: x for name, x in parameters.items() if x.requires_grad}
+    found: dict[str, Tensor | None] = dict.fromkeys(parameters)
+    if ys and inputs:
+        own = list(inputs.values())
+        each = torch.autograd.grad(ys, own, given, retain_graph=True, allow_unused=True)
+        found |= dict(zip(inputs, each, strict=True))
+    return found
+
+
+def _detached(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.detach() for x in tensors]
+
+
+def _or_zeros(gradient: Tensor | None, x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if gradient is None else gradient
 
 
 def _learns(

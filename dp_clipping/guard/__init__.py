@@ -10,7 +10,7 @@ shows of the samples that stay. These are the subjects:
     lengths               subject: a sample with and without its padding
     carried               subject: state that carries data from one batch to the next
     left                  subject: objects in arguments, with what earlier forwards left in them
-    state, places         what a network holds at one moment, and where
+    state                 what a network holds at one moment
 
 Collate functions are checked in `sampling`, registered layers in `layers`.
 """

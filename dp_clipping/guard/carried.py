@@ -21,16 +21,10 @@ from dp_clipping.capture.checks.summaries import SIGNS, summary
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.guard.places import (
-    DEPTH,
-    PLAIN,
-    Change,
-    has_attributes,
-    is_freed,
-)
 from dp_clipping.guard.state import Mark, State
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.torch_compat import tensors_in
+from dp_clipping.trials.objects import DEPTH, PLAIN, Change, is_freed, is_opened
 from dp_clipping.trials.perturb import Perturbed
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.seen import Seen, Summary
@@ -283,5 +277,5 @@ def _collect(found: dict[str, int], name: str, value: Any, depth: int) -> None:
         found[name] = hash(frozenset(value))
     elif hasattr(value, "__array__"):
         _collect(found, name, torch.as_tensor(value), depth + 1)
-    elif has_attributes(value):
+    elif is_opened(type(value)) and hasattr(value, "__dict__"):
         _collect(found, name, vars(value), depth + 1)

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dp_clipping.capture.callers import callers_of, weights_read_elsewhere
+from dp_clipping.capture.callers import Uses
 from dp_clipping.capture.checks.expansion import refuse_other_results
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork, plain_run
-from dp_clipping.capture.samples.batch import Batch, tensors_of
+from dp_clipping.capture.samples.batch import Batch, hold_objects, refuse_iterators, tensors_of
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
 from dp_clipping.capture.vmap_trial import unfit_modules
@@ -32,7 +32,6 @@ from dp_clipping.guard.observer import Observer
 from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, CalledDifferently, Layout, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.handle import LayerState
-from dp_clipping.layers.vmap.objects import hold_objects, refuse_iterators
 from dp_clipping.sampling.alone import Alone
 from dp_clipping.torch_compat import every_module, flush_ready_nodes, tensors_in, tree_map
 from dp_clipping.trials.draws import without_dropout
@@ -231,7 +230,8 @@ class LayoutDiscovery:
 
     def forecast(self, batch: Batch) -> CompiledShapes:
         """Returns the expected inputs of linear layers, which compiled code needs beforehand."""
-        return self._forecaster.of(batch.first_sample(), batch.with_samples)
+        one = batch.first(1)
+        return self._forecaster.of((one.args, one.kwargs), batch.with_samples)
 
     def layouts_of(self, outputs: Any) -> list[Layout | None]:
         """Returns the layouts of the tensors that were returned; None: without samples."""
@@ -265,13 +265,14 @@ class LayoutDiscovery:
         capture, refusal = self._capture, None
         differentiated: set[LayerState] = set()
         if self._sharding is None:
-            capture.let_read(weights_read_elsewhere(capture, arguments[0]))
+            capture.let_read(Uses(capture, arguments[0]).weights_read_elsewhere())
         while True:
             try:
                 unfit = self._unfit(arguments)
             except NeedsVmap as error:
                 refusal = refusal or error
-                callers = [m for run in arguments for m in callers_of(capture, run, error.layers)]
+                uses = [Uses(capture, one) for one in arguments]
+                callers = [m for one in uses for m in one.callers_of(error.layers)]
                 if not capture.widen(dict.fromkeys(callers), error.layers):
                     raise refusal from error
             except CalledDifferently:
@@ -280,7 +281,7 @@ class LayoutDiscovery:
                 raise refusal or error from error
             else:
                 if found := self._search.differentiated - differentiated:
-                    capture.let_differentiate(found)
+                    capture.make_whole(found)
                     differentiated |= found
                 elif not unfit:
                     return

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.samples.batch import tensors_of
-from dp_clipping.layers.vmap.objects import Objects, exchanged
 from dp_clipping.torch_compat import tensors_in
+from dp_clipping.trials.objects import Objects, exchanged
 
 REFUSAL = (
     "an argument holds what an earlier forward has left in it, and this forward reads it: "
@@ -40,7 +40,7 @@ class LeftInArguments:
 
     def note(self, args: tuple, kwargs: dict, before: Objects) -> None:
         """Notes what a forward has left, for `without`."""
-        left = Objects(args, kwargs).left_since(before).values()
+        left = Objects(args, kwargs).left_since(before)
         kept = [x for x in self.noted if x() is not None]
         self.noted = kept + [weakref.ref(x) for x in left]
 
@@ -55,7 +55,7 @@ class LeftInArguments:
         """
         noted = {id(x()) for x in self.noted} - {id(None)}
         objects = Objects(args, kwargs) if noted and not self._is_sharded else None
-        left = [] if objects is None else [x for x in objects.tensors.values() if id(x) in noted]
+        left = [] if objects is None else [x for x in objects.tensors if id(x) in noted]
         if objects is None or not left:
             yield args
             return

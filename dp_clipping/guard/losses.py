@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.checks.summaries import summary
-from dp_clipping.capture.samples.batch import map_tensors, tensors_of
+from dp_clipping.capture.samples.batch import hold_objects, map_tensors, tensors_of
 from dp_clipping.guard.carried import restored
 from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.vmap.objects import hold_objects
 from dp_clipping.trials.perturb import SIDES, Perturbed, halves, one_more, one_source
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.randomness import same_randomness

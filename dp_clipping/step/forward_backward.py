@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.checks.terms import THROUGH
-from dp_clipping.capture.samples.batch import Batch, tensors_of
+from dp_clipping.capture.samples.batch import Batch, hold_objects, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.guard.lengths import Lengths
@@ -23,7 +23,6 @@ from dp_clipping.guard.losses import Watched, viewed
 from dp_clipping.guard.state import Mark
 from dp_clipping.kernels.launch.tiles import available, on_device
 from dp_clipping.layers.batch_layout import LayoutUnknown
-from dp_clipping.layers.vmap.objects import Objects, hold_objects
 from dp_clipping.layers.vmap.refusals import escape_of, recomputation_of
 from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
@@ -39,6 +38,7 @@ from dp_clipping.step.sums.layer_plans import FusedPlans, PlainPlans
 from dp_clipping.step.sums.plain import Plain
 from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import is_compiled_in_place, version_of
+from dp_clipping.trials.objects import Objects
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
@@ -142,7 +142,7 @@ class ForwardBackward:
             )
         check_still_fixed(self._normalizations)
         self.capture.arithmetic.refuse_changes()
-        before = Objects(args, kwargs) if has_objects else Objects()
+        before = Objects(args, kwargs) if has_objects else None
         batch_of = partial(self._establishment.batch_of, args, kwargs)
         given = batch = self._calls.own_errors_first(batch_of, args, kwargs)
         ticket = self.state.ticket
@@ -206,7 +206,8 @@ class ForwardBackward:
 
             def looked_at() -> PrivateStep:
                 mark.put_back()
-                objects.put_back()
+                if objects is not None:
+                    objects.put_back()
                 look = partial(self._establishment.look, seen)
                 self._calls.own_errors_first(look, args, kwargs, given.size)
                 return begin()  # what layers left in the other belongs to other layouts
@@ -220,7 +221,7 @@ class ForwardBackward:
                 output = self._calls.again(private_step, args, kwargs)
         except BaseException as raised:
             self.recover()
-            error = escape_of(raised, self.network) or raised
+            error = escape_of(raised) or raised
             if private_step.is_empty and isinstance(error, Exception):
                 raise ValueError(OF_ZEROS.format(error=shown(error))) from error
             if error is not raised:
@@ -232,7 +233,8 @@ class ForwardBackward:
         if randomness is not None and private_step.plans.foresaw_too_much():
             del output  # frees what it has saved
             mark.put_back()
-            objects.put_back()
+            if objects is not None:
+                objects.put_back()
             private_step = begin()
             with randomness.again():
                 output = self._calls.again(private_step, args, kwargs)
@@ -251,7 +253,7 @@ class ForwardBackward:
             one.outputs = tensors_of(output)
         private_step.lengths = lengths
         output = given.without_rows(output) if private_step.is_empty else output
-        if has_objects:
+        if before is not None:
             self._establishment.left.note(given.args, given.kwargs, before)
         return output
 

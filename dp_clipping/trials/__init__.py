@@ -7,6 +7,7 @@ Files:
     schedule              which calls are checked: 1, 2, 4, 8, ...
     perturb               which samples another run has in place of those of the first
     randomness            states of random generators, saved and restored
+    objects               what networks and arguments hold, to see what a run leaves and put it back
     values                values of tensors, to find writes and to undo them
     draws                 runs without dropout, or with expected values for some random numbers
     routing               operators that pick or sort rows by values, and where these rows are

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.samples.bags import Bags
-from dp_clipping.layers.vmap.objects import Objects, exchanged
-from dp_clipping.torch_compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from dp_clipping.torch_compat import (
+    PLAIN_LEAVES,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+from dp_clipping.trials.objects import Objects, exchanged
 
 LOOKED_AT = 32
 LEAVES = attrgetter("leaves")
@@ -50,6 +56,26 @@ def tensors_of(tree: Any) -> list[Tensor]:
         elif dataclasses.is_dataclass(x) and not isinstance(x, type):
             found += tensors_of(list(vars(x).values()))
     return found
+
+
+def hold_objects(args: tuple, kwargs: dict) -> bool:
+    """Returns whether arguments of a call are more than tensors, numbers and strings."""
+    return not {*map(type, args), *map(type, kwargs.values())} <= PLAIN_LEAVES
+
+
+def refuse_iterators(name: str, *trees: Any) -> None:
+    """Refuses arguments that can be read once only.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    for leaf in tree_leaves(trees):
+        if isinstance(leaf, Iterator):
+            raise ValueError(
+                f"{name or 'the network'} is given an iterator ({type(leaf).__name__}), which can "
+                "be read once, and its forward is run several times to see where the samples are: "
+                "give it a list, as list(iterator)"
+            )
 
 
 class Batch:
@@ -209,16 +235,12 @@ class Batch:
         return found
 
     def first(self, count: int) -> "Batch":
-        """Returns a view of the first samples; it has none if samples are in bags."""
-        assert not self.bags
-        return Batch(*self._map(lambda x, dim: x.narrow(dim, 0, count)), self._batch_first)
-
-    def first_sample(self) -> tuple[tuple, dict]:
-        """Returns the first sample, as a view where it is not in a bag."""
-        first = torch.zeros(1, dtype=torch.long)
-        return self._map(
-            lambda x, dim: x.narrow(dim, 0, 1), lambda bags: bags.take(self.leaves, first)
+        """Returns the first samples, as views where they are not in bags."""
+        rows = torch.arange(count)
+        changed = self._map(
+            lambda x, dim: x.narrow(dim, 0, count), lambda bags: bags.take(self.leaves, rows)
         )
+        return Batch(*changed, self._batch_first, self.bags)
 
     def with_a_row_of_zeros(self) -> tuple[tuple, dict]:
         """Returns arguments of one sample of zeros: many networks cannot run on an empty batch.
@@ -258,6 +280,6 @@ class Batch:
             return y.narrow(dim if y.shape[dim] == 1 else 0, 0, 0)
 
         now = Objects(self.args, self.kwargs)
-        left = now.left_since(self._objects).values()
+        left = now.left_since(self._objects)
         now.show({id(x): self._shown.get(id(x), leaf(x)) for x in left})
         return tree_map(leaf, output)

@@ -6,6 +6,5 @@ Files:
     samples               each sample in turn, or all under `torch.vmap`
     whole_batch           its own operators on the whole batch, beside the copies
     own                   its parameters and their copies, as its code is given them
-    objects               what calls leave in objects: put back after trials
     refusals              names what code under `torch.vmap` cannot do
 """

@@ -6,15 +6,14 @@ A plain forward of the same code has run before, so vmap is the cause of an erro
 import linecache
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from dp_clipping.torch_compat import is_of_vmap, transforms_run
+from dp_clipping.torch_compat import transforms_run
 
 LIBRARIES = (
     *(str(Path(str(m.__file__)).parent) for m in (torch, linecache)),
@@ -106,18 +105,16 @@ def _place_of(error: BaseException) -> str:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}, {line}: "
 
 
-def leaves_samples(left: Sequence[dict[Any, Tensor]]) -> bool:
+def leaves_samples(left: Sequence[list[Tensor]]) -> bool:
     """Returns whether calls for single samples leave tensors that differ, or have gradients.
 
     Args:
-        left: place -> tensor that a sample's call has left there.
+        left: what each sample's call has left.
     """
-    if not any(left):
-        return False
-    first = left[0]
+    first = left[0] if left else []
     return any(
-        one.keys() != first.keys()
-        or any(x.requires_grad or not torch.equal(x, first[path]) for path, x in one.items())
+        len(one) != len(first)
+        or any(x.requires_grad or not torch.equal(x, y) for x, y in zip(one, first, strict=True))
         for one in left
     )
 
@@ -128,11 +125,11 @@ def refuse_transforms(name: str) -> None:
         raise ValueError(f"{name or 'the network'}: {TRANSFORMED}")
 
 
-def escape_of(error: BaseException, network: nn.Module) -> ValueError | None:
+def escape_of(error: BaseException) -> ValueError | None:
     """Returns what an error of a forward means that uses a tensor of a finished vmap.
 
-    It names the attribute that holds the tensor. Or layers are called under a transform, which they
-    were not in the first batch. None: it is another error.
+    Or layers are called under a transform, which they were not in the first batch. None: it is
+    another error.
     """
     if not isinstance(error, RuntimeError):
         return None
@@ -142,17 +139,9 @@ def escape_of(error: BaseException, network: nn.Module) -> ValueError | None:
         )
     if ESCAPED not in str(error):
         return None
-    names = ", ".join(_left_behind(network.named_modules())) or "a variable"
     return ValueError(
-        f"{names} holds what a module under torch.vmap has computed of one sample, and code "
-        f"outside of that module uses it ({_place_of(error)}no such tensor is valid there): "
-        "return it from the module's forward, as return y, attention, in place of "
+        "an attribute or a variable holds what a module under torch.vmap has computed of one "
+        f"sample, and code outside of that module uses it ({_place_of(error)}no such tensor is "
+        "valid there): return it from the module's forward, as return y, attention, in place of "
         "self.attention = attention"
     )
-
-
-def _left_behind(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
-    for name, module in modules:
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and is_of_vmap(value):
-                yield f"{name}.{key}" if name else key

@@ -15,7 +15,6 @@ from dp_clipping.distributed.dtensor import fsdp_classes, owner_of
 from dp_clipping.layers.batch_layout import LayoutUnknown, check_size, rows_unknown
 from dp_clipping.layers.handle import LayerState, plain_forward
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
-from dp_clipping.layers.vmap.objects import Objects
 from dp_clipping.layers.vmap.own import refuse_other_number, rows_of_table, taken_for
 from dp_clipping.layers.vmap.refusals import leaves_samples, reason_of, refusal_of
 from dp_clipping.torch_compat import (
@@ -25,6 +24,7 @@ from dp_clipping.torch_compat import (
     tree_unflatten,
     version_of,
 )
+from dp_clipping.trials.objects import Objects
 
 
 class Body(nn.Module):
@@ -127,7 +127,7 @@ def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, .
             if call.handle.private_step is None:
                 mine = {id(p) for p in own.values()}  # recurrent layers list them: see below
                 others = Objects(*call.roots).left_since(objects)
-                left.append({path: x for path, x in others.items() if id(x) not in mine})
+                left.append([x for x in others if id(x) not in mine])
     # PyTorch's recurrent layers list the parameters that they were called with last.
     pairs_of_own = zip(call.handle.trainable, call.owners, strict=True)
     Objects(*call.roots).show({id(own[name]): getattr(*owner) for name, owner in pairs_of_own})

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 from ddp import wrap
 from dp_clipping.capture.calls import ADDED
-from dp_clipping.guard.places import SKIPPED
 from dp_clipping.model import PrivateModel
+from dp_clipping.trials.objects import SKIPPED
 from tests.support.engine import build, fixed
 
 BOTH = pytest.mark.parametrize("wrap_model", [True, False], ids=["wrapped", "own"])

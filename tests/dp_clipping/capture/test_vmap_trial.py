@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dp_clipping.capture import vmap_trial
-from dp_clipping.capture.callers import callers_of, weights_read_elsewhere
+from dp_clipping.capture.callers import Uses
 from dp_clipping.capture.capture import Capture
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.vmap_trial import unfit_modules
@@ -112,7 +112,7 @@ def test_a_limited_capacity_is_refused_under_vmap():
     capture.make_whole(capture.handles)
     arguments = [((torch.ones(n, 3),), {}) for n in (2, 3, 2)]
     Search(capture).establish(*arguments, lambda: None)
-    with pytest.raises(NeedsVmap, match="computes something else of a sample alone"):
+    with pytest.raises(NeedsVmap, match="computes otherwise of one sample"):
         unfit_modules(capture, *arguments[:2])
 
 
@@ -152,9 +152,9 @@ def test_rows_that_no_argument_counts():
 def test_who_calls_a_layer():
     network = owner(lambda net, x: net.a(x) * net.scale)
     capture, arguments = Capture(network), ((torch.randn(2, 3),), {})
-    assert callers_of(capture, arguments, {"0.a"}) == [network[0]]
-    assert callers_of(capture, arguments, {"1"}) == [network]
-    assert callers_of(capture, arguments, {""}) == []
+    assert Uses(capture, arguments).callers_of({"0.a"}) == [network[0]]
+    assert Uses(capture, arguments).callers_of({"1"}) == [network]
+    assert Uses(capture, arguments).callers_of({""}) == []
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_who_calls_a_layer():
 )
 def test_weights_that_other_code_reads(function, is_read):
     network = owner(function)
-    found = weights_read_elsewhere(Capture(network), ((torch.randn(2, 3),), {}))
+    found = Uses(Capture(network), ((torch.randn(2, 3),), {})).weights_read_elsewhere()
     weight = network[0].a.weight
     assert list(found) == [network[0]] * is_read
     own = {weight, network[0].a.bias}
@@ -178,16 +178,16 @@ def test_weights_that_other_code_reads(function, is_read):
 
 def test_the_weight_of_a_called_layer_is_not_read_by_a_module_without_parameters():
     network = zoo.Net(lambda net, x: net.a(x) @ net.a.weight, a=nn.Linear(3, 3))
-    assert weights_read_elsewhere(Capture(network), ((torch.randn(2, 3),), {})) == {}
+    assert Uses(Capture(network), ((torch.randn(2, 3),), {})).weights_read_elsewhere() == {}
 
 
 class Failing(nn.Module):
     """Cannot run under vmap, as it finds out half-way through a list that it fills."""
 
-    def __init__(self, also_alone=False):
+    def __init__(self, run=with_first, also_alone=False):
         super().__init__()
         self.scale, self.kept = nn.Parameter(torch.ones(3)), []
-        self.also_alone = also_alone
+        self.run, self.also_alone = run, also_alone
 
     def forward(self, x):
         if self.kept:
@@ -195,7 +195,7 @@ class Failing(nn.Module):
         self.kept.append(x.shape)
         if transforms_run() or (self.also_alone and len(x) == 1):
             raise RuntimeError("vmap: for one sample")
-        y = with_first(x, self.scale)
+        y = self.run(x, self.scale)
         self.kept.clear()
         return y
 
@@ -229,8 +229,22 @@ def test_errors_of_memory_are_passed_on(error):
     assert network[1]._private.one_by_one == ""
 
 
-def test_what_fails_half_way_leaves_nothing_to_the_call_after_it():
-    network = nn.Sequential(nn.Linear(3, 3), Failing())
+class Signs(torch.autograd.Function):
+    """Computes with operators, and has a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign() + 0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("run", [with_first, lambda x, scale: x * Signs.apply(scale)])
+def test_what_fails_half_way_leaves_nothing_to_the_call_after_it(run):
+    """In the comparison, or when operators are noted."""
+    network = nn.Sequential(nn.Linear(3, 3), Failing(run))
     assert len(private(network)(torch.randn(4, 3))) == 4
     assert "for one sample" in network[1]._private.one_by_one
     assert network[1].kept == []

@@ -25,7 +25,7 @@ def test_batches_of_other_samples(last):
     assert offsets.tolist() == [0, 3, 3, 5, 8][: 4 + last]
     assert rest["weights"].tolist() == [2, 3, 4, 0, 1, 2, 3, 4]
     assert rest["other"].flatten().tolist() == [2, 1, 0, 2]
-    (ids, offsets, _), _ = batch(last).first_sample()
+    ids, offsets, _ = batch(last).first(1).args
     assert (ids.tolist(), offsets.tolist()) == ([10, 11], [0, 2][: 1 + last])
     (ids, offsets, _), _ = batch(last).with_rows([1])
     assert (ids.tolist(), offsets.tolist()) == ([], [0, 0][: 1 + last])

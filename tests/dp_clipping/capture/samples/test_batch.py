@@ -54,7 +54,7 @@ def test_other_samples():
     assert torch.equal(args[0], rows(2, 0))
     assert kwargs["scale"] is shared
     assert torch.equal(batch.with_samples(5)[0][0], rows(0, 1, 2, 0, 1))
-    assert torch.equal(batch.first_sample()[0][0], rows(0))
+    assert torch.equal(batch.first(1).args[0], rows(0))
 
 
 def test_the_batch_in_dimension_1():

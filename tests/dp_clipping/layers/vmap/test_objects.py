@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.layers.vmap.objects import Objects
+from dp_clipping.trials.objects import Objects
 from tests.dp_clipping.conftest import MODES, assert_exact, assert_step, private, private_loss
 from tests.support import zoo
 from tests.support.turns import in_turn
@@ -385,7 +385,7 @@ def test_everything_is_put_back():
         "partial": functools.partial(data.__init__), "tuple": ({"c": 1},),
     }  # fmt: skip
     buffer, x = module.buffer, data.x
-    objects = Objects((held,), {}, module, values_of=2)
+    objects = Objects((held,), {}, module, with_values=True)
     held["list"][1].append(3)
     held["list"].append(4)
     del held["dict"]["a"]
