@@ -12,8 +12,7 @@ from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Trainable
-from dp_clipping.planning.calibration import rates_of
-from dp_clipping.planning.cost_model import INSTANTIATE, LayerPlan, LinearShape
+from dp_clipping.planning.cost_model import INSTANTIATE, LayerPlan, LinearShape, rates_of
 from dp_clipping.planning.plan import Plan
 from dp_clipping.torch_compat import allocated
 
