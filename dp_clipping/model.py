@@ -221,8 +221,6 @@ class PrivateModel(nn.Module):
         if self.policy is None:
             return self.module(*args, **kwargs)
         if not self.takes_step:
-            if torch.is_grad_enabled():
-                self.gradient_buffer.watch.set_aside()
             with self.capture.attached(None):
                 return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -272,8 +270,6 @@ class PrivateModel(nn.Module):
         float32 sums.
         """
         if self.step_state.keeps_sums:
-            if self.policy is not None:
-                self.gradient_buffer.watch.take_back()
             return
         if self.policy is None:
             super().zero_grad(set_to_none)
