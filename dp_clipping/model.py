@@ -91,12 +91,7 @@ class PrivateModel(nn.Module):
             self._return(wrap_model)
             return
         self._capture = Capture(self.network, self.clipping, sharding)
-        self.step_context = context_of(
-            self._capture, policy, mode=self.mode, batch_first=self.batch_first,
-            data_parallel_group=getattr(module, "process_group", None),
-            norm_reduction=settings.norm_reduction, hide_unprotected=hide_unprotected,
-            examples_per_unit=self.examples_per_unit, views=self.views,
-        )  # fmt: skip
+        self.step_context = context_of(settings, self._capture, hide_unprotected)
         try:
             groups = self.capture.group_names
             self.thresholds = Thresholds(settings.max_grad_norm, self.clipping, groups)

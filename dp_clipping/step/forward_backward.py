@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
@@ -36,6 +37,7 @@ from dp_clipping.step.state import BatchNorms, StepState
 from dp_clipping.step.sums.fused import Fused
 from dp_clipping.step.sums.layer_plans import FusedPlans
 from dp_clipping.step.sums.plain import Plain
+from dp_clipping.step.sums.uses import Uses
 from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import is_compiled_in_place, version_of
 from dp_clipping.trials.randomness import RandomStates
@@ -380,14 +382,17 @@ class ForwardBackward:
         context, each = self.context, inputs.examples_per_unit
         samples = inputs.batch.size // each
         padding = None if inputs.padding is None else inputs.padding[::each]
+        kept = Kept()
+        kept.reads_values = inputs.is_looked_at
+        uses = Uses(samples, kept)
         is_fused = context.policy.fused
         if is_fused and not all(starmap(available, self._kinds)):
             say_plain(context.mode)
             is_fused = False
         if not is_fused:
-            return Plain(context, samples, padding)
+            return Plain(context, samples, uses, padding)
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
         if context.sharding is None and inputs.is_compiled:
             forecast = self._establishment.forecast(inputs.batch).of_units(each)
         plans = FusedPlans(context, samples, forecast)
-        return Fused(context, samples, padding, plans, inputs.is_compiled)
+        return Fused(context, samples, uses, padding, plans, inputs.is_compiled)

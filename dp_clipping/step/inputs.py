@@ -16,8 +16,6 @@ from torch import Tensor
 
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.guard.carried import restored
-from dp_clipping.guard.guard import LayoutDiscovery
-from dp_clipping.guard.lengths import Lengths
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import StepState
 from dp_clipping.torch_compat import flush_ready_nodes, is_passed_on
@@ -75,7 +73,7 @@ class InputReader:
     Args:
         context: what all steps of the model have in common.
         state: the state of the step.
-        establishment: finds where the samples are.
+        establishment: finds where the samples are, a `guard.guard.LayoutDiscovery`.
         recover: puts a sharded network back after a call that failed.
 
     Attributes:
@@ -83,7 +81,7 @@ class InputReader:
     """
 
     def __init__(
-        self, context: StepContext, state: StepState, establishment: LayoutDiscovery,
+        self, context: StepContext, state: StepState, establishment: Any,
         recover: Callable[[], None],
     ):  # fmt: skip
         self.context, self.state, self.establishment = context, state, establishment
@@ -137,9 +135,7 @@ class InputReader:
         """Returns whether the next batch, of this size, will be checked: its step takes longer."""
         return self.establishment.is_due(samples) or self.state.ticket.alone is not None
 
-    def lengths(
-        self, inputs: Inputs, repacking: Callable[[], AbstractContextManager]
-    ) -> list[Lengths]:
+    def lengths(self, inputs: Inputs, repacking: Callable[[], AbstractContextManager]) -> list[Any]:
         """Returns what compares padded samples of a forward, if the loader has collated some alone.
 
         Args:
@@ -149,7 +145,7 @@ class InputReader:
         found = self.state.usage.take_alone()
         if found is None or self.unlooked:
             return []
-        lengths: list[Lengths] = []
+        lengths: list[Any] = []  # of `guard.lengths.Lengths`
         with self.state.refused_together():
             lengths = self.establishment.lengths(*found, inputs.given.size, inputs.seen)
         device = self.capture.trigger.device.type

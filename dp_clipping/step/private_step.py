@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
-from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.kernels.launch import tiles
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import DENSE, Accumulate, Joint, Trainable
@@ -32,9 +31,7 @@ from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import Slice
 from dp_clipping.step.context import StepContext
-from dp_clipping.step.inputs import Inputs
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import (
     apply_directly,
     flush_ready_nodes,
@@ -67,9 +64,9 @@ class PrivateStep:
 
     Args:
         context: what all steps of the model have in common.
-        inputs: what the network gets; `real`, `examples_per_unit`, `fill`, `is_looked_at`,
-            `is_through` and `is_compiled` are its own.
-        work: takes norms and forms sums.
+        inputs: what the network gets, an `inputs.Inputs`; `real`, `examples_per_unit`, `fill`,
+            `is_looked_at`, `is_through` and `is_compiled` are its own.
+        work: takes norms and forms sums, a `sums.work.Work`.
         padding: bool for each row, True for padding, if a CUDA graph captures the step: the
             same graph serves batches with other real rows. None: `real` says it.
 
@@ -93,20 +90,19 @@ class PrivateStep:
         slices: where the samples are in memory, if they are a part of what the loader has yielded.
     """
 
-    def __init__(self, context: StepContext, inputs: Inputs, work: Work, padding: Tensor | None):
+    def __init__(self, context: StepContext, inputs: Any, work: Any, padding: Tensor | None):
         self.context, self.work, self.padding = context, work, padding
         self.rows, self.real, self.fill = inputs.batch.size, inputs.real, inputs.fill
         self.examples_per_unit = inputs.examples_per_unit
         self.is_empty, self.is_looked_at = not inputs.given.size, inputs.is_looked_at
         self.is_through, self.is_compiled = inputs.is_through, inputs.is_compiled
         self.batch_size = self.rows // self.examples_per_unit
-        work.versions.reads_values = inputs.is_looked_at
         self.capture, self.plans = context.capture, work.plans
         of_device = tiles.DTYPES if self.capture.trigger.is_cuda else tiles.HOST_DTYPES
         self.kernel_dtypes = of_device if work.fused else ()
         self.policy: Policy = context.policy
         self.leaves: dict[Parameter, Tensor] = {}
-        self.seen: Batch | None = inputs.seen
+        self.seen: Any = inputs.seen
         self.watched: Any = None  # a `guard.losses.Watched`
         self.lengths: list[Any] = []  # of `guard.lengths.Lengths`
         self.checks: list[Callable[[], None]] = []

@@ -274,11 +274,7 @@ class Fused(Work):
         refuse_repeated(norms.table, self.counts, records)
         squared = None
         if norms.split.is_split:
-            if is_all:
-                squared, bounds = norms.squares_and_bounds()
-            else:
-                known = [record for record in records if record in norms.table.known]
-                _, bounds = norms.exchange(known, groups)
+            squared, bounds = norms.squares_and_bounds()
             self._scale = self._of_bounds(bounds, groups)
         elif not is_all or self.kept or self.recomputed:
             self._scale = self._of_norms(groups)

@@ -210,7 +210,7 @@ class FusedPlans(PlainPlans):
     def _budget(self) -> int | None:
         """Returns the bytes to keep: `memory_budget`, or what a non-private step would hold."""
         policy = self._policy
-        if policy.per_layer and not policy.two_passes:
+        if self._context.streams:
             return None  # no more is kept than waits for a launch
         if policy.memory_budget is not None:
             return policy.memory_budget

@@ -71,12 +71,6 @@ class StepNorms:
                 total = self._partial.wait()
             return self.split.unpack(total)
 
-    def exchange(self, records: list[Trainable], groups: list[int]) -> tuple[Tensor, Tensor]:
-        """Returns the norms of some parameters and groups, exchanged now and among all again."""
-        with self._timer.phase("norm_all_reduce"):
-            table = self.split.table(self.table, records)[:, groups]
-            return self.split.unpack(self._reducer.reduce(table).wait())
-
     def own_squares(self) -> Tensor | None:
         """Returns squared norms of this rank's parts [K, B]; None if it has whole parameters."""
         return torch.stack(self._parts).sum(0) if self._parts else None

@@ -8,9 +8,8 @@ complete FSDP units are ready (a unit is what one FSDP module gathers).
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from dp_clipping.distributed.gradient_reduce import Departures, ShardedSums
-from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.recorder import Trainable
 
 UNIT_BYTES = 1 << 30  # of sums that leave together where FSDP's modules are smaller,
@@ -21,10 +20,11 @@ class SyncPoints:
     """Counts the parameters that have arrived in a backward, and sends their sums.
 
     Args:
-        departures: what sums are given to when they are formed.
+        sharding: how the network is spread over ranks, a `Sharding`.
+        departures: what sums are given to when they are formed: `Departures` or `ShardedSums`.
     """
 
-    def __init__(self, sharding: Sharding, departures: Departures | ShardedSums):
+    def __init__(self, sharding: Any, departures: Any):
         self._sharding, self._departures = sharding, departures
         self.begin()
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import Tensor
 
-from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.launch.tiles import AT_ONCE
 from dp_clipping.layers.recorder import DENSE, FACTORS, Accumulate, Joint, Left, Summand, Trainable
@@ -29,7 +28,6 @@ from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.layer_plans import PlainPlans
 from dp_clipping.step.sums.step_norms import StepNorms
 from dp_clipping.step.sums.sync_points import SyncPoints
-from dp_clipping.step.sums.uses import Uses, gradients_left
 from dp_clipping.torch_compat import allocated, current_stream, version_of
 from dp_clipping.trials.randomness import RandomStates
 
@@ -48,6 +46,7 @@ class Work(ABC):
     Args:
         context: what all steps of the model have in common, a `context.StepContext`.
         batch_size: samples of the batch.
+        uses: joins what several uses of a parameter leave, a `uses.Uses`.
         padding: [B] bool, True for samples that are padding; None: none is.
         plans: how each linear layer is handled.
         compiled: operands arrive in another order than activations are freed, those of linear
@@ -63,7 +62,6 @@ class Work(ABC):
         taken: those that the first backward keeps, or that have a sum, while a second one runs.
         counts: weight -> how often compiled code has used it [1].
         norms: the norms that have been taken.
-        versions: what is kept, compared by value in steps that are looked at.
         streams: groups are summed as soon as their norms are there.
         two_passes: of the mode: sums are formed in a second backward.
     """
@@ -71,17 +69,17 @@ class Work(ABC):
     fused: bool
 
     def __init__(
-        self, context: Any, batch_size: int, padding: Tensor | None = None,
+        self, context: Any, batch_size: int, uses: Any, padding: Tensor | None = None,
         plans: PlainPlans | None = None, compiled: bool = False,
     ):  # fmt: skip
         self.context, self.batch_size, self.padding = context, batch_size, padding
         self.plans, self.compiled = plans or PlainPlans(), compiled
-        self.norms, self.versions = StepNorms(context, batch_size), Kept()
+        self.norms, self.versions = StepNorms(context, batch_size), uses.versions
         self.points: SyncPoints | None = None
         if context.sharding is not None:
             self.points = SyncPoints(context.sharding, context.sums or context.departures)
         self.two_passes, self._is_dense = context.policy.two_passes, context.policy.dense_always
-        self._uses = Uses(batch_size, self.versions)
+        self._uses = uses
         self._joining: Joint | None = None  # whose uses are taken together
         # Labels and times work for some parameters, if that is recorded.
         self._label: Any = context.timer.layers if context.timer.labels_layers() else None
@@ -146,7 +144,7 @@ class Work(ABC):
         saved = self._held - self.plans.at_first
         if saved > 0:
             self._room = self._least = min(PENDING_BYTES, max(AT_ONCE, saved // PENDING_SHARE))
-        self.streams = self.fused and self.context.policy.per_layer and not self.runs_twice
+        self.streams = self.fused and self.context.streams
         self._staying = () if self.streams else self.plans.kept_as_they_are
         if not (self.streams or self.two_passes):
             self._kinds = (DENSE,) if self.fused else (DENSE, FACTORS)  # kernels pack factors
@@ -175,7 +173,7 @@ class Work(ABC):
         if self.is_summing and self.taken.issuperset(records):
             return
         if self._is_dense and kind is not DENSE:
-            for record, gradients in gradients_left(kind, records, value, self.batch_size):
+            for record, gradients in self._uses.gradients(kind, records, value):
                 self.take(DENSE, (record,), (gradients, None), (gradients,))
             return
         if self._is_on_gpu:
@@ -252,9 +250,8 @@ class Work(ABC):
 
     def _make_room(self) -> None:
         """Launches what waits because memory is short."""
-        clips = self.streams and not self.norms.split.is_split  # else that is a collective
-        self._launch(everything=clips)
-        if clips:
+        self._launch(everything=self.streams)
+        if self.streams:
             self._clip_complete_groups()
 
     def _has_room(self) -> bool:
@@ -303,8 +300,6 @@ class Work(ABC):
         """Forms the sums of clipping groups whose norms are all known."""
         members = self.context.capture.members
         counts = Counter(record.group for record in self.kept if record in self.norms.table.known)
-        # Norms of split parameters are added up over ranks row by row: the order is the same on
-        # all, in whichever order each has taken them.
         groups = sorted([k for k, count in counts.items() if count == len(members[k])])
         if groups:
             self.set_coefficients(groups)

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
 from dp_clipping.profiling.timer import Timer
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums import fused, layer_plans, sync_points, work
+from dp_clipping.step.sums.uses import Uses
 from dp_clipping.step.sums.work import Work
 from tests.dp_clipping.conftest import clipped_sums, private, trained
 from tests.support import zoo
@@ -121,15 +123,15 @@ class Step:
             kept_as_they_are={self.records[name] for name in stay}, at_first=-saved,
         )  # fmt: skip
         capture = SimpleNamespace(trained=everyone, members=members, trigger=torch.zeros(()))
-        policy = SimpleNamespace(
-            two_passes=two_passes, per_layer=len(members) > 1, dense_always=False
-        )
+        policy = SimpleNamespace(two_passes=two_passes, dense_always=False)
         context = SimpleNamespace(
             capture=capture, policy=policy, reducer=NormReducer(), timer=Timer(None),
             sharding=None if modules is None else sharding_of(everyone, modules),
-            departures=None, sums=None if modules is None else Shards(),
+            departures=None, sums=None if modules is None else Shards(), streams=len(members) > 1,
         )  # fmt: skip
-        self.work = Noting(is_fused, late, context, BATCH, None, plans, compiled)
+        self.work = Noting(
+            is_fused, late, context, BATCH, Uses(BATCH, Kept()), None, plans, compiled
+        )
         self.events = self.work.events
         if modules is not None:
             context.sums.events = self.events
