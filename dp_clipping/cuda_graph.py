@@ -6,9 +6,8 @@
               batch: the body itself, as if it were captured (`as_in_a_capture`)
     capture   once: the body runs, and its launches are recorded, not executed
     replay    inputs, the mask of rows that are no samples, and the addresses of the step's noise
-              are copied to where the graph reads them; the host does what the body's Python would
-              (`_count_step`, `_finish_step`): it refuses, counts and numbers the step; one launch
-              does the rest
+              are copied to where the graph reads them; the host does what the body's Python
+              would: it refuses, counts and numbers the step; one launch does the rest
 
 The noise of a replay is that of its step: each parameter's stream is derived from the key and the
 step's number, as in an eager step, and the graph reads it from a table on the device. So the bits
@@ -209,7 +208,7 @@ class GraphedStep:
             )
         if state.is_open or state.skips_next or not ticket.samples:
             return False
-        return self._eager_steps >= EAGER and not self.model.passes.looks_at(ticket.samples)
+        return self._eager_steps >= EAGER and not self.model.passes.reader.looks_at(ticket.samples)
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         before, is_empty = self.optimizer.steps, not self.model.step_state.ticket.samples
@@ -307,12 +306,24 @@ class _Captured:
     # ---- replay ---------------------------------------------------------------------------------
 
     def replay(self, args: tuple, kwargs: dict) -> Any:
-        """Makes the coming step by the graph."""
+        """Makes the coming step by the graph; the host does what an eager step's Python does."""
         self._take(args, kwargs)
         self._refuse_changes()
-        number = self._count_step()
+        self.model.clear_gradients()
+        try:
+            self.passes.begin_replay(self.model.thresholds.clip_norms)
+            self.optimizer.refuse()
+            self.state.take_signal()
+            number = self.optimizer.count()
+        except BaseException:
+            self.model.clear_gradients()
+            raise
         self._launch(number)
-        self._finish_step()
+        self.state.add_noise()
+        self.state.apply()
+        self.state.batch_number = None
+        noisy = zip(self.model.capture.parameters, self._gradients, strict=True)
+        self.model.gradient_buffer.apply([(p, g) for p, g in noisy if g is not None])
         return self.outputs()
 
     def _take(self, args: tuple, kwargs: dict) -> None:
@@ -365,26 +376,6 @@ class _Captured:
         """Returns the numbers, flags and strings that modules hold, as the rate of a dropout."""
         held = chain.from_iterable(vars(module).values() for module in self._modules)
         return [value for value in held if type(value) in PLAIN]
-
-    def _count_step(self) -> int:
-        """Runs the host's work of a step before its noise; returns the step's number."""
-        self.model.clear_gradients()
-        try:
-            self.passes.begin_replay(self.model.thresholds.clip_norms)
-            self.optimizer.refuse()
-            self.state.take_signal()
-            return self.optimizer.count()
-        except BaseException:
-            self.model.clear_gradients()
-            raise
-
-    def _finish_step(self) -> None:
-        """Sets state and `.grad` to what they are after an eager step."""
-        self.state.add_noise()
-        self.state.apply()
-        self.state.batch_number = None
-        noisy = zip(self.model.capture.parameters, self._gradients, strict=True)
-        self.model.gradient_buffer.apply([(p, g) for p, g in noisy if g is not None])
 
 
 def _value(x: Any) -> Any:

@@ -91,12 +91,7 @@ class PrivateModel(nn.Module):
             self._return(wrap_model)
             return
         self._capture = Capture(self.network, self.clipping, sharding)
-        self.step_context = context_of(
-            self._capture, policy, mode=self.mode, batch_first=self.batch_first,
-            data_parallel_group=getattr(module, "process_group", None),
-            norm_reduction=settings.norm_reduction, hide_unprotected=hide_unprotected,
-            examples_per_unit=self.examples_per_unit, views=self.views,
-        )  # fmt: skip
+        self.step_context = context_of(settings, self._capture, hide_unprotected)
         try:
             groups = self.capture.group_names
             self.thresholds = Thresholds(settings.max_grad_norm, self.clipping, groups)
@@ -221,8 +216,6 @@ class PrivateModel(nn.Module):
         if self.policy is None:
             return self.module(*args, **kwargs)
         if not self.takes_step:
-            if torch.is_grad_enabled():
-                self.gradient_buffer.watch.set_aside()
             with self.capture.attached(None):
                 return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -272,8 +265,6 @@ class PrivateModel(nn.Module):
         float32 sums.
         """
         if self.step_state.keeps_sums:
-            if self.policy is not None:
-                self.gradient_buffer.watch.take_back()
             return
         if self.policy is None:
             super().zero_grad(set_to_none)

@@ -125,9 +125,7 @@ def _check_function(
     """Raises ValueError if a function is wrong at one of these norms."""
     where = f"clipping function {name!r} with C = {limit.item():g}"
     try:
-        given = norms.clone()
-        found = fn(given, limit.clone())
-        alone = _one_by_one(fn, norms, limit)
+        found, alone = fn(norms.clone(), limit.clone()), _one_by_one(fn, norms, limit)
     except Exception as error:
         raise ValueError(
             f"{where} raises {type(error).__name__} ({str(error).splitlines()[0][:120]}): it must "
@@ -136,27 +134,19 @@ def _check_function(
         ) from error
     if not isinstance(found, Tensor) or found.shape != norms.shape or alone.shape != norms.shape:
         raise ValueError(f"{where} must return one coefficient per sample, a tensor [B]")
-    if not torch.equal(given, norms):
-        raise ValueError(f"{where} writes to the norms that it is given")
-    usable = norms > 0  # c·n of a norm of 0 is 0, and 0/0 is cut off
-    bad = usable & ~(found.isfinite() & (found >= 0))
-    if bad.any():
-        n = norms[bad][0].item()
-        raise ValueError(f"{where} returns {found[bad][0].item():g} for the norm {n:g}")
     products = found * norms
-    over = usable & (products > bound * limit * (1 + 1e-6))
-    if over.any():
-        n = norms[over][0].item()
-        raise ValueError(
-            f"{where} lets a sample of norm {n:g} contribute {products[over][0].item():g}, and its "
-            f"bound is {bound:g} · C: give min(c, bound * C / norms)"
-        )
-    differs = usable & ~torch.isclose(alone, found, rtol=1e-6, atol=0)
-    if differs.any():
-        raise ValueError(
-            f"{where} gives a sample another coefficient alone than among others: it must depend "
-            "on the sample's own norm and C, and not be random"
-        )
+    wrong = {
+        "returns {c:g} for the norm {n:g}": ~(found.isfinite() & (found >= 0)),
+        "lets a sample of norm {n:g} contribute {product:g}, and its bound is {bound:g} · C: give "
+        "min(c, bound * C / norms)": products > bound * limit * (1 + 1e-6),
+        "gives a sample another coefficient alone than among others: it must depend on the "
+        "sample's own norm and C, and not be random": ~alone.isclose(found, rtol=1e-6, atol=0),
+    }  # fmt: skip
+    for message, at in wrong.items():
+        at &= norms > 0  # c·n of a norm of 0 is 0, and 0/0 is cut off
+        if at.any():
+            c, n, product = (x[at][0].item() for x in (found, norms, products))
+            raise ValueError(f"{where} {message.format(c=c, n=n, product=product, bound=bound)}")
 
 
 def _one_by_one(fn: ClippingFunction, norms: Tensor, limit: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ class Norms:
 
     Attributes:
         is_exact: no norm has a rounding error to allow for.
+        known: parameters whose norm is in it: a row may be that of several parameters together.
     """
 
     def __init__(
@@ -93,10 +94,7 @@ class Norms:
         self._errors: list[tuple[float, float]] = []  # of each row, as `Norm` has them
         self._blocks: list[tuple[Tensor, Tensor | None]] = []  # squares and scales [n, B]
         self.is_exact = True
-
-    def __len__(self) -> int:
-        """Returns the number of rows."""
-        return len(self._records)
+        self.known: set[Any] = set()
 
     def add(self, record: Any, norm: Norm) -> None:
         """Adds the norm of one parameter."""
@@ -109,6 +107,7 @@ class Norms:
     ) -> None:  # fmt: skip
         """Adds squared norms [n, B] of n parameters; the rest is as in `Norm`, for all of them."""
         self._records += records
+        self.known.update(records)
         self._errors += [(gram_error, sum_error)] * len(records)
         self._blocks.append((squares, scales))
         self.is_exact = self.is_exact and scales is None

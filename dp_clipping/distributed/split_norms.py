@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.distributed.norm_reduce import NormReducer
-from dp_clipping.distributed.sharding import Sharding
 
 DIFFERS = 1e-3  # relative; replicas of one norm differ by rounding, far less
 NONE = 1e-32  # squared norms that are nothing beside any C: float32 rounds the smallest coarsely
@@ -25,12 +24,15 @@ NONE = 1e-32  # squared norms that are nothing beside any C: float32 rounds the 
 class SplitNorms:
     """Norms of one batch whose parameters are split: each rank has a part of every norm.
 
+    Args:
+        sharding: how the network is spread over ranks, a `sharding.Sharding`; None: it is not.
+
     Attributes:
         is_split: ranks have parts of the norms, to be summed before clipping.
         differ: on the device, whether ranks differed in what all have whole; None before `unpack`.
     """
 
-    def __init__(self, reducer: NormReducer, sharding: Sharding | None):
+    def __init__(self, reducer: NormReducer, sharding: Any):
         self._reducer, self._sharding = reducer, sharding
         self.is_split = reducer.splits_parameters
         self.differ: Tensor | None = None

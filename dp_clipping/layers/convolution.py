@@ -256,6 +256,8 @@ class KernelFactors:
         gradients: G of each run [B, ..], or None.
     """
 
+    held = attrgetter("values")
+
     def __init__(self, use: Factors):
         self.use: Any = use
         self._shape, self._geometry, self.batch_size = use.shape, use.geometry, use.batch_size

@@ -4,5 +4,4 @@ Files:
 
     cost_model            predicted time and memory of a layer
     plan                  chooses within a memory budget, and prints its table
-    calibration           the rates of this machine's GPU, measured once and kept
 """

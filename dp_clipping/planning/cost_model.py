@@ -8,6 +8,7 @@ values or more, from 512 to 8192 tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -45,12 +46,16 @@ class Rates:
     block: int = 128
 
 
-def default_rates(device: torch.device) -> Rates:
-    """Returns an H200's rates, by the number of multiprocessors.
+@lru_cache(maxsize=8)
+def rates_of(device: torch.device) -> Rates:
+    """Returns the rates of a device: an H200's, scaled by the number of multiprocessors.
 
     A device's rates relative to each other matter most, so all are scaled alike.
     """
-    full, count = Rates(), torch.cuda.get_device_properties(device).multi_processor_count
+    full = Rates()
+    if device.type != "cuda":
+        return full
+    count = torch.cuda.get_device_properties(device).multi_processor_count
     share = count / full.processors
     return replace(
         full,
@@ -130,11 +135,6 @@ def predict(use: LinearShape, algorithm: str, rates: Rates) -> LayerPlan:
             algorithm, operations / _speed(rates.gram, use, rates) + weighted, use.factor_bytes
         )
     return LayerPlan(algorithm, product + weighted, use.factor_bytes)
-
-
-def steps_of(use: LinearShape, rates: Rates) -> float:
-    """Returns the seconds of a product's time that do not depend on its rate."""
-    return _waves(use, rates) * rates.step
 
 
 def _waves(use: LinearShape, rates: Rates) -> int:

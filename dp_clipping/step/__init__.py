@@ -4,7 +4,7 @@ Files:
 
     context               what all steps of one model have in common
     forward_backward      runs the passes of a private model
-    other_calls           calls of the network beside that of a step, and what their errors mean
+    inputs                the arguments of a forward, and what their rows are
     private_step          one step: what layers talk to, and its phases
     sums/                 norms and clipped sums of what layers leave in its backward
     state                 phase, settings, norms and counts of a step, in one place

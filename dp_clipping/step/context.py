@@ -6,8 +6,7 @@ context with `dataclasses.replace`.
 
 from dataclasses import dataclass, field
 from functools import cached_property
-
-import torch.distributed as dist
+from typing import Any
 
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.clipping.accumulation import accumulation_dtype
@@ -59,25 +58,20 @@ class StepContext:
     def sharding(self) -> Sharding | None:
         return self.capture.sharding
 
+    @cached_property
+    def streams(self) -> bool:
+        """Returns whether kernels sum a clipping group as soon as its norms are there.
 
-def context_of(
-    capture: CapturedNetwork,
-    policy: Policy,
-    *,
-    mode: str,
-    batch_first: bool,
-    data_parallel_group: dist.ProcessGroup | None,
-    norm_reduction: str,
-    hide_unprotected: bool,
-    examples_per_unit: int = 1,
-    views: int = 1,
-) -> StepContext:
-    """Returns the context of steps on a captured network.
+        Norms of parameters that are split over ranks are known when all ranks' are, at the end.
+        """
+        policy, is_split = self.policy, self.reducer.splits_parameters
+        return policy.per_layer and not policy.two_passes and not is_split
 
-    Args:
-        data_parallel_group: the process group of a data-parallel wrapper around a network
-            that is not sharded.
-    """
+
+def context_of(settings: Any, capture: CapturedNetwork, hide_unprotected: bool) -> StepContext:
+    """Returns the context of steps on a captured network, by the model's `Settings`."""
+    # That of a data-parallel wrapper around a network that is not sharded.
+    data_parallel_group = getattr(settings.module, "process_group", None)
     sharding, tensor_group = capture.sharding, None
     if sharding is not None:
         data_parallel_group, tensor_group = sharding.data_parallel_group, sharding.tensor_group
@@ -85,8 +79,8 @@ def context_of(
         (accumulation_dtype(p.dtype) for p in capture.parameters), key=lambda d: d.itemsize
     )
     reducer = NormReducer(
-        data_parallel_group=data_parallel_group, tensor_group=tensor_group, mode=norm_reduction,
-        device=capture.trigger.device, dtype=widest,
+        data_parallel_group=data_parallel_group, tensor_group=tensor_group,
+        mode=settings.norm_reduction, device=capture.trigger.device, dtype=widest,
     )  # fmt: skip
     profile = profile_of(capture.trigger.device, hide_unprotected, reducer.data.size == 1)
     sums = departures = None
@@ -95,6 +89,6 @@ def context_of(
     elif sharding is not None:
         sums = ShardedSums(sharding, profile)
     return StepContext(
-        capture, policy, mode, batch_first, reducer, sums, departures, examples_per_unit, views,
-        profile,
+        capture, settings.policy, settings.grad_sample_mode, settings.batch_first, reducer, sums,
+        departures, settings.rows_per_unit * settings.views, settings.views, profile,
     )  # fmt: skip

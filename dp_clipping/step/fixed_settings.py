@@ -39,8 +39,14 @@ class FixedSettings:
         state = self.model.step_state
         self._take()
         check_noise(self.noise.std_multiplier(), state.sensitivity)
-        if self.noise.source.spans_steps:
-            self._refuse_changed()
+        scales = self._scales(state.clip_norms) if self.noise.source.spans_steps else self._first
+        for name, value in scales.items():
+            if value != self._first[name]:
+                raise ValueError(
+                    f"{name} was {self._first[name]} at make_private and is {value}: correlated "
+                    "noise takes back noise of earlier steps, whose scale must be the same; leave "
+                    'its scheduler out, or give make_private(.., noise_mechanism="gaussian")'
+                )
         if self.agreement is not None:
             self.agreement.begin(self._public())
 
@@ -50,26 +56,15 @@ class FixedSettings:
         if not self._checked or not all(map(is_, values, self._checked)):
             for name, value in zip(NAMES, values, strict=True):
                 check(name, value)
-            self.model.step_state.settings, self._checked = self._now(), values
-
-    def _now(self) -> StepSettings:
-        """Returns the settings as they are now, with all numbers as Python floats."""
-        noise_multiplier, expected_batch_size, loss_reduction = VALUES(self.optimizer)
-        return StepSettings(float(noise_multiplier), float(expected_batch_size), loss_reduction)
+            self._checked = noise_multiplier, expected_batch_size, loss_reduction = values
+            self.model.step_state.settings = StepSettings(
+                float(noise_multiplier), float(expected_batch_size), loss_reduction
+            )
 
     def _scales(self, clip_norms: list[float]) -> dict[str, object]:
+        """Returns σ and C of the step, which the noise is scaled with."""
         multiplier = self.model.step_state.settings.noise_multiplier
         return {"noise_multiplier": multiplier, "max_grad_norm": list(map(float, clip_norms))}
-
-    def _refuse_changed(self) -> None:
-        """Raises ValueError if σ or C is not that of `make_private`."""
-        for name, value in self._scales(self.model.step_state.clip_norms).items():
-            if value != self._first[name]:
-                raise ValueError(
-                    f"{name} was {self._first[name]} at make_private and is {value}: correlated "
-                    "noise takes back noise of earlier steps, whose scale must be the same; leave "
-                    'its scheduler out, or give make_private(.., noise_mechanism="gaussian")'
-                )
 
     def agree(self) -> None:
         """Raises an error, after dropping the sums, if ranks have other settings or refuse."""
@@ -83,29 +78,17 @@ class FixedSettings:
             raise
 
     def _public(self) -> Settings:
-        """Returns the settings that must be the same on all ranks; none of them is secret.
-
-        A value that was changed since the first backward is shown with its new value.
-        """
-        model, adaptive = self.model, self.noise.adaptive
-        own, coming = vars(model.step_state.settings), vars(self._now())
-        found: Settings = {name: _shown(value, coming[name]) for name, value in own.items()}
-        groups, clip_norms = model.capture.group_names, model.step_state.clip_norms
-        for name, limit, later in zip(
-            groups, clip_norms, model.thresholds.clip_norms(), strict=True
-        ):
-            of_group = f"max_grad_norm of {name}" if len(groups) > 1 else "max_grad_norm"
-            found[of_group] = _shown(limit, later)
+        """Returns the settings that must be the same on all ranks; none of them is secret."""
+        model, state, adaptive = self.model, self.model.step_state, self.noise.adaptive
+        found: Settings = dict(vars(state.settings))
+        groups = model.capture.group_names
+        for name, limit in zip(groups, state.clip_norms, strict=True):
+            found[f"max_grad_norm of {name}" if len(groups) > 1 else "max_grad_norm"] = limit
         found |= {"grad_sample_mode": model.mode, "clipping": model.clipping}
         found |= {"clipping_function": model.policy.clipping_function, "gamma": model.policy.gamma}
         if adaptive is not None:
-            state = adaptive.state_dict()
-            found |= {f"adaptive_threshold's {name}": value for name, value in state.items()}
+            values = adaptive.state_dict()
+            found |= {f"adaptive_threshold's {name}": value for name, value in values.items()}
         return found | {
-            "steps": model.step_state.steps, "key fingerprint": self.noise.fingerprint,
-            REFUSAL: model.step_state.refusal,
+            "steps": state.steps, "key fingerprint": self.noise.fingerprint, REFUSAL: state.refusal,
         }  # fmt: skip
-
-
-def _shown(value: object, coming: object) -> object:
-    return value if value == coming else f"{value}, then {coming}"

@@ -4,8 +4,8 @@ Before the first forward, `establish` determines which dimension of each layer's
 samples. After a pass that failed half-way, a sharded network is reset, so that the next pass works.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import starmap
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.samples.batch import Batch, hold_objects, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
 from dp_clipping.guard.guard import LayoutDiscovery
-from dp_clipping.guard.lengths import Lengths
 from dp_clipping.guard.losses import Watched, viewed
 from dp_clipping.guard.state import Mark
 from dp_clipping.kernels.launch.tiles import available, on_device
@@ -30,12 +30,13 @@ from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import slices_of
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.gradient_buffer import GradientBuffer
-from dp_clipping.step.other_calls import OF_ZEROS, OtherCalls, shown
+from dp_clipping.step.inputs import OF_ZEROS, InputReader, Inputs, shown
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
 from dp_clipping.step.sums.fused import Fused
-from dp_clipping.step.sums.layer_plans import FusedPlans, PlainPlans
+from dp_clipping.step.sums.layer_plans import FusedPlans
 from dp_clipping.step.sums.plain import Plain
+from dp_clipping.step.sums.uses import Uses
 from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import is_compiled_in_place, version_of
 from dp_clipping.trials.objects import Objects
@@ -52,6 +53,7 @@ class ForwardBackward:
         gradients: what backwards add their sums to; None: only forwards are run.
 
     Attributes:
+        reader: reads the arguments of each forward.
         padding: [B] bool, where the CUDA graph that is being captured reads which rows of a batch
             are no samples; None: nothing is captured.
     """
@@ -61,7 +63,6 @@ class ForwardBackward:
     ):
         self.context, self.state = context, state
         self._gradients = gradients
-        self._passing = NOTHING if gradients is None else gradients.watch.passing
         self.network, self.capture = context.capture.network, context.capture
         self.padding: Tensor | None = None
         self._establishment = LayoutDiscovery(
@@ -69,13 +70,12 @@ class ForwardBackward:
             joins_all=context.policy.dense_always,
         )  # fmt: skip
         self._carried = self._establishment.carried
-        self._calls = OtherCalls(self.capture, self._carried.state, self.recover)
+        self.reader = InputReader(context, state, self._establishment, self.recover)
         self._normalizations = normalizations(self.network)
         self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
         self._samples_are_checked = False
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
-        self._has_packed = False  # sequences among what it was given
-        self._unlooked = 0  # batches whose padding is not looked at
+        self._has_packed = False  # sequences in the last forward's arguments
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
 
     def beside(self) -> "ForwardBackward":
@@ -96,14 +96,10 @@ class ForwardBackward:
     def skip_checks(self, batches: int) -> None:
         """Skips checks of samples; see `PrivateModel.skip_checks`."""
         self._establishment.skip_checks(batches)
-        self._unlooked = batches
+        self.reader.unlooked = batches
 
     def forward(
-        self,
-        module: nn.Module,
-        args: tuple,
-        kwargs: dict,
-        sync: AbstractContextManager,
+        self, module: nn.Module, args: tuple, kwargs: dict, sync: AbstractContextManager
     ) -> Any:
         """Returns outputs of the module, the network or its data-parallel wrapper.
 
@@ -125,7 +121,7 @@ class ForwardBackward:
         if self.capture.sharding is not None or self.capture.is_compiled:
             refuse_packed(args, kwargs)
         args, kwargs = opened((args, kwargs), self.context.batch_first)
-        with repacking(self.network, self.context.batch_first):
+        with self._repacking():
             outputs = self._forward(module, args, kwargs, sync)
         return packed(outputs, self.context.batch_first, given)
 
@@ -133,114 +129,25 @@ class ForwardBackward:
         self, module: nn.Module, args: tuple, kwargs: dict, sync: AbstractContextManager
     ) -> Any:
         """Runs the forward of a batch without packed sequences."""
-        has_objects = hold_objects(args, kwargs)  # which a forward may write to
         if self._is_broken:
             raise RuntimeError(
                 "an earlier step of this sharded model failed half-way, and this version of torch "
                 "(below 2.13) cannot tell FSDP2: it would compute with old parameters; load the "
                 "last checkpoint in a new process"
             )
-        check_still_fixed(self._normalizations)
-        self.capture.arithmetic.refuse_changes()
+        self._refuse_other_settings()
+        has_objects = hold_objects(args, kwargs)  # which a forward may write to
         before = Objects(args, kwargs) if has_objects else None
-        batch_of = partial(self._establishment.batch_of, args, kwargs)
-        given = batch = self._calls.own_errors_first(batch_of, args, kwargs)
-        ticket = self.state.ticket
-        if given.bags and ticket.rows is not None:
-            raise ValueError(
-                "pad_batches=True adds a row of zeros for each sample that a batch lacks, and ids "
-                "with offsets have no rows: leave it out, as BatchMemoryManager(data_loader=loader,"
-                " max_physical_batch_size=.., optimizer=optimizer), or give nn.EmbeddingBag ids "
-                "[batch, tokens] of one length, padded with padding_idx"
-            )
-        real = ticket.real_of(given.size)
-        each = self._examples_per_unit(given.size)
-        if not given.size:
-            args, kwargs = given.stand_in()
-            batch = self._establishment.batch_of(args, kwargs)
-        seen = batch if real == given.size else batch.first(max(1, real))  # by the checks
-        is_looked_at = self.looks_at(seen.size)
-        with self._passing:
-            ensure = partial(self._establishment.ensure, seen)
-            check = self._calls.own_errors_first(ensure, given.args, given.kwargs, given.size)
-        padding = self.padding
-        if padding is None and real < given.size:
-            padding = torch.arange(batch.size, device=self.capture.trigger.device) >= real
-        fill = None if each == 1 else ticket.fill_of(batch.size)
-        fill = None if fill is None else fill.to(self.capture.trigger.device)
-        lengths = self._lengths(seen, given.size)
-        is_compiled = self.capture.is_compiled  # asked once: it looks at every module
-
-        def begin() -> PrivateStep:
-            self._drop_pending()
-            work = self._work(batch, padding, each, is_compiled)
-            private_step = PrivateStep(
-                self.context, batch.size, work, real, each, fill, is_compiled
-            )
-            private_step.padding = self.padding
-            work.versions.reads_values = is_looked_at
-            private_step.is_looked_at = is_looked_at
-            private_step.is_empty = not given.size
-            tensors = tensors_of((args, kwargs)) if has_objects else batch.leaves
-            private_step.is_through = any([getattr(x, "requires_grad", False) for x in tensors])
-            self._begun = private_step
-            return private_step
-
-        private_step = begin()
-        objects = before if given.size or not has_objects else Objects(args, kwargs)
-        device = self.capture.trigger.device
-        randomness = RandomStates(device=device, only_torch=True) if is_compiled else None
-        mark = self._carried.state.mark()
-        hook = self._marked_again_inside(module, mark)
-        try:
-            with self.capture.attached(private_step), sync:
-                output = module(*args, **kwargs)
-        except LayoutUnknown as error:
-            if self.capture.sharding is not None:
-                self.recover()
-                raise ValueError(
-                    f"{error} is called in a way that was not seen in the first batch, and "
-                    "other ranks cannot repeat the search now: call "
-                    "model.reset_batch_layouts() on every rank before a forward that differs"
-                ) from error
-
-            def looked_at() -> PrivateStep:
-                mark.put_back()
-                if objects is not None:
-                    objects.put_back()
-                look = partial(self._establishment.look, seen)
-                self._calls.own_errors_first(look, args, kwargs, given.size)
-                return begin()  # what layers left in the other belongs to other layouts
-
-            private_step = looked_at()
-            try:
-                with self.capture.attached(private_step):
-                    output = self.network(*args, **kwargs)
-            except LayoutUnknown:  # then a module runs under vmap: see `LayerState.unseen`
-                private_step = looked_at()
-                output = self._calls.again(private_step, args, kwargs)
-        except BaseException as raised:
-            self.recover()
-            error = escape_of(raised) or raised
-            if private_step.is_empty and isinstance(error, Exception):
-                raise ValueError(OF_ZEROS.format(error=shown(error))) from error
-            if error is not raised:
-                raise error from raised
-            raise
-        finally:
-            if hook is not None:
-                hook.remove()
-        if randomness is not None and private_step.plans.foresaw_too_much():
-            del output  # frees what it has saved
-            mark.put_back()
-            if objects is not None:
-                objects.put_back()
-            private_step = begin()
-            with randomness.again():
-                output = self._calls.again(private_step, args, kwargs)
+        inputs = self.reader.of(args, kwargs, has_objects, self.padding)
+        given, seen = inputs.given, inputs.seen
+        ensure = partial(self._establishment.ensure, seen)
+        check = self.reader.own_errors_first(ensure, given.args, given.kwargs, given.size)
+        lengths = self.reader.lengths(inputs, self._repacking)
+        objects = before if given.size or not has_objects else Objects(inputs.args, inputs.kwargs)
+        private_step, output, mark = self._run(module, inputs, objects, sync)
         self._carried.check(mark, seen, "a forward in training")
         private_step.end_forward()
-        self.state.pending, private_step.seen = private_step, seen
+        self.state.pending = private_step
         if self.state.usage.is_part(given.size):
             rows = given.rows()
             private_step.slices = slices_of(rows, [version_of(x) for x, _ in rows])
@@ -257,53 +164,87 @@ class ForwardBackward:
             self._establishment.left.note(given.args, given.kwargs, before)
         return output
 
-    def _lengths(self, seen: Batch, rows: int) -> list[Lengths]:
-        """Returns what compares padded samples of this forward, if the loader has collated some.
+    def _refuse_other_settings(self) -> None:
+        """Raises ValueError if a setting of a layer is another one than at `make_private`."""
+        check_still_fixed(self._normalizations)
+        self.capture.arithmetic.refuse_changes()
+
+    def _run(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        objects: Objects | None,
+        sync: AbstractContextManager,
+    ) -> tuple[PrivateStep, Any, Mark]:
+        """Calls the module in a private step; returns that, the outputs, and the state before.
+
+        Where a layer is called as it never was, its samples are looked for and the network is
+        called again; if that does not help the layer runs under vmap (`LayerState.unseen`). A
+        compiled network is called again where it has saved so little that another plan is better.
 
         Args:
-            seen: the samples of the forward.
-            rows: its rows.
+            objects: what the arguments hold now.
         """
-        self._unlooked -= self._unlooked > 0
-        found = self.state.usage.take_alone()
-        if found is None or self._unlooked:
-            return []
-        lengths: list[Lengths] = []
-        with self.state.refused_together():
-            lengths = self._establishment.lengths(*found, rows, seen)
-        for one in lengths:
-            one.around = self._as_now()
-        return lengths
+        device, given = self.capture.trigger.device, inputs.given
+        randomness = RandomStates(device=device, only_torch=True) if inputs.is_compiled else None
+        mark, searches = self._carried.state.mark(), 0
+        hook = None
+        if module is not self.network:  # a wrapper may write to buffers before the network runs
+            mark.forget_buffers()
+            if not is_compiled_in_place(self.network):
+                renew = lambda *_: mark.renew()  # noqa: E731
+                hook = self.network.register_forward_pre_hook(renew, prepend=True)
+        look: Callable[[], Any] | None
+        try:
+            while True:
+                self._drop_pending()
+                work = self._work(inputs)
+                private_step = self._begun = PrivateStep(self.context, inputs, work, self.padding)
+                try:
+                    with self.capture.attached(private_step), sync:
+                        output = module(*inputs.args, **inputs.kwargs)
+                except LayoutUnknown as error:
+                    self._refuse_call(error, searches)
+                    searches += 1
+                    look = partial(self._establishment.look, inputs.seen)
+                except BaseException as raised:
+                    self.recover()
+                    error = escape_of(raised) or raised
+                    if private_step.is_empty and isinstance(error, Exception):
+                        raise ValueError(OF_ZEROS.format(error=shown(error))) from error
+                    if error is not raised:
+                        raise error from raised
+                    raise
+                else:
+                    if randomness is None or not private_step.plans.foresaw_too_much():
+                        return private_step, output, mark
+                    del output  # frees what it has saved
+                    randomness.restore()
+                    look = None
+                mark.put_back()
+                if objects is not None:
+                    objects.put_back()
+                if look is not None:
+                    self.reader.own_errors_first(look, given.args, given.kwargs, given.size)
+                module, sync = self.network, NOTHING  # the wrapper has prepared this forward
+        finally:
+            if hook is not None:
+                hook.remove()
 
-    def _as_now(self) -> Callable[[], AbstractContextManager]:
-        """Returns what enters the same autocast as now, and packs sequences as now."""
-        device = self.capture.trigger.device.type
-        cast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-
-        @contextmanager
-        def around() -> Iterator[None]:
-            with torch.autocast(cast[0], cast[1], enabled=cast[2]), self._repacking():
-                yield
-
-        return around
-
-    def _examples_per_unit(self, rows: int) -> int:
-        """Returns k of a forward of `rows` rows; 1 for a row that replaces an empty batch.
-
-        Raises:
-            ValueError: they are not whole units, or a part of what the loader has yielded.
-        """
-        each = self.context.examples_per_unit
-        if each == 1 or not rows:
-            return 1
-        if rows % each:
+    def _refuse_call(self, error: LayoutUnknown, searches: int) -> None:
+        """Raises ValueError where another search for the samples cannot help."""
+        if self.capture.sharding is not None:
+            self.recover()
             raise ValueError(
-                f"a batch of {rows} examples, and each {each} that lie side by side are one unit "
-                "of examples_per_unit, examples_per_step or views: give whole units, and "
-                "drop_last=True to a loader whose last batch is shorter"
-            )
-        self.state.usage.refuse_parts(rows)
-        return each
+                f"{error} is called in a way that was not seen in the first batch, and other ranks "
+                "cannot repeat the search now: call model.reset_batch_layouts() on every rank "
+                "before a forward that differs"
+            ) from error
+        if searches == 2:
+            raise ValueError(
+                f"{error} is called in a way that depends on more than the batch: where its "
+                "samples are cannot be established"
+            ) from error
 
     def backward(
         self,
@@ -337,11 +278,10 @@ class ForwardBackward:
             if private_step.is_through:
                 raise RuntimeError(THROUGH) from error
             raise
-        self._gradients.begin_backward()
-        self._open_step(clip_norms)
+        self._open(clip_norms)
         try:
-            with sync, self._passing:
-                self._add_sums(private_step, losses, samples)
+            with sync:
+                state.norms.append(self._add_sums(private_step, losses, samples))
                 self._gradients.end_backward()
         except BaseException:
             self.drop()
@@ -355,20 +295,14 @@ class ForwardBackward:
             return NOTHING
         return repacking(self.network, self.context.batch_first)
 
-    def looks_at(self, samples: int) -> bool:
-        """Returns whether the next batch, of this size, will be checked: its step takes longer."""
-        return self._establishment.is_due(samples) or self.state.ticket.alone is not None
-
     def begin_replay(self, clip_norms: Callable[[], list[float]]) -> None:
         """Opens a step whose sums a CUDA graph forms, as forward and backward of a batch would."""
-        check_still_fixed(self._normalizations)
-        self.capture.arithmetic.refuse_changes()
+        self._refuse_other_settings()
         samples = self.state.ticket.samples
         self._establishment.count(samples)
         self._drop_pending()
         self.state.usage.use(samples, self._is_so_on_any_rank)
-        self._gradients.begin_backward()
-        self._open_step(clip_norms)
+        self._open(clip_norms)
 
     def drop(self) -> None:
         """Drops gradients, as `zero_grad` does; they may be float32 again."""
@@ -383,16 +317,11 @@ class ForwardBackward:
             self._begun.release()
         self.state.pending = self._begun = None
 
-    def _open_step(self, clip_norms: Callable[[], list[float]]) -> None:
-        if self.state.is_open:
-            self.state.add_backward()
-            return
-        values = clip_norms()
-        try:
-            self.state.open(values)
-        except BaseException:
-            self.drop()
-            raise
+    def _open(self, clip_norms: Callable[[], list[float]]) -> None:
+        """Begins a backward, and a step if none is open."""
+        self._gradients.begin_backward()
+        if not self.state.is_open:
+            self.state.open(clip_norms())
 
     def _is_so_on_any_rank(self, flag: bool) -> bool:
         """Returns whether any rank set the flag, of either axis. Synchronises the host."""
@@ -401,19 +330,18 @@ class ForwardBackward:
             count = axis.sum(count, "whether samples are left", "async").wait()
         return bool(count > 0)
 
-    def _add_sums(self, private_step: PrivateStep, losses: Tensor, samples: int) -> None:
+    def _add_sums(self, private_step: PrivateStep, losses: Tensor, samples: int) -> BatchNorms:
+        """Adds clipped sums to `.grad`, or zeros if there are no samples."""
         clip_norms = on_device(tuple(self.state.clip_norms), torch.float64, losses.device)
         if samples:
-            self.state.norms.append(self._add_sums_of_samples(private_step, losses, clip_norms))
-            return
-        nothing = losses.detach().new_zeros(0, dtype=torch.float32)
-        self.state.norms.append(BatchNorms(nothing, nothing.new_zeros(len(clip_norms), 0)))
-        gradients = self._gradients
+            return self._add_sums_of_samples(private_step, losses, clip_norms)
         if self.context.sharding is None:
-            gradients.accumulate_zeros()
+            self._gradients.accumulate_zeros()
         else:
             # Ranks with samples need this one's shards, and its sums, zeros, in their order.
-            private_step.backward(losses, clip_norms, gradients.accumulate_zeros_of)
+            private_step.backward(losses, clip_norms, self._gradients.accumulate_zeros_of)
+        nothing = losses.detach().new_zeros(0, dtype=torch.float32)
+        return BatchNorms(nothing, nothing.new_zeros(len(clip_norms), 0))
 
     def _add_sums_of_samples(
         self, private_step: PrivateStep, losses: Tensor, clip_norms: Tensor
@@ -454,37 +382,22 @@ class ForwardBackward:
         if sharding is not None and not sharding.recover():
             self._is_broken = True
 
-    def _marked_again_inside(self, module: nn.Module, mark: Mark) -> Any:
-        """Lets a wrapper write to buffers before the network runs: the mark is renewed then.
-
-        Returns:
-            The handle of the hook that does it, if there is one.
-        """
-        if module is self.network:
-            return None
-        mark.forget_buffers()
-        if is_compiled_in_place(self.network):
-            return None
-        return self.network.register_forward_pre_hook(lambda *_: mark.renew(), prepend=True)
-
-    def _work(self, batch: Batch, padding: Tensor | None, each: int, compiled: bool) -> Work:
-        """Returns work on fused kernels if the mode asks for it and parameters are on their device.
-
-        Args:
-            padding: True for rows that are padding.
-            each: rows of one sample.
-            compiled: a part of the network is.
-        """
-        context, samples = self.context, batch.size // each
-        padding = None if padding is None else padding[::each]
+    def _work(self, inputs: Inputs) -> Work:
+        """Returns work on kernels if the mode asks for it and they serve the parameters."""
+        context, each = self.context, inputs.examples_per_unit
+        samples = inputs.batch.size // each
+        padding = None if inputs.padding is None else inputs.padding[::each]
+        kept = Kept()
+        kept.reads_values = inputs.is_looked_at
+        uses = Uses(samples, kept)
         is_fused = context.policy.fused
         if is_fused and not all(starmap(available, self._kinds)):
             say_plain(context.mode)
             is_fused = False
         if not is_fused:
-            return Work(context, samples, Plain(context, samples, padding), PlainPlans())
+            return Plain(context, samples, uses, padding)
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
-        if context.sharding is None and compiled:
-            forecast = self._establishment.forecast(batch).of_units(each)
-        fused = Fused(context, samples, padding)
-        return Work(context, samples, fused, FusedPlans(context, samples, forecast), compiled)
+        if context.sharding is None and inputs.is_compiled:
+            forecast = self._establishment.forecast(inputs.batch).of_units(each)
+        plans = FusedPlans(context, samples, forecast)
+        return Fused(context, samples, uses, padding, plans, inputs.is_compiled)

@@ -65,7 +65,7 @@ class GradientBuffer:
             if context.departures is not None:
                 context.departures.send = wrapper.gradient_ready
         self._widen()
-        self.watch = GradientWatch(context.capture, context.sums, state, wrapper is not None)
+        self.watch = GradientWatch(context.capture, context.sums, state)
         self.hooks.note()
 
     def remove(self) -> None:
@@ -155,7 +155,7 @@ class GradientBuffer:
         elif self.wrapper is not None:
             self._finish_wrapper()
             self.watch.note(self.pieces())
-        self.state.reduce()
+        self.state.held_back = False
 
     def pieces(self) -> list[Piece] | None:
         """Returns this rank's parts of the sums where the wrapper divides them among the ranks.

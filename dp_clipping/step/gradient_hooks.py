@@ -9,11 +9,9 @@ projection of the gradient is one of its noise too.
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork
-from dp_clipping.kinds import shown
 from dp_clipping.torch_compat import (
     GRADIENT_HOOKS,
     accumulation_hooks,
@@ -82,16 +80,8 @@ class GradientHooks:
         for parameter, hooks in self.taken.items():
             for hook in list(hooks.values()):
                 changed = hook(parameter.grad)
-                if changed is None:
-                    continue
-                fits = isinstance(changed, Tensor) and changed.shape == parameter.shape
-                if not fits or changed.dtype != parameter.grad.dtype:
-                    raise ValueError(
-                        f"a hook of {self._names([parameter])} returns {shown(changed)}: return "
-                        f"None or a tensor like the gradient, {tuple(parameter.shape)} of "
-                        f"{parameter.grad.dtype}"
-                    )
-                parameter.grad = changed
+                if changed is not None:
+                    parameter.grad = changed  # refused by torch unless it is like the gradient
 
     def remove(self) -> None:
         """Puts the hooks back on the parameters."""

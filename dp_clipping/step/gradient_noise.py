@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.distributed.placement import Piece, Place, Span, place_of
+from dp_clipping.distributed.placement import Place, Span, place_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.gaussian import NoiseStream
@@ -80,11 +80,7 @@ class GradientNoise:
         model, settings = self.model, self.model.step_state.settings
         try:
             norms = None if self.adaptive is None else model.gather_norms()
-            pieces = model.gradient_buffer.pieces()
-            if pieces is None:
-                self._add_to_gradients(step)
-            else:
-                self._add_to_pieces(pieces, step)
+            self._add_to_sums(step)
             if self.adaptive is not None:
                 is_noisy = settings.noise_multiplier > 0
                 self.adaptive.update(norms.wait(), step=step, noise_key=self.key, noisy=is_noisy)
@@ -96,46 +92,32 @@ class GradientNoise:
             raise
         model.gradient_buffer.watch.settle()
 
-    def _add_to_gradients(self, step: int) -> None:
-        parameters, buffer = self.model.capture.parameters, self.model.gradient_buffer
-        totals: list[Any] = [p.grad for p in parameters]
-        if self._places is not None:
-            totals = list(map(local, totals))
+    def _add_to_sums(self, step: int) -> None:
+        """Adds noise to the sums in `.grad`, or to the pieces of them that this rank steps."""
+        model, settings = self.model, self.model.step_state.settings
+        buffer = model.gradient_buffer
+        owners, pieces = model.capture.parameters, buffer.pieces()
+        names, dtypes, places = self._names, self._dtypes, self._places
+        if pieces is not None:
+            owners, totals = [p for p, *_ in pieces], [total for *_, total in pieces]
+            names = [model.capture.names[p] for p in owners]
+            dtypes = [total.dtype for total in totals]
+            places = [(Span(0, offset, n, n, 1),) for _, offset, n, _ in pieces]
+        else:
+            totals = [p.grad for p in owners]
+            totals = totals if places is None else list(map(local, totals))
         noisy = self.source.add(
-            totals,
-            self._names,
-            dtypes=self._dtypes,
-            places=self._places,
-            table=self.table,
-            **self._how(step),
-        )
-        # Some were changed in place.
-        of_all = zip(parameters, totals, noisy, strict=True)
-        buffer.apply([(p, gradient) for p, total, gradient in of_all if gradient is not total])
-
-    def _add_to_pieces(self, pieces: list[Piece], step: int) -> None:
-        """Adds noise to the runs of elements that this rank's optimizer steps, in place."""
-        names = self.model.capture.names
-        sums = [total for *_, total in pieces]
-        noisy = self.source.add(
-            sums,
-            [names[parameter] for parameter, *_ in pieces],
-            dtypes=[total.dtype for total in sums],
-            places=[(Span(0, offset, n, n, 1),) for _, offset, n, _ in pieces],
-            **self._how(step),
-        )
-        for total, result in zip(sums, noisy, strict=True):
-            if result is not total:
-                total.copy_(result)
-
-    def _how(self, step: int) -> dict[str, Any]:
-        settings = self.model.step_state.settings
-        return {
-            "key": self.key,
-            "step": step,
-            "std": self.std_multiplier() * self.model.step_state.sensitivity,
-            "divisor": settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
-        }
+            totals, names, dtypes=dtypes, places=places, table=self.table, key=self.key, step=step,
+            std=self.std_multiplier() * model.step_state.sensitivity,
+            divisor=settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
+        )  # fmt: skip
+        of_all = zip(owners, totals, noisy, strict=True)
+        others = [(p, total, found) for p, total, found in of_all if found is not total]
+        if pieces is None:
+            buffer.apply([(p, found) for p, _, found in others])
+        else:
+            for _, total, found in others:  # some were changed in place
+                total.copy_(found)
 
 
 def _place_in(sharding: Sharding, parameter: Parameter) -> Place | None:

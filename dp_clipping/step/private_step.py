@@ -64,18 +64,16 @@ class PrivateStep:
 
     Args:
         context: what all steps of the model have in common.
-        rows: number of rows in the batch that the network gets.
-        work: takes norms and forms sums: a `sums.work.Work`.
-        real: how many of the rows are examples or fill, the first ones; None: all are.
-        examples_per_unit: k; so many rows, side by side, are one sample of the step.
-        fill: [B] bool, True for rows that fill up a sample, or are padding; None: no sample has
-            fewer than k examples.
-        is_compiled: a part of the network is compiled.
+        inputs: what the network gets, an `inputs.Inputs`; `real`, `examples_per_unit`, `fill`,
+            `is_looked_at`, `is_through` and `is_compiled` are its own.
+        work: takes norms and forms sums, a `sums.work.Work`.
+        padding: bool for each row, True for padding, if a CUDA graph captures the step: the
+            same graph serves batches with other real rows. None: `real` says it.
 
     Attributes that layers read:
+        rows: of the batch that the network gets.
         batch_size: samples of the batch: units, if a unit of privacy has several examples.
         kernel_dtypes: of tensors that the step computes with on kernels; none in a mode without.
-        is_looked_at: the batch is checked, so the host may wait for the device.
         policy: how the mode works.
         plans: what becomes of linear layers. To `plans.calls` a layer adds (weight, shape and dtype
             of its input, outputs) for each use of one in `planned` (`handle.Site`). A layer whose
@@ -85,40 +83,30 @@ class PrivateStep:
 
     Other attributes:
         is_empty: the batch has no sample; its one row is padding.
-        is_through: its inputs have gradients: another network may be trained through this one.
         seen: the samples of the forward, a `Batch`.
         watched: the outputs, if the losses are to be checked.
         lengths: compare padded samples with themselves alone, if some are to be.
         checks: what is called after the backward, when its graph is freed, and may raise.
-        padding: bool for each row, True for padding, if a CUDA graph captures the step: the
-            same graph serves batches with other real rows. None: `real` says it.
         slices: where the samples are in memory, if they are a part of what the loader has yielded.
     """
 
-    is_empty: bool
-    is_through: bool
-    is_looked_at: bool
-
-    def __init__(
-        self, context: StepContext, rows: int, work: Any, real: int | None = None,
-        examples_per_unit: int = 1, fill: Tensor | None = None, is_compiled: bool = False,
-    ):  # fmt: skip
-        self.context, self.rows, self.work = context, rows, work
-        self.examples_per_unit, self.fill = examples_per_unit, fill
-        self.batch_size = rows // examples_per_unit
-        self.real = rows if real is None else real
+    def __init__(self, context: StepContext, inputs: Any, work: Any, padding: Tensor | None):
+        self.context, self.work, self.padding = context, work, padding
+        self.rows, self.real, self.fill = inputs.batch.size, inputs.real, inputs.fill
+        self.examples_per_unit = inputs.examples_per_unit
+        self.is_empty, self.is_looked_at = not inputs.given.size, inputs.is_looked_at
+        self.is_through, self.is_compiled = inputs.is_through, inputs.is_compiled
+        self.batch_size = self.rows // self.examples_per_unit
         self.capture, self.plans = context.capture, work.plans
         of_device = tiles.DTYPES if self.capture.trigger.is_cuda else tiles.HOST_DTYPES
-        self.kernel_dtypes = of_device if work.arithmetic.fused else ()
+        self.kernel_dtypes = of_device if work.fused else ()
         self.policy: Policy = context.policy
         self.leaves: dict[Parameter, Tensor] = {}
-        self.seen: Any = None
+        self.seen: Any = inputs.seen
         self.watched: Any = None  # a `guard.losses.Watched`
         self.lengths: list[Any] = []  # of `guard.lengths.Lengths`
         self.checks: list[Callable[[], None]] = []
-        self.padding: Tensor | None = None
         self.slices: Sequence[Slice | None] = ()
-        self.is_compiled = is_compiled
         self._is_in_forward = True
         self._slots: dict[Trainable, Tensor] = {}
         self._joins: dict[Joint, Tensor] = {}
@@ -202,7 +190,7 @@ class PrivateStep:
 
     def counted(self, parameter: Trainable, count: Tensor) -> None:
         """Takes how often compiled code has used a weight [1]; called before its gradient."""
-        self.work.arithmetic.counts[parameter] = count
+        self.work.counts[parameter] = count
 
     # ---- the step -------------------------------------------------------------------------------
 
@@ -278,8 +266,8 @@ class PrivateStep:
         """
         parameters = list(self.capture.parameters)
         leaves = {p: x for p, x in self.leaves.items() if x is not p and x.requires_grad}
-        sharding = self.context.sharding
-        with NOTHING if sharding is None else self.work.in_backward():
+        sharding, points = self.context.sharding, self.work.points
+        with NOTHING if points is None else points.in_backward():
             with (
                 NOTHING if sharding is None else sharding.backward(),
                 torch.autograd.set_multithreading_enabled(False),

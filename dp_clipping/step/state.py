@@ -2,15 +2,13 @@
 
     phase      `.grad` of the trainable parameters
     IDLE       is empty, or holds what the optimizer has applied
-    OPEN       holds clipped sums of this rank; the settings of the step are fixed
-    REDUCED    holds (this rank's shards of) the sums of all ranks
+    OPEN       holds clipped sums; the settings of the step are fixed
     NOISY      holds what the optimizer may apply
 
-    from       open    add_backward  reduce    add_noise  apply   drop
-    IDLE       OPEN    refused       IDLE      refused    refused IDLE
-    OPEN       refused OPEN          REDUCED   NOISY      refused IDLE
-    REDUCED    refused OPEN          REDUCED   NOISY      refused IDLE
-    NOISY      OPEN    refused       NOISY     refused    IDLE    IDLE
+    from       open     add_noise  apply    drop
+    IDLE       OPEN     refused    refused  IDLE
+    OPEN       refused  NOISY      refused  IDLE
+    NOISY      OPEN     refused    IDLE     IDLE
 
 A backward after `pre_step` opens another step, once `.grad` is empty. Mode `no_dp` has no sums: its
 step goes from IDLE to NOISY, and back.
@@ -32,7 +30,6 @@ class Phase(Enum):
 
     IDLE = auto()
     OPEN = auto()
-    REDUCED = auto()
     NOISY = auto()
 
 
@@ -78,7 +75,7 @@ class StepState:
         is_noisy: `.grad` holds what the optimizer may apply.
         clip_norms: C_k of each clipping group in the step that is open, or was last.
         settings: the settings of that step.
-        on_open: called when a step opens; fixes its settings. If it raises, the step is dropped.
+        on_open: called when a step opens; fixes its settings.
         norms: the norms of each backward since the sums were dropped last.
         losses: sum and number of the losses of each of these, if `keeps_losses`.
         keeps_losses: metrics show the mean loss.
@@ -157,27 +154,19 @@ class StepState:
 
     def _enter(self, phase: Phase) -> None:
         self.phase, self.is_idle = phase, phase is Phase.IDLE
-        self.is_open = phase is Phase.OPEN or phase is Phase.REDUCED
-        self.is_noisy = phase is Phase.NOISY
+        self.is_open, self.is_noisy = phase is Phase.OPEN, phase is Phase.NOISY
 
     def open(self, clip_norms: list[float]) -> None:
-        """Opens a step with its first backward: its settings are fixed."""
+        """Opens a step with its first backward: its settings are fixed, or it is dropped."""
         if self.is_open:
             raise RuntimeError("a step is open already: its settings are those of its start")
         self.clip_norms = clip_norms
         self._enter(Phase.OPEN)
-        self.on_open()
-
-    def add_backward(self) -> None:
-        """Records that another backward of the step begins."""
-        self.require_sums()
-        self._enter(Phase.OPEN)
-
-    def reduce(self) -> None:
-        """Records that the sums of all ranks have arrived, if a step is open."""
-        self.held_back = False
-        if self.is_open:
-            self._enter(Phase.REDUCED)
+        try:
+            self.on_open()
+        except BaseException:
+            self.drop()
+            raise
 
     def require_sums(self) -> None:
         """Raises RuntimeError if there is nothing that noise could be added to."""

@@ -42,9 +42,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "every caller makes both lists with one entry for each parameter",
     (
         "dp_clipping/step/fixed_settings.py",
-        "groups, clip_norms, model.thresholds.clip_norms(), strict=True",
-        "groups, clip_norms, model.thresholds.clip_norms(), strict=False",
-    ): "`Thresholds` refuses all but one threshold per group, for the step and for the next one",
+        "for name, limit in zip(groups, state.clip_norms, strict=True):",
+        "for name, limit in zip(groups, state.clip_norms, strict=False):",
+    ): "`Thresholds` refuses all but one threshold per group",
     (
         "dp_clipping/step/private_step.py",
         "@staticmethod",

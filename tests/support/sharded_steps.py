@@ -160,14 +160,14 @@ class Counted(TorchDispatchMode):
 def norm_passes(counted: Counted) -> Iterator[list[int]]:
     """How much has been reduced when coefficients are known, of each backward inside."""
     found: list[int] = []
-    clip = Plain.clip
+    clip = Plain.set_coefficients
 
     def clipping(*args: Any) -> BatchNorms:
         found.append(counted.reductions)
         return clip(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Plain, "clip", clipping)
+        patch.setattr(Plain, "set_coefficients", clipping)
         yield found
 
 

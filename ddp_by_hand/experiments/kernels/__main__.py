@@ -37,8 +37,7 @@ from ddp_by_hand.measure.command_line import ending_quietly
 from ddp_by_hand.measure.extras import require
 from ddp_by_hand.measure.options import option, parse_options, requires
 from dp_clipping.kernels.launch.tuning import interleaved
-from dp_clipping.planning.calibration import rates_of
-from dp_clipping.planning.cost_model import Rates
+from dp_clipping.planning.cost_model import Rates, rates_of
 
 PROGRAM = "ddp_by_hand.experiments.kernels"
 LLAMA_1B = [(8192, 2048), (2048, 2048), (512, 2048)]

@@ -163,7 +163,7 @@ def plan_seconds(training: LlamaTraining) -> dict[str, float] | None:
 
     None where no fused kernels ran.
     """
-    from dp_clipping.planning.calibration import rates_of
+    from dp_clipping.planning.cost_model import rates_of
     from dp_clipping.planning.plan import Plan
 
     plan = training.model.step_context.plans.last

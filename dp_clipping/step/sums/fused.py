@@ -10,8 +10,7 @@ have been sent by then, each with at most its threshold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +45,16 @@ from dp_clipping.layers.recorder import (
     FACTORS,
     LINEAR,
     NORMALIZED,
+    Accumulate,
     Left,
     Summand,
     Trainable,
 )
 from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE
 from dp_clipping.profiling.profile import NOTHING
-from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
+from dp_clipping.step.sums.layer_plans import FusedPlans
+from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import version_of
 
 Pair = tuple[Tensor, Tensor]
@@ -66,64 +67,42 @@ class Table:
     sums: TokenSums
     number: int
 
-    nbytes = 0  # little beside what the forward holds
 
-
-class Fused:
-    """The arithmetic of one batch on kernels; see `work.Arithmetic`.
-
-    Args:
-        context: what all steps of the model have in common.
-        batch_size: samples of the batch.
-        padding: [B] bool, True for rows that are padding; None: no row is.
-
-    Attributes:
-        counts: weight -> how often compiled code has used it [1].
-    """
+class Fused(Work):
+    """The work of one batch on kernels."""
 
     fused = True
+    plans: FusedPlans
 
-    def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
-        self.context, self.batch_size, self.padding = context, batch_size, padding
-        self._tile_size = context.policy.tile_size
-        self._labels = context.timer.labels_layers()
-        self.counts: dict[Trainable, Tensor] = {}
+    def begin(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> None:
+        super().begin(losses, clip_norms, accumulate)
+        self._tile_size = self.context.policy.tile_size
         self._scale: Coefficients | None = None
         # Without norms yet, by their dtype.
         self._vectors: dict[torch.dtype, tuple[list[Trainable], list[Tensor]]] = {}
-
-    def begin(self, losses: Tensor, clip_norms: Tensor, streams: bool) -> None:
-        self._clip_norms, self._scale = clip_norms, None
-        self.counts.clear()
-        self._vectors.clear()
         if self.padding is None:
-            left_out = torch.zeros(self.batch_size, dtype=torch.bool, device=losses.device)
+            self._left_out = losses.new_zeros(self.batch_size, dtype=torch.bool)
         else:
-            left_out = self.padding.clone()
-        if streams and len(losses):  # not for a row without a sample
-            left_out |= ~losses.detach().isfinite().view(self.batch_size, -1).all(1)
-        self._left_out = left_out
-
-    def _label(self, what: str, records: Iterable[Trainable]) -> AbstractContextManager:
-        """Labels and times work for some parameters, if that is recorded."""
-        return self.context.timer.layers(what, records) if self._labels else NOTHING
+            self._left_out = self.padding.clone()
+        if self.streams and len(losses):  # not for a row without a sample
+            self._left_out |= ~losses.detach().isfinite().view(self.batch_size, -1).all(1)
 
     # ---- norms ----------------------------------------------------------------------------------
 
-    def norms(self, lefts: list[Left], work: Any, everything: bool) -> None:
+    def take_norms(self, lefts: list[Left], everything: bool) -> None:
         if lefts:
-            self._take_norms(lefts, work)
+            self._sort(lefts)
         if everything:
-            self._take_norms_of_vectors(work)
+            self._take_norms_of_vectors()
 
-    def _take_norms(self, lefts: list[Left], work: Any) -> None:
+    def _sort(self, lefts: list[Left]) -> None:
         """Takes norms. Of biases and scales it forms and keeps G, whose norms are taken later."""
         linear: dict[str, list[tuple[Trainable, Pair, Left]]]
         linear = {INSTANTIATE: [], ACCUMULATE: [], GRAM: []}
         vectors: list[tuple[Trainable, Tensor]] = []
         normalized: list[Left] = []
         factors: list[Left] = []
-        choices = work.plans.choices
+        choices, label = self.plans.choices, self._label
         lefts.reverse()
         while lefts:  # what factors are packed from is freed then
             left = lefts.pop()
@@ -136,13 +115,13 @@ class Fused:
                     vectors.append((how.bias, y.sum(1, dtype=torch.float32)))
                 if how.weight is not None:
                     pair = (a, y) if how.transposed else (y, a)
-                    choice = choices.get(how.weight) or work.plans.choice_of(how.weight, pair)
+                    choice = choices.get(how.weight) or self.plans.choice_of(how.weight, pair)
                     algorithm = choice.algorithm
                     if choice.recomputed:
-                        work.recomputed.append(how.weight)
+                        self.recomputed.append(how.weight)
                         algorithm = ACCUMULATE if algorithm == INSTANTIATE else algorithm
                     elif algorithm != INSTANTIATE:
-                        work.kept[how.weight] = (pair, left.tensors, left.versions)
+                        self.kept[how.weight] = (pair, left.tensors, left.versions)
                     linear[algorithm].append((how.weight, pair, left))
             elif kind is NORMALIZED:
                 normalized.append(left)
@@ -151,43 +130,43 @@ class Fused:
                 if own is None and gradients.dim() == 2:
                     vectors.append((records[0], gradients))
                     continue
-                if not self.context.policy.two_passes or gradients.dim() == 2:
-                    work.kept[records[0]] = (gradients, left.tensors, left.versions)
+                if not self.two_passes or gradients.dim() == 2:
+                    self.kept[records[0]] = (gradients, left.tensors, left.versions)
                 else:
-                    work.recomputed.append(records[0])
+                    self.recomputed.append(records[0])
                 if own is None:
-                    with self._label("norm/dense", records):
+                    with NOTHING if label is None else label("norm/dense", records):
                         own = squared_norms(gradients)
-                work.found([records[0]], own[None])
+                self.norms.table.add_rows(records, own[None])
             else:
                 factors.append(left)
         del left, value
         if factors:
-            self._take_factors(factors, work)
+            self._take_factors(factors)
         if normalized:
             vectors += self._vectors_of(normalized)
         for algorithm in (INSTANTIATE, ACCUMULATE):
             if linear[algorithm]:
-                self._accumulate(linear[algorithm], algorithm, work)
+                self._form_gradients(linear[algorithm], algorithm)
         if linear[GRAM]:
-            self._multiply_grams(linear[GRAM], work)
-        work.keep_gradients(vectors)
+            self._multiply_grams(linear[GRAM])
+        self.keep(vectors)
         for record, gradients in vectors:
             owners, alike = self._vectors.setdefault(gradients.dtype, ([], []))
             owners.append(record)
             alike.append(gradients)
 
-    def _take_norms_of_vectors(self, work: Any) -> None:
+    def _take_norms_of_vectors(self) -> None:
         """Takes norms of biases and scales, by one launch however often others were due before."""
         for records, gradients in self._vectors.values():
-            with self._label("norm/dense", records):
+            with NOTHING if self._label is None else self._label("norm/dense", records):
                 squares = squares_of_vectors(gradients)
-            work.found(records, squares)
+            self.norms.table.add_rows(records, squares)
         self._vectors.clear()
 
-    def _take_factors(self, lefts: list[Left], work: Any) -> None:
+    def _take_factors(self, lefts: list[Left]) -> None:
         """Takes norms of embeddings and convolutions, which share launches, and of others."""
-        two_passes = self.context.policy.two_passes
+        table, label = self.norms.table, self._label
         records, rows = [], []  # of norms without a scale
         convolutions: list[ConvolutionFactors] = []
         of_convolutions: list[Trainable] = []
@@ -207,48 +186,46 @@ class Fused:
                 convolutions.append(use)
                 of_convolutions.append(record)
                 continue
-            keep = not (two_passes and use.may_be_recomputed)
-            with self._label("norm/factors", (record,)) if self._labels else NOTHING:
+            keep = not (self.two_passes and use.may_be_recomputed)
+            with NOTHING if label is None else label("norm/factors", (record,)):
                 norm = use.take_norm(keep)
             if norm.scale is None:
                 records.append(record)
                 rows.append(norm.squared[None])
             else:
-                work.norms.table.add(record, norm)
-                work.norms.known.add(record)
+                table.add(record, norm)
             if keep:
-                work.keep(record, use, use.held(use))
+                self.keep(((record, use),))
             else:
-                work.recomputed.append(record)
+                self.recomputed.append(record)
         if convolutions:
-            with self._label("norm/factors", of_convolutions):
-                norms = take_norms(convolutions, keep=not two_passes)
-            for record, use, norm in zip(of_convolutions, convolutions, norms, strict=True):
+            with NOTHING if label is None else label("norm/factors", of_convolutions):
+                norms = take_norms(convolutions, keep=not self.two_passes)
+            for record, norm in zip(of_convolutions, norms, strict=True):
                 squares, scales, gram_error, sum_error = norm
                 if scales is None:
                     records += [record] * squares.shape[0]
                     rows.append(squares)
                 else:
-                    work.found([record], squares, scales, gram_error, sum_error)
-                if two_passes:
-                    work.recomputed.append(record)
-                else:
-                    work.keep(record, use, use.values)
+                    table.add_rows([record], squares, scales, gram_error, sum_error)
+            if self.two_passes:
+                self.recomputed += of_convolutions
+            else:
+                self.keep(zip(of_convolutions, convolutions, strict=True))
         if rows:
-            work.found(records, torch.cat(rows) if len(rows) > 1 else rows[0])
+            table.add_rows(records, torch.cat(rows) if len(rows) > 1 else rows[0])
         if tables:
-            with self._label("norm/factors", of_tables):
+            with NOTHING if label is None else label("norm/factors", of_tables):
                 found = token_sums(tables, self.batch_size)
             for numbers, sums in found:
                 records = [of_tables[n] for n in numbers]
-                work.found(records, sums.squares)
+                table.add_rows(records, sums.squares)
                 for number, record in enumerate(records):
-                    work.kept[record] = (Table(sums, number), (), ())
+                    self.kept[record] = (Table(sums, number), (), ())
 
-    def _accumulate(
-        self, mine: list[tuple[Trainable, Pair, Left]], algorithm: str, work: Any
-    ) -> None:
+    def _form_gradients(self, mine: list[tuple[Trainable, Pair, Left]], algorithm: str) -> None:
         """Takes norms of G that is formed, and kept with `INSTANTIATE`."""
+        table, label = self.norms.table, self._label
         several: list[tuple[Trainable, Pair]] = []
         alone: list[tuple[Trainable, Pair]] = []  # of one token
         for record, pair, _ in mine:
@@ -256,21 +233,23 @@ class Fused:
             (alone if is_alone else several).append((record, pair))
         if alone:
             records = [record for record, _ in alone]
-            with self._label(f"norm/{algorithm}", records):
+            with NOTHING if label is None else label(f"norm/{algorithm}", records):
                 rows = [product_squares(left[:, 0], right[:, 0]) for _, (left, right) in alone]
-            work.found(records, torch.stack(rows))
+            table.add_rows(records, torch.stack(rows))
         if not several:
             return
         records = [record for record, _ in several]
         pairs = [pair for _, pair in several]
-        with self._label(f"norm/{algorithm}", records):
+        with NOTHING if label is None else label(f"norm/{algorithm}", records):
             tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
             results = gradients_and_squares(pairs, tile, store=algorithm == INSTANTIATE)
-        work.found(records, torch.stack([own for _, own in results]))
-        work.keep_gradients(zip(records, [gradients for gradients, _ in results], strict=True))
+        table.add_rows(records, torch.stack([own for _, own in results]))
+        if algorithm == INSTANTIATE:
+            self.keep(zip(records, [gradients for gradients, _ in results], strict=True))
 
-    def _multiply_grams(self, mine: list[tuple[Trainable, Pair, Left]], work: Any) -> None:
+    def _multiply_grams(self, mine: list[tuple[Trainable, Pair, Left]]) -> None:
         """Multiplies Gram matrices. Layers that read one input share its matrix, and one norm."""
+        table, label = self.norms.table, self._label
         shared: dict[tuple, list[list[tuple[Trainable, Tensor, Tensor]]]] = {}
         for record, pair, left in mine:
             y, a = reversed(pair) if left.value[2].transposed else pair
@@ -285,57 +264,51 @@ class Fused:
         for (tokens, dtype), rows in launches.items():
             uses = [(row[0][1], [y for _, _, y in row]) for row in rows]
             records = [record for row in rows for record, _, _ in row]
-            with self._label("norm/width", records):
+            with NOTHING if label is None else label("norm/width", records):
                 squares, scales = gram_squares(uses, tile_of(self._tile_size, dtype))
             error = tokens * SUM_ROUNDING[torch.float32]
             firsts = [row[0][0] for row in rows]
-            work.found(firsts, squares, scales, GRAM_ROUNDING, error)
-            work.norms.known.update(records)
+            table.add_rows(firsts, squares, scales, GRAM_ROUNDING, error)
+            table.known.update(records)
 
     def _vectors_of(self, normalized: list[Left]) -> list[tuple[Trainable, Tensor]]:
         """Returns G of normalisations' weights and biases."""
         uses = [left.value[0] for left in normalized]
-        with self._label("norm/normalization", [r for left in normalized for r in left.records]):
+        records, label = [r for left in normalized for r in left.records], self._label
+        with NOTHING if label is None else label("norm/normalization", records):
             if all([available(*on) for on in {(use.x.device, use.x.dtype) for use in uses}]):
                 results = norm_layer_gradients(uses)
             else:  # in the interpreter
                 results = [use.plain(torch.float32) for use in uses]
-        vectors = []
-        for left, formed in zip(normalized, results, strict=True):
-            for record, gradients in zip(left.value[1], formed, strict=True):
-                if record is not None and gradients is not None:
-                    vectors.append((record, gradients))
-        return vectors
+        return [
+            (record, gradients)
+            for left, formed in zip(normalized, results, strict=True)
+            for record, gradients in zip(left.value[1], formed, strict=True)
+            if record is not None and gradients is not None
+        ]
 
     # ---- coefficients ---------------------------------------------------------------------------
 
-    def clip(self, work: Any, groups: list[int]) -> BatchNorms | None:
-        members, norms = self.context.capture.members, work.norms
+    def set_coefficients(self, groups: list[int]) -> BatchNorms | None:
+        members, norms = self.context.capture.members, self.norms
         is_all = len(groups) == len(members)
-        is_needed = not is_all or bool(work.kept or work.recomputed)
         records = [record for k in groups for record in members[k]]
         refuse_repeated(norms.table, self.counts, records)
         squared = None
-        if norms.split.is_split and is_all:
+        if norms.split.is_split:
             squared, bounds = norms.squares_and_bounds()
-            if is_needed:
-                self._scale = self._of_bounds(bounds, groups)
-        elif norms.split.is_split:
-            _, bounds = norms.exchange([r for r in records if r in norms.known], groups)
             self._scale = self._of_bounds(bounds, groups)
-        elif is_needed:
-            self._scale = self._of_norms(work, groups)
+        elif not is_all or self.kept or self.recomputed:
+            self._scale = self._of_norms(groups)
         if not is_all:
             return None
         squared = norms.table.squared() if squared is None else squared
-        left_out = self._left_out
-        if self.padding is not None:
-            left_out = left_out & ~self.padding
-        return BatchNorms(squared.sum(0).sqrt(), squared, left_out.sum())
+        samples = self._left_out if self.padding is None else self._left_out & ~self.padding
+        return BatchNorms(squared.sum(0).sqrt(), squared, samples.sum())
 
-    def _of_norms(self, work: Any, groups: list[int]) -> Coefficients:
+    def _of_norms(self, groups: list[int]) -> Coefficients:
         """Returns coefficients of these groups, 0 for samples without finite norms so far."""
-        squares, scales, errors, starts = work.norms.table.rows(groups)
+        squares, scales, errors, starts = self.norms.table.rows(groups)
         scales = squares if scales is None else scales  # they are multiplied with 0 then
         device, policy = squares.device, self.context.policy
         table = on_device(errors, torch.float32, device)
@@ -357,22 +330,19 @@ class Fused:
         return Coefficients(values, {group: row for row, group in enumerate(groups)})
 
     def _clip_norms_of(self, groups: list[int]) -> Tensor:
-        clip_norms = self._clip_norms
+        clip_norms = self.clip_norms
         if len(groups) == len(clip_norms):
             return clip_norms
         return clip_norms[on_device(tuple(groups), torch.int64, clip_norms.device)]
 
     # ---- sums -----------------------------------------------------------------------------------
 
-    def summands(
-        self, lefts: list[Left], taken: set[Trainable]
-    ) -> tuple[list[Trainable], list[Summand]]:
-        """Returns what a second backward has left for the sums of parameters not `taken` yet."""
+    def summands(self, lefts: list[Left]) -> tuple[list[Trainable], list[Summand]]:
         records: list[Trainable] = []
         found: list[Summand] = []
 
         def add(record: Trainable | None, value: Any, left: Left) -> None:
-            if record is not None and record not in taken:
+            if record is not None and record not in self.taken:
                 records.append(record)
                 found.append((value, left.tensors, left.versions))
 
@@ -381,7 +351,7 @@ class Fused:
                 y, a, how = left.value
                 y, a = how.tokens(y, a, self.batch_size)
                 add(how.weight, (a, y) if how.transposed else (y, a), left)
-                if how.bias is not None and how.bias not in taken:
+                if how.bias is not None and how.bias not in self.taken:
                     add(how.bias, y.sum(1, dtype=torch.float32), left)
             elif left.kind is DENSE:
                 add(left.records[0], left.value[0], left)
@@ -399,12 +369,9 @@ class Fused:
             values: G [B, *parameter], a linear layer's factors as a pair, a `Table`, or an object
                 with `weighted_sum`.
         """
-        scale = self._scale
+        scale, label = self._scale, self._label
         totals: dict[int, Any] = dict.fromkeys(range(len(values)))
-        if len(scale.rows) == 1:  # they are all of that group
-            rows = [*scale.rows.values()] * len(records)
-        else:
-            rows = [scale.rows[record.group] for record in records]
+        rows = [scale.rows[record.group] for record in records]
         count = scale.values.shape[0]
         kept: list[tuple[int, int, Tensor]] = []  # number of the parameter, row of coefficients, G
         products: list[tuple[int, int, Pair]] = []
@@ -441,12 +408,12 @@ class Fused:
         found: list[Tensor] = []
         if kept:
             numbers, own, given = zip(*kept, strict=True)
-            with self._label("sum", (records[n] for n in numbers)):
+            with NOTHING if label is None else label("sum", (records[n] for n in numbers)):
                 found += weighted_sums(given, coefficients, own)
         if products:
             numbers, own, pairs = zip(*products, strict=True)
-            with self._label("sum", (records[n] for n in numbers)):
-                tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
+            with NOTHING if label is None else label("sum", (records[n] for n in numbers)):
+                tile = tile_of(self._tile_size, *{pair[0].dtype for pair in pairs})
                 ordered = SortedCoefficients.of(coefficients) if scaled else scale.sorted
                 found += weighted_products(pairs, ordered, own, tile)
         for (n, _, _), total in zip((*kept, *products), found, strict=True):
@@ -457,15 +424,15 @@ class Fused:
         for n, several in parts.items():
             totals[n] = values[n].shaped(several)
         for sums, mine in tables.items():
-            with self._label("sum", (records[n] for n in mine)):
+            with NOTHING if label is None else label("sum", (records[n] for n in mine)):
                 uses = [values[n].number for n in mine]
                 found = sums.weighted_sums(uses, scale.values, [rows[n] for n in mine])
             totals |= zip(mine, found, strict=True)
         for n in alone:
             one, c = values[n], scale.values[rows[n]]
-            with self._label("sum", (records[n],)) if self._labels else NOTHING:
+            with NOTHING if label is None else label("sum", (records[n],)):
                 if isinstance(one, tuple):
-                    totals[n] = sum_of_one_token(*one, c)
+                    totals[n] = sum_of_one_token(one[0], one[1], c)
                 else:
                     totals[n] = one.weighted_sum(c)
         values.clear()

@@ -12,8 +12,7 @@ from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Trainable
-from dp_clipping.planning.calibration import rates_of
-from dp_clipping.planning.cost_model import INSTANTIATE, LayerPlan, LinearShape
+from dp_clipping.planning.cost_model import INSTANTIATE, LayerPlan, LinearShape, rates_of
 from dp_clipping.planning.plan import Plan
 from dp_clipping.torch_compat import allocated
 
@@ -52,32 +51,34 @@ class PlainPlans:
 
     Attributes:
         calls: uses of linear layers in forward, in order.
+        measures: the forward is measured, so layers that are not planned call `note_other`.
+        at_first: bytes in use before the forward.
+        runs_twice: some layers' factors are computed again in a second backward.
         kept_as_they_are: weights whose factors are kept until their sums are formed.
         gradient_bytes: weight -> bytes of a G that is formed of what it leaves.
     """
 
-    runs_twice = False
+    measures = runs_twice = False
+    at_first = 0
     kept_as_they_are: Collection[Trainable] = ()
     gradient_bytes: Mapping[Trainable, int] = MappingProxyType({})
-    at_first = 0
-    measures = False
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
     def make(self) -> None:
-        """Does nothing: nothing is planned."""
+        """Makes the plan, after the forward has called all layers."""
 
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
-        """Returns None: a layer in a compiled region has a slot for each parameter."""
+        """Returns a layer's slots in a compiled region; None: one for each parameter."""
         return None
 
     def foresaw_too_much(self) -> bool:
-        """Returns False: nothing depends on what a forward saves."""
+        """Returns whether a compiled forward has saved so little that the plan is another one."""
         return False
 
 
-class FusedPlans:
+class FusedPlans(PlainPlans):
     """Plans of a step on kernels: an algorithm for each linear layer, by its uses in forward.
 
     Args:
@@ -87,31 +88,21 @@ class FusedPlans:
 
     Attributes:
         plan: the plan, once it is made; `choices` has it by weight.
-        at_first: bytes in use before the forward.
-        measures: the forward is measured, so layers that are not planned call `note_other`.
-        calls, kept_as_they_are, gradient_bytes: see `PlainPlans`.
     """
 
     def __init__(self, context: Any, batch_size: int, forecast: Any = None):
+        super().__init__()
         self._context, self._policy, self._plans = context, context.policy, context.plans
         self._device = context.capture.trigger.device
         self.at_first = allocated(self._device)
         self._batch_size, self._forecast = batch_size, forecast
         self._uses = {} if forecast is None else forecast.of_batch(batch_size)
         self._shapes = tuple(self._uses.values())  # expected ones
-        self.calls: list[Call] = []
-        if forecast is None and not context.plans.measured.get(batch_size):
+        self.measures = forecast is None and not context.plans.measured.get(batch_size)
+        if self.measures:
             self.calls = MeasuredCalls(self._device)
-        self.measures = isinstance(self.calls, MeasuredCalls)
         self.plan: Plan | None = None
         self.choices: dict[Trainable, LayerPlan] = {}
-        self.kept_as_they_are: Collection[Trainable] = ()
-        self.gradient_bytes: Mapping[Trainable, int] = {}
-
-    @property
-    def runs_twice(self) -> bool:
-        """Returns whether some layers' factors are computed again in a second backward."""
-        return self.plan is not None and not self.plan.is_one_pass
 
     def _note(self, call: Call) -> None:
         """Adds the tokens of one use to those of its weight."""
@@ -138,7 +129,6 @@ class FusedPlans:
             self.calls.add_other(x, y, min(passing, both), min(size, both))
 
     def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
-        """Returns a layer's slots in a compiled region; None: one for each parameter."""
         forecast = self._forecast
         if forecast is None:
             return None
@@ -153,11 +143,8 @@ class FusedPlans:
         return self._plan_of(list(self._shapes))
 
     def foresaw_too_much(self) -> bool:
-        """Returns whether a compiled forward has saved so little that the plan is another one.
-
-        The compiler saves less than an eager forward, because backward computes activations again.
-        How much is known after a forward, and is measured once for each set of shapes.
-        """
+        # The compiler saves less than an eager forward, because backward computes activations
+        # again. How much is known after a forward, and is measured once for each set of shapes.
         saved = self._saved
         if self._forecast is None or not self._batch_size * saved:
             return False
@@ -170,7 +157,7 @@ class FusedPlans:
         return self._plan_of(list(self._shapes)).choices != before.choices
 
     def make(self) -> None:
-        """Makes the plan, after the forward has called all layers; once for each set of calls."""
+        """Makes the plan, once for each set of calls."""
         calls, self.calls = self.calls, []  # a checkpoint runs forward again
         if isinstance(calls, MeasuredCalls):
             self._plans.measured[self._batch_size] = True
@@ -193,7 +180,7 @@ class FusedPlans:
             }  # fmt: skip
             known = self._plans.of_calls[key] = plan, choices, kept, sizes
         self.plan, self.choices, self.kept_as_they_are, self.gradient_bytes = known
-        self._plans.last = self.plan
+        self._plans.last, self.runs_twice = self.plan, not self.plan.is_one_pass
 
     def choice_of(self, record: Trainable, pair: tuple[Tensor, Tensor]) -> LayerPlan:
         """Returns how the factors of a weight are handled; `pair`: [B, T, d] and [B, T, p]."""
@@ -223,7 +210,7 @@ class FusedPlans:
     def _budget(self) -> int | None:
         """Returns the bytes to keep: `memory_budget`, or what a non-private step would hold."""
         policy = self._policy
-        if policy.per_layer and not policy.two_passes:
+        if self._context.streams:
             return None  # no more is kept than waits for a launch
         if policy.memory_budget is not None:
             return policy.memory_budget

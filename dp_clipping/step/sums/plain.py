@@ -17,42 +17,30 @@ from dp_clipping.clipping.accumulation import (
 )
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
 from dp_clipping.layers.linear_factors import LinearFactors
-from dp_clipping.layers.recorder import FACTORS, LINEAR, Left, Summand, Trainable
+from dp_clipping.layers.recorder import FACTORS, LINEAR, Accumulate, Left, Summand, Trainable
 from dp_clipping.profiling.profile import NOTHING
-from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.uses import gradients_left, gradients_of_tokens
+from dp_clipping.step.sums.work import Work
 
 
-class Plain:
-    """The arithmetic of one batch in PyTorch; see `work.Arithmetic`.
-
-    Args:
-        context: what all steps of the model have in common.
-        batch_size: samples of the batch.
-        padding: [B] bool, True for rows that are padding; None: no row is.
-    """
+class Plain(Work):
+    """The work of one batch in PyTorch."""
 
     fused = False
 
-    def __init__(self, context: StepContext, batch_size: int, padding: Tensor | None = None):
-        self.context, self.batch_size, self.padding = context, batch_size, padding
-        self._timer = context.timer
-
-    def begin(self, losses: Tensor, clip_norms: Tensor, streams: bool) -> None:
-        self._clip_norms = clip_norms
-        # Labels work by layers, if that is recorded or timed.
-        self._label: Any = self._timer.layers if self._timer.labels_layers() else None
+    def begin(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> None:
+        super().begin(losses, clip_norms, accumulate)
         self._good: Tensor | None = None  # samples whose norms are finite, if some are not
         self._weights: list[Weights] = []
 
     # ---- norms ----------------------------------------------------------------------------------
 
-    def norms(self, lefts: list[Left], work: Any, _everything: bool) -> None:
+    def take_norms(self, lefts: list[Left], everything: bool) -> None:
         vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
         alone: dict[torch.dtype, list[tuple[Trainable, Tensor]]] = {}  # squared norms [B]
-        dense: list[tuple[Trainable, Tensor | None]] = []
-        two_passes, label = self.context.policy.two_passes, self._label
+        dense: list[tuple[Trainable, Tensor]] = []
+        table, label = self.norms.table, self._label
         with full_float32():
             for record, value, left in self._each(lefts):
                 if isinstance(value, Tensor):
@@ -69,22 +57,21 @@ class Plain:
                 if norm.scale is None:
                     alone.setdefault(norm.squared.dtype, []).append((record, norm.squared))
                 else:
-                    work.norms.table.add(record, norm)
-                    work.norms.known.add(record)
-                if not two_passes:
-                    work.kept[record] = (value, left.tensors, left.versions)
+                    table.add(record, norm)
+                if not self.two_passes:
+                    self.kept[record] = (value, left.tensors, left.versions)
             for mine in vectors.values():
                 records, rows = zip(*mine, strict=True)
                 with NOTHING if label is None else label("norm/dense", records):
                     squares = squared_norms(torch.cat(rows)).view(len(mine), -1)
-                work.found(records, squares)
+                table.add_rows(records, squares)
         for several in alone.values():
             records, own_squares = zip(*several, strict=True)
-            work.found(records, torch.stack(own_squares))
-        if two_passes:
-            work.recomputed += [one for left in lefts for one in left.records]
+            table.add_rows(records, torch.stack(own_squares))
+        if self.two_passes:
+            self.recomputed += [one for left in lefts for one in left.records]
         else:
-            work.keep_gradients(dense)
+            self.keep(dense)
 
     def _each(self, lefts: list[Left]) -> list[tuple[Trainable, Any, Left]]:
         """Returns G or factors of each parameter, with what they are of.
@@ -92,7 +79,6 @@ class Plain:
         Of a linear layer's weight that is the smaller of both, and factors where nothing is kept.
         """
         found: list[tuple[Trainable, Any, Left]] = []
-        two_passes = self.context.policy.two_passes
         for left in lefts:
             kind, records, value = left.kind, left.records, left.value
             if kind is FACTORS:
@@ -104,7 +90,7 @@ class Plain:
                     y, a = site.tokens(y, a, self.batch_size)
                 tokens, outputs, inputs = y.shape[1], y.shape[2], a.shape[2]
                 is_smaller = tokens * (outputs + inputs) < outputs * inputs
-                if site.weight is not None and (two_passes or is_smaller):
+                if site.weight is not None and (self.two_passes or is_smaller):
                     found.append((site.weight, LinearFactors(a, y, site.transposed), left))
                     records = records[1:]
                 own = gradients_of_tokens(records, y, a, site)
@@ -115,36 +101,29 @@ class Plain:
 
     # ---- coefficients ---------------------------------------------------------------------------
 
-    def clip(self, work: Any, groups: list[int]) -> BatchNorms:
-        squared, bounds = work.norms.squares_and_bounds()
+    def set_coefficients(self, groups: list[int]) -> BatchNorms:
+        squared, bounds = self.norms.squares_and_bounds()
         policy = self.context.policy
-        scale = coefficients(bounds, self._clip_norms, policy.clipping_function, policy.gamma)
+        scale = coefficients(bounds, self.clip_norms, policy.clipping_function, policy.gamma)
         # One look from the host: a product with zero would not keep NaN out of the sum.
         finite, nonfinite = finite_samples(bounds), 0
         if not bool(finite.all()):
             self._good = finite
             nonfinite = int((~finite).sum())
-            for record, (value, *_) in work.kept.items():
-                self._replace(work, record, self._only_good(value))
+            self.keep([(one, self._only_good(kept[0])) for one, kept in self.kept.items()])
         if self.padding is not None:  # values that are not left out are finite, and c is 0
             scale = scale.masked_fill(self.padding, 0.0)
             nonfinite = nonfinite and int((~finite & ~self.padding).sum())
         self._weights = list(map(Weights, scale))
         return BatchNorms(squared.sum(0).sqrt(), squared, nonfinite)
 
-    def _replace(self, work: Any, record: Trainable, value: Any) -> None:
-        work.keep(record, value, (value,) if isinstance(value, Tensor) else value.held(value))
-
     # ---- sums -----------------------------------------------------------------------------------
 
-    def summands(
-        self, lefts: list[Left], taken: set[Trainable]
-    ) -> tuple[list[Trainable], list[Summand]]:
-        """Returns what a second backward has left for the sums of parameters not `taken` yet."""
+    def summands(self, lefts: list[Left]) -> tuple[list[Trainable], list[Summand]]:
         found = [
             (record, (self._only_good(value), left.tensors, left.versions))
             for record, value, left in self._each(lefts)
-            if record not in taken
+            if record not in self.taken
         ]
         return [record for record, _ in found], [summand for _, summand in found]
 

@@ -16,15 +16,12 @@ from dp_clipping.layers.recorder import Trainable
 class StepNorms:
     """Norms of the parameters of one batch.
 
-    The arguments are fixed; `begin` sets the rest for a backward.
-
     Args:
         context: what all steps of the model have in common, a `context.StepContext`.
         batch_size: samples of the batch.
 
     Attributes:
         table: the norms that have been taken.
-        known: parameters whose norm is in it: a row may be that of several parameters together.
         split: what other ranks have to add.
     """
 
@@ -33,13 +30,8 @@ class StepNorms:
         self._order = list(reversed(capture.trained))  # as backward reaches them
         self._reducer, self._timer = context.reducer, context.timer
         self.split = SplitNorms(self._reducer, context.sharding)
-        device = capture.trigger.device
-        self._zero = torch.zeros(batch_size, dtype=torch.float32, device=device)
-
-    def begin(self, count: int) -> None:
-        """Begins a backward, with `count` clipping groups."""
-        self.table = Norms(count, self._zero, self._timer.part, on_device)
-        self.known: set[Trainable] = set()
+        zero = torch.zeros(batch_size, dtype=torch.float32, device=capture.trigger.device)
+        self.table = Norms(len(capture.members), zero, self._timer.part, on_device)
         self._partial: Layerwise | None = None
         self._left: set[Trainable] = set()  # whose norms are in it
         self._parts: list[Tensor] = []  # squared norms of this rank's parts, to be added up
@@ -57,7 +49,7 @@ class StepNorms:
             return
         with self._timer.part("norm_all_reduce"):
             for record in self._order:
-                if record in self.known and record not in self._left:
+                if record in self.table.known and record not in self._left:
                     self._left.add(record)
                     self._partial.add(record)
 
@@ -74,16 +66,10 @@ class StepNorms:
             return squared, squared if self.table.is_exact else self.table.bounds()
         with self._timer.phase("norm_all_reduce"):
             if self._partial is None:
-                total = self._reducer.reduce(self._own_table(list(self.known))).wait()
+                total = self._reducer.reduce(self._own_table(list(self.table.known))).wait()
             else:
                 total = self._partial.wait()
             return self.split.unpack(total)
-
-    def exchange(self, records: list[Trainable], groups: list[int]) -> tuple[Tensor, Tensor]:
-        """Returns the norms of some parameters and groups, exchanged now and among all again."""
-        with self._timer.phase("norm_all_reduce"):
-            table = self.split.table(self.table, records)[:, groups]
-            return self.split.unpack(self._reducer.reduce(table).wait())
 
     def own_squares(self) -> Tensor | None:
         """Returns squared norms of this rank's parts [K, B]; None if it has whole parameters."""

@@ -32,8 +32,14 @@ class Uses:
     """
 
     def __init__(self, batch_size: int, versions: Any):
-        self._batch_size, self._versions = batch_size, versions
+        self._batch_size, self.versions = batch_size, versions
         self.forget()
+
+    def gradients(
+        self, kind: str, records: tuple[Trainable, ...], value: Any
+    ) -> list[tuple[Trainable, Tensor]]:
+        """Returns G of some parameters, that one use leaves."""
+        return gradients_left(kind, records, value, self._batch_size)
 
     def forget(self) -> None:
         self._products: dict[Trainable, list[Pair]] = {}  # [B, T, d], [B, T, p]
@@ -55,7 +61,7 @@ class Uses:
         elif kind is FACTORS and records[0] in records[0].joint.factored and value.samples is None:
             self._note(self._look_ups, records[0], (value.ids, value.y), tensors)
             return
-        for record, gradients in gradients_left(kind, records, value, self._batch_size):
+        for record, gradients in self.gradients(kind, records, value):
             self._add(record, gradients, kind is not DENSE)
 
     def _note(
@@ -82,7 +88,7 @@ class Uses:
         for record in joint.records:
             products, look_ups = self._products.pop(record, []), self._look_ups.pop(record, [])
             noted = self._noted.pop(record, [])
-            self._versions.refuse_changed([((record,), *one) for one in noted], values=False)
+            self.versions.refuse_changed([((record,), *one) for one in noted], values=False)
             if record not in self._gradients:
                 if look_ups and not (products and _exceed(products, record.shape)):
                     factors: Any = EmbeddingFactors(*side_by_side(look_ups), record.shape[0])

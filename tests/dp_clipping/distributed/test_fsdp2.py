@@ -16,7 +16,7 @@ from ddp_by_hand.lm.parallel import parallelize
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.layers.recorder import LINEAR
-from dp_clipping.step.sums import work
+from dp_clipping.step.sums import sync_points, work
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
 from tests.support.on_ranks import on_ranks
@@ -132,7 +132,7 @@ def fused_steps(context: Context, cases: list[tuple]) -> None:
         with ExitStack() as stack:
             most = [0]
             if when == "each":
-                stack.enter_context(patch.object(work, "UNIT_BYTES", 0))
+                stack.enter_context(patch.object(sync_points, "UNIT_BYTES", 0))
             if when == "crowded" and context.rank == 1:
                 stack.enter_context(patch.object(work, "PENDING_BYTES", 0))
                 stack.enter_context(patch.object(work.Work, "_has_room", full(most, model)))
@@ -168,7 +168,7 @@ def note_departures(model) -> list[int]:
     left, launch = [], model.step_context.sums._launch
 
     def noted(parameters, totals):
-        if model.step_state.pending.work._is_in_backward:
+        if model.step_state.pending.work.points.defers_sums:
             left.append(len(parameters))
         launch(parameters, totals)
 

@@ -1,8 +1,10 @@
 """Predicted time and memory: the closed forms, and what grows with what."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dp_clipping.planning.cost_model import (
     ACCUMULATE,
@@ -13,7 +15,7 @@ from dp_clipping.planning.cost_model import (
     LinearShape,
     Rates,
     predict,
-    steps_of,
+    rates_of,
 )
 
 # One tile of one processor, without fixed costs: times are operations over rates.
@@ -68,11 +70,20 @@ def test_float32_products_are_slower():
 
 def test_processors_divide_the_tiles_of_all_samples():
     rates = replace(PLAIN, step=1.0, processors=3)
-    assert steps_of(USE, rates) == 1.0
-    wide = USE._replace(outputs=9)  # two tiles
-    assert steps_of(wide, rates) == 2.0
+    wide = USE._replace(outputs=9)  # two tiles, of one step each
     norm_and_sum = 2 * 2.0 + 2 * (2.0 * 8 * 8 * 8 * 3) * (1 / 2.0 + 1 / 5.0)
     assert predict(wide, ACCUMULATE, rates).seconds == pytest.approx(norm_and_sum)
+
+
+def test_rates_are_an_h200s_by_multiprocessors(monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=66)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    rates = rates_of.__wrapped__(torch.device("cuda"))
+    assert rates.processors == 66
+    for name in ("product", "gram", "weighted", "bandwidth"):
+        assert getattr(rates, name) == pytest.approx(getattr(Rates(), name) / 2)
+    assert rates.single == Rates().single
+    assert rates_of(torch.device("cpu")) == Rates()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

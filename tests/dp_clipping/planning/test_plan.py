@@ -243,7 +243,7 @@ def test_the_table_of_two_passes_with_measured_times():
 def test_the_choice_is_the_best_single_algorithm():
     """Compares the best of several measurements: what disturbs one makes it longer."""
     from ddp_by_hand.experiments.kernels.one_layer import OneLayer, Shape, judge_plan, medians
-    from dp_clipping.planning.calibration import rates_of
+    from dp_clipping.planning.cost_model import rates_of
 
     device = torch.device("cuda")
     wrong = []

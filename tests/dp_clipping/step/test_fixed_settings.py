@@ -58,11 +58,3 @@ def test_ranks_refuse_samples_together_where_they_agree_late(early, one_rank):
         refuse()
     with pytest.raises(ValueError, match="sample 3 is cut"):
         refuse() if early else run.optimizer.step()
-
-
-def test_settings_that_will_change_are_shown_with_what_comes():
-    run = engine.build()
-    engine.backward(run, engine.data()[:3])
-    run.optimizer.max_grad_norm, run.optimizer.noise_multiplier = 2.0, 3.0
-    found = run.optimizer.fixed_settings._public()
-    assert (found["noise_multiplier"], found["max_grad_norm"]) == ("1.0, then 3.0", "0.5, then 2.0")

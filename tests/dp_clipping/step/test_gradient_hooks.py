@@ -109,7 +109,7 @@ def test_a_later_hook_is_on_the_standard_module_too(network):
 def test_what_a_hook_returns_is_like_the_gradient(network, wrong):
     network[0].weight.register_hook(wrong)
     run = made(network)
-    with pytest.raises(ValueError, match=r"hook of 0\.weight returns .*: return None or a tensor"):
+    with pytest.raises((RuntimeError, TypeError), match=r"to assign a gradient|assigned grad"):
         gradients(run, batch())
 
 

@@ -8,21 +8,19 @@ from dp_clipping.sampling.usage import SampleUsage, Ticket
 from dp_clipping.step.state import BatchNorms, Phase, StepSettings, StepState
 from tests.support import engine, zoo
 
-IDLE, OPEN, REDUCED, NOISY = Phase
+IDLE, OPEN, NOISY = Phase
 
 NO_BACKWARD = "without a backward since the last one"
 NO_NOISE = "sums without noise must not be applied"
 TABLE = {
-    "open": {IDLE: OPEN, OPEN: "open already", REDUCED: "open already", NOISY: OPEN},
-    "add_backward": {IDLE: NO_BACKWARD, OPEN: OPEN, REDUCED: OPEN, NOISY: NO_BACKWARD},
-    "reduce": {IDLE: IDLE, OPEN: REDUCED, REDUCED: REDUCED, NOISY: NOISY},
-    "add_noise": {IDLE: NO_BACKWARD, OPEN: NOISY, REDUCED: NOISY, NOISY: NO_BACKWARD},
-    "apply": {IDLE: NO_NOISE, OPEN: NO_NOISE, REDUCED: NO_NOISE, NOISY: IDLE},
+    "open": {IDLE: OPEN, OPEN: "open already", NOISY: OPEN},
+    "add_noise": {IDLE: NO_BACKWARD, OPEN: NOISY, NOISY: NO_BACKWARD},
+    "apply": {IDLE: NO_NOISE, OPEN: NO_NOISE, NOISY: IDLE},
     "drop": dict.fromkeys(Phase, IDLE),
     "resume": dict.fromkeys(Phase, IDLE),
 }
 ARGUMENTS = {"open": ([3.0, 4.0],), "resume": (7,)}
-WALK = {IDLE: (), OPEN: ("open",), REDUCED: ("open", "reduce"), NOISY: ("open", "add_noise")}
+WALK = {IDLE: (), OPEN: ("open",), NOISY: ("open", "add_noise")}
 
 
 def at(phase: Phase, **options) -> StepState:
@@ -65,7 +63,7 @@ def test_a_refusal_ends_with_its_step(ends):
 def test_what_is_asked_of_it(phase):
     state = at(phase)
     assert state.is_idle == (phase is IDLE)
-    assert state.is_open == (phase in (OPEN, REDUCED))
+    assert state.is_open == (phase is OPEN)
     assert state.is_noisy == (phase is NOISY)
 
 
@@ -82,15 +80,13 @@ class TestASteps:
         state, seen = StepState(), []
         state.on_open = lambda: seen.append((state.phase, state.sensitivity))
         state.open([3.0, 4.0])
-        state.add_backward()
         assert seen == [(OPEN, 5.0)]
 
-    def test_settings_that_are_refused_leave_nothing_once_it_is_dropped(self):
+    def test_settings_that_are_refused_leave_nothing(self):
         state = StepState()
         state.on_open = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
             state.open([1.0])
-        state.drop()
         assert state.is_idle
 
     def test_norms_last_until_sums_are_dropped(self):
@@ -136,7 +132,7 @@ class TestSamples:
     @pytest.mark.parametrize("phase", Phase)
     def test_a_draw_begins_when_the_last_one_is_used(self, phase):
         state = at(phase)
-        if phase in (OPEN, REDUCED):
+        if phase is OPEN:
             with pytest.raises(RuntimeError, match="batch 3 of the loader begins before"):
                 state.begin_batch(3, in_training=True)
             assert state.batch_number is None
@@ -193,11 +189,9 @@ def test_one_step_of_an_engine_passes_through_all_phases():
     model.step_state.usage.forget()
     criterion(model(dataset.tensors[0][:4]), dataset.tensors[1][:4]).backward()
     note()
-    model.finish_synchronization()
-    note()
     optimizer.pre_step()
     note()
     optimizer.step()
     note()
-    assert phases == [IDLE, OPEN, REDUCED, NOISY, IDLE]
+    assert phases == [IDLE, OPEN, NOISY, IDLE]
     assert state.steps == 1

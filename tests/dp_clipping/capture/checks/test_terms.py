@@ -134,7 +134,7 @@ def test_a_generator_is_trained_through_the_frozen_network(mode, is_private):
         run.model.train()
 
 
-@pytest.mark.parametrize("way", ["zero_grad", "freeze", None])
+@pytest.mark.parametrize("way", ["freeze", "zero_grad"])
 def test_a_generator_is_trained_between_parts_of_a_batch(way):
     """What the private network's step applies is the same with a generator's step in between."""
     applied = []
@@ -155,9 +155,8 @@ def test_a_generator_is_trained_between_parts_of_a_batch(way):
                 ordinary(run.model(maker(torch.randn(4, 3))), torch.ones(4, 1)).backward()
                 run.model.train().requires_grad_(True)
                 if way == "zero_grad":
-                    run.optimizer.zero_grad()
-                elif way is None:
-                    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\)"):
+                    run.optimizer.zero_grad()  # which keeps the sums of the parts so far
+                    with pytest.raises(RuntimeError, match=r"unclipped: between parts .* freeze"):
                         run.model(x)
                     return
         applied.append([p.detach().clone() for p in run.network.parameters()])

@@ -45,7 +45,8 @@ def context_of(
     """Returns a stand-in for a `StepContext`, with what plans read of it."""
     capture = SimpleNamespace(trigger=torch.zeros(()), trained=weights)
     policy = policy_of(mode, **options)
-    return SimpleNamespace(capture=capture, policy=policy, plans=Plans())
+    streams = policy.per_layer and not policy.two_passes
+    return SimpleNamespace(capture=capture, policy=policy, plans=Plans(), streams=streams)
 
 
 def call(weight: Trainable, tokens: int = T) -> tuple:

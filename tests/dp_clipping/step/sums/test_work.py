@@ -1,11 +1,12 @@
 """When norms, coefficients and sums are formed: what waits, what is let go of, and in which order.
 
-An arithmetic that notes what it is asked for stands in for kernels. Parameters have one letter, and
+Work that notes what it is asked for stands in for kernels. Parameters have one letter, and
 a backward reaches them from the last one to the first.
 """
 
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
 from dp_clipping.profiling.timer import Timer
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.step.sums import fused, layer_plans, work
+from dp_clipping.step.sums import fused, layer_plans, sync_points, work
+from dp_clipping.step.sums.uses import Uses
 from dp_clipping.step.sums.work import Work
 from tests.dp_clipping.conftest import clipped_sums, private, trained
 from tests.support import zoo
@@ -30,41 +33,39 @@ SUM = SIZE * 4  # and of its sum
 ONE_MODULE = ("abcd",)
 
 
-class Noting:
-    """An arithmetic that notes its calls, as the letters of the parameters that each is for."""
+class Noting(Work):
+    """Work that notes its calls, as the letters of the parameters that each is for."""
 
-    def __init__(self, is_fused: bool, keeps: bool, late: str) -> None:
-        self.fused, self.keeps, self.late = is_fused, keeps, late
+    def __init__(self, is_fused: bool, late: str, *args: Any) -> None:
+        self.fused, self.late = is_fused, late
         self.events: list[tuple[str, str]] = []
-        self.waiting: list = []
+        self.unnormed: list = []
+        super().__init__(*args)
 
     def note(self, what: str, records: list) -> None:
         self.events.append((what, "".join(record.name for record in records)))
 
-    def begin(self, losses: Tensor, clip_norms: Tensor, streams: bool) -> None:
-        pass
-
-    def norms(self, lefts: list, step: Work, everything: bool) -> None:
+    def take_norms(self, lefts: list, everything: bool) -> None:
         records = [left.records[0] for left in lefts]
-        self.waiting += [record for record in records if record.name in self.late]
-        records = [record for record in records if record not in self.waiting]
+        self.unnormed += [record for record in records if record.name in self.late]
+        records = [record for record in records if record not in self.unnormed]
         if everything:
-            records, self.waiting = records + self.waiting, []
+            records, self.unnormed = records + self.unnormed, []
         if records:
             self.note("norms", records)
-            step.found(records, torch.ones(len(records), BATCH))
+            self.norms.table.add_rows(records, torch.ones(len(records), BATCH))
         for left in lefts:
-            if self.keeps:
-                step.keep(left.records[0], left.value[0], left.tensors)
+            if self.two_passes:
+                self.recomputed.append(left.records[0])
             else:
-                step.recomputed.append(left.records[0])
+                self.keep([(left.records[0], left.value[0])])
 
-    def clip(self, step: Work, groups: list[int]) -> BatchNorms:
+    def set_coefficients(self, groups: list[int]) -> BatchNorms:
         self.events.append(("clip", "".join(map(str, groups))))
         return BatchNorms(torch.ones(BATCH), torch.ones(1, BATCH))
 
-    def summands(self, lefts: list, taken: set) -> tuple[list, list]:
-        new = [left for left in lefts if left.records[0] not in taken]
+    def summands(self, lefts: list) -> tuple[list, list]:
+        new = [left for left in lefts if left.records[0] not in self.taken]
         summands = [(left.value[0], left.tensors, left.versions) for left in new]
         return [left.records[0] for left in new], summands
 
@@ -88,8 +89,8 @@ def sharding_of(records: list, modules: tuple[str, ...]) -> SimpleNamespace:
 class Shards:
     """Sums of a sharded model, which leave when they are told to."""
 
-    def __init__(self, events: list) -> None:
-        self.deferred, self.events = False, events
+    deferred = False
+    events: list
 
     def launch_ready(self) -> None:
         self.events.append(("send", ""))
@@ -117,22 +118,23 @@ class Step:
         }
         everyone = list(self.records.values())
         members = [[r for r in everyone if r.group == k] for k in sorted({*map(int, groups)})]
-        self.arithmetic = Noting(is_fused, not two_passes, late)
-        self.events = self.arithmetic.events
         plans = SimpleNamespace(
             make=lambda: None, runs_twice=False, gradient_bytes={}, choices={},
             kept_as_they_are={self.records[name] for name in stay}, at_first=-saved,
         )  # fmt: skip
         capture = SimpleNamespace(trained=everyone, members=members, trigger=torch.zeros(()))
-        policy = SimpleNamespace(
-            two_passes=two_passes, per_layer=len(members) > 1, dense_always=False
-        )
+        policy = SimpleNamespace(two_passes=two_passes, dense_always=False)
         context = SimpleNamespace(
             capture=capture, policy=policy, reducer=NormReducer(), timer=Timer(None),
             sharding=None if modules is None else sharding_of(everyone, modules),
-            departures=None, sums=None if modules is None else Shards(self.events),
+            departures=None, sums=None if modules is None else Shards(), streams=len(members) > 1,
         )  # fmt: skip
-        self.work = Work(context, BATCH, self.arithmetic, plans, compiled)
+        self.work = Noting(
+            is_fused, late, context, BATCH, Uses(BATCH, Kept()), None, plans, compiled
+        )
+        self.events = self.work.events
+        if modules is not None:
+            context.sums.events = self.events
         self.work.begin(torch.zeros(BATCH), torch.ones(len(members)), list)
 
     def take(self, names: str, kind: str = DENSE) -> list[weakref.ref]:
@@ -146,7 +148,8 @@ class Step:
 
     def backward(self, names: str, kind: str = DENSE) -> list[weakref.ref]:
         self.work.seen.clear()
-        with self.work.in_backward():
+        points = self.work.points
+        with nullcontext() if points is None else points.in_backward():
             return self.take(names, kind)
 
     def end(self) -> list[tuple[str, str]]:
@@ -366,10 +369,10 @@ def test_a_second_backward_brings_nothing_for_sums_that_are_there():
 )
 def test_ranks_meet_where_enough_modules_are_complete(monkeypatch, modules, meetings, sent_with):
     """Whatever a rank's batch and memory are; sums leave there, and once more at the end."""
-    monkeypatch.setattr(work, "MEETINGS", meetings)
+    monkeypatch.setattr(sync_points, "MEETINGS", meetings)
     step = Step(groups="0123", modules=modules)
     found = []
-    with step.work.in_backward():
+    with step.work.points.in_backward():
         for name in "dcba":
             before = len(step.events)
             step.take(name)
@@ -380,16 +383,16 @@ def test_ranks_meet_where_enough_modules_are_complete(monkeypatch, modules, meet
 
 def test_at_a_sync_point_complete_groups_are_summed_and_sent():
     step = Step(groups="0011", modules=("ab", "cd"))
-    with step.work.in_backward():
+    with step.work.points.in_backward():
         step.take("dc")
         assert step.events == [("norms", "dc"), ("clip", "1"), ("sums", "dc"), ("send", "")]
-        assert step.work._departures.deferred
-    assert not step.work._departures.deferred
+        assert step.work.points.defers_sums
+    assert not step.work.points.defers_sums
 
 
 def test_flat_clipping_sends_nothing_in_backward():
     step = Step(modules=("ab", "cd"))
-    with step.work.in_backward():
+    with step.work.points.in_backward():
         step.take("dcba")
         assert step.events == []
     assert step.end()[1:] == [("norms", "dcba"), ("clip", "0"), ("sums", "dcba")]
@@ -398,7 +401,7 @@ def test_flat_clipping_sends_nothing_in_backward():
 def test_memory_forms_no_sums_that_wait_for_a_sync_point(little):
     """Sums leave at sync points, so that forming them early would free nothing."""
     step = Step(modules=ONE_MODULE, groups="0011")
-    with step.work.in_backward():
+    with step.work.points.in_backward():
         assert step.work.bytes_of((step.records["a"],)) == 0
     assert step.work.bytes_of((step.records["a"],)) == SUM
 
@@ -416,7 +419,7 @@ def test_layerwise_norms_leave_at_sync_points_in_one_order(arrival):
     """Also with flat clipping, and in the order of the network, whatever arrives first."""
     step, sent = Step(modules=("ab", "cd")), []
     step.work.norms._partial = SimpleNamespace(add=lambda record: sent.append(record.name))
-    with step.work.in_backward():
+    with step.work.points.in_backward():
         step.take(arrival[:2])
         assert sent == ["d", "c"]
         assert step.events == [("norms", arrival[:2]), ("send", "")]
