@@ -16,6 +16,7 @@ Without storing, the same loop accumulates the norm over tokens with nothing mat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -94,15 +95,17 @@ def _launch(
     results = given or [
         y.new_empty(batch_size, *shape, dtype=dtype) if store else None for shape in shapes
     ]  # fmt: skip
-    counts = [-(-d // tile.rows) * -(-p // tile.columns) for d, p in shapes]
-    new = y.new_empty if min(counts) == max(counts) else y.new_zeros
-    squares = new(len(pairs), batch_size, max(counts), dtype=torch.float32)
+    counts, programs, share, aligned = _division(
+        tuple(shapes), batch_size, tile.rows, tile.columns, dtype.itemsize
+    )
+    most = max(counts)
+    new = y.new_empty if min(counts) == most else y.new_zeros
+    squares = new(len(pairs), batch_size, most, dtype=torch.float32)
     shared = dict(
         STORE=store, EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows,
         BLOCK_P=tile.columns, BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    rows = [p * dtype.itemsize % ALIGNMENT for _, p in shapes]  # results are new: they are aligned
-    written = store and described and not any(rows)
+    written = store and described and aligned
     # In a loop over samples the tile that is being stored has memory of its own.
     written_in_loop = written and dtype.itemsize <= y.element_size()
     if len(pairs) == 1 and described and written == store:
@@ -113,20 +116,35 @@ def _launch(
             squares, batch_size, tokens[0], y.shape[2], a.shape[2], **shared,
         )  # fmt: skip
     else:
-        # Where there are few tiles, samples are divided among programs too.
-        share = ceil_div(batch_size, min(batch_size, ceil_div(PROGRAMS, sum(counts))))
-        splits = ceil_div(batch_size, share)
-        programs = [count * splits for count in counts]
         layers = table(operands, results, programs, [0] * len(pairs))
         launch(
             _gradients_kernel, (layers.programs,), (layers.words, layers.starts, squares),
-            (len(pairs), batch_size, max(counts), share),
+            (len(pairs), batch_size, most, share),
             DTYPE=y.dtype, STORED=dtype, DESCRIBED=described,
             WRITTEN=written_in_loop, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
     # In float64: a norm's last bit must not tell how many tiles the launch's other layers had.
     total = squares.sum(2, dtype=torch.float64).float()
     return list(zip(results, total.unbind(0), strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _division(
+    shapes: tuple[tuple[int, int], ...], batch_size: int, rows: int, columns: int, itemsize: int
+) -> tuple[list[int], list[int], int, bool]:
+    """Returns tiles and programs of each G [d, p], samples of a program, and `aligned`.
+
+    Where there are few tiles, samples are divided among programs too. `aligned` is whether rows of
+    all G, which start at a multiple of ALIGNMENT, do so as well.
+
+    Args:
+        rows, columns, itemsize: of a tile, and bytes of an element of G.
+    """
+    counts = [ceil_div(d, rows) * ceil_div(p, columns) for d, p in shapes]
+    share = ceil_div(batch_size, min(batch_size, ceil_div(PROGRAMS, max(1, sum(counts)))))
+    splits = ceil_div(batch_size, share)
+    aligned = all(p * itemsize % ALIGNMENT == 0 for _, p in shapes)
+    return counts, [count * splits for count in counts], share, aligned
 
 
 def gradient_and_squares_plain(

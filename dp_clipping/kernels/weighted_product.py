@@ -76,7 +76,7 @@ def weighted_products(
         groups: which of the K clipping groups each pair belongs to.
     """
     found: list = [None] * len(pairs)
-    for numbers in launches(pairs, LARGE):
+    for numbers in launches(pairs, LARGE, longest_first=True):
         operands = operands_of([pairs[n] for n in numbers])
         launched = _launch(operands, weights, [groups[n] for n in numbers], tile)
         for number, result in zip(numbers, launched, strict=True):

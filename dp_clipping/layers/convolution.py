@@ -360,7 +360,9 @@ def take_norms(uses: Sequence[KernelFactors], keep: bool) -> list[Rows]:
         else:
             together.setdefault(stores, []).append(n)
     for stores, numbers in together.items():
-        pairs = [pair for n in numbers for pair in uses[n].pairs]
+        pairs: list[Pair] = []
+        for n in numbers:
+            pairs += uses[n].pairs
         results = gradients_and_squares(pairs, None, stores)
         for n in numbers:
             use = uses[n]

@@ -117,13 +117,14 @@ def table(
     return Table(numbers[len(starts) :], numbers[: len(starts)], starts[-1])
 
 
-def launches(pairs: Sequence[Pair], large: float = LARGE) -> Iterator[list[int]]:
+def launches(
+    pairs: Sequence[Pair], large: float = LARGE, longest_first: bool = False
+) -> Iterator[Sequence[int]]:
     """Yields the pairs of each launch: one of `large`, or smaller ones of one B and dtype.
-
-    Those with most tokens come first, since their programs take longest.
 
     Args:
         large: operations from which on a product has a launch of its own.
+        longest_first: those with most tokens come first, for programs that read all samples.
     """
     small: dict[tuple, list[tuple[int, int]]] = {}
     for number, (left, right) in enumerate(pairs):
@@ -136,9 +137,11 @@ def launches(pairs: Sequence[Pair], large: float = LARGE) -> Iterator[list[int]]
             small[key] = []
         small[key].append((-tokens, number))
     for several in small.values():
-        several.sort()
-        for first in range(0, len(several), MOST_ROWS):
-            yield [number for _, number in several[first : first + MOST_ROWS]]
+        if longest_first:
+            several.sort()
+        _, numbers = zip(*several, strict=True)
+        for first in range(0, len(numbers), MOST_ROWS):
+            yield numbers[first : first + MOST_ROWS]
 
 
 def describe(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:

@@ -413,7 +413,7 @@ class Fused(Work):
         if products:
             numbers, own, pairs = zip(*products, strict=True)
             with NOTHING if label is None else label("sum", (records[n] for n in numbers)):
-                tile = tile_of(self._tile_size, *{pair[0].dtype for pair in pairs})
+                tile = tile_of(self._tile_size, *{one[0].dtype for _, _, one in products})
                 ordered = SortedCoefficients.of(coefficients) if scaled else scale.sorted
                 found += weighted_products(pairs, ordered, own, tile)
         for (n, _, _), total in zip((*kept, *products), found, strict=True):
