@@ -52,7 +52,6 @@ PARSES_FIRST = re.compile(
 NOT_PARSED = {  # the others would run
     "your_training.py": "the reader's own program",
     "pytest": "not ours",
-    "dp_clipping.planning.calibration": "takes no arguments",
     "tests.support.agreement_cost": "takes no arguments",
     "tests.support.host_cost": "takes no arguments",
     "tests.support.mutants": "takes names of mutants",
