@@ -6,17 +6,11 @@ y are output gradients, x inputs, l output positions and k the kernel's taps (Ro
 arXiv:1912.06015). A transposed convolution is the same with x and y exchanged. Forward and the
 input's gradient are PyTorch's own.
 
-The kernels keep G where it is smaller than x and y together. Elsewhere they keep x and y. Then,
-where positions are few, norms come from Gram matrices, and G_i is computed for the sum. Where they
-are many, G_i is computed for the norm and, by the same operations, again for the sum, so that the
-summed values are those of the norm.
+`kernels.convolution` has what kernels do with x and y.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,35 +18,17 @@ from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import (
     ACCUMULATED,
-    SUM_ROUNDING,
     full_float32,
-    stored_dtype,
     sum_of_pictures,
 )
-from dp_clipping.clipping.norms import GRAM_ROUNDING
-from dp_clipping.kernels.convolution import gram
+from dp_clipping.kernels.convolution.factors import PACKED_BYTES, ConvolutionFactors
 from dp_clipping.kernels.convolution.geometry import NARROW, Geometry, gradients_plain
-from dp_clipping.kernels.convolution.layout import (
-    Layout,
-    Pair,
-    layout_of,
-    memory_of_gradients,
-    packed,
-    pairs_of,
-    pairs_of_groups,
-    weight_of,
-)
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
-from dp_clipping.kernels.convolution.packing import Packed
-from dp_clipping.kernels.gradient import gradients_and_squares
-from dp_clipping.kernels.launch.tiles import ceil_div
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, autocast_operands, forward_of
 from dp_clipping.layers.recorder import DENSE, FACTORS
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
-PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them
-LEAST_PROGRAMS = 192  # of a launch, if samples are divided: fewer leave processors idle
 KINDS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
@@ -239,153 +215,6 @@ class Factors:
         whole = found[0] if len(found) == 1 else torch.cat(found)
         return whole.view(self.batch_size, *self.shape)
 
-    def on_kernels(self) -> "KernelFactors":
+    def on_kernels(self) -> ConvolutionFactors:
         """Returns the same for the kernels."""
-        return KernelFactors(self)
-
-
-class KernelFactors:
-    """Operands of one use, packed for the kernels of linear layers; see `take_norms`.
-
-    Attributes:
-        layout: of packed operands.
-        samples: how many are packed at a time, if G is kept in their place; 0: it is larger.
-        values: the packed operands' tensors, of which the sum will be formed.
-        scale: [B] float32, by which gradients and products of `values` are multiplied, or None.
-        pairs: `values` as operands of linear layers [B, T, ..], one of each run.
-        gradients: G of each run [B, ..], or None.
-    """
-
-    held = attrgetter("values")
-
-    def __init__(self, use: Factors):
-        self.use: Any = use
-        self._shape, self._geometry, self.batch_size = use.shape, use.geometry, use.batch_size
-        wide = use.x.dtype == torch.float32
-        self._tf32 = wide and torch.backends.cudnn.conv.fp32_precision == "tf32"
-        self.dtype = torch.float16 if self._tf32 else use.x.dtype
-        pictures = max(1, use.x.shape[0] // max(1, self.batch_size))
-        given = use.x.shape, use.y.shape
-        self.layout = layout_of(*given, self.dtype.itemsize, pictures, use.geometry)
-        self.samples = samples_at_a_time(self.layout, self.dtype, self.batch_size, PACKED_BYTES)
-        self.values: tuple[Tensor, ...] = ()  # may be the layer's own
-        self.scale: Tensor | None = None
-        self.pairs: list[Pair] = []
-        self.gradients: list[Tensor] | None = None
-
-    def pack(self) -> Packed:
-        """Packs all samples, in place of what they are packed from."""
-        use, self.use = self.use, None
-        found = packed(use.x, use.y, self.layout, self._geometry, self._tf32)
-        self.values, self.scale = found[:2], found.scale
-        self.pairs = pairs_of(found, self.layout)
-        return found
-
-    def keep(self, gradients: list[Tensor]) -> None:
-        """Keeps G [B · groups, ..] of each run in place of the operands."""
-        self.values, self.pairs = (), []
-        self.gradients = [g.view(self.batch_size, -1, g.shape[2]) for g in gradients]
-
-    def take_norms_of_pieces(self) -> Tensor:
-        """Returns squared norms [runs, B] and keeps G; some samples after others are packed."""
-        size, layout, samples = self.batch_size, self.layout, self.samples
-        pictures, groups = layout.to_x.pictures, self._geometry.groups
-        use, self.use = self.use, None
-        x, y = use.x, use.y
-        del use
-        gradients = memory_of_gradients(y, layout, size, stored_dtype(self.dtype))
-        squares, scales = [], []
-        for first in range(0, size, samples):
-            rows = slice(first * pictures, (first + samples) * pictures)
-            own = slice(first * groups, (first + samples) * groups)
-            piece = packed(x[rows], y[rows], layout, self._geometry, self._tf32)
-            if first + samples >= size:
-                del x, y  # nobody else may have them
-            found = gradients_and_squares(
-                pairs_of(piece, layout), None, [g[own] for g in gradients]
-            )
-            squares.append(torch.stack([one for _, one in found]))
-            scales.append(piece.scale)
-            del piece  # before others are packed
-        if scales[0] is not None:
-            self.scale = torch.cat(scales)
-        self.keep(gradients)
-        return self.of_samples(torch.cat(squares, 1))
-
-    def of_samples(self, squares: Tensor) -> Tensor:
-        """Returns squared norms [runs, B] from those of groups of scaled operands."""
-        groups = self._geometry.groups
-        if groups > 1:
-            squares = squares.unflatten(1, (self.batch_size, groups)).sum(2)
-        return squares if self.scale is None else squares * (self.scale * self.scale)
-
-    def summands(self) -> list[Pair]:
-        """Returns operands [B, T, ..] whose sums `shaped` takes, several for each run's groups."""
-        if not self.values:  # of a second backward
-            self.pack()
-        groups = self._geometry.groups
-        return self.pairs if groups == 1 else pairs_of_groups(self.pairs, groups)
-
-    def shaped(self, totals: list[Tensor]) -> Tensor:
-        """Returns the sum in the parameter's shape, from those of `gradients` or `summands`."""
-        groups = self._geometry.groups
-        if self.gradients is None and groups > 1:
-            firsts = range(0, len(totals), groups)
-            totals = [torch.stack(totals[first : first + groups]) for first in firsts]
-        return weight_of(totals, self.layout, self._shape)
-
-
-Rows = tuple[Tensor, Tensor | None, float, float]
-"""Squared norms [n, B], whose sum is a parameter's, and the rest as in `Norms.add_rows`."""
-
-
-def take_norms(uses: Sequence[KernelFactors], keep: bool) -> list[Rows]:
-    """Returns norms of each use; with `keep`, G is stored where it is smaller than operands.
-
-    Few launches serve those that are packed at once.
-    """
-    found: list[Any] = [None] * len(uses)
-    together: dict[bool, list[int]] = {}
-    for n, use in enumerate(uses):
-        stores = keep and use.samples > 0
-        if stores and use.samples < use.batch_size:
-            found[n] = use.take_norms_of_pieces(), None, 0.0, 0.0
-            continue
-        operands = use.pack()
-        if not stores and gram.pays(use.layout, use.dtype.itemsize):
-            squares, scales = gram.gram_squares(operands, use.layout)
-            positions = use.layout.to_x.pictures * prod(use.layout.positions)
-            error = positions * SUM_ROUNDING[torch.float32]
-            found[n] = squares[None], scales[None], GRAM_ROUNDING, error
-        else:
-            together.setdefault(stores, []).append(n)
-    for stores, numbers in together.items():
-        pairs: list[Pair] = []
-        for n in numbers:
-            pairs += uses[n].pairs
-        results = gradients_and_squares(pairs, None, stores)
-        for n in numbers:
-            use = uses[n]
-            own, results = results[: len(use.pairs)], results[len(use.pairs) :]
-            gradients, squares = zip(*own, strict=True)
-            found[n] = use.of_samples(torch.stack(squares)), None, 0.0, 0.0
-            if stores:
-                use.keep(gradients)
-    return found
-
-
-@lru_cache(maxsize=1024)
-def samples_at_a_time(layout: Layout, dtype: torch.dtype, batch_size: int, most: int) -> int:
-    """Returns how many samples are packed at a time, if G is smaller; 0: it is not.
-
-    They take `most` bytes, or are as many as make `LEAST_PROGRAMS`, if these are more.
-
-    Args:
-        dtype: of packed operands.
-    """
-    operands = batch_size * layout.elements * dtype.itemsize
-    if batch_size * layout.values * stored_dtype(dtype).itemsize > operands:
-        return 0
-    programs = batch_size * layout.tiles
-    pieces = min(batch_size, ceil_div(operands, most), max(1, programs // LEAST_PROGRAMS))
-    return ceil_div(batch_size, pieces) if pieces else 1
+        return ConvolutionFactors(self)

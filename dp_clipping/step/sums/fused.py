@@ -11,14 +11,13 @@ have been sent by then, each with at most its threshold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dp_clipping.capture.compile_forecast import refuse_repeated
-from dp_clipping.clipping.accumulation import SUM_ROUNDING, product_squares, sum_of_one_token
+from dp_clipping.clipping.accumulation import SUM_ROUNDING, product_squares
 from dp_clipping.clipping.coefficients import (
     CLIPPING_FUNCTIONS,
     MARGIN,
@@ -27,18 +26,15 @@ from dp_clipping.clipping.coefficients import (
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
-from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums
+from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
+from dp_clipping.kernels.embedding import Tokens, token_sums
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
 from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients
-from dp_clipping.kernels.sorted_coefficients import Coefficients, SortedCoefficients
+from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import squared_norms, squares_of_vectors
-from dp_clipping.kernels.weighted_product import weighted_products
-from dp_clipping.kernels.weighted_sum import weighted_sums
-from dp_clipping.layers.convolution import KernelFactors as ConvolutionFactors
-from dp_clipping.layers.convolution import take_norms
-from dp_clipping.layers.embedding.factors import TableGradients, TiedFactors
+from dp_clipping.layers.embedding.factors import TiedFactors
 from dp_clipping.layers.embedding.tied import TiedTokens
 from dp_clipping.layers.recorder import (
     DENSE,
@@ -53,19 +49,12 @@ from dp_clipping.layers.recorder import (
 from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.state import BatchNorms
+from dp_clipping.step.sums.clipped_sums import Table, clipped_sums
 from dp_clipping.step.sums.layer_plans import FusedPlans
 from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import version_of
 
 Pair = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Points to one embedding among those that share a launch, for its sum."""
-
-    sums: TokenSums
-    number: int
 
 
 class Fused(Work):
@@ -363,86 +352,5 @@ class Fused(Work):
         return records, found
 
     def sums(self, records: Sequence[Trainable], values: list[Any]) -> list[Tensor]:
-        """Returns Σ_i c_i G_i of each parameter, [*parameter] in float32.
-
-        Args:
-            values: G [B, *parameter], a linear layer's factors as a pair, a `Table`, or an object
-                with `weighted_sum`.
-        """
-        scale, label = self._scale, self._label
-        totals: dict[int, Any] = dict.fromkeys(range(len(values)))
-        rows = [scale.rows[record.group] for record in records]
-        count = scale.values.shape[0]
-        kept: list[tuple[int, int, Tensor]] = []  # number of the parameter, row of coefficients, G
-        products: list[tuple[int, int, Pair]] = []
-        scaled: list[tuple[int, Tensor]] = []  # rows of coefficients, and what scales them
-        parts: dict[int, list[Tensor]] = {}  # of the sums of convolutions
-        tables: dict[TokenSums, list[int]] = {}
-        alone: list[int] = []  # those of one launch each
-        for n, one in enumerate(values):
-            if isinstance(one, Tensor):
-                kept.append((n, rows[n], one))
-            elif isinstance(one, tuple):
-                if one[0].shape[1] == 1:
-                    alone.append(n)
-                else:
-                    products.append((n, rows[n], one))
-            elif isinstance(one, TableGradients):
-                kept.append((n, rows[n], one.gradients))
-            elif isinstance(one, Table):
-                tables.setdefault(one.sums, []).append(n)
-            elif isinstance(one, ConvolutionFactors):
-                row, pairs = rows[n], one.summands() if one.gradients is None else ()
-                if one.scale is not None:
-                    scaled.append((row, one.scale))
-                    row = count + len(scaled) - 1
-                for pair in pairs:
-                    products.append((n, row, pair))
-                for gradients in one.gradients or ():
-                    kept.append((n, row, gradients))
-                parts[n] = []
-            else:
-                alone.append(n)
-
-        coefficients = _with_scaled(scale.values, scaled) if scaled else scale.values
-        found: list[Tensor] = []
-        if kept:
-            numbers, own, given = zip(*kept, strict=True)
-            with NOTHING if label is None else label("sum", (records[n] for n in numbers)):
-                found += weighted_sums(given, coefficients, own)
-        if products:
-            numbers, own, pairs = zip(*products, strict=True)
-            with NOTHING if label is None else label("sum", (records[n] for n in numbers)):
-                tile = tile_of(self._tile_size, *{one[0].dtype for _, _, one in products})
-                ordered = SortedCoefficients.of(coefficients) if scaled else scale.sorted
-                found += weighted_products(pairs, ordered, own, tile)
-        for (n, _, _), total in zip((*kept, *products), found, strict=True):
-            if n in parts:
-                parts[n].append(total)
-            else:
-                totals[n] = total
-        for n, several in parts.items():
-            totals[n] = values[n].shaped(several)
-        for sums, mine in tables.items():
-            with NOTHING if label is None else label("sum", (records[n] for n in mine)):
-                uses = [values[n].number for n in mine]
-                found = sums.weighted_sums(uses, scale.values, [rows[n] for n in mine])
-            totals |= zip(mine, found, strict=True)
-        for n in alone:
-            one, c = values[n], scale.values[rows[n]]
-            with NOTHING if label is None else label("sum", (records[n],)):
-                if isinstance(one, tuple):
-                    totals[n] = sum_of_one_token(one[0], one[1], c)
-                else:
-                    totals[n] = one.weighted_sum(c)
-        values.clear()
-        return list(totals.values())
-
-
-def _with_scaled(values: Tensor, scaled: list[tuple[int, Tensor]]) -> Tensor:
-    """Returns coefficients [K, B], and behind them chosen rows times scales [B]."""
-    rows, scales = zip(*scaled, strict=True)
-    chosen = values
-    if len(values) > 1:
-        chosen = values[on_device(rows, torch.int64, values.device)]
-    return torch.cat([values, chosen * torch.stack(scales)])
+        assert self._scale is not None
+        return clipped_sums(records, values, self._scale, self._tile_size, self._label)

@@ -9,26 +9,27 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import full_float32
+from dp_clipping.kernels.convolution import factors as of_factors
+from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
 from dp_clipping.kernels.convolution.geometry import Geometry
 from dp_clipping.kernels.convolution.layout import layout_of, packed, pairs_of, weight_of
 from dp_clipping.kernels.convolution.packing import Packed
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
-from dp_clipping.layers import convolution
-from dp_clipping.layers.convolution import Factors, KernelFactors, take_norms
+from dp_clipping.layers.convolution import Factors
 from tests.support.convolution_cases import DTYPES, TF32, WIDE, operands
 from tests.support.kernel_cases import Place, on_kernels
 
 
-def factors(x: Tensor, y: Tensor, case: tuple, tf32: bool = True) -> KernelFactors:
+def factors(x: Tensor, y: Tensor, case: tuple, tf32: bool = True) -> ConvolutionFactors:
     size, _, channels, outputs, _, geometry = case
     shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
     with nullcontext() if tf32 else full_float32(layers=True):
         return Factors(x, y, shape, size, geometry, transposed=False).on_kernels()
 
 
-def total_of(use: KernelFactors, c: Tensor) -> Tensor:
+def total_of(use: ConvolutionFactors, c: Tensor) -> Tensor:
     """Returns Σ_i c_i G_i, as `Fused.sums` forms it."""
     pairs = use.summands() if use.gradients is None else []
     c = c if use.scale is None else c * use.scale
@@ -37,19 +38,19 @@ def total_of(use: KernelFactors, c: Tensor) -> Tensor:
     return use.shaped(weighted_products(pairs, SortedCoefficients.of(c), [0] * len(pairs)))
 
 
-def norm_of(use: KernelFactors, keep: bool = True) -> tuple[Tensor, bool]:
+def norm_of(use: ConvolutionFactors, keep: bool = True) -> tuple[Tensor, bool]:
     """Returns squared norms [B], and whether they are exact."""
     ((squares, scales, _, _),) = take_norms([use], keep)
     return squares.sum(0), scales is None
 
 
-def kept(use: KernelFactors) -> tuple[Tensor, bool]:
+def kept(use: ConvolutionFactors) -> tuple[Tensor, bool]:
     """Takes the norm and keeps G, also where operands are smaller."""
     use.samples = use.batch_size
     return norm_of(use)
 
 
-def not_kept(use: KernelFactors) -> tuple[Tensor, bool]:
+def not_kept(use: ConvolutionFactors) -> tuple[Tensor, bool]:
     return norm_of(use, keep=False)
 
 
@@ -122,18 +123,16 @@ def test_pieces(place: Place) -> None:
         return packed(x, *rest)
 
     for most, programs in ((1 << 26, 1), (1, 1), (1, 10)):
-        convolution.samples_at_a_time.cache_clear()
+        of_factors.samples_at_a_time.cache_clear()
         with (
-            patch.object(convolution, "PACKED_BYTES", most),
-            patch.object(convolution, "LEAST_PROGRAMS", programs),
-            patch.object(
-                convolution, "packed", lambda x, *a: packs.append(len(x)) or packed(x, *a)
-            ),
+            patch.object(of_factors, "PACKED_BYTES", most),
+            patch.object(of_factors, "LEAST_PROGRAMS", programs),
+            patch.object(of_factors, "packed", counting),
         ):
             use = factors(x, y, case)
             squares, _ = norm_of(use)
             found.append((squares, total_of(use, torch.ones(3, device=place.device))))
-    convolution.samples_at_a_time.cache_clear()
+    of_factors.samples_at_a_time.cache_clear()
     assert packs == [6] + [2] * 3 + [6]
     for one, other, as_before in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * one.abs().max().item())
