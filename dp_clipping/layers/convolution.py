@@ -21,7 +21,7 @@ from dp_clipping.clipping.accumulation import (
     full_float32,
     sum_of_pictures,
 )
-from dp_clipping.kernels.convolution.factors import PACKED_BYTES, ConvolutionFactors
+from dp_clipping.kernels.convolution import packing
 from dp_clipping.kernels.convolution.geometry import NARROW, Geometry, gradients_plain
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.layers import tensor_parallel
@@ -138,7 +138,7 @@ class Convolution(torch.autograd.Function):
         ctx.slot_dtype = None if weight_slot is None else weight_slot.dtype
         y = torch.convolution(x, weight, bias, *options)
         if site is not None and site.weight is not None and private_step.plans.measures:
-            private_step.plans.note_other(site.weight, x, y, PACKED_BYTES)
+            private_step.plans.note_other(site.weight, x, y, packing.PACKED_BYTES)
         return y
 
     @staticmethod
@@ -214,7 +214,3 @@ class Factors:
             ]
         whole = found[0] if len(found) == 1 else torch.cat(found)
         return whole.view(self.batch_size, *self.shape)
-
-    def on_kernels(self) -> ConvolutionFactors:
-        """Returns the same for the kernels."""
-        return ConvolutionFactors(self)

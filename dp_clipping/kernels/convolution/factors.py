@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import SUM_ROUNDING, stored_dtype
 from dp_clipping.clipping.norms import GRAM_ROUNDING
-from dp_clipping.kernels.convolution import gram
+from dp_clipping.kernels.convolution import gram, packing
 from dp_clipping.kernels.convolution.layout import (
     Layout,
     Pair,
@@ -33,7 +33,6 @@ from dp_clipping.kernels.convolution.packing import Packed
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.launch.tiles import ceil_div
 
-PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them
 LEAST_PROGRAMS = 192  # of a launch, if samples are divided: fewer leave processors idle
 
 
@@ -64,7 +63,9 @@ class ConvolutionFactors:
         pictures = max(1, use.x.shape[0] // max(1, self.batch_size))
         given = use.x.shape, use.y.shape
         self.layout = layout_of(*given, self.dtype.itemsize, pictures, use.geometry)
-        self.samples = samples_at_a_time(self.layout, self.dtype, self.batch_size, PACKED_BYTES)
+        self.samples = samples_at_a_time(
+            self.layout, self.dtype, self.batch_size, packing.PACKED_BYTES
+        )
         self.values: tuple[Tensor, ...] = ()  # may be the layer's own
         self.scale: Tensor | None = None
         self.pairs: list[Pair] = []

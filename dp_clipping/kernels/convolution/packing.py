@@ -21,6 +21,7 @@ from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two
 EXPONENT = 14  # of the largest value in float16
 SMALLEST = -100  # exponent of a sample's largest value, below which it is scaled no further
 BLOCK = 64  # channels and pixels that a program packs
+PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them
 NONE, ONE = (0, 0, 0), (1, 1, 1)
 UNSPECIALIZED = [
     f"{name}_{operand}"

@@ -48,7 +48,6 @@ import torch
 from torch.cuda import is_current_stream_capturing  # the real one, also as in a capture
 
 from dp_clipping.files import write_atomically
-from dp_clipping.kernels.launch.grouped_launch import Operands
 from dp_clipping.kernels.launch.tiles import INTERPRETED, Tile, triton
 from dp_clipping.torch_compat import spin
 
@@ -103,13 +102,14 @@ def best(
 
 def best_for_pairs(
     kernel: str,
-    operands: Operands,
+    operands: Any,
     tiles: Mapping[int, Sequence[Tile]],
     run: Launch,
 ) -> Tile:
     """Calls `best` for one launch over pairs [B, T, d] and [B, T, p] of one B and dtype.
 
     Args:
+        operands: a `grouped_launch.Operands`.
         tiles: candidates by the bytes of an element. The default is the first of those whose
             padding is least.
     """

@@ -34,6 +34,7 @@ from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
 from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients
 from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import squared_norms, squares_of_vectors
+from dp_clipping.layers import convolution
 from dp_clipping.layers.embedding.factors import TiedFactors
 from dp_clipping.layers.embedding.tied import TiedTokens
 from dp_clipping.layers.recorder import (
@@ -55,6 +56,13 @@ from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import version_of
 
 Pair = tuple[Tensor, Tensor]
+ON_KERNELS: dict[type, Any] = {convolution.Factors: ConvolutionFactors, TiedFactors: TiedTokens.of}
+
+
+def _on_kernels(value: Any) -> Any:
+    """Returns factors of a use in the form that kernels take."""
+    make = ON_KERNELS.get(type(value))
+    return value.on_kernels() if make is None else make(value)
 
 
 class Fused(Work):
@@ -164,8 +172,7 @@ class Fused(Work):
         while lefts:
             left = lefts.pop()
             (record,), value = left.records, left.value
-            is_tied = type(value) is TiedFactors
-            use: Any = TiedTokens.of(value) if is_tied else value.on_kernels()
+            use = _on_kernels(value)
             del left, value
             if isinstance(use, Tokens):
                 tables.append(use)
@@ -346,8 +353,7 @@ class Fused(Work):
                 add(left.records[0], left.value[0], left)
             elif left.kind is FACTORS:
                 value = left.value
-                is_tied = type(value) is TiedFactors
-                use = TiedTokens.of(value) if is_tied else value.on_kernels()
+                use = _on_kernels(value)
                 add(left.records[0], use, left)
         return records, found
 

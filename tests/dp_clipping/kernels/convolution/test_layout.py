@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.convolution import factors as of_factors
+from dp_clipping.kernels.convolution import packing
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
 from dp_clipping.kernels.convolution.geometry import Geometry
 from dp_clipping.kernels.convolution.layout import layout_of, packed, pairs_of, weight_of
@@ -26,7 +27,7 @@ def factors(x: Tensor, y: Tensor, case: tuple, tf32: bool = True) -> Convolution
     size, _, channels, outputs, _, geometry = case
     shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
     with nullcontext() if tf32 else full_float32(layers=True):
-        return Factors(x, y, shape, size, geometry, transposed=False).on_kernels()
+        return ConvolutionFactors(Factors(x, y, shape, size, geometry, transposed=False))
 
 
 def total_of(use: ConvolutionFactors, c: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ def test_pieces(place: Place) -> None:
     for most, programs in ((1 << 26, 1), (1, 1), (1, 10)):
         of_factors.samples_at_a_time.cache_clear()
         with (
-            patch.object(of_factors, "PACKED_BYTES", most),
+            patch.object(packing, "PACKED_BYTES", most),
             patch.object(of_factors, "LEAST_PROGRAMS", programs),
             patch.object(of_factors, "packed", counting),
         ):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_clipping.kernels.convolution import factors
+from dp_clipping.kernels.convolution import factors, packing
 from dp_clipping.planning.cost_model import INSTANTIATE
 from dp_clipping.step.sums import layer_plans, work
 from tests.dp_clipping.conftest import clipped_sums, unchecked
@@ -54,7 +54,7 @@ def peak_of(step: Callable[[], object]) -> int:
         with (
             patch.object(layer_plans, "allocated", now),
             patch.object(work, "allocated", now),
-            patch.object(factors, "PACKED_BYTES", 1 << 18),
+            patch.object(packing, "PACKED_BYTES", 1 << 18),
             patch.object(factors, "LEAST_PROGRAMS", 1),
             patch.object(work, "PENDING_BYTES", 0),
             patch.object(work.Work, "_has_room", lambda own: False),

@@ -21,6 +21,7 @@ from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
 from dp_clipping.profiling.timer import Timer
 from dp_clipping.step.state import BatchNorms
+from dp_clipping.step.sums import clipped_sums as sums
 from dp_clipping.step.sums import fused, layer_plans, sync_points, work
 from dp_clipping.step.sums.uses import Uses
 from dp_clipping.step.sums.work import Work
@@ -441,7 +442,8 @@ class Launches:
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
-        owners = [(fused, name) for name in self.NAMES] + [(fused.TokenSums, "weighted_sums")]
+        owners = [(sums if name.startswith("weighted") else fused, name) for name in self.NAMES]
+        owners.append((sums.TokenSums, "weighted_sums"))
         self.patches = [patch.object(*one, self.counted(*one)) for one in owners]
 
     def counted(self, owner: Any, name: str):
