@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+import tests.support.accountants  # noqa: F401 - makes them fast
 from ddp_by_hand.bench.options import Options as BenchmarkOptions
 from ddp_by_hand.bench.settings import settings_from
 from ddp_by_hand.exercises.check import parse as parse_exercise

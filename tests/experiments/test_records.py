@@ -23,6 +23,7 @@ from ddp_by_hand.experiments.records.train import opacus
 from ddp_by_hand.experiments.records.views import SHIFT, views
 from ddp_by_hand.measure import Results
 from ddp_by_hand.measure.picture import read_picture
+from tests.support.plans import quick_noise
 
 ROOT = Path(__file__).parents[2]
 
@@ -289,6 +290,7 @@ def test_lora_trains_its_own_terms_alone():
 
 
 def test_a_planned_row_is_trained_as_planned(monkeypatch):
+    quick_noise(monkeypatch)
     text = text_of(100_000)
     monkeypatch.setattr(texts, "private_text", lambda: text)
     monkeypatch.setattr(texts, "LAW", ROOT / texts.LAW)
