@@ -66,23 +66,17 @@ def test_numbers_that_json_does_not_know(tmp_path):
     assert back["path"] == str(tmp_path)
 
 
-def test_unknown_status_is_refused(tmp_path):
+@pytest.mark.parametrize("line", ['{"schema_version": 2, "key": "k"}', '{"key": "k"}', "[]"])
+def test_what_is_no_row_of_results_is_refused_on_one_line(tmp_path, line):
     with pytest.raises(ValueError, match="'done' is unknown; known: ok, oom"):
         Results(tmp_path).record(_row("done"))
-
-
-@pytest.mark.parametrize("line", ['{"schema_version": 2, "key": "k"}', '{"key": "k"}', "[]"])
-def test_another_schema_version_is_refused_on_one_line(tmp_path, line):
-    (tmp_path / "results.jsonl").write_text(line + "\n")
+    path = tmp_path / "results.jsonl"
+    path.write_text(line + "\n")
     with pytest.raises(ValueError, match="schema version") as caught:
         Results(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_folder_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):
-        Results(tmp_path / "file")
+        Results(path)
 
 
 def test_row_cut_by_a_kill_is_tried_again(tmp_path):
