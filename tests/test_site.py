@@ -3,34 +3,35 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("site_hook", ROOT / "docs/site_hook.py")
 site_hook = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(site_hook)
 
 
-def test_documents_at_the_root_are_on_the_site():
+def test_documents_at_the_root_are_on_the_site_which_begins_with_the_readme():
     assert {path.name for path in ROOT.glob("*.md")} <= set(site_hook.ELSEWHERE)
-
-
-def test_the_site_begins_with_the_readme():
     assert site_hook.page_of("README.md") == "index.md"
     assert not (ROOT / "docs/README.md").exists(), "it would be the first page too"
 
 
-def test_links_lead_from_page_to_page():
-    to = site_hook.site_link
-    assert to("here", "#below", "README.md") == "[here](#below)"
-    assert to("it", "https://pytorch.org", "README.md") == "[it](https://pytorch.org)"
-    assert to("why", "../PROFILING.md#output", "docs/cost.md") == "[why](profiling.md#output)"
-    assert to("pic", "docs/a.png", "README.md") == "[pic](a.png)"
-    assert to("x", "../../README.md", "docs/api/ddp.md") == "[x](../index.md)"
-    assert to("f", "../ddp/base.py", "docs/cost.md") == "[f](source/ddp/base.py.md)"
-
-
-def test_a_link_by_file_name_gets_the_title():
-    link = site_hook.site_link("docs/glossary.md", "docs/glossary.md", "README.md")
-    assert link == "[Glossary](glossary.md)"
+@pytest.mark.parametrize(
+    ("text", "link", "page", "found"),
+    [
+        ("here", "#below", "README.md", "[here](#below)"),
+        ("it", "https://pytorch.org", "README.md", "[it](https://pytorch.org)"),
+        ("why", "../PROFILING.md#output", "docs/cost.md", "[why](profiling.md#output)"),
+        ("pic", "docs/a.png", "README.md", "[pic](a.png)"),
+        ("x", "../../README.md", "docs/api/ddp.md", "[x](../index.md)"),
+        ("f", "../ddp/base.py", "docs/cost.md", "[f](source/ddp/base.py.md)"),
+        ("docs/glossary.md", "docs/glossary.md", "README.md", "[Glossary](glossary.md)"),
+        ("cost", "../docs/cost.md", "notebooks/private_digits.ipynb", "[cost](../cost.md)"),
+    ],
+)
+def test_links_lead_from_page_to_page(text, link, page, found):
+    assert site_hook.site_link(text, link, page) == found
 
 
 def test_links_in_code_stay():
@@ -67,5 +68,3 @@ def test_a_notebook_is_a_page_with_its_outputs():
     assert picture.startswith(b"\x89PNG")
     assert page.startswith("# Private digits")
     assert "```text\n(epsilon, delta) = " in page
-    link = site_hook.site_link("cost", "../docs/cost.md", "notebooks/private_digits.ipynb")
-    assert link == "[cost](../cost.md)"

@@ -35,10 +35,7 @@ def run_with_another_torch(folder: Path, *arguments: str) -> subprocess.Complete
     ("arguments", "last"),
     [
         (["-c", FIRST_PRIVATE.search((ROOT / "README.md").read_text())[1]], r"\d\.\d+"),
-        (
-            ["-m", "ddp_by_hand.exercises.check", "average", SOLUTIONS],
-            r"(\d) of \1 right",
-        ),
+        (["-m", "ddp_by_hand.exercises.check", "average", SOLUTIONS], r"(\d) of \1 right"),
         ([SCRIPT, *TINY, "--implementations", "ddp_bucketed", "--output-dir", "OUT"], ".*OUT.*"),
     ],
     ids=["private", "exercise", "benchmark"],
@@ -100,10 +97,7 @@ def test_the_script_prints_a_table_of_what_failed(tmp_path, capsys):
     assert [line.strip().rpartition("/")[2] for line in table[2:]] == [
         "test_it.py::test_c[y z]", "test_it.py::test_d",
     ]  # fmt: skip
-
-
-def test_the_script_tells_a_run_that_did_not_count():
-    found = torch_versions_script.outcome(["Segmentation fault\n"], -11)
+    found = torch_versions_script.outcome(["Segmentation fault\n"], -11)  # it did not count
     assert "status -11" in found.row("2.99.0")
 
 
