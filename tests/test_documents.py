@@ -48,7 +48,7 @@ COMMAND = re.compile(
 )
 PARSES_FIRST = re.compile(
     r"\w+\.py|ddp_by_hand\.bench|(?:docs|ddp_by_hand\.(?:examples|experiments|measure))\.[\w.]+"
-    r"|tests\.support\.(?:checks_cost|torch_versions)"
+    r"|tests\.support\.checks_cost"
 )
 NOT_PARSED = {  # the others would run
     "your_training.py": "the reader's own program",
