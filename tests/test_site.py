@@ -34,30 +34,24 @@ def test_links_lead_from_page_to_page(text, link, page, found):
     assert site_hook.site_link(text, link, page) == found
 
 
-def test_links_in_code_stay():
+def test_links_in_code_stay_and_a_picture_leads_to_itself():
     page = "see [a](x)\n\n```python\na[0](y)\n```\n\n[b](z)"
     parts = list(site_hook.parts_of(page))
     assert "".join(text for text, _ in parts) == page
     assert [text for text, is_code in parts if is_code] == ["```python\na[0](y)\n```"]
+    html = '<p><img alt="a" src="a.png" /></p>'
+    linked = '<p><a href="a.png"><img alt="a" src="a.png" /></a></p>'
+    assert site_hook.link_pictures(html) == linked
 
 
-def test_the_first_use_of_a_term_is_linked():
+def test_the_first_use_of_a_term_of_the_glossary_is_linked():
     html = "<h2>Rank</h2><p>Each <code>rank</code>, all ranks and one rank; frank.</p>"
     linked = site_hook.link_terms(html, "g.html", {"rank": "rank"})
     assert linked == html.replace("all ranks", 'all <a class="term" href="g.html#rank">ranks</a>')
-
-
-def test_terms_are_those_of_the_glossary():
     terms = site_hook.terms()
     assert terms["fsdp"] == "fsdp"
     assert terms["differential privacy"] == "differential-privacy-ε-and-δ"
     assert site_hook.EVERYDAY.isdisjoint(terms)
-
-
-def test_a_picture_leads_to_itself():
-    html = '<p><img alt="a" src="a.png" /></p>'
-    linked = '<p><a href="a.png"><img alt="a" src="a.png" /></a></p>'
-    assert site_hook.link_pictures(html) == linked
 
 
 def test_a_notebook_is_a_page_with_its_outputs():

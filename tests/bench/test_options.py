@@ -187,9 +187,6 @@ def test_help_tells_default_and_effect_of_every_option(capsys):
     assert EXAMPLES in text
     for group in ("what to compare", "privacy", "model", "run", "output", "profile mode"):
         assert f"\n{group}" in text
-
-
-def test_every_option_has_help_with_its_default():
     actions = parser_of(Options)._actions
     options = [action for action in actions if not isinstance(action, argparse._HelpAction)]
     assert len(options) >= 30

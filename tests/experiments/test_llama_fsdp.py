@@ -102,7 +102,7 @@ def test_grid_writes_results_pictures_and_summary(grid):
     assert not (folder / ".cell.json").exists()
 
 
-def test_the_report_has_the_numbers_of_the_results(grid):
+def test_the_report_has_the_numbers_of_the_results_and_the_token_is_nowhere(grid):
     arguments, folder, _ = grid
     page = Page((folder / "report.html").read_text())
     result = json.loads((folder / "flash_bookkeeping_fsdp_seq16_result.json").read_text())
@@ -117,9 +117,6 @@ def test_the_report_has_the_numbers_of_the_results(grid):
     typed = shlex.join(["python", "-m", "ddp_by_hand.experiments.llama_fsdp", *arguments])
     assert typed in page.text
     assert page.text.count("ddp_by_hand.experiments.llama_fsdp") == 1
-
-
-def test_the_token_is_written_nowhere(grid):
     _, folder, _ = grid
     for path in files_below(folder):
         assert SECRET.encode() not in path.read_bytes(), path
@@ -362,11 +359,8 @@ def test_a_run_says_once_what_flash_modes_run_as(capfd, monkeypatch, tmp_path):
     assert said == [f"flash_fsdp runs as ghost_fsdp, {kernels}"]
 
 
-def test_reports_have_the_modes_in_the_order_of_the_pictures():
+def test_reports_have_the_order_of_the_pictures_and_growth_needs_three_lengths():
     assert tuple(mode for mode in MODES if mode != "no_dp") == ORDER
-
-
-def test_growth_needs_three_lengths():
     assert "grows" not in summarize_run(results_like({"no_dp": 1.0}))
     text = summarize_run(results_like({"no_dp": 1.0}, lengths=(512, 1024, 2048)))
     assert "no_dp: step time grows with the length as T^1.00" in text
@@ -396,15 +390,12 @@ def test_nothing_in_a_picture_overlaps(ratios):
             assert not a.overlaps(b), (name, one, other)
 
 
-def test_medians_stand_in_one_column_behind_every_dot():
+def test_medians_stand_in_a_column_and_every_panel_says_where_its_axis_begins():
     axes = plots.draw_time(results_like(ALL)).axes[0]
     places = {text.get_position()[0] for text in axes.texts if text.get_text().endswith(" ms")}
     dots = [x for line in axes.lines for x in line.get_xdata()]
     assert len(places) == 1
     assert max(dots) < places.pop()
-
-
-def test_every_panel_says_its_unit_and_where_its_axis_begins():
     results = results_like(ALL)
     for axes in plots.draw_tradeoff(results).axes:
         assert axes.get_xlabel().startswith("ms per step (median)")

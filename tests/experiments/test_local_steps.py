@@ -23,12 +23,9 @@ def test_it_trains_prints_and_draws(tmp_path, capsys):
     assert read_picture(picture).description.startswith("diloco, every H steps: 1/H")
 
 
-def test_rounds_must_be_whole(capsys):
+def test_rounds_must_be_whole_and_held_out_text_is_not_trained_on(capsys):
     assert main(["--steps", "10", "--every", "4"]) == 2
     assert "--steps 10: 4 local steps do not divide it" in capsys.readouterr().err
-
-
-def test_held_out_text_is_not_trained_on():
     corpus, held_out = split(open_data("stdlib", 256))
     both = len(corpus.tokens) + len(held_out.tokens)
     assert len(held_out.tokens) == both // 10

@@ -135,7 +135,7 @@ def test_the_picture_and_its_table(tmp_path, capsys):
     assert "no results of experiments.networks" in error
 
 
-def test_what_bounds_a_step():
+def test_what_bounds_a_step_and_on_a_cpu_nothing_is_launched():
     def bound(step_ms: float, **measured: float) -> str | None:
         row = {"row": "table", "variant": "ordinary", "round": 0, "status": "ok", **measured}
         (cell,) = cells_of([row | {"step_ms": [step_ms]}])
@@ -145,9 +145,6 @@ def test_what_bounds_a_step():
     assert bound(5.0, host_ms=5.0, kernel_ms=5.0, launches=9) == "kernels"
     assert bound(5.0, host_ms=5.0, kernel_ms=3.0, launches=9) == "host"
     assert bound(5.0) is None
-
-
-def test_on_a_cpu_nothing_is_launched():
     training, batch = training_of("ordinary", ROWS["table"], True, CPU)
     assert bounds_of(training, batch, CPU) == {}
 

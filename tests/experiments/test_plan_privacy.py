@@ -158,9 +158,6 @@ def test_the_table_of_noise_against_the_accountant():
         assert table(rate, steps) == pytest.approx(exact, rel=allowed)
     assert table([1e-3, 0.1], [100, 2000]).shape == (2,)
     assert nodes(1, 1000) == pytest.approx([1, 10**0.75, 10**1.5, 10**2.25, 1000])
-
-
-def test_a_large_epsilon_has_the_least_noise():
     assert exact_noise(1e4, 1e-6, 1e-3, 100, "prv") == 0.2
 
 

@@ -73,7 +73,7 @@ def slow_row(cpu_ranks):
     return cpu_ranks.run(4, measure_with, SLEEP_S)[0]
 
 
-def test_slow_collective(slow_row):
+def test_a_slow_collective_and_phases_that_are_the_whole_step(slow_row):
     found = bounds([slow_row])
     assert found[0].name == "communication"
     slept = 1e3 * SLEEP_S * UNITS
@@ -83,9 +83,6 @@ def test_slow_collective(slow_row):
     assert slow_row["phases_ms"]["collectives"] > slept
     assert [b.ms for b in found] == sorted((b.ms for b in found), reverse=True)
     assert headline([slow_row]).startswith("16 tokens are bound by communication")
-
-
-def test_phases_are_the_whole_step(slow_row):
     assert list(slow_row["phases_ms"]) == [n for n in PHASES if n in slow_row["phases_ms"]]
     assert "second backward" not in slow_row["phases_ms"]  # bookkeeping has none
     assert len(slow_row["layer_norm_ms"]) > 10
@@ -225,16 +222,13 @@ def test_waiting_for_the_profiler_is_not_waiting_for_the_host(slow_row):
     assert sum(bound.share for bound in bounds([row])) == pytest.approx(1, abs=0.05)
 
 
-def test_a_gpu_whose_transfers_are_exposed(slow_row):
+def test_a_gpu_whose_transfers_are_exposed_or_whose_norms_are_plain(slow_row):
     row = on_gpu(slow_row, computation=50.0, exposed=45.0) | {"num_processes": 4}
     row["phases_ms"] |= {"forward": 50.0, "first backward": 10.0, "collectives": 5.0}
     first = bounds([row])[0]
     assert (first.name, first.ms) == ("communication", 45.0)
     row["profile"]["ranges"]["norm_all_reduce"] = {"own_ms": 40.0}
     assert "layerwise" in bounds([row])[0].change
-
-
-def test_plain_norms_on_a_gpu_are_told_of_the_fused_ones(slow_row):
     row = on_gpu(slow_row, computation=160.0)
     row["phases_ms"]["norms"] = 80.0
     first = bounds([row])[0]

@@ -31,7 +31,7 @@ def touch_new_pages(size):
             pages[start] = 1
 
 
-def test_peak_memory_sees_what_was_freed_and_starts_anew():
+def test_peak_memory_sees_what_was_freed_and_is_unknown_where_it_cannot_be_reset(monkeypatch):
     size = 200 << 20
     memory = PeakMemory(CPU)
     before = memory.bytes()
@@ -40,9 +40,6 @@ def test_peak_memory_sees_what_was_freed_and_starts_anew():
     touch_new_pages(size)
     assert memory.bytes() >= before + 0.9 * size
     assert PeakMemory(CPU).bytes() < before + 0.5 * size
-
-
-def test_peak_memory_is_unknown_where_it_cannot_be_reset(monkeypatch):
     monkeypatch.setattr(timing, "_reset_resident_peak", lambda: False)
     assert PeakMemory(CPU).bytes() is None
 
