@@ -189,13 +189,6 @@ def test_the_report_has_the_numbers_of_the_rows_and_of_the_table(finished, folde
     assert shlex.join(rows[0]["command"]) in page.text
 
 
-@pytest.mark.slow  # a resumed run, below, measures only what is missing
-def test_a_rerun_measures_nothing_and_prints_the_same(finished, arguments, folder, rows):
-    again = benchmark(*arguments)
-    assert (again.returncode, again.stdout) == (0, finished.stdout)
-    assert len((folder / "results.jsonl").read_text().splitlines()) == len(rows)
-
-
 def test_on_a_terminal_progress_is_a_line_and_ctrl_c_is_answered_by_another(interrupted, folder):
     steps = re.findall(r"\[(\d+)/(\d+)\] (\w+) \((gate|round \d)\)", interrupted.shown)
     assert [int(step[0]) for step in steps] == list(range(1, len(steps) + 1))
@@ -244,14 +237,6 @@ def test_the_default_folder_is_new_and_says_when(tmp_path):
     (made,) = (tmp_path / "results_ddp").iterdir()
     assert re.fullmatch(r"\d{8}_\d{6}", made.name)
     assert (made / "comparison.png").exists()
-
-
-@pytest.mark.slow
-def test_compiled_blocks_are_proved_and_timed(tmp_path):
-    run = benchmark("--compile", "--implementations", "none", "ddp_bucketed", "torch_ddp",
-                    "--timeout", "200", "--output-dir", tmp_path)  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert float(table_of(run.stdout)["ddp_bucketed"].split()[1]) <= 1e-6
 
 
 @pytest.mark.slow

@@ -59,16 +59,13 @@ def test_every_implementation_meets_every_mode_in_every_round():
         assert sorted(timed) == sorted(subjects)
 
 
-def test_ordinary_cells_are_those_of_a_run_without_privacy():
+def test_ordinary_cells_have_the_keys_of_runs_without_privacy(monkeypatch):
     ordinary = settings_for("--implementations", *NAMES)
     mixed = settings_for("--implementations", *NAMES, *BOTH, "--max-grad-norm", 3)
     assert "clipping" not in config_of(plan(ordinary)[0], ordinary)
     keys = {cell.row(ordinary, 2, "cpu")["key"] for cell in plan(ordinary)}
     others = {c.row(mixed, 2, "cpu")["key"] for c in plan(mixed) if not c.subject.is_private}
     assert keys == others
-
-
-def test_a_key_written_before_there_was_privacy_is_still_the_key(monkeypatch):
     monkeypatch.setattr("torch.__version__", "2.13.0")
     settings = settings_for("--implementations", "ddp", "--data", "synthetic")
     cell = plan(settings)[0]
@@ -377,8 +374,10 @@ def test_every_mode_in_every_arithmetic(tmp_path, dtype):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_are_clipped(tmp_path):
+def test_compiled_blocks_are_proved_timed_and_clipped(tmp_path):
     """`ghost` after `bookkeeping`: what was compiled for one backward may not serve two."""
-    run = benchmark("--compile", "--implementations", "none", "ddp_bucketed", *BOTH, "ghost",
+    names = ["none", "ddp_bucketed", "torch_ddp"]
+    run = benchmark("--compile", "--implementations", *names, *BOTH, "ghost",
                     "--rounds", 1, "--timeout", "200", "--output-dir", tmp_path)  # fmt: skip
     assert run.returncode == 0, run.stderr
+    assert float(lines_of(run.stdout)["ddp_bucketed", "none"].split()[2]) <= 1e-6

@@ -139,11 +139,8 @@ def test_two_processes_train_one_classifier(start, engine):
     assert [line[:8] for line in done.stdout.splitlines()] == [f"epoch {n}:" for n in range(1, 6)]
 
 
-@pytest.mark.slow
-def test_everything_is_trained_where_opacus_cannot():
+def test_what_is_trained_of_bert():
     pytest.importorskip("transformers")
-    result = trained("text --train all", "dp_clipping", "--epochs", "2", "--epsilon", "50")
-    assert result["losses"][1] < result["losses"][0]
     assert all(p.requires_grad for p in opacus_tutorials.make_bert("all").parameters())
     frozen = [p for p in opacus_tutorials.make_bert("last").parameters() if not p.requires_grad]
     assert len(frozen) == 5 + 16  # embeddings with their norm, and the first of two blocks

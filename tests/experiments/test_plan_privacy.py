@@ -111,7 +111,7 @@ def test_the_deviation_of_curves_is_of_runs_that_were_left_out():
             interpolate(few, tokens=64, unit="nats", source="test")
 
 
-def test_the_published_law_has_the_losses_and_optima_of_the_paper():
+def test_the_published_law_has_the_losses_of_the_paper_and_other_exponents():
     law = published_law()
     assert law.deviation < 0.02
     for one in optima():
@@ -122,10 +122,7 @@ def test_the_published_law_has_the_losses_and_optima_of_the_paper():
         for factor in (0.25, 4):
             ratio = sigma / batch * factor ** (1 - by_rate + by_steps)
             assert law.loss(size, steps * factor, ratio) > 0.96 * there
-
-
-def test_the_exponents_of_figure_18_would_choose_the_fewest_steps():
-    """Why they are not taken: table 2 has 9,600 steps there, for one budget."""
+    # why they are not taken: table 2 has 9,600 steps there, for one budget
     exponents = Exponents(0.47, 0.12, 0.95, -0.07)
     found, errors = coefficients_for(exponents, [one.seen for one in optima()])
     assert np.abs(errors).mean() == pytest.approx(0.029, abs=0.002)

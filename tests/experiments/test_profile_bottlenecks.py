@@ -201,7 +201,7 @@ def on_gpu(row: dict, **trace: float) -> dict:
     }  # fmt: skip
 
 
-def test_a_gpu_that_waits_for_launches(slow_row):
+def test_a_gpu_that_waits_for_launches_and_not_for_the_profiler(slow_row):
     row = on_gpu(slow_row, computation=40.0)
     first, second = bounds([row])[:2]
     assert (first.name, first.ms) == ("host", 60.0)
@@ -211,10 +211,7 @@ def test_a_gpu_that_waits_for_launches(slow_row):
     busy = on_gpu(slow_row, computation=99.0)
     assert bounds([busy])[0].name == "model"
     assert "bound by the model (68% of the step)" in headline([busy])
-
-
-def test_waiting_for_the_profiler_is_not_waiting_for_the_host(slow_row):
-    """A step of 62 ms with 60 of kernels idles for 2, though one with the switch took 100."""
+    # a step of 62 ms with 60 of kernels idles for 2, though one with the switch took 100
     row = on_gpu(slow_row, computation=60.0) | {"median_time_ms": 62.0}
     host = next(bound for bound in bounds([row]) if bound.name == "host")
     assert host.ms == pytest.approx(2.0)

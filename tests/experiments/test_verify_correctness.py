@@ -543,7 +543,7 @@ def test_samples_are_dealt_out_unequally(size, count):
     assert [len(own) for own in with_empty].count(0) == (count > 1)
 
 
-def test_errors():
+def test_errors_and_a_case_without_figures_is_not_right():
     expected = {"large": torch.full((2, 2), 2.0), "small": torch.tensor([1e-9])}
     found = {"large": expected["large"] * 1.01, "small": torch.tensor([2e-9])}
     error, name = gradient_error(found, expected)
@@ -553,9 +553,6 @@ def test_errors():
     assert largest([1.0, float("nan"), 2.0]) == float("inf")
     assert relative_error(torch.ones(2), torch.ones(3)) == float("inf")
     assert relative_error(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])) == 0.5
-
-
-def test_a_case_without_figures_is_not_right():
     case = Case("transformer", "ghost", "flat")
     for dtype in DTYPES.values():
         assert Finding(case, findings_module.tolerance(case, cases_module.SMALL, dtype)).faults

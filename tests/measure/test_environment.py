@@ -12,7 +12,7 @@ import torch
 from ddp_by_hand.measure.environment import _PEAKS, environment, git_state, peak_flops
 
 
-def test_record_is_json_and_has_what_a_number_needs(monkeypatch):
+def test_record_has_what_a_number_needs_and_neither_host_nor_variables(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py", "--data", "~/text"])
     record = json.loads(json.dumps(environment()))
     assert record["command"] == ["bench.py", "--data", "~/text"]
@@ -23,9 +23,6 @@ def test_record_is_json_and_has_what_a_number_needs(monkeypatch):
     assert datetime.fromisoformat(record["date"]).utcoffset().total_seconds() == 0
     keys = {"platform", "cpu", "triton", "cuda", "nccl", "driver", "git_commit", "git_dirty"}
     assert keys <= record.keys()
-
-
-def test_neither_host_name_nor_environment_variables(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
     text = json.dumps(environment())
     assert "hf_secret_value" not in text
