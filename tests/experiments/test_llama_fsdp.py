@@ -38,7 +38,6 @@ from ddp_by_hand.measure.runs import ORDER
 from dp_clipping.kernels.launch.tiles import available
 from tests.support.forked import run_forked
 from tests.support.page import Page
-from tests.support.wrong_input import is_one_line
 
 ROOT = Path(__file__).parents[2]
 PICTURES = (
@@ -434,33 +433,6 @@ def test_dry_run_lists_what_is_left(grid, capsys):
         f"  {GridCell('flash_bookkeeping_fsdp', 24).label}"
     ]
     assert {path: path.read_bytes() for path in files_below(folder)} == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--redraw", ".", "--dry-run"], "--redraw writes"),
-        ([*ONE, "--seq-lengths", "32"], "leave --seq-lengths out"),
-        ([*ONE, "--rounds", "2"], "leave --rounds out"),
-        ([*ONE, "--modes", "no_dp"], "leave --modes out"),
-        (["--modes", "ghost"], "flash_bookkeeping_fsdp"),
-        (["--mode", "no_dp"], "needs both"),
-        (["--output", "x.json"], "--mode and --seq-length"),
-        (["--batch-size", "0"], "--batch-size 0: give a positive number"),
-        (["--seq-lengths", "16", "-4"], "--seq-lengths -4"),
-        (["--sigma", "-1"], "--sigma -1.0: give 0 or more"),
-        (["--sigma", "nan"], "--sigma nan"),
-        (["--max-grad-norm", "0"], "--max-grad-norm 0.0"),
-        (["--model-name", "no/such/model"], "llama-3.2-1b"),
-        (["--redraw", "no/such/folder"], "no result there"),
-        (["--output-dir", __file__, "--model-name", "tiny"], "is a file"),
-        (["--output-dir", "/proc/x", "--model-name", "tiny"], "--output-dir /proc/x: cannot be"),
-        ([*ONE, "--output", "/proc/x/y.json"], "--output /proc/x/y.json, in /proc/x: cannot be"),
-        ([*ONE, "--output", "."], "--output .: is a folder"),
-    ],
-)
-def test_wrong_options_are_one_line(arguments, said, capsys, monkeypatch):
-    is_one_line(main, arguments, said, capsys)
 
 
 # ---- profiling -----------------------------------------------------------------------------------

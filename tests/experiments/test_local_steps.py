@@ -2,12 +2,9 @@
 
 import re
 
-import pytest
-
 from ddp_by_hand.experiments.local_steps import main, split
 from ddp_by_hand.lm.data import open_data
 from ddp_by_hand.measure.picture import read_picture
-from tests.support.wrong_input import is_one_line
 
 
 def test_it_trains_prints_and_draws(tmp_path, capsys):
@@ -30,8 +27,3 @@ def test_rounds_must_be_whole_and_held_out_text_is_not_trained_on(capsys):
     both = len(corpus.tokens) + len(held_out.tokens)
     assert len(held_out.tokens) == both // 10
     assert corpus.tokens.base is held_out.tokens.base or both <= 8_000_000
-
-
-@pytest.mark.parametrize("option", ["--every", "--steps"])
-def test_sizes_are_positive(option, capsys):
-    is_one_line(main, [option, "0"], "give a positive", capsys)

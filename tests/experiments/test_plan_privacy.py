@@ -26,7 +26,6 @@ from ddp_by_hand.experiments.plan_privacy.published import DELTA, TABLE_2, optim
 from ddp_by_hand.measure import OK, Results
 from ddp_by_hand.measure.picture import read_picture
 from tests.support.plans import TRUE, quick_noise
-from tests.support.wrong_input import is_one_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -234,32 +233,6 @@ def test_the_chosen_training_has_whole_numbers_and_exact_noise(quick):
 # ---- the command --------------------------------------------------------------------------------
 
 PLAN = ["--examples", "1e8", "--compute", "1e21"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--examples", "1e8"], "give one of --compute and --gpu-hours: python -m"),
-        ([*PLAN, "--gpu-hours", "3"], "give one of --compute and --gpu-hours"),
-        (["--compute", "1e21"], "--examples is missing"),
-        ([*PLAN, "--examples", "1.5"], "invalid whole value: '1.5'"),
-        ([*PLAN, "--examples", "nan"], "invalid whole value: 'nan'"),
-        ([*PLAN, "--epsilon", "0"], "--epsilon 0.0: give a positive number"),
-        ([*PLAN, "--delta", "1"], "--delta is 1.0: give a number between 0 and 1"),
-        ([*PLAN, "--tokens-per-second", "3"], "--measured-parameters belong together"),
-        ([*PLAN, "--gpus", "4"], "--gpus 4 needs a throughput"),
-        (["--examples", "1e8", "--gpu-hours", "9"], "--gpu-hours needs a measured throughput"),
-        ([*PLAN, "--data", "stdlib"], "--data is the text of --calibrate: python -m"),
-        (["--calibrate", "x", *PLAN], "--examples does not go with --calibrate"),
-        (["--calibrate", "x", "--compute", "1e9", "--law", "y"], "--law does not go with"),
-        ([*PLAN, "--law", "nowhere"], "nowhere: has no finished runs of one text"),
-        ([*PLAN, "--throughput-from", "nowhere"], "has no finished private row"),
-        ([*PLAN, "--delta", "1e-7"], "not below 1 / examples"),
-        ([*PLAN, "--output", "."], "--output .: is a folder, name a file"),
-    ],
-)
-def test_what_is_wrong_is_refused_with_what_works(words, message, capsys, quick):
-    is_one_line(main, words, message, capsys)
 
 
 def test_the_calls_in_messages_work():

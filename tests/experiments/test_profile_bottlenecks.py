@@ -35,7 +35,6 @@ from dp_clipping.distributed import gradient_reduce as sharded_sums
 from dp_clipping.profiling.profile import SWITCH
 from tests.support.alone import Watching, worker_of
 from tests.support.page import Page
-from tests.support.wrong_input import is_one_line
 
 CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
 SETTINGS = GridSettings(
@@ -415,21 +414,6 @@ def check_report(text: str, row: dict) -> None:
     glance = page.text[page.text.index("At a glance\n") :]
     assert glance.index("64 tokens are bound by memory") < glance.index("3 cells: ")
     assert any("oom" in row.values() for row in page.rows("Not measured").values())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--output-dir", "/proc/x", "--cpu"], "--output-dir /proc/x: cannot be written to"),
-        (["--seq-lengths", "0"], "--seq-lengths 0: give a positive number"),
-        (["--memory-limit-gb", "-1"], "--memory-limit-gb -1.0"),
-        (["--seq-lengths", "16", "32", "16"], "--seq-lengths 16: given twice"),
-        (["--norm-algorithm", "width"], "give --use-flash too"),
-        (["--num-iter", "1.5"], "--num-iter"),
-    ],
-)
-def test_bad_input(arguments, message, capsys):
-    is_one_line(main, arguments, message, capsys)
 
 
 @pytest.mark.slow
