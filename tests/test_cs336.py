@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,54 +44,66 @@ def losses(model: nn.Module, step: int, ranks: range) -> Tensor:
     return model(mine).float().square().mean()
 
 
+def stepped(
+    context: Context, model: nn.Module, reference: nn.Module, optimizers: list, reduce=None, steps=3
+) -> Iterator[None]:
+    """Steps beside a network that sees all data; yields once gradients are there.
+
+    With `reduce`, which is called after the backward, a rank's model sees its own data alone.
+    """
+    ranks = range(dist.get_world_size())
+    own = ranks if reduce is None else ranks[context.rank : context.rank + 1]
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses(model, step, own).backward()
+        if reduce is not None:
+            reduce(model, optimizers[0])
+        losses(reference, step, ranks).backward()
+        yield
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def check(model: nn.Module, reference: nn.Module) -> None:
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
 def ddp(context: Context) -> None:
-    given, ranks = adapters(), range(dist.get_world_size())
+    given = adapters()
     for tied in (False, True):
         torch.manual_seed(context.rank)
         model = given.get_ddp(Toy(tied))
         torch.manual_seed(0)
         reference = Toy(tied)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-        for step in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            losses(model, step, ranks[context.rank : context.rank + 1]).backward()
-            given.ddp_on_after_backward(model, optimizers[0])
-            losses(reference, step, ranks).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            for p, q in zip(model.module.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(p, q)
+        for _ in stepped(context, model, reference, optimizers, given.ddp_on_after_backward):
+            check(model.module, reference)
+        check(model.module, reference)
 
 
 def fsdp(context: Context) -> None:
-    given, ranks = adapters(), range(dist.get_world_size())
+    given = adapters()
     for dtype, tolerance in ((None, {}), (torch.float16, {"rtol": 1e-3, "atol": 1e-3})):
         torch.manual_seed(0)
         reference = Toy()
         model = given.get_fsdp(copy.deepcopy(reference), compute_dtype=dtype)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, reference)]
-        for step in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            losses(model, step, ranks[context.rank : context.rank + 1]).backward()
-            given.fsdp_on_after_backward(model, optimizers[0])
+        for _ in stepped(context, model, reference, optimizers, given.fsdp_on_after_backward):
             for p in model.module.parameters():
                 if p.requires_grad:
                     assert (p.grad.shape, p.grad.dtype) == (p.data.shape, p.data.dtype)
-                    everyone = [torch.zeros_like(p.grad) for _ in ranks]
+                    everyone = [torch.zeros_like(p.grad) for _ in range(dist.get_world_size())]
                     dist.all_gather(everyone, p.grad)
                     assert all(torch.equal(other, p.grad) for other in everyone)
-            losses(reference, step, ranks).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            full = given.fsdp_gather_full_params(model)
-            for name, p in reference.named_parameters():
-                torch.testing.assert_close(full[name], p.detach(), **tolerance)
+        full = given.fsdp_gather_full_params(model)
+        for name, p in reference.named_parameters():
+            torch.testing.assert_close(full[name], p.detach(), **tolerance)
 
 
 def sharded_optimizer(context: Context) -> None:
-    given, ranks = adapters(), range(dist.get_world_size())
+    given = adapters()
     for tied in (False, True):
         torch.manual_seed(0)
         reference = Toy(tied)
@@ -100,13 +113,9 @@ def sharded_optimizer(context: Context) -> None:
             given.get_sharded_optimizer(model.parameters(), torch.optim.AdamW, **options),
             torch.optim.AdamW(reference.parameters(), **options),
         ]
-        for step in range(4):
-            for network, optimizer in zip((model, reference), optimizers, strict=True):
-                optimizer.zero_grad()
-                losses(network, step, ranks).backward()
-                optimizer.step()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
+        for _ in stepped(context, model, reference, optimizers, steps=4):
+            pass
+        check(model, reference)
 
 
 @pytest.mark.parametrize("body", [ddp, fsdp, sharded_optimizer])

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+import tests.support.accountants  # noqa: F401 - makes them fast
 from ddp_by_hand.bench.options import Options as BenchmarkOptions
 from ddp_by_hand.bench.settings import settings_from
 from ddp_by_hand.exercises.check import parse as parse_exercise
@@ -47,7 +48,7 @@ COMMAND = re.compile(
 )
 PARSES_FIRST = re.compile(
     r"\w+\.py|ddp_by_hand\.bench|(?:docs|ddp_by_hand\.(?:examples|experiments|measure))\.[\w.]+"
-    r"|tests\.support\.(?:checks_cost|torch_versions)"
+    r"|tests\.support\.checks_cost"
 )
 NOT_PARSED = {  # the others would run
     "your_training.py": "the reader's own program",
@@ -364,18 +365,12 @@ def test_headline_figures_stand_in_the_tables_that_they_link_to():
             assert re.search(rf"\| [^|\n]*\b{re.escape(figure)}\b", table), (name, figure)
 
 
-def test_the_readme_stays_short():
+def test_readme_examples_and_files_of_the_course_are_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 200, "a newcomer reads it: put more into a page of docs/"
-
-
-def test_examples_of_extensions_are_short():
     blocks = PYTHON.findall((ROOT / "docs/extend.md").read_text())
     assert len(blocks) >= 5
     assert max(block.count("\n") for *_, block in blocks) <= 40
-
-
-def test_the_files_of_the_course_are_as_short_as_the_readme_says():
     readme = (ROOT / "README.md").read_text()
     limit = int(re.search(r"six files of at\s+most\s+(\d+)\s+lines", readme)[1])
     row = re.compile(r"`(ddp/(?!torch_|sharded|diloco)[\w/]+\.py)` \|$", re.MULTILINE)
@@ -428,12 +423,8 @@ def test_what_a_proof_names_is_there(path):
 
 
 @each_proof
-def test_each_precondition_is_enforced_or_said_not_to_be(path):
+def test_a_proof_is_short_and_each_precondition_is_enforced_or_said_not_to_be(path):
     """By a test, on another page, or by nobody."""
     for row in preconditions_of(path):
         assert re.search(r"`tests/|\*\*not enforced\*\*|\]\(\w+\.md\)", row, re.IGNORECASE), row
-
-
-@each_proof
-def test_a_proof_is_short(path):
     assert len(path.read_text().split()) <= 950, "about two pages"

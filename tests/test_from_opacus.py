@@ -66,13 +66,10 @@ def state_of(module: str, name: str) -> str | None:
     return next((ROWS[h, name] for h in headings if (h, name) in ROWS), None)
 
 
-def test_opacus_is_found():
+def test_every_name_has_a_row():
     found = {name for _, name, _ in NAMES}
     assert {"PrivacyEngine", "DPOptimizer", "DPLSTM", "DPLightningDataModule"} <= found
     assert len(NAMES) > 150
-
-
-def test_every_name_has_a_row():
     missing = [f"{module}.{name}" for module, name, _ in NAMES if not state_of(module, name)]
     assert not missing
 
@@ -111,21 +108,15 @@ def arguments() -> list[tuple[str, str]]:
     ]
 
 
-def test_every_argument_has_a_row():
+def test_every_argument_and_mode_has_a_row_and_no_row_is_of_a_name_that_is_gone():
     assert len(arguments()) > 50
     assert not [pair for pair in arguments() if pair not in ROWS]
-
-
-def test_every_mode_has_a_row():
     from opacus.grad_sample import utils
 
     source = inspect.getsource(utils.get_gsm_class) + inspect.getsource(utils.get_hooks_class)
     modes = set(re.findall(r'(?:== |\[|, )"(\w+)"', source))
     assert modes >= {"hooks", "ew", "ghost"}
     assert {name for heading, name in ROWS if heading == "grad_sample_mode"} == modes
-
-
-def test_no_row_is_of_a_name_that_is_gone():
     known = {name for _, name, _ in NAMES} | {argument for _, argument in arguments()}
     known |= {m for _, _, value in NAMES if inspect.isclass(value) for m in public(value)}
     known |= {name for heading, name in ROWS if heading == "grad_sample_mode"}

@@ -10,12 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = sorted(path.parent.name for path in ROOT.glob("ddp_by_hand/*/__init__.py"))
 MODULES = [
-    *ROOMS,
-    "lm.model",
-    "experiments.networks",
-    "experiments.price.__main__",
-    "exercises.check",
-]
+    *ROOMS, "lm.model", "experiments.networks", "experiments.price.__main__", "exercises.check",
+]  # fmt: skip
 PROGRAM = """
 import multiprocessing, sys
 from measure.statistics import Summary

@@ -19,16 +19,13 @@ def commands(job: str) -> str:
     return "\n".join(step.get("run", "") for step in WORKFLOW["jobs"][job]["steps"])
 
 
-def test_the_workflow_lints_tests_and_builds():
+def test_the_workflow_lints_builds_and_tests_on_three_versions():
     assert set(WORKFLOW["jobs"]) == {"lint", "test", "wheel"}
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"\bmake ([\w-]+)", commands("lint"))) <= set(targets)
     extras = re.search(r"-e '\.\[([\w,]+)\]'", commands("test"))[1].split(",")
     assert set(extras) <= set(PROJECT["optional-dependencies"])
     assert "-m build" in commands("wheel")
-
-
-def test_tests_run_on_three_versions_of_python_and_torch():
     cells = WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["include"]
     assert {cell["torch"] for cell in cells} == {"2.11.0", "2.13.0", "2.15.0"}
     assert len({cell["python"] for cell in cells}) == 3
@@ -46,16 +43,13 @@ def test_a_form_of_a_report_can_be_shown(path):
     assert any(field.get("validations", {}).get("required") for field in fields)
 
 
-def test_a_report_has_versions_the_verifiers_output_and_the_smallest_program():
+def test_a_report_asks_for_what_is_needed_and_a_hole_has_a_private_way():
     form = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE/wrong.yml").read_text())
     text = {field.get("id"): field["attributes"].get("description", "") for field in form["body"]}
     assert set(text) >= {"program", "versions", "verifier"}
     assert "torch.utils.collect_env" in text["versions"]
     assert "experiments.verify_correctness" in text["verifier"]
     assert "engine.check" in text["verifier"]
-
-
-def test_a_hole_in_the_guarantee_has_a_private_way():
     (link,) = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE/config.yml").read_text())["contact_links"]
     assert link["url"].endswith("/security/advisories/new")
     assert "Report a vulnerability" in (ROOT / "SECURITY.md").read_text()

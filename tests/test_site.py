@@ -3,60 +3,55 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("site_hook", ROOT / "docs/site_hook.py")
 site_hook = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(site_hook)
 
 
-def test_documents_at_the_root_are_on_the_site():
+def test_documents_at_the_root_are_on_the_site_which_begins_with_the_readme():
     assert {path.name for path in ROOT.glob("*.md")} <= set(site_hook.ELSEWHERE)
-
-
-def test_the_site_begins_with_the_readme():
     assert site_hook.page_of("README.md") == "index.md"
     assert not (ROOT / "docs/README.md").exists(), "it would be the first page too"
 
 
-def test_links_lead_from_page_to_page():
-    to = site_hook.site_link
-    assert to("here", "#below", "README.md") == "[here](#below)"
-    assert to("it", "https://pytorch.org", "README.md") == "[it](https://pytorch.org)"
-    assert to("why", "../PROFILING.md#output", "docs/cost.md") == "[why](profiling.md#output)"
-    assert to("pic", "docs/a.png", "README.md") == "[pic](a.png)"
-    assert to("x", "../../README.md", "docs/api/ddp.md") == "[x](../index.md)"
-    assert to("f", "../ddp/base.py", "docs/cost.md") == "[f](source/ddp/base.py.md)"
+@pytest.mark.parametrize(
+    ("text", "link", "page", "found"),
+    [
+        ("here", "#below", "README.md", "[here](#below)"),
+        ("it", "https://pytorch.org", "README.md", "[it](https://pytorch.org)"),
+        ("why", "../PROFILING.md#output", "docs/cost.md", "[why](profiling.md#output)"),
+        ("pic", "docs/a.png", "README.md", "[pic](a.png)"),
+        ("x", "../../README.md", "docs/api/ddp.md", "[x](../index.md)"),
+        ("f", "../ddp/base.py", "docs/cost.md", "[f](source/ddp/base.py.md)"),
+        ("docs/glossary.md", "docs/glossary.md", "README.md", "[Glossary](glossary.md)"),
+        ("cost", "../docs/cost.md", "notebooks/private_digits.ipynb", "[cost](../cost.md)"),
+    ],
+)
+def test_links_lead_from_page_to_page(text, link, page, found):
+    assert site_hook.site_link(text, link, page) == found
 
 
-def test_a_link_by_file_name_gets_the_title():
-    link = site_hook.site_link("docs/glossary.md", "docs/glossary.md", "README.md")
-    assert link == "[Glossary](glossary.md)"
-
-
-def test_links_in_code_stay():
+def test_links_in_code_stay_and_a_picture_leads_to_itself():
     page = "see [a](x)\n\n```python\na[0](y)\n```\n\n[b](z)"
     parts = list(site_hook.parts_of(page))
     assert "".join(text for text, _ in parts) == page
     assert [text for text, is_code in parts if is_code] == ["```python\na[0](y)\n```"]
+    html = '<p><img alt="a" src="a.png" /></p>'
+    linked = '<p><a href="a.png"><img alt="a" src="a.png" /></a></p>'
+    assert site_hook.link_pictures(html) == linked
 
 
-def test_the_first_use_of_a_term_is_linked():
+def test_the_first_use_of_a_term_of_the_glossary_is_linked():
     html = "<h2>Rank</h2><p>Each <code>rank</code>, all ranks and one rank; frank.</p>"
     linked = site_hook.link_terms(html, "g.html", {"rank": "rank"})
     assert linked == html.replace("all ranks", 'all <a class="term" href="g.html#rank">ranks</a>')
-
-
-def test_terms_are_those_of_the_glossary():
     terms = site_hook.terms()
     assert terms["fsdp"] == "fsdp"
     assert terms["differential privacy"] == "differential-privacy-ε-and-δ"
     assert site_hook.EVERYDAY.isdisjoint(terms)
-
-
-def test_a_picture_leads_to_itself():
-    html = '<p><img alt="a" src="a.png" /></p>'
-    linked = '<p><a href="a.png"><img alt="a" src="a.png" /></a></p>'
-    assert site_hook.link_pictures(html) == linked
 
 
 def test_a_notebook_is_a_page_with_its_outputs():
@@ -67,5 +62,3 @@ def test_a_notebook_is_a_page_with_its_outputs():
     assert picture.startswith(b"\x89PNG")
     assert page.startswith("# Private digits")
     assert "```text\n(epsilon, delta) = " in page
-    link = site_hook.site_link("cost", "../docs/cost.md", "notebooks/private_digits.ipynb")
-    assert link == "[cost](../cost.md)"

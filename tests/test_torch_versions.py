@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ddp_by_hand import torch_versions
-from tests.support import torch_versions as torch_versions_script
 from tests.support.benchmark_command import SCRIPT, TINY
 
 ROOT = Path(__file__).parents[1]
@@ -35,10 +34,7 @@ def run_with_another_torch(folder: Path, *arguments: str) -> subprocess.Complete
     ("arguments", "last"),
     [
         (["-c", FIRST_PRIVATE.search((ROOT / "README.md").read_text())[1]], r"\d\.\d+"),
-        (
-            ["-m", "ddp_by_hand.exercises.check", "average", SOLUTIONS],
-            r"(\d) of \1 right",
-        ),
+        (["-m", "ddp_by_hand.exercises.check", "average", SOLUTIONS], r"(\d) of \1 right"),
         ([SCRIPT, *TINY, "--implementations", "ddp_bucketed", "--output-dir", "OUT"], ".*OUT.*"),
     ],
     ids=["private", "exercise", "benchmark"],
@@ -80,35 +76,3 @@ def test_who_is_warned(monkeypatch, version, environment, warned):
 @pytest.mark.parametrize("document", ["README.md", "SECURITY.md"])
 def test_documents_name_the_tested_versions(document):
     assert f"torch {torch_versions.RANGE}" in (ROOT / document).read_text()
-
-
-def test_the_script_prints_a_table_of_what_failed(tmp_path, capsys):
-    """With an environment that is there, `--keep`."""
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\ndef test_a(): pass\ndef test_b(): pass\n"
-        "@pytest.mark.parametrize('x', ['y z'])\ndef test_c(x): assert 1 == 2 - 2, ' - '\n"
-        "@pytest.fixture\ndef broken(): raise ValueError\ndef test_d(broken): pass\n"
-    )
-    (tmp_path / "2.99.0" / "bin").mkdir(parents=True)
-    (tmp_path / "2.99.0" / "ready").touch()
-    (tmp_path / "2.99.0" / "bin" / "python").symlink_to(sys.executable)
-    options = ["--keep", str(tmp_path), "--", "--rootdir", str(tmp_path), str(tmp_path)]
-    assert torch_versions_script.main(["2.99.0", *options]) == 1
-    table = capsys.readouterr().out.split("\n\n")[-1].splitlines()
-    assert table[0].split() == ["torch", "passed", "failed", "skipped"]
-    assert table[1].split() == ["2.99.0", "2", "2", "0"]
-    assert [line.strip().rpartition("/")[2] for line in table[2:]] == [
-        "test_it.py::test_c[y z]", "test_it.py::test_d",
-    ]  # fmt: skip
-
-
-def test_the_script_tells_a_run_that_did_not_count():
-    found = torch_versions_script.outcome(["Segmentation fault\n"], -11)
-    assert "status -11" in found.row("2.99.0")
-
-
-def test_pins_that_hold_with_another_torch():
-    for version, numpy in (("2.11.0", "numpy<2.4"), ("2.15.0", "numpy==")):
-        pins = torch_versions_script.pins_of(version)
-        assert not [x for x in pins if x.startswith(("torch", "triton"))]
-        assert [x.startswith(numpy) for x in pins if x.startswith("numpy")] == [True]

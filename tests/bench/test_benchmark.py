@@ -96,7 +96,7 @@ def test_cells_of_what_is_unavailable_have_a_line_too(capsys, monkeypatch, tmp_p
     assert lines[-1].endswith("(round 4): unavailable")
 
 
-def test_every_implementation_has_a_row_in_order(finished):
+def test_the_table_has_a_row_of_each_in_order_with_ratios(finished):
     table = table_of(finished.stdout)
     assert list(table) == NAMES
     for name in MEASURED:
@@ -105,18 +105,12 @@ def test_every_implementation_has_a_row_in_order(finished):
         assert float(step) > 0
     assert "unavailable: " in table["ddp_copy_engine"]
     assert "needs NVIDIA GPUs" in table["ddp_copy_engine"]
-
-
-def test_the_table_is_no_wider_than_a_large_terminal(finished):
     heading = next(line for line in finished.stdout.splitlines() if line.startswith("implem"))
     assert len(heading) <= 132
     legend = finished.stdout.partition("\n\nerror  ")[2]
     for word in ("step", "exposed", "×", "[95 %]", "calls", "sent", "peak"):
         assert word in heading
         assert word in legend
-
-
-def test_ratios_are_to_the_floor_and_to_torch(finished):
     table = table_of(finished.stdout)
     ratio = r"\d+\.\d{3}"
     interval = rf"{ratio} \[{ratio}, {ratio}\]"
@@ -144,7 +138,7 @@ def test_rows_carry_config_environment_samples_and_status(rows):
             assert row["gradient_error"] <= 1e-6 < row["tolerance"]
 
 
-def test_counts_tell_the_implementations_apart(rows):
+def test_rounds_are_interleaved_and_counts_tell_apart_what_learns_the_same(rows):
     timed = {row["implementation"]: row for row in rows if row["kind"] == "timing"}
     assert timed["none"]["collectives"] == timed["none"]["bytes"] == 0
     assert timed["ddp"]["collectives"] == timed["ddp_individual"]["collectives"] == 21
@@ -154,9 +148,6 @@ def test_counts_tell_the_implementations_apart(rows):
     assert {timed[name]["bytes"] for name in others} == {53_568}  # every parameter, in float32
     assert 2 * 53_568 <= timed["zero1"]["bytes"] < 2.01 * 53_568  # reduced, gathered, padded
     assert 2 * 53_568 < timed["fsdp"]["bytes"] < 3 * 53_568  # gathered twice, but for the root
-
-
-def test_all_learn_the_same(rows):
     losses = {
         row["implementation"]: row["loss"]
         for row in rows
@@ -165,9 +156,6 @@ def test_all_learn_the_same(rows):
         and row["implementation"] not in ("none", "diloco")
     }
     assert max(losses.values()) - min(losses.values()) < 1e-4
-
-
-def test_rounds_are_interleaved(rows):
     order = [(row["round"], row["implementation"]) for row in rows if row["kind"] == "timing"]
     assert {number for number, _ in order[: len(MEASURED)]} == {order[0][0]}
 
@@ -201,21 +189,11 @@ def test_the_report_has_the_numbers_of_the_rows_and_of_the_table(finished, folde
     assert shlex.join(rows[0]["command"]) in page.text
 
 
-@pytest.mark.slow  # a resumed run, below, measures only what is missing
-def test_a_rerun_measures_nothing_and_prints_the_same(finished, arguments, folder, rows):
-    again = benchmark(*arguments)
-    assert (again.returncode, again.stdout) == (0, finished.stdout)
-    assert len((folder / "results.jsonl").read_text().splitlines()) == len(rows)
-
-
-def test_on_a_terminal_progress_is_one_line_of_rank_0(interrupted):
+def test_on_a_terminal_progress_is_a_line_and_ctrl_c_is_answered_by_another(interrupted, folder):
     steps = re.findall(r"\[(\d+)/(\d+)\] (\w+) \((gate|round \d)\)", interrupted.shown)
     assert [int(step[0]) for step in steps] == list(range(1, len(steps) + 1))
     assert {step[1] for step in steps} == {str(3 * len(NAMES))}
     assert [step[2] for step in steps][: len(NAMES)] == NAMES
-
-
-def test_ctrl_c_is_answered_by_one_line(interrupted, folder):
     assert interrupted.returncode == 130
     assert interrupted.shown.count("\n") == 1
     said = f"interrupted: what is finished is in {folder}; resume with: python "

@@ -33,9 +33,17 @@ def config_of(cell, settings):
 # ---- what is measured ---------------------------------------------------------------------------
 
 
-def test_a_norm_algorithm_may_stand_behind_a_fused_mode():
+def test_names_and_defaults():
     assert CLIPPING_NAMES[:2] == ("per_sample", "ghost")
     assert {name.partition(":")[0] for name in CLIPPING_NAMES if ":" in name} == {*FUSED_MODES}
+    assert settings_for().privacy == Privacy(1.0, 1.0, "flat", "abadi")
+    assert settings_for().clippings == settings_for("--clipping", "no_dp").clippings == ("none",)
+    assert settings_for("--clipping", "flash:auto").clippings == ("flash",)
+    subject = Subject("my.py:Mine", "ghost")
+    assert (subject.label, subject.file_stem) == ("Mine:ghost", "Mine_ghost")
+    assert Subject("ddp").label == Subject("ddp").file_stem == "ddp"
+    subject = Subject("ddp", "flash:width")
+    assert (subject.label, subject.file_stem) == ("ddp:flash:width", "ddp_flash_width")
 
 
 def test_every_implementation_meets_every_mode_in_every_round():
@@ -51,16 +59,13 @@ def test_every_implementation_meets_every_mode_in_every_round():
         assert sorted(timed) == sorted(subjects)
 
 
-def test_ordinary_cells_are_those_of_a_run_without_privacy():
+def test_ordinary_cells_have_the_keys_of_runs_without_privacy(monkeypatch):
     ordinary = settings_for("--implementations", *NAMES)
     mixed = settings_for("--implementations", *NAMES, *BOTH, "--max-grad-norm", 3)
     assert "clipping" not in config_of(plan(ordinary)[0], ordinary)
     keys = {cell.row(ordinary, 2, "cpu")["key"] for cell in plan(ordinary)}
     others = {c.row(mixed, 2, "cpu")["key"] for c in plan(mixed) if not c.subject.is_private}
     assert keys == others
-
-
-def test_a_key_written_before_there_was_privacy_is_still_the_key(monkeypatch):
     monkeypatch.setattr("torch.__version__", "2.13.0")
     settings = settings_for("--implementations", "ddp", "--data", "synthetic")
     cell = plan(settings)[0]
@@ -104,20 +109,6 @@ def test_showing_the_plan_measures_nothing_anew():
     assert [config_of(c, shown) for c in plan(shown)] == [
         config_of(c, hidden) for c in plan(hidden)
     ]
-
-
-def test_defaults_and_no_dp():
-    assert settings_for().privacy == Privacy(1.0, 1.0, "flat", "abadi")
-    assert settings_for().clippings == settings_for("--clipping", "no_dp").clippings == ("none",)
-    assert settings_for("--clipping", "flash:auto").clippings == ("flash",)
-
-
-def test_names_of_a_private_subject():
-    subject = Subject("my.py:Mine", "ghost")
-    assert (subject.label, subject.file_stem) == ("Mine:ghost", "Mine_ghost")
-    assert Subject("ddp").label == Subject("ddp").file_stem == "ddp"
-    subject = Subject("ddp", "flash:width")
-    assert (subject.label, subject.file_stem) == ("ddp:flash:width", "ddp_flash_width")
 
 
 def test_only_gram_matrices_have_an_allowance():
@@ -273,17 +264,20 @@ def rows(run, folder):
 
 
 @pytest.mark.slow
-def test_a_variant_that_averages_private_gradients_is_wrong(run):
+def test_a_variant_that_averages_is_wrong_and_the_reader_is_warned_of_fixed_batches(run):
     assert run.returncode == 1, run.stderr
     table = lines_of(run.stdout)
     assert [pair for pair, line in table.items() if "WRONG" in line] == [
         ("Averaging", "bookkeeping")
     ]
     assert "5.0e-01 WRONG" in table["Averaging", "bookkeeping"]  # half of the sum of two ranks
+    assert "poisson_sampling" not in run.stderr
+    assert "neither wrapped nor sharded" not in run.stderr  # the gate's reference is not
+    assert "no ε is stated" in run.stdout
 
 
 @pytest.mark.slow
-def test_private_cells_carry_their_settings_and_ordinary_ones_none(rows):
+def test_private_cells_carry_their_settings_and_are_timed_with_sums_in_float32(rows):
     assert len(rows) == 12
     for row in rows:
         assert row["status"] == "ok"
@@ -295,22 +289,11 @@ def test_private_cells_carry_their_settings_and_ordinary_ones_none(rows):
             **{"clipping_style": "flat", "clipping_function": "abadi"},
         }
     ]
-
-
-@pytest.mark.slow
-def test_private_steps_are_timed_with_sums_in_float32(rows):
     timed = {(r["implementation"], r.get("clipping")): r for r in rows if r["kind"] == TIMING}
     assert timed["ddp_bucketed", "bookkeeping"]["bytes"] == timed["ddp_bucketed", None]["bytes"]
     for row in timed.values():
         assert min(row["step_ms"]) > 0
         assert 0 < row["loss"] < 7
-
-
-@pytest.mark.slow
-def test_the_library_is_not_warned_of_fixed_batches_but_the_reader_is(run):
-    assert "poisson_sampling" not in run.stderr
-    assert "neither wrapped nor sharded" not in run.stderr  # the gate's reference is not
-    assert "no ε is stated" in run.stdout
 
 
 @pytest.fixture(scope="module")
@@ -324,23 +307,26 @@ def profiled(folder):
 
 
 @pytest.mark.slow
-def test_modes_do_not_overwrite_each_other(profiled):
+def test_each_mode_has_files_of_its_own_with_the_phases_of_a_private_step(profiled):
     expected = {"all_timeline.png"}
     for stem in ("ddp_bucketed", "ddp_bucketed_bookkeeping"):
         expected |= {f"{stem}_rank_{rank}_trace.json" for rank in range(2)}
         expected |= {f"{stem}_summary.txt", f"{stem}_timeline.png"}
     expected |= {"ddp_bucketed_bookkeeping_phases.txt"}
     assert {path.name for path in profiled.iterdir()} == expected
-
-
-@pytest.mark.slow
-def test_phases_of_a_private_step_are_timed(profiled):
     text = (profiled / "ddp_bucketed_bookkeeping_phases.txt").read_text()
     for phase in ("first backward", "norms of layers", "hand-over", "gradient sync", "noise"):
         assert phase in text
     assert "second backward" not in text
     assert "squared norms, which no all-reduce adds up" in text
     assert "Synchronisation is never switched off" in text
+    text = (profiled / "ddp_bucketed_bookkeeping_summary.txt").read_text()
+    for word in ("noise multiplier", "max grad norm", "no ε is stated", "\nnoise  "):
+        assert word in text, word
+    for part in PARTS:
+        assert f"\n  {part} " in text
+    ordinary = (profiled / "ddp_bucketed_summary.txt").read_text()
+    assert not any(part in ordinary for part in (*PARTS, "noise"))
 
 
 @pytest.mark.slow
@@ -359,17 +345,6 @@ def test_a_private_trace_has_its_phases_in_order(profiled, rank):
     for clip, (_, noisy) in zip(found["gradient_clipping_warmup"], found["noise"], strict=False):
         assert clip[0] >= noisy  # of noise and sum, never of the sum alone
     assert not set(PARTS) & set(ranges(profiled, "ddp_bucketed", rank))
-
-
-@pytest.mark.slow
-def test_the_summary_has_settings_and_phases_of_a_private_step(profiled):
-    text = (profiled / "ddp_bucketed_bookkeeping_summary.txt").read_text()
-    for word in ("noise multiplier", "max grad norm", "no ε is stated", "\nnoise  "):
-        assert word in text, word
-    for part in PARTS:
-        assert f"\n  {part} " in text
-    ordinary = (profiled / "ddp_bucketed_summary.txt").read_text()
-    assert not any(part in ordinary for part in (*PARTS, "noise"))
 
 
 @pytest.mark.slow

@@ -87,11 +87,8 @@ def test_what_is_not_predicted_is_named():
     assert describe_memory(settings, 2, "cpu", 2)[-1].startswith("not predicted")
 
 
-def test_private_runs_have_no_table(dry_run):
+def test_private_runs_and_compiled_blocks_are_not_predicted(dry_run):
     assert "predicted memory" not in dry_run("none", "--clipping", "bookkeeping")
-
-
-def test_compiled_blocks_are_not_predicted(dry_run):
     assert "memory is not predicted with --compile" in dry_run("none", "--compile")
 
 

@@ -187,9 +187,6 @@ def test_help_tells_default_and_effect_of_every_option(capsys):
     assert EXAMPLES in text
     for group in ("what to compare", "privacy", "model", "run", "output", "profile mode"):
         assert f"\n{group}" in text
-
-
-def test_every_option_has_help_with_its_default():
     actions = parser_of(Options)._actions
     options = [action for action in actions if not isinstance(action, argparse._HelpAction)]
     assert len(options) >= 30
@@ -198,7 +195,7 @@ def test_every_option_has_help_with_its_default():
         assert action.nargs == 0 or action.choices or action.metavar, action.option_strings
 
 
-def test_settings_follow_preset_options_and_mode():
+def test_settings_and_data_follow_options(tmp_path, monkeypatch):
     settings = settings_from(parse(["--preset", "small", "--d-ff", "64"]), "cpu", "folder")
     assert (settings.model.d_model, settings.model.d_ff) == (768, 64)
     assert (settings.steps_per_epoch, settings.output_dir) == (6, "folder")
@@ -206,9 +203,6 @@ def test_settings_follow_preset_options_and_mode():
     settings = settings_from(parse(one), "cuda", "folder")
     assert (settings.implementations, settings.steps_per_epoch) == (("ddp",), 3)
     assert settings.model.num_layers == 12  # `small` on GPUs
-
-
-def test_home_and_relative_paths_name_the_same_text_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("word " * 100)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

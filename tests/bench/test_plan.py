@@ -45,7 +45,7 @@ def run(folder):
 
 
 @pytest.mark.slow
-def test_each_choice_has_a_row_and_a_plan(run):
+def test_each_choice_has_a_row_and_a_plan_which_the_results_carry(run, folder):
     assert [
         line.split()[1] for line in run.stdout.splitlines() if line.startswith("ddp_b")
     ] == MODES
@@ -60,10 +60,6 @@ def test_each_choice_has_a_row_and_a_plan(run):
         assert "two passes" in lines["all"]  # what does not fit the budget
         assert "recomputed" in lines["head.weight"]
         assert "recomputed" not in lines[LAYERS[0]]
-
-
-@pytest.mark.slow
-def test_the_results_carry_choice_and_plan(run, folder):
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     assert [row["clipping"] for row in rows if row["kind"] == "gate"] == MODES
     for row in rows:
@@ -81,7 +77,7 @@ def profiled(folder):
 
 
 @pytest.mark.slow
-def test_each_layer_has_its_ranges(profiled):
+def test_each_layer_has_its_ranges_and_the_summary_has_measured_times(profiled):
     stem = "ddp_bucketed_flash_bookkeeping_width"
     files = [f"{stem}_{rest}" for rest in ("rank_0_trace.json", "summary.txt", "timeline.png")]
     assert sorted(path.name for path in profiled.iterdir()) == files
@@ -94,10 +90,6 @@ def test_each_layer_has_its_ranges(profiled):
         for name in names:
             for (start, end), whole in zip(found[name], found["backward_pass"], strict=True):
                 assert whole[0] <= start <= end <= whole[1]
-
-
-@pytest.mark.slow
-def test_the_summary_has_the_plan_with_measured_times(profiled):
     text = (profiled / "ddp_bucketed_flash_bookkeeping_width_summary.txt").read_text()
     assert re.search(r"^norm algorithm +width$", text, re.M)
     assert re.search(r"^tile size +16$", text, re.M)

@@ -44,7 +44,7 @@ def ranges(folder, name: str, rank: int) -> dict[str, list[tuple[float, float]]]
     return found
 
 
-def test_files_are_named_by_implementation_and_rank(folder):
+def test_each_has_files_and_a_summary_that_explains_itself(folder):
     expected = {"all_timeline.png", "budget.png"}
     for name in NAMES:
         expected |= {f"{name}_rank_{rank}_trace.json" for rank in range(2)}
@@ -52,6 +52,12 @@ def test_files_are_named_by_implementation_and_rank(folder):
     assert {path.name for path in folder.iterdir()} == expected
     for picture in folder.glob("*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
+    for name in NAMES:
+        text = (folder / f"{name}_summary.txt").read_text()
+        for word in ("Configuration", "bfloat16", "computation", "communication", "overlapped",
+                     "exposed", "idle", "CPU operators", "forward_pass", "Slowest operators",
+                     "aten::", f"{name}_rank_1_trace.json", "perfetto"):  # fmt: skip
+            assert word in text, word
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,15 +79,6 @@ def test_epochs_tell_kind_and_learning_rate_and_only_warmup_is_clipped(folder, n
     assert all(warmup[0] <= start and end <= warmup[1] for start, end in clips)
     steps = found["optimizer_step"]
     assert sum(training[0] <= start and end <= training[1] for start, end in steps) == 2
-
-
-def test_the_summary_explains_itself(folder):
-    for name in NAMES:
-        text = (folder / f"{name}_summary.txt").read_text()
-        for word in ("Configuration", "bfloat16", "computation", "communication", "overlapped",
-                     "exposed", "idle", "CPU operators", "forward_pass", "Slowest operators",
-                     "aten::", f"{name}_rank_1_trace.json", "perfetto"):  # fmt: skip
-            assert word in text, word
 
 
 def test_without_a_terminal_it_prints_a_line_each(run):

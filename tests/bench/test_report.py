@@ -82,9 +82,6 @@ def test_a_failed_cell_is_a_row_with_its_reason(settings, pictures, status, bad)
 def test_what_was_not_measured_is_said(settings, pictures):
     text, status = report(settings, 2, "cpu")
     assert (status, text.count("missing: not measured yet")) == (1, 3)
-
-
-def test_rows_of_another_setting_do_not_count(settings, pictures):
     record(settings)
     text, _ = report(settings, 4, "cpu")
     assert text.count("missing") == 3

@@ -32,6 +32,9 @@ def settings_for(*arguments, folder="folder"):
 
 def test_the_names_are_those_of_the_libraries():
     assert {layout.wrap for layout in SHARDED.values()} - {None} <= set(parallel.WRAPS)
+    assert Subject("fsdp2_tp", "flash:width").file_stem == "fsdp2_tp_flash_width"
+    check_world(settings_for("--implementations", "ddp", "fsdp2"), 3)
+    assert layout_of("path/to.py:Mine") is REPLICATED
 
 
 @pytest.mark.parametrize(
@@ -112,11 +115,6 @@ def test_a_dry_run_tells_the_mesh(capsys, tmp_path):
     assert "\nfsdp2: " not in out
 
 
-def test_the_world_is_checked_for_what_is_run_alone():
-    check_world(settings_for("--implementations", "ddp", "fsdp2"), 3)
-    assert layout_of("path/to.py:Mine") is REPLICATED
-
-
 # ---- the table ----------------------------------------------------------------------------------
 
 
@@ -192,7 +190,7 @@ def profiled(folder):
 
 
 @pytest.mark.slow
-def test_a_private_trace_shows_what_crosses_ranks(profiled):
+def test_a_private_trace_and_its_summary_show_what_crosses_ranks(profiled):
     """Of two steps."""
     sharded, split = (ranges(profiled, f"{name}_bookkeeping", 1) for name in ("fsdp2", "tp"))
     for found in (sharded, split):
@@ -207,10 +205,6 @@ def test_a_private_trace_shows_what_crosses_ranks(profiled):
             a < sharded["norm_pass"][step][1] and b > sharded["norm_pass"][step][0]
             for a, b in sharded["reduce_scatter"]
         )
-
-
-@pytest.mark.slow
-def test_the_summary_tells_mesh_and_phases(profiled):
     split = (profiled / "tp_bookkeeping_summary.txt").read_text()
     for words in ("1 data x 2 tensor-parallel ranks", "norm reduction", "\n    norm_all_reduce "):
         assert words in split, words
@@ -240,7 +234,3 @@ def test_every_mode_in_sixteen_bit(tmp_path, dtype):
     run = benchmark(*line, "--dtype", dtype, "--rounds", 1, "--output-dir", tmp_path)
     assert run.returncode == 0, run.stderr
     assert len(lines_of(run.stdout)) == 3 * 6
-
-
-def test_names_of_a_sharded_subject():
-    assert Subject("fsdp2_tp", "flash:width").file_stem == "fsdp2_tp_flash_width"

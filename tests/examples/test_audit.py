@@ -19,6 +19,10 @@ def test_nothing_is_found_in_what_is_right(capsys):
 def test_a_fault_is_found(capsys):
     assert audit.main([*QUICK, "--skip", "audit", "--fault", "divided-by-batch"]) == 1
     assert "FAIL: unit" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        audit.main(["--help"])
+    printed = capsys.readouterr().out.replace("\n", "").replace(" ", "")
+    assert all(name in printed for name in FAULTS)
 
 
 @pytest.mark.slow
@@ -26,10 +30,3 @@ def test_the_command_of_the_documents():
     line = ["--seed", "0", "--skip", "record_sums"]
     assert audit.main([*line, "--fault", "half-noise"]) == 1
     assert audit.main(line) == 0
-
-
-def test_help_lists_the_faults(capsys):
-    with pytest.raises(SystemExit):
-        audit.main(["--help"])
-    printed = capsys.readouterr().out.replace("\n", "").replace(" ", "")
-    assert all(name in printed for name in FAULTS)

@@ -138,7 +138,7 @@ def test_what_cannot_be_checked_is_said(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(f"there is no file {path}: engine.privacy_st")
 
 
-def test_it_needs_nothing_of_ours():
+def test_it_needs_nothing_of_ours_and_mu_of_one_pair_is_never_lost():
     tree = ast.parse(Path(check_privacy.__file__).read_text())
     modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules += [
@@ -146,10 +146,7 @@ def test_it_needs_nothing_of_ours():
     ]
     known = {"dp_accounting", "scipy", "numpy"}
     assert {name.split(".")[0] for name in modules} <= known | set(sys.stdlib_module_names)
-
-
-def test_mu_of_one_pair_is_never_lost():
-    """Its one kink is on the diagonal, on either side of it by rounding."""
+    # its one kink is on the diagonal, on either side of it by rounding
     for i in range(1, 200):
         curve = [(1e-5, i / 20)]
         assert check_privacy.mu_of(curve, 1e-5) == pytest.approx(gaussian_mu(curve, 1e-5))

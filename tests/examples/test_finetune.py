@@ -140,14 +140,11 @@ def test_wrong_options_show_what_works(table, tmp_path, monkeypatch, capsys, wro
     is_one_line(finetune.main, options(table, tmp_path / "run", *wrong), says, capsys)
 
 
-def test_a_list_of_rows_is_a_table_too(tmp_path):
+def test_rows_are_read_from_a_list_and_made_ones_are_the_same_again(tmp_path):
     rows = [{"note": f"row {i}"} for i in range(20)]
     (tmp_path / "notes.json").write_text(json.dumps(rows, indent=1))
     expected = [row["note"] for row in rows]
     assert finetune_run.read_rows(str(tmp_path / "notes.json"), "note") == expected
-
-
-def test_made_rows_are_the_same_again():
     rows = finetune_run.make_rows(50)
     assert rows == finetune_run.make_rows(50)
     assert len(set(rows)) > 30

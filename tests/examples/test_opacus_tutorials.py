@@ -132,23 +132,15 @@ def test_ranks_of_both_engines_spend_the_same_and_have_one_network(cpu_ranks):
 @pytest.mark.parametrize("start", [["-m"], ["-m", "torch.distributed.run", "--nproc_per_node=2"]])
 def test_two_processes_train_one_classifier(start, engine):
     start = [*start, "-m"] if len(start) > 1 else start
-    command = [
-        sys.executable,
-        *start,
-        "ddp_by_hand.examples.opacus_tutorials",
-        "distributed",
-        *SMALL,
-    ]
-    done = subprocess.run([*command, "--engine", engine], cwd=ROOT, capture_output=True, text=True)
+    program = ["ddp_by_hand.examples.opacus_tutorials", "distributed", "--engine", engine]
+    command = [sys.executable, *start, *program, *SMALL]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [line[:8] for line in done.stdout.splitlines()] == [f"epoch {n}:" for n in range(1, 6)]
 
 
-@pytest.mark.slow
-def test_everything_is_trained_where_opacus_cannot():
+def test_what_is_trained_of_bert():
     pytest.importorskip("transformers")
-    result = trained("text --train all", "dp_clipping", "--epochs", "2", "--epsilon", "50")
-    assert result["losses"][1] < result["losses"][0]
     assert all(p.requires_grad for p in opacus_tutorials.make_bert("all").parameters())
     frozen = [p for p in opacus_tutorials.make_bert("last").parameters() if not p.requires_grad]
     assert len(frozen) == 5 + 16  # embeddings with their norm, and the first of two blocks

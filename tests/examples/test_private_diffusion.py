@@ -9,6 +9,7 @@ from ddp_by_hand.examples import private_diffusion
 from ddp_by_hand.examples.private_diffusion import drawn, schedule
 from ddp_by_hand.experiments.networks.diffusion import DiT
 from dp_clipping import PrivacyEngine
+from tests.support.wrong_input import is_one_line
 
 
 @pytest.fixture
@@ -68,7 +69,4 @@ def test_what_is_drawn_is_what_the_noise_was_added_to():
     ("wrong", "said"), [(["--size", "10"], "--size is 10"), (["--views", "3"], "multiple of 3")]
 )
 def test_bad_input_is_one_line(line, capsys, wrong, said):
-    assert private_diffusion.main([*line, *wrong]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
+    is_one_line(private_diffusion.main, [*line, *wrong], said, capsys)

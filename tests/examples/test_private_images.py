@@ -7,6 +7,7 @@ import torch
 
 from ddp_by_hand.examples import private_images
 from ddp_by_hand.examples.font_digits import _glyphs, font_digits
+from tests.support.wrong_input import is_one_line
 
 
 def test_pictures_are_the_same_again_and_show_their_digits():
@@ -68,7 +69,4 @@ def test_views_of_a_picture_are_moved(line, monkeypatch):
     [(["--batch-size", "65"], "--batch-size"), (["--depth", "12"], "--depth is 12")],
 )
 def test_bad_input_is_one_line(line, capsys, wrong, said):
-    assert private_images.main([*line, *wrong]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
+    is_one_line(private_images.main, [*line, *wrong], said, capsys)

@@ -13,17 +13,8 @@ from ddp_by_hand.examples.synthetic_table import MOST, ROWS, SIZES, Options, Tab
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
 SMALL = [
-    "--entities",
-    "60",
-    "--epochs",
-    "2",
-    "--batch-size",
-    "2",
-    "--noise",
-    "2",
-    "--loss-noise",
-    "1",
-]
+    "--entities", "60", "--epochs", "2", "--batch-size", "2", "--noise", "2", "--loss-noise", "1",
+]  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

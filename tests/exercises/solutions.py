@@ -138,14 +138,8 @@ class OrderedDDP(AverageDDP):
         self.begin_step()
 
 
-class AccumulatingDDP(AverageDDP):
-    def __init__(self, module):
-        super().__init__(module)
-        self.synchronizing = True
-        self.handles = []
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.start_reduction)
+class AccumulatingDDP(OverlapDDP):
+    synchronizing = True
 
     @contextmanager
     def no_sync(self):
@@ -155,11 +149,9 @@ class AccumulatingDDP(AverageDDP):
         finally:
             self.synchronizing = before
 
-    @torch.no_grad()
     def start_reduction(self, parameter):
         if self.synchronizing:
-            handle = dist.all_reduce(parameter.grad, async_op=True)
-            self.handles.append((handle, parameter))
+            super().start_reduction(parameter)
 
     @torch.no_grad()
     def finish_gradient_synchronization(self):

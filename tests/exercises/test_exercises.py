@@ -340,12 +340,8 @@ def test_classes_run_in_the_benchmark(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "benchmark_ddp.py", *options.split(), "--implementations", *names],
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        cwd=ROOT, env=os.environ | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 
 

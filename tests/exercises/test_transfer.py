@@ -29,15 +29,12 @@ def gather() -> tuple[torch.Tensor, Transfer]:
     return flat, transfer
 
 
-def test_output_is_nan_until_it_is_delivered_and_what_is_sent_stays():
+def test_outputs_are_nan_until_they_are_delivered_and_what_is_sent_stays():
     flat, transfer = gather()
     assert flat[:2].isnan().all()
     assert flat[2:].tolist() == transfer.sent.tolist() == [2, 3]
     assert transfer.deliver() == ""
     assert flat.tolist() == [0, 1, 2, 3]
-
-
-def test_slice_of_a_reduction_in_place_is_nan_too():
     flat = torch.arange(4.0)
     transfer = Transfer("reduce_scatter_single", flat[2:], flat)
     assert flat.isnan().tolist() == [False, False, True, True]
@@ -45,16 +42,13 @@ def test_slice_of_a_reduction_in_place_is_nan_too():
     assert transfer.deliver() == ""
 
 
-def test_a_tensor_that_was_freed_or_overwritten_is_told():
+def test_a_tensor_that_was_freed_or_overwritten_is_told_or_refused():
     flat, transfer = gather()
     flat[2] = 5.0
     assert transfer.deliver() == "overwritten"
     flat, transfer = gather()
     flat.untyped_storage().resize_(0)
     assert transfer.deliver() == "freed"
-
-
-def test_a_tensor_without_memory_is_refused_and_not_written_to():
     flat = torch.zeros(4)
     own = flat[:2].clone()
     flat.untyped_storage().resize_(0)
@@ -84,7 +78,7 @@ def test_each_wait_for_another_collective_is_recorded(tmp_path):
     assert [e.detail for e in record.events] == ["all_reduce"] * 2
 
 
-def test_tensors_are_held_until_they_are_delivered(tmp_path):
+def test_memory_is_held_until_it_is_delivered_or_resized_to_nothing(tmp_path):
     flat, transfer = gather()
     storage = StorageWeakRef(flat.untyped_storage())
     work = RecordedWork(Finished(), Record(tmp_path / "log"), "all_gather_single", transfer)
@@ -92,9 +86,6 @@ def test_tensors_are_held_until_they_are_delivered(tmp_path):
     assert has_memory(storage)
     work.wait()
     assert not has_memory(storage)
-
-
-def test_memory_is_gone_when_a_storage_is_resized_to_nothing():
     tensor = torch.zeros(4)
     storage = StorageWeakRef(tensor.untyped_storage())
     assert has_memory(storage)

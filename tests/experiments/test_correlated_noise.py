@@ -37,7 +37,7 @@ def test_both_sides_spend_the_budget(capsys):
         assert 0 < float(independent.split()[3]) < sigma
 
 
-def test_pictures_have_one_use_each():
+def test_pictures_have_one_use_each_and_bands_are_positive(capsys):
     options = Options(pictures=256, filters=2)
     split = split_of(options)
     features, digits = split.training.tensors
@@ -46,7 +46,4 @@ def test_pictures_have_one_use_each():
     everything = torch.cat((features, split.tuning[0], split.test[0]))
     assert len(everything.unique(dim=0)) == 256 + 64 + 64
     torch.testing.assert_close(everything.norm(dim=1), torch.ones(len(everything)))
-
-
-def test_bands_are_positive(capsys):
     is_one_line(main, ["--bands", "0"], "--bands 0", capsys)

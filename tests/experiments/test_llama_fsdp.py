@@ -38,7 +38,6 @@ from ddp_by_hand.measure.runs import ORDER
 from dp_clipping.kernels.launch.tiles import available
 from tests.support.forked import run_forked
 from tests.support.page import Page
-from tests.support.wrong_input import is_one_line
 
 ROOT = Path(__file__).parents[2]
 PICTURES = (
@@ -102,7 +101,7 @@ def test_grid_writes_results_pictures_and_summary(grid):
     assert not (folder / ".cell.json").exists()
 
 
-def test_the_report_has_the_numbers_of_the_results(grid):
+def test_the_report_has_the_numbers_of_the_results_and_the_token_is_nowhere(grid):
     arguments, folder, _ = grid
     page = Page((folder / "report.html").read_text())
     result = json.loads((folder / "flash_bookkeeping_fsdp_seq16_result.json").read_text())
@@ -117,9 +116,6 @@ def test_the_report_has_the_numbers_of_the_results(grid):
     typed = shlex.join(["python", "-m", "ddp_by_hand.experiments.llama_fsdp", *arguments])
     assert typed in page.text
     assert page.text.count("ddp_by_hand.experiments.llama_fsdp") == 1
-
-
-def test_the_token_is_written_nowhere(grid):
     _, folder, _ = grid
     for path in files_below(folder):
         assert SECRET.encode() not in path.read_bytes(), path
@@ -206,17 +202,6 @@ def test_under_torchrun_every_mode_in_two_rounds(tmp_path):
     results = read_results(tmp_path)
     assert [r["mode"] for r in results] == list(MODES)
     assert all(len(r["rounds"]) == 2 and r["status"] == "ok" for r in results)
-
-
-@pytest.mark.slow
-def test_one_cell(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(ROOT)
-    path = tmp_path / "one.json"
-    one = ["--mode", "ghost_fsdp", "--seq-length", "8", "--output", str(path)]
-    assert main([*TINY, *one]) == 0
-    assert json.loads(path.read_text())["status"] == "ok"
-    assert files_below(tmp_path) == [path]
-    assert "ms per step" in capfd.readouterr().out
 
 
 # ---- the grid, with cells that are not run -------------------------------------------------------
@@ -350,23 +335,24 @@ def test_a_flash_mode_without_kernels_says_what_it_ran_as(grid, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_says_once_what_flash_modes_run_as(capfd, monkeypatch, tmp_path):
-    if torch.cuda.is_available() or available(torch.device("cpu"), torch.float32):
-        pytest.skip("kernels run here")
+def test_one_cell_that_says_once_what_its_flash_mode_runs_as(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
-    one = ["--mode", "flash_fsdp", "--seq-length", "8", "--output", str(tmp_path / "one.json")]
+    path = tmp_path / "one.json"
+    one = ["--mode", "flash_fsdp", "--seq-length", "8", "--output", str(path)]
     assert main([*TINY, *one]) == 0
+    assert json.loads(path.read_text())["status"] == "ok"
+    assert files_below(tmp_path) == [path]
     found = capfd.readouterr()
+    assert "ms per step" in found.out
+    if torch.cuda.is_available() or available(torch.device("cpu"), torch.float32):
+        return  # kernels run here
     said = [line for line in (found.out + found.err).splitlines() if " runs as " in line]
     kernels = "in plain PyTorch: fused kernels need a CUDA device and Triton"
     assert said == [f"flash_fsdp runs as ghost_fsdp, {kernels}"]
 
 
-def test_reports_have_the_modes_in_the_order_of_the_pictures():
+def test_reports_have_the_order_of_the_pictures_and_growth_needs_three_lengths():
     assert tuple(mode for mode in MODES if mode != "no_dp") == ORDER
-
-
-def test_growth_needs_three_lengths():
     assert "grows" not in summarize_run(results_like({"no_dp": 1.0}))
     text = summarize_run(results_like({"no_dp": 1.0}, lengths=(512, 1024, 2048)))
     assert "no_dp: step time grows with the length as T^1.00" in text
@@ -396,15 +382,12 @@ def test_nothing_in_a_picture_overlaps(ratios):
             assert not a.overlaps(b), (name, one, other)
 
 
-def test_medians_stand_in_one_column_behind_every_dot():
+def test_medians_stand_in_a_column_and_every_panel_says_where_its_axis_begins():
     axes = plots.draw_time(results_like(ALL)).axes[0]
     places = {text.get_position()[0] for text in axes.texts if text.get_text().endswith(" ms")}
     dots = [x for line in axes.lines for x in line.get_xdata()]
     assert len(places) == 1
     assert max(dots) < places.pop()
-
-
-def test_every_panel_says_its_unit_and_where_its_axis_begins():
     results = results_like(ALL)
     for axes in plots.draw_tradeoff(results).axes:
         assert axes.get_xlabel().startswith("ms per step (median)")
@@ -450,33 +433,6 @@ def test_dry_run_lists_what_is_left(grid, capsys):
         f"  {GridCell('flash_bookkeeping_fsdp', 24).label}"
     ]
     assert {path: path.read_bytes() for path in files_below(folder)} == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--redraw", ".", "--dry-run"], "--redraw writes"),
-        ([*ONE, "--seq-lengths", "32"], "leave --seq-lengths out"),
-        ([*ONE, "--rounds", "2"], "leave --rounds out"),
-        ([*ONE, "--modes", "no_dp"], "leave --modes out"),
-        (["--modes", "ghost"], "flash_bookkeeping_fsdp"),
-        (["--mode", "no_dp"], "needs both"),
-        (["--output", "x.json"], "--mode and --seq-length"),
-        (["--batch-size", "0"], "--batch-size 0: give a positive number"),
-        (["--seq-lengths", "16", "-4"], "--seq-lengths -4"),
-        (["--sigma", "-1"], "--sigma -1.0: give 0 or more"),
-        (["--sigma", "nan"], "--sigma nan"),
-        (["--max-grad-norm", "0"], "--max-grad-norm 0.0"),
-        (["--model-name", "no/such/model"], "llama-3.2-1b"),
-        (["--redraw", "no/such/folder"], "no result there"),
-        (["--output-dir", __file__, "--model-name", "tiny"], "is a file"),
-        (["--output-dir", "/proc/x", "--model-name", "tiny"], "--output-dir /proc/x: cannot be"),
-        ([*ONE, "--output", "/proc/x/y.json"], "--output /proc/x/y.json, in /proc/x: cannot be"),
-        ([*ONE, "--output", "."], "--output .: is a folder"),
-    ],
-)
-def test_wrong_options_are_one_line(arguments, said, capsys, monkeypatch):
-    is_one_line(main, arguments, said, capsys)
 
 
 # ---- profiling -----------------------------------------------------------------------------------

@@ -2,12 +2,9 @@
 
 import re
 
-import pytest
-
 from ddp_by_hand.experiments.local_steps import main, split
 from ddp_by_hand.lm.data import open_data
 from ddp_by_hand.measure.picture import read_picture
-from tests.support.wrong_input import is_one_line
 
 
 def test_it_trains_prints_and_draws(tmp_path, capsys):
@@ -23,18 +20,10 @@ def test_it_trains_prints_and_draws(tmp_path, capsys):
     assert read_picture(picture).description.startswith("diloco, every H steps: 1/H")
 
 
-def test_rounds_must_be_whole(capsys):
+def test_rounds_must_be_whole_and_held_out_text_is_not_trained_on(capsys):
     assert main(["--steps", "10", "--every", "4"]) == 2
     assert "--steps 10: 4 local steps do not divide it" in capsys.readouterr().err
-
-
-def test_held_out_text_is_not_trained_on():
     corpus, held_out = split(open_data("stdlib", 256))
     both = len(corpus.tokens) + len(held_out.tokens)
     assert len(held_out.tokens) == both // 10
     assert corpus.tokens.base is held_out.tokens.base or both <= 8_000_000
-
-
-@pytest.mark.parametrize("option", ["--every", "--steps"])
-def test_sizes_are_positive(option, capsys):
-    is_one_line(main, [option, "0"], "give a positive", capsys)

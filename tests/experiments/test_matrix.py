@@ -137,15 +137,12 @@ def test_every_row(family, capsys):
     as_on_the_page(family, capsys=capsys)
 
 
-def test_wrong_commands(tmp_path, capsys):
+def test_wrong_commands_and_a_name_that_no_row_has(tmp_path, capsys):
     for words, says in (
         (["--families", "keras"], "keras"),
         (["--names", "gpt2", "--output", str(tmp_path / "x.md")], "leave out --names"),
     ):
         is_one_line(main, words, says, capsys)
-
-
-def test_a_name_that_no_row_has_is_said(capsys):
     pytest.importorskip("transformers")
     assert main(["--families", "transformers", "--names", "gpt2", "gtp3"]) == 2
     assert "no row of the installed libraries is named gtp3" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """`experiments.networks`: every network runs in small, and a line says why one does not."""
 
 import json
-import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import torch
 from opacus.validators.errors import UnsupportedModuleError
 
 from ddp_by_hand.experiments.networks import picture
-from ddp_by_hand.experiments.networks.__main__ import PROGRAM, Options, main, run_all
+from ddp_by_hand.experiments.networks.__main__ import Options, main, run_all
 from ddp_by_hand.experiments.networks.bounds import bounds_of, describe_bounds
 from ddp_by_hand.experiments.networks.graphs import GraphedTraining, in_pinned_memory
 from ddp_by_hand.experiments.networks.rows import ROWS
@@ -21,7 +20,6 @@ from ddp_by_hand.measure.picture import read_picture
 from ddp_by_hand.measure.runs import cells_of, read_cells
 from dp_clipping.cuda_graph import EAGER
 from tests.dp_clipping.test_cuda_graph import Graph, captured_by_nobody
-from tests.support.wrong_input import is_one_line
 
 CPU = torch.device("cpu")
 
@@ -135,7 +133,7 @@ def test_the_picture_and_its_table(tmp_path, capsys):
     assert "no results of experiments.networks" in error
 
 
-def test_what_bounds_a_step():
+def test_what_bounds_a_step_and_on_a_cpu_nothing_is_launched():
     def bound(step_ms: float, **measured: float) -> str | None:
         row = {"row": "table", "variant": "ordinary", "round": 0, "status": "ok", **measured}
         (cell,) = cells_of([row | {"step_ms": [step_ms]}])
@@ -145,9 +143,6 @@ def test_what_bounds_a_step():
     assert bound(5.0, host_ms=5.0, kernel_ms=5.0, launches=9) == "kernels"
     assert bound(5.0, host_ms=5.0, kernel_ms=3.0, launches=9) == "host"
     assert bound(5.0) is None
-
-
-def test_on_a_cpu_nothing_is_launched():
     training, batch = training_of("ordinary", ROWS["table"], True, CPU)
     assert bounds_of(training, batch, CPU) == {}
 
@@ -228,15 +223,6 @@ def test_a_replay_has_the_inputs_of_its_step(no_device):
         assert seen["input_ids"] is not given[0]["input_ids"]
 
 
-def test_without_a_gpu_graphs_are_refused(capsys):
-    for words, message in (
-        ([], f"needs a GPU.*python -m {PROGRAM} --small"),
-        (["--compile"], "give one of the two"),
-    ):
-        command = ["--cuda-graph", "--networks", "table", *words]
-        is_one_line(main, command, re.compile(message), capsys)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["table", "bert_base", "wide_resnet_16_4"])
 def test_graphs_on_a_gpu(name):
@@ -265,10 +251,3 @@ def test_pinned_inputs():
 def test_options():
     assert parse_options(Options, ["--rows", "table", "table"]).networks == ("table",)
     assert parse_options(Options, ["--networks", "lstm"]).networks == ("lstm",)
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--rows", "alexnet"], ["--variants", "ghostly"], ["--steps", "0"]]
-)
-def test_wrong_options(arguments, capsys):
-    is_one_line(main, arguments, "networks", capsys)

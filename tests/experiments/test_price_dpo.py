@@ -48,8 +48,3 @@ def test_a_rehearsal(tmp_path, capsys):
     for cell in cells:
         own = next(x.split() for x in table.splitlines() if x.startswith(f"{cell['variant']} "))
         assert float(own[2]) == pytest.approx(cell["step_ms"][0], rel=1e-2)
-
-
-def test_a_gpu_is_needed_for_the_1b_shape(capsys):
-    assert main([]) == 2
-    assert "--model tiny rehearses on a CPU" in capsys.readouterr().err

@@ -9,7 +9,6 @@ import torch
 from ddp_by_hand.experiments import price_noise
 from ddp_by_hand.experiments.price_noise import ALONE, Options, Steps, main, measure
 from ddp_by_hand.experiments.rounds import RoundCell, Row
-from tests.support.wrong_input import is_one_line
 
 CPU = torch.device("cpu")
 NOISE = ["default", "secure", "bands_3"]
@@ -69,19 +68,3 @@ def test_steps_have_the_noise_of_their_cell_and_all_its_bands(monkeypatch):
     assert [name for name, *_ in seen[7:]] == ["secure"] * (1 + 2 * price_noise.TIMES_ALONE)
     assert all(step >= 1000 and whole for _, step, whole in seen[7:])
     assert steps.training.optimizer.steps == taken
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["--noise", "secure"], "--noise has no default"),
-        (["--noise", "bands_0"], "such as bands_8"),
-        (["--noise", "gaussian"], "such as bands_8"),
-        (["--rows", "12x8", "--part", "8"], "--rows 12x8 has no whole number of parts of 8"),
-        (["--rounds", "0"], "--rounds"),
-        (["--output", "/proc/no/such/noise.json"], "--output"),
-        (["--model", "llama-3.2-1b"], "--model tiny"),
-    ],
-)
-def test_bad_input_is_refused_in_a_line(without_gpu, arguments, part, capsys):
-    is_one_line(main, arguments, part, capsys)

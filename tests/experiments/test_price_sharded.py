@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_by_hand.experiments.price_sharded import main, parse, run_all
+from ddp_by_hand.experiments.price_sharded import parse, run_all
 from ddp_by_hand.experiments.rounds import report
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.alone import Watching, worker_of
-from tests.support.wrong_input import is_one_line
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = ["ordinary", "flash_bookkeeping_per_layer"]
@@ -51,17 +50,3 @@ def test_a_rehearsal(tmp_path):
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     check(json.loads(output.read_text())["cells"], run.stdout, 2)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--rows", "2by3"],
-        ["--rounds", "0"],
-        ["--variants", "ghostly"],
-        ["--num-processes", "0"],
-        ["--output", "/dev/null/x.json"],
-    ],
-)
-def test_wrong_options(arguments, capsys):
-    is_one_line(main, arguments, arguments[0], capsys)

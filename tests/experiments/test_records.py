@@ -23,6 +23,7 @@ from ddp_by_hand.experiments.records.train import opacus
 from ddp_by_hand.experiments.records.views import SHIFT, views
 from ddp_by_hand.measure import Results
 from ddp_by_hand.measure.picture import read_picture
+from tests.support.plans import quick_noise
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,13 +187,10 @@ def scattering_of(image: np.ndarray, angles: int) -> np.ndarray:
     return np.stack([ends(padded, 1), *first, *second])
 
 
-def test_scattering_is_its_definition():
+def test_scattering_is_its_definition_and_has_81_channels():
     image = np.random.default_rng(0).random((8, 8))
     found = Scattering(8, angles=2)(torch.from_numpy(image).float()[None, None])
     np.testing.assert_allclose(found[0], scattering_of(image, 2), atol=2e-6)
-
-
-def test_scattering_of_fashion_mnist_has_81_channels():
     pixels = torch.full((2, 1, 28, 28), 255, dtype=torch.uint8)
     found = scattered(pixels, "cpu")
     assert found.shape == (2, 81, 7, 7)
@@ -289,6 +287,7 @@ def test_lora_trains_its_own_terms_alone():
 
 
 def test_a_planned_row_is_trained_as_planned(monkeypatch):
+    quick_noise(monkeypatch)
     text = text_of(100_000)
     monkeypatch.setattr(texts, "private_text", lambda: text)
     monkeypatch.setattr(texts, "LAW", ROOT / texts.LAW)

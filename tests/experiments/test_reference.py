@@ -166,7 +166,7 @@ def same_numbers(actual, *expected):
     assert [g.flatten().tolist() for g in actual.values()] == [pytest.approx(e) for e in expected]
 
 
-def test_flat_by_hand():
+def test_clipped_sums_by_hand():
     g = by_hand()
     assert oracle.norms(g).tolist() == [5, 0, 13]
     same_numbers(oracle.clipped_sum(g, 100.0), [3], [9], [12])
@@ -176,9 +176,6 @@ def test_flat_by_hand():
     same_numbers(automatic, [3 / 6], [4 / 6 + 5 / 14], [12 / 14])
     c = oracle.coefficients(g, 1.0)
     assert all(values.tolist() == pytest.approx([1 / 5, 1, 1 / 13]) for values in c.values())
-
-
-def test_per_layer_by_hand():
     g, root = by_hand(), math.sqrt(2)
     assert oracle.module_groups(list(g)) == [["a.weight"], ["b.weight", "b.bias"]]
     per_layer = oracle.clipped_sum(g, 2 * root, "per_layer")  # C / √2 = 2

@@ -12,15 +12,12 @@ from ddp_by_hand.measure.runs import beside, cells_of, ratio_beside, read_cells
 CPU = torch.device("cpu")
 
 
-def test_variants_of_a_row_take_turns():
+def test_variants_of_a_row_take_turns_and_a_row_is_written_as_it_is_read():
     cells = interleave([Row(8, 16), "mlp"], ["a", "b"], 3)
     assert [str(cell.row) for cell in cells] == ["8x16"] * 6 + ["mlp"] * 6
     assert [cell.round for cell in cells[:6]] == [0, 0, 1, 1, 2, 2]
     assert set(Counter(cell.variant for cell in cells).values()) == {6}
     assert cells[0].names() == {"row": "8x16", "variant": cells[0].variant, "round": 0}
-
-
-def test_a_row_is_written_as_it_is_read():
     assert row_of("8x1024") == Row(8, 1024)
     assert str(row_of("8x1024")) == "8x1024"
 
@@ -112,14 +109,11 @@ def test_growth_with_the_length_of_samples():
     assert 1.2 < growth(1.1).exponent < 1.3
 
 
-def test_growth_is_in_the_report():
-    text = report([cell(f"4x{t}", "ordinary", t / 10, 1000) for t in (1024, 2048, 4096)])
-    assert "B = 4, ordinary: step time grows as T^1.00" in text
-
-
-def test_the_legend_explains_only_what_is_there():
+def test_the_legend_explains_only_what_is_there_and_growth_is_reported():
     flash, ordinary = cell("4x512", "flash", 2.0, 1000), cell("4x512", "ordinary", 1.0, 1000)
     assert "ratio" not in report([flash])
     assert "ratio" not in report([ordinary])
     assert "ratio of medians" in report([flash, ordinary])
     assert "slowest rank" in report([flash])
+    text = report([cell(f"4x{t}", "ordinary", t / 10, 1000) for t in (1024, 2048, 4096)])
+    assert "B = 4, ordinary: step time grows as T^1.00" in text

@@ -39,7 +39,7 @@ def test_a_step_worked_out_by_hand():
     assert late.exposed == pytest.approx(2.0)
 
 
-def test_collectives_in_a_host_and_over_hosts():
+def test_collectives_in_a_host_and_over_hosts_and_links_that_are_fitted():
     network = Network(1.0, 100.0, gpus_per_host=4, host_latency=10.0, host_bandwidth=10.0)
     assert network.seconds("all_reduce", 1000.0, 1) == 0
     assert network.seconds("all_reduce", 1000.0, 4) == 2 * (3 * 1.0 + 0.75 * 1000 / 100)
@@ -50,9 +50,6 @@ def test_collectives_in_a_host_and_over_hosts():
     )
     fast = replace(network, host_bandwidth=1000.0)
     assert fast.seconds("reduce_scatter", 1000.0, 8) == 26 + 7 / 8 * 1000 / 100
-
-
-def test_fit_recovers_the_links():
     truth = replace(LINKS, latency=5e-6, bandwidth=3e9)
     samples = [(n, truth.seconds("all_reduce", n, 4)) for n in (1e3, 1e5, 1e6, 5e7)]
     assert LINKS.fitted(samples, 4).latency == pytest.approx(5e-6)
@@ -372,7 +369,7 @@ def test_folders_without_results_are_refused_in_one_line(traces, tmp_path, capsy
     assert "measured has no results of none" in capsys.readouterr().err
 
 
-def test_what_a_prediction_cannot_be_is_said(traces):
+def test_what_a_prediction_cannot_be_is_said(traces, monkeypatch):
     """Steps that no contention gives, and traces of none beside which other programs ran."""
     found = calibrate([traces], LINKS)
     none = found.simulate("none", SHAPE, 1).step
@@ -383,9 +380,6 @@ def test_what_a_prediction_cannot_be_is_said(traces):
     assert found.matched({2: measured}).doubts(measured) == []
     (line,) = replace(found, faster=("zero1",)).doubts({})
     assert line.startswith("zero1 took less time than none in the traces")
-
-
-def test_traces_of_a_disturbed_none_are_told(traces, monkeypatch):
     assert calibrate([traces], LINKS).faster == ()
     true = calibrating.undisturbed
     monkeypatch.setattr(calibrating, "undisturbed", lambda trace: [

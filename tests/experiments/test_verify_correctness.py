@@ -99,7 +99,9 @@ def test_16_bit(capsys, monkeypatch):
     arguments = ["--dtype", "bfloat16", "--modes", "ghost", "bookkeeping"]
     status, text = run(capsys, *arguments)
     assert (status, len(rows_of(text))) == (0, 4)
-    scale_coefficients(monkeypatch, 1.001)  # far below what 16 bit does to gradients
+    monkeypatch.setattr(
+        plain, "coefficients", scaled(1.001)(plain.coefficients)
+    )  # far below what 16 bit does to gradients
     status, text = run(capsys, *arguments)
     assert status == 1
     assert "one sample adds 1.000" in text
@@ -138,63 +140,38 @@ def test_profiling_shows_the_phases_of_each_mode(capsys, monkeypatch):
 # ---- wrong products ------------------------------------------------------------------------------
 
 
-def scale_coefficients(monkeypatch, factor: float) -> None:
-    right = plain.coefficients
-    monkeypatch.setattr(plain, "coefficients", lambda *a: right(*a) * factor)
+def scaled(factor: float) -> Callable:
+    return lambda right: lambda *arguments: right(*arguments) * factor
 
 
-def too_large(monkeypatch):
-    scale_coefficients(monkeypatch, 1 + 1e-4)
-    return "one sample adds 1.0000"
+def without_the_first(right: Callable) -> Callable:
+    """Of the parameters, the first that comes: the last layer's."""
 
-
-def too_small(monkeypatch):
-    scale_coefficients(monkeypatch, 1 - 1e-3)
-    return "one sample adds only 0.99"
-
-
-def miss_a_parameter(monkeypatch):
-    """Of the first one that comes, the last layer's."""
-    right = Norms.add_rows
-
-    def without_the_first(self, records, squares, *rest):
+    def add_rows(self, records, squares, *rest):
         squares = squares if len(self) else torch.cat((0 * squares[:1], squares[1:]))
         right(self, records, squares, *rest)
 
-    monkeypatch.setattr(Norms, "add_rows", without_the_first)
-    return "one sample adds 1."
+    return add_rows
 
 
-def forget_half_of_a_sum(monkeypatch):
-    right = plain.weighted_sum
-    monkeypatch.setattr(plain, "weighted_sum", lambda *a: right(*a) * 0.5)
-    return "the clipped gradient of"
+def divided_by_more(right: Callable) -> Callable:
+    return lambda *arguments, divisor, **rest: right(*arguments, divisor=1.01 * divisor, **rest)
 
 
-def divide_by_something_else(monkeypatch):
-    right = sources.add_noise_to_all
-
-    def wrong(*arguments, divisor, **rest):
-        return right(*arguments, divisor=1.01 * divisor, **rest)
-
-    monkeypatch.setattr(sources, "add_noise_to_all", wrong)
-    return "is off by 9.9e-03"
-
-
-def not_a_number(monkeypatch):
-    scale_coefficients(monkeypatch, float("nan"))
-    return "one sample adds inf C"
+WRONG = {  # what is replaced, by what, and what is said
+    "too large": (plain, "coefficients", scaled(1 + 1e-4), "one sample adds 1.0000"),
+    "too small": (plain, "coefficients", scaled(1 - 1e-3), "one sample adds only 0.99"),
+    "not a number": (plain, "coefficients", scaled(float("nan")), "one sample adds inf C"),
+    "a parameter is missed": (Norms, "add_rows", without_the_first, "one sample adds 1."),
+    "half of a sum": (plain, "weighted_sum", scaled(0.5), "the clipped gradient of"),
+    "divided by more": (sources, "add_noise_to_all", divided_by_more, "is off by 9.9e-03"),
+}
 
 
-WRONG = [
-    too_large, too_small, miss_a_parameter, forget_half_of_a_sum, divide_by_something_else,
-    not_a_number,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_product_is_found(wrong, capsys, monkeypatch):
-    said = wrong(monkeypatch)
+    owner, name, broken, said = WRONG[wrong]
+    monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
     status, text = run(capsys, "--modes", "per_sample")
     assert status == 1
     assert all("  FAIL  " in row for row in rows_of(text))
@@ -221,29 +198,21 @@ def test_one_wrong_mode_does_not_hide_behind_the_others(capsys, monkeypatch):
 # ---- several ranks -------------------------------------------------------------------------------
 
 
-def lose_the_other_rank(context: Context) -> None:
-    """A sum without the samples of rank 1."""
-    accumulate = ShardedSums.accumulate
-    factor = 1.0 if context.rank == 0 else 0.0
-    ShardedSums.accumulate = lambda self, p, total: accumulate(self, p, total * factor)
-
-
-def count_twice(context: Context) -> None:
-    """Every rank adds the norms of what ranks have in common."""
-    SplitNorms._shared = lambda self, parameters: set()
-
-
-def part_in_the_last_bits(context: Context) -> None:
-    """Ranks end up with norms that differ by less than any tolerance."""
-    wait = GlobalNorms.wait
-    GlobalNorms.wait = lambda self: wait(self) * (1 + 1e-6 * context.rank)
-
-
-BREAKS = {
-    lose_the_other_rank: (ShardedSums, "accumulate"),
-    count_twice: (SplitNorms, "_shared"),
-    part_in_the_last_bits: (GlobalNorms, "wait"),
-}
+BREAKS = {  # what is replaced on a rank, by what, where, and what is said
+    "a sum lacks the samples of rank 1": (
+        ShardedSums, "accumulate",
+        lambda right, rank: lambda self, p, total: right(self, p, total * (rank == 0)),
+        "data", "the clipped gradient of",
+    ),
+    "every rank adds the norms of what ranks have in common": (
+        SplitNorms, "_shared", lambda right, rank: lambda self, parameters: set(),
+        "tensor", "a norm is off by",
+    ),
+    "norms differ by less than any tolerance": (
+        GlobalNorms, "wait", lambda right, rank: lambda self: right(self) * (1 + 1e-6 * rank),
+        "data", "ranks have different norms",
+    ),
+}  # fmt: skip
 
 
 def ranks_of(context: Context, how: str) -> Ranks:
@@ -259,24 +228,16 @@ def ranks_of(context: Context, how: str) -> Ranks:
 
 def checked(
     context: Context, how: str, modes: list[str], clippings: list[str],
-    broken: Callable[[Context], None] | None = None, most: int | None = None,
+    broken: str | None = None, most: int | None = None,
 ) -> list[Finding]:  # fmt: skip
-    """What the ranks find in at most so many cases.
-
-    A product that `broken` breaks is whole again afterwards.
-    """
+    """What the ranks find in at most so many cases, with a product of `BREAKS` or whole ones."""
     ranks = ranks_of(context, how)
     cases = [c for c in plan(["transformer"], modes, ranks, FLOAT32) if c.clipping in clippings]
-    cases = cases[:most]
-    owner, name = BREAKS.get(broken, (Finding, "case"))
-    before = vars(owner).get(name)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
         if broken:
-            broken(context)
-        return list(verify(cases, ranks, FLOAT32, listening=True))
-    finally:
-        if broken:
-            setattr(owner, name, before)
+            owner, name, wrong, *_ = BREAKS[broken]
+            patch.setattr(owner, name, wrong(getattr(owner, name), context.rank))
+        return list(verify(cases[:most], ranks, FLOAT32, listening=True))
 
 
 def check_exchange(finding: Finding, how: str) -> None:
@@ -312,16 +273,9 @@ def test_four_ranks_and_every_mode(cpu_ranks, how):
             check_exchange(finding, how)
 
 
-@pytest.mark.parametrize(
-    ("broken", "how", "said"),
-    [
-        (lose_the_other_rank, "data", "the clipped gradient of"),
-        (count_twice, "tensor", "a norm is off by"),
-        (part_in_the_last_bits, "data", "ranks have different norms"),
-    ],
-    ids=lambda x: getattr(x, "__name__", None),
-)
-def test_a_wrong_exchange_is_found(cpu_ranks, broken, how, said):
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_wrong_exchange_is_found(cpu_ranks, broken):
+    *_, how, said = BREAKS[broken]
     for findings in cpu_ranks.run(2, checked, how, ["per_sample"], ["flat"], broken, 1):
         assert findings
         assert all(said in " ".join(finding.faults) for finding in findings)
@@ -589,7 +543,7 @@ def test_samples_are_dealt_out_unequally(size, count):
     assert [len(own) for own in with_empty].count(0) == (count > 1)
 
 
-def test_errors():
+def test_errors_and_a_case_without_figures_is_not_right():
     expected = {"large": torch.full((2, 2), 2.0), "small": torch.tensor([1e-9])}
     found = {"large": expected["large"] * 1.01, "small": torch.tensor([2e-9])}
     error, name = gradient_error(found, expected)
@@ -599,9 +553,6 @@ def test_errors():
     assert largest([1.0, float("nan"), 2.0]) == float("inf")
     assert relative_error(torch.ones(2), torch.ones(3)) == float("inf")
     assert relative_error(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])) == 0.5
-
-
-def test_a_case_without_figures_is_not_right():
     case = Case("transformer", "ghost", "flat")
     for dtype in DTYPES.values():
         assert Finding(case, findings_module.tolerance(case, cases_module.SMALL, dtype)).faults

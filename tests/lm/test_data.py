@@ -12,15 +12,9 @@ from ddp_by_hand.lm.data import Batches, Corpus, open_data
 COUNTING = Corpus("counting", 256, np.arange(200, dtype=np.uint8))
 
 
-def batches(corpus=COUNTING, *, batch_size=2, context_length=7, rank=0, world_size=1, seed=0):
-    return Batches(
-        corpus,
-        batch_size=batch_size,
-        context_length=context_length,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-    )
+def batches(corpus=COUNTING, **options):
+    usual = {"batch_size": 2, "context_length": 7, "rank": 0, "world_size": 1, "seed": 0}
+    return Batches(corpus, **(usual | options))
 
 
 def message_of(call, *arguments, **keywords):
@@ -80,19 +74,13 @@ class TestBatches:
         assert len(seen) == len(keys)
 
 
-def test_text_sequences_are_consecutive_bytes_and_reach_both_ends():
-    corpus = Corpus("counting", 256, np.arange(10, dtype=np.uint8))
-    inputs, targets = batches(corpus, batch_size=200, context_length=7)(0)
-    assert set(inputs[:, 0].tolist()) == {0, 1, 2}
-    assert targets.max() == 9
+@pytest.mark.parametrize("count", [10, 8])  # 8 bytes are one sequence
+def test_text_sequences_are_consecutive_bytes_and_reach_both_ends(count):
+    corpus = Corpus("counting", 256, np.arange(count, dtype=np.uint8))
+    inputs, targets = batches(corpus, batch_size=200)(0)
+    assert set(inputs[:, 0].tolist()) == set(range(count - 7))
+    assert targets.max() == count - 1
     assert torch.equal(targets, inputs + 1)
-
-
-def test_a_text_of_one_sequence_is_enough():
-    corpus = Corpus("tiny", 256, np.arange(8, dtype=np.uint8))
-    inputs, targets = batches(corpus, context_length=7)(0)
-    assert inputs.tolist() == [list(range(7))] * 2
-    assert targets.tolist() == [list(range(1, 8))] * 2
 
 
 def test_synthetic_tokens_fill_the_vocabulary_evenly():
@@ -124,16 +112,13 @@ def test_stdlib_takes_sources_only_in_sorted_order(tmp_path, monkeypatch):
         (tmp_path / name).write_text(content)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     assert open_data("stdlib", 256).tokens.tobytes() == b"abd"
+    (tmp_path / "text").write_bytes("né\n".encode())
+    assert open_data(str(tmp_path / "text"), 256).tokens.tolist() == [110, 0xC3, 0xA9, 10]
 
 
 def test_a_stripped_stdlib_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     assert "no Python sources" in message_of(open_data, "stdlib", 256)
-
-
-def test_file_is_read_as_bytes(tmp_path):
-    (tmp_path / "text").write_bytes("né\n".encode())
-    assert open_data(str(tmp_path / "text"), 256).tokens.tolist() == [110, 0xC3, 0xA9, 10]
 
 
 def test_folder_is_its_text_files_in_sorted_order(tmp_path, monkeypatch):
@@ -180,14 +165,11 @@ def test_unusable_paths_are_named_with_the_reason(tmp_path, monkeypatch):
     assert "does not exist" in message_of(open_data, "", 256)
 
 
-@pytest.mark.parametrize("source", ["stdlib", "some/path"])
-def test_text_needs_256_tokens(source):
-    message = message_of(open_data, source, 255)
-    assert "bytes need --vocab-size 256 or more" in message
-    assert "255" in message
-
-
-def test_synthetic_takes_any_positive_vocabulary():
+def test_text_needs_256_tokens_and_synthetic_takes_any_positive_vocabulary():
+    for source in ("stdlib", "some/path"):
+        message = message_of(open_data, source, 255)
+        assert "bytes need --vocab-size 256 or more" in message
+        assert "255" in message
     assert batches(open_data("synthetic", 1))(0)[0].unique().tolist() == [0]
     assert "--vocab-size is 0" in message_of(open_data, "synthetic", 0)
 
@@ -206,7 +188,4 @@ def test_synthetic_takes_any_positive_vocabulary():
 )
 def test_bad_arguments_are_named(keywords, named):
     assert named in message_of(batches, **keywords)
-
-
-def test_a_negative_step_is_named():
     assert "step is -1" in message_of(batches(), -1)

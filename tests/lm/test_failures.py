@@ -81,24 +81,17 @@ def test_an_error_that_torch_raises_is_located_in_the_users_line(mine):
     names, own = mine
     error = caught(names["inside_torch"])
     assert locate(error, own).startswith("mine.py:20 in inside_torch: torch.zeros(2) @ torch.")
+    error = caught(compile, "a = 1\ndef f(:\n", "theirs.py", "exec")
+    assert locate(error) == "theirs.py:2: def f(:"  # a syntax error has its own line
 
 
-def test_causes_are_told_with_their_lines(mine):
+def test_causes_are_told_with_their_lines_and_a_recursion_is_cut(mine):
     names, own = mine
     text = describe_traceback(caught(names["chained"]), own)
     assert text.index("KeyError: 'key'") < text.index("direct cause") < text.index("outer")
     assert '{}["key"]' in text
-
-
-def test_a_recursion_is_cut(mine):
-    names, own = mine
     text = describe_traceback(caught(names["forever"]), own)
     assert text.count("mine.py") <= MAX_FRAMES
-
-
-def test_a_syntax_error_has_its_own_line(mine):
-    error = caught(compile, "a = 1\ndef f(:\n", "theirs.py", "exec")
-    assert locate(error) == "theirs.py:2: def f(:"
 
 
 def test_a_thread_that_stands_still_is_located(mine):

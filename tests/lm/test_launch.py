@@ -209,13 +209,17 @@ def test_a_store_that_is_gone_ends_the_run(watches, monkeypatch):
     assert "the rank that hosts the store, is gone" in wait_for_end(watches)[0].message
 
 
-def test_the_first_published_cause_stays():
+def test_the_first_published_cause_stays_and_a_description_is_one_short_line():
     store = dist.HashStore()
     assert read_cause(store) is None
     assert publish_cause(store, Cause(1, "oom", "first"))
     assert not publish_cause(store, Cause(2, "error", "second"))
     assert not publish_cause(store, Cause(1, "oom", "first"))  # a third one, of the same mind
     assert read_cause(store) == Cause(1, "oom", "first")
+    text = describe(RuntimeError("first line\n   second " + "long " * 100 + "\n\nC++ stack"))
+    assert text.startswith("RuntimeError: first line second long")
+    assert "\n" not in text
+    assert len(text) <= watch.MESSAGE_LENGTH
 
 
 def test_the_process_ends_even_if_recording_fails(monkeypatch):
@@ -259,13 +263,6 @@ def test_the_watch_does_not_end_the_process_before_the_cause_is_printed():
 )
 def test_errors_are_sorted(error, status, consequence):
     assert (status_of(error), is_consequence(error)) == (status, consequence)
-
-
-def test_a_description_is_one_short_line():
-    text = describe(RuntimeError("first line\n   second " + "long " * 100 + "\n\nC++ stack"))
-    assert text.startswith("RuntimeError: first line second long")
-    assert "\n" not in text
-    assert len(text) <= watch.MESSAGE_LENGTH
 
 
 WATCHED = """

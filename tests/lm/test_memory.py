@@ -97,10 +97,13 @@ def test_fsdp_in_a_mixed_run_keeps_no_casts(d_model, d_ff, batch_size, mib):
     assert sum(found.values()) / 2**20 == pytest.approx(mib, rel=0.02)
 
 
-def test_parameters_are_those_of_the_network():
+def test_parameters_and_gradients_are_those_of_the_network():
     for model in (SMALL, replace(SMALL, tie_embeddings=True)):
         count = sum(p.numel() for p in Transformer(model).parameters())
         assert total_parameters(model) == count
+    for model in (SMALL, replace(SMALL, tie_embeddings=True)):
+        step = _Step("none", model, 1, 32, "float32", 0, on_gpu=True)
+        assert step._gradients() == [4 * numel for numel in arrivals(model).values()]
 
 
 def test_what_is_sharded_shrinks_with_the_ranks():
@@ -223,12 +226,6 @@ def test_peaks_that_the_allocator_counts(cpu_ranks, tmp_path, variants, batch_si
             )
             near = 0.025 if variant.endswith("fsdp") else 0.01  # a block's activations weigh more
             assert sum(kinds.values()) == pytest.approx(measured, rel=near), variant
-
-
-def test_gradients_are_those_of_the_network():
-    for model in (SMALL, replace(SMALL, tie_embeddings=True)):
-        step = _Step("none", model, 1, 32, "float32", 0, on_gpu=True)
-        assert step._gradients() == [4 * numel for numel in arrivals(model).values()]
 
 
 def test_largest_model_is_the_last_that_fits():

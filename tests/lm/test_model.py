@@ -55,16 +55,13 @@ def test_every_parameter_gets_a_finite_gradient(tied):
         assert gradient.abs().max() > 0, name
 
 
-def test_a_later_token_does_not_change_earlier_logits():
+def test_neither_later_tokens_nor_other_samples_change_logits():
     model, (tokens, _) = make(), make_batch()
     changed = tokens.clone()
     changed[:, 6] = (tokens[:, 6] + 1) % 37
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(after[:, :6], before[:, :6])
     assert (after[:, 6:] - before[:, 6:]).abs().amax(dim=(0, 2)).min() > 1e-5
-
-
-def test_samples_do_not_mix():
     model, (tokens, _) = make(), make_batch()
     torch.testing.assert_close(model(tokens)[:1], model(tokens[:1]))
 
@@ -111,24 +108,18 @@ def test_rotation_keeps_float32_tables_in_a_bfloat16_model():
     turned = rotation.turn(x)
     assert turned.dtype == torch.bfloat16
     assert torch.equal(turned, rotation.turn(x.float()).bfloat16())
-
-
-def test_fsdp_finds_no_tables_to_round_among_the_arguments_of_a_block():
-    """Its mixed precision casts through this helper, which looks into containers, dataclasses."""
+    # its mixed precision casts through this helper, which looks into containers, dataclasses
     rotation = Rotation(7, 8, CPU)
     (passed,) = _apply_to_tensors(torch.Tensor.bfloat16, (rotation,))
     assert passed.cos.dtype == passed.sin.dtype == torch.float32
 
 
-def test_tied_weights_share_storage():
+def test_tied_weights_share_storage_and_there_are_no_buffers():
     tied, untied = make(tie_embeddings=True), make()
     assert tied.head.weight is tied.token_embedding.weight
     assert untied.head.weight.data_ptr() != untied.token_embedding.weight.data_ptr()
     count = [sum(p.numel() for p in model.parameters()) for model in (untied, tied)]
     assert count[0] - count[1] == 37 * 30
-
-
-def test_there_are_no_buffers():
     model = make()
     model(make_batch()[0])
     assert list(model.buffers()) == []

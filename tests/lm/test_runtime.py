@@ -11,8 +11,6 @@ import torch
 from ddp_by_hand.lm import runtime
 from ddp_by_hand.lm.runtime import find_hardware, seed_everything
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def machine(monkeypatch):
@@ -35,33 +33,29 @@ def machine(monkeypatch):
     return become
 
 
-def test_without_a_gpu_two_processes_on_gloo(machine):
-    machine()
-    hardware = find_hardware()
-    assert (hardware.backend, hardware.device_type, hardware.num_processes) == ("gloo", "cpu", 2)
-    assert hardware.sentence == "gloo, 2 processes on CPU (no GPU here)"
+GPUS = {"gpus": 4, "driver": True}
 
 
-def test_all_gpus_with_nccl(machine):
-    machine(gpus=4, driver=True)
-    hardware = find_hardware()
-    assert (hardware.backend, hardware.device_type, hardware.num_processes) == ("nccl", "cuda", 4)
-    assert hardware.sentence == "NCCL, 4 processes, one on each NVIDIA H200"
-    assert find_hardware(num_processes=2).num_processes == 2
+@pytest.mark.parametrize(
+    ("machine_is", "asked", "expected", "sentence"),
+    [
+        ({}, (), ("gloo", "cpu", 2), "gloo, 2 processes on CPU (no GPU here)"),
+        (GPUS, (), ("nccl", "cuda", 4), "NCCL, 4 processes, one on each NVIDIA H200"),
+        (GPUS, (None, 2), ("nccl", "cuda", 2), "NCCL, 2 processes, one on each NVIDIA H200"),
+        (GPUS, ("cpu", 3), ("gloo", "cpu", 3), "gloo, 3 processes on CPU (as asked)"),
+    ],
+)
+def test_what_is_found(machine, machine_is, asked, expected, sentence):
+    machine(**machine_is)
+    found = find_hardware(*asked)
+    assert (found.backend, found.device_type, found.num_processes) == expected
+    assert found.sentence == sentence
 
 
-def test_cpu_is_taken_when_asked_for(machine):
-    machine(gpus=4, driver=True)
-    hardware = find_hardware("cpu", 3)
-    assert hardware.sentence == "gloo, 3 processes on CPU (as asked)"
-
-
+TOO_OLD = "CUDA initialization: the driver is too old"
 OBSTACLES = {
     "a build without CUDA": {"driver": True, "cuda": None},
-    "PyTorch cannot use it: CUDA initialization: the driver is too old": {
-        "driver": True,
-        "warning": "CUDA initialization: the driver is too old\n(found version 11)",
-    },
+    f"PyTorch cannot use it: {TOO_OLD}": {"driver": True, "warning": f"{TOO_OLD}\n(version 11)"},
     "PyTorch cannot use it: no device answered": {"driver": True},
 }
 
@@ -83,23 +77,26 @@ def test_hidden_gpus_are_said(machine, monkeypatch):
     assert "CUDA_VISIBLE_DEVICES hides" in find_hardware().sentence
 
 
-def test_cuda_without_a_gpu_is_refused(machine):
-    machine()
-    with pytest.raises(ValueError, match="--device cuda: this machine has no NVIDIA GPU; give"):
-        find_hardware("cuda")
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "LOCAL_WORLD_SIZE": "4"}
 
 
-def test_more_processes_than_gpus_are_refused(machine, monkeypatch):
-    machine(gpus=2, driver=True)
-    with pytest.raises(ValueError, match=r"--num-processes 3: .*give 2 or fewer"):
-        find_hardware(num_processes=3)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x"}.items():
+@pytest.mark.parametrize(
+    ("gpus", "variables", "asked", "says"),
+    [
+        (0, {}, ("cuda",), "--device cuda: this machine has no NVIDIA GPU; give"),
+        (2, {}, (None, 3), r"--num-processes 3: .*give 2 or fewer"),
+        (2, LAUNCHED, (), r"--nproc_per_node 4: .*give 2 or fewer"),
+    ],
+)
+def test_more_than_there_is_is_refused(machine, monkeypatch, gpus, variables, asked, says):
+    machine(gpus=gpus, driver=gpus > 0)
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match=r"--nproc_per_node 4: .*give 2 or fewer"):
-        find_hardware()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert find_hardware().num_processes == 2
+    with pytest.raises(ValueError, match=says):
+        find_hardware(*asked)
+    if variables:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        assert find_hardware().num_processes == 2
 
 
 @pytest.mark.parametrize("missing", runtime.LAUNCH_VARIABLES)

@@ -21,7 +21,7 @@ def test_gradients_stand_in_the_order_of_backward():
     assert SHAPE.gradients == {name: p.numel() for name, p in network.named_parameters()}
 
 
-def test_products_are_those_of_the_flop_count():
+def test_products_are_those_of_the_flop_count_and_grow_as_operations_do():
     """Forward's multiply-adds are a third of 6 N / 2 per token, norms and attention apart."""
     products = sum(counts[0] for counts in SHAPE.forward_counts())
     model = SHAPE.model
@@ -30,9 +30,6 @@ def test_products_are_those_of_the_flop_count():
     norms = 2 * model.d_model * model.num_layers
     assert products == SHAPE.tokens * (weights + norms)
     assert len(SHAPE.forward_counts()) == model.num_layers + 2
-
-
-def test_counts_grow_as_operations_do():
     twice = replace(SHAPE, model=replace(SHAPE.model, context_length=32))
     name = "blocks.0.attention.value.weight"
     *once, _ = SHAPE.backward_counts(name)

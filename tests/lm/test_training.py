@@ -13,12 +13,8 @@ from ddp_by_hand.lm.runtime import seed_everything
 from ddp_by_hand.lm.training import training_step
 
 WITHOUT_CLIPPING = [
-    "lr_scheduling",
-    "forward_pass",
-    "backward_pass",
-    "gradient_sync",
-    "optimizer_step",
-]
+    "lr_scheduling", "forward_pass", "backward_pass", "gradient_sync", "optimizer_step",
+]  # fmt: skip
 
 
 class Recorder:
@@ -43,17 +39,14 @@ def network():
     return nn.Linear(3, 1, bias=False)
 
 
-def step(network, recorder, *, rate=0.5, maximum=None, finish=None, factor=1.0):
+def step(network, recorder, *, rate=0.5, maximum=None, finish=None, factor=1.0, **more):
     optimizer = torch.optim.SGD([{"params": [p]} for p in network.parameters()], lr=99.0)
     loss = training_step(
-        torch.ones(2, 3),
-        optimizer,
-        forward_loss=lambda batch: (factor * network(batch)).sum(),
-        finish=finish or (lambda: recorder.events.append("finish")),
-        learning_rate=rate,
-        max_gradient_norm=maximum,
-        phase=recorder.phase,
-    )
+        torch.ones(2, 3), optimizer, forward_loss=lambda batch: (factor * network(batch)).sum(),
+        finish=finish or (lambda: recorder.events.append("finish")), learning_rate=rate,
+        max_gradient_norm=maximum, phase=recorder.phase, **more,
+    )  # fmt: skip
+    assert network.weight.grad is None
     return loss, optimizer
 
 
@@ -67,12 +60,6 @@ def test_phases_come_in_order_and_finish_is_called_between(network):
         assert recorder.events.index(f"end of {earlier}") < recorder.events.index(later)
 
 
-def test_clipping_is_a_phase_of_its_own_after_synchronisation(network):
-    recorder = Recorder()
-    step(network, recorder, maximum=1.0)
-    assert recorder.begun() == [*WITHOUT_CLIPPING[:4], "gradient_clipping_warmup", "optimizer_step"]
-
-
 def test_further_phases_come_in_order_before_clipping(network):
     """Noise does: what is clipped after it is no longer anybody's gradient."""
     recorder, done = Recorder(), []
@@ -82,22 +69,13 @@ def test_further_phases_come_in_order_before_clipping(network):
         network.weight.grad *= 2
 
     before = network.weight.detach().clone()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-    training_step(
-        torch.ones(2, 3),
-        optimizer,
-        forward_loss=lambda batch: 0.1 * network(batch).sum(),
-        finish=lambda: done.append("finish"),
-        learning_rate=1.0,
-        more_phases={"double_it": double, "look_at": lambda: done.append("look")},
-        max_gradient_norm=0.5,
-        phase=recorder.phase,
-    )
+    more = {"double_it": double, "look_at": lambda: done.append("look")}
+    finish = lambda: done.append("finish")  # noqa: E731
+    step(network, recorder, rate=1.0, maximum=0.5, factor=0.1, finish=finish, more_phases=more)
     assert done == ["finish", "double", "look"]
     assert recorder.begun() == [
-        *(*WITHOUT_CLIPPING[:4], "double_it", "look_at"),
-        *("gradient_clipping_warmup", "optimizer_step"),
-    ]
+        *WITHOUT_CLIPPING[:4], *more, "gradient_clipping_warmup", "optimizer_step",
+    ]  # fmt: skip
     torch.testing.assert_close((before - network.weight).norm(), torch.tensor(0.5))
 
 
@@ -110,25 +88,16 @@ def test_it_sets_the_learning_rate_and_takes_the_step(network):
     assert not loss.requires_grad
 
 
-def test_the_total_norm_is_clipped_of_what_finish_left(network):
+@pytest.mark.parametrize(
+    ("left", "factor", "stepped"),
+    [([3.0, 4.0, 0.0], 1.0, [0.6, 0.8, 0.0]), (None, 0.01, [0.02, 0.02, 0.02])],
+    ids=["a large one", "a small one is not scaled up"],
+)
+def test_the_total_norm_is_clipped_of_what_finish_left(network, left, factor, stepped):
     before = network.weight.detach().clone()
-
-    def finish():
-        network.weight.grad.copy_(torch.tensor([[3.0, 4.0, 0.0]]))
-
-    step(network, Recorder(), rate=1.0, maximum=1.0, finish=finish)
-    torch.testing.assert_close(before - network.weight, torch.tensor([[0.6, 0.8, 0.0]]))
-
-
-def test_a_small_gradient_is_not_scaled_up(network):
-    before = network.weight.detach().clone()
-    step(network, Recorder(), rate=1.0, maximum=1.0, factor=0.01)
-    torch.testing.assert_close(before - network.weight, torch.full((1, 3), 0.02))
-
-
-def test_gradients_are_none_afterwards(network):
-    step(network, Recorder())
-    assert network.weight.grad is None
+    finish = (lambda: network.weight.grad.copy_(torch.tensor([left]))) if left else None
+    step(network, Recorder(), rate=1.0, maximum=1.0, finish=finish, factor=factor)
+    torch.testing.assert_close(before - network.weight, torch.tensor([stepped]))
 
 
 def test_a_failing_finish_takes_no_step(network):
@@ -152,14 +121,11 @@ def train(seed: int) -> list[float]:
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.0)
     return [
         training_step(
-            batches(number),
-            optimizer,
-            forward_loss=lambda batch: forward_loss(network, batch),
-            finish=lambda: None,
-            learning_rate=3e-3,
+            batches(number), optimizer, forward_loss=lambda batch: forward_loss(network, batch),
+            finish=lambda: None, learning_rate=3e-3,
         ).item()
         for number in range(60)
-    ]
+    ]  # fmt: skip
 
 
 def test_the_loss_on_real_text_falls():

@@ -47,17 +47,18 @@ def test_a_refusal_is_one_line(capsys, speaks):
     assert capsys.readouterr().err == ("program: two lines\n" if speaks else "")
 
 
-def test_a_folder_is_made_only_when_asked(tmp_path):
+def test_folders_are_made_when_asked_and_not_below_a_file(tmp_path):
     check_folder("--output-dir", tmp_path / "a" / "b", create=False)
     assert not (tmp_path / "a").exists()
     check_folder("--output-dir", tmp_path / "a" / "b", create=True)
     assert (tmp_path / "a" / "b").is_dir()
-
-
-def test_a_folder_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"--output-dir .*file is a file, name a folder"):
         check_folder("--output-dir", tmp_path / "file" / "x", create=True)
+    with pytest.raises(ValueError, match=r"--output x+: cannot be written to \(File name too long"):
+        check_file("--output", Path("x" * 300))
+    with pytest.raises(ValueError, match=r"--output .*: is a folder, name a file"):
+        check_file("--output", tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -119,10 +120,3 @@ def test_another_broken_pipe_is_no_quiet_end(capfd):
 
     with capfd.disabled(), pytest.raises(BrokenPipeError):
         main()
-
-
-def test_a_file_with_an_impossible_name_is_refused_by_its_option(tmp_path):
-    with pytest.raises(ValueError, match=r"--output x+: cannot be written to \(File name too long"):
-        check_file("--output", Path("x" * 300))
-    with pytest.raises(ValueError, match=r"--output .*: is a folder, name a file"):
-        check_file("--output", tmp_path)

@@ -66,56 +66,65 @@ def test_a_regression_is_said_and_is_the_exit_status(compare):
     assert out.splitlines()[-1].startswith("1 regression beyond 5 %: ddp is slower, 1.250 [1.2")
 
 
-def test_no_regression(compare):
-    status, out, error = compare({"none": 10.0, "ddp": 12.0}, {"none": 10.1, "ddp": 9.0})
-    assert (status, error) == (0, "")
-    assert out.splitlines()[-1] == "No regression beyond 5 %: 1 same, 1 faster."
+ONE, TWO, OLD = {"ddp": 10.0}, {"none": 10.0, "ddp": 12.0}, {"none": 10.0, "old": 1.0}
+ELSEWHERE = {"torch": "2.11.0", "gpus": [], "git_commit": "f" * 40, "git_dirty": False}
+GIVE = "ddp_by_hand.measure.compare: no cell can be compared: give results of the same settings\n"
+ROWS = {  # before, after, options and what else differs, status, said (cells are apart by |)
+    "no regression": (
+        TWO, {"none": 10.1, "ddp": 9.0}, [], {}, 0,
+        ["\nNo regression beyond 5 %: 1 same, 1 faster.\n"],
+    ),
+    "within the threshold": (ONE, {"ddp": 11.0}, ["--threshold", "0.2"], {}, 0, []),
+    "beyond the threshold": (ONE, {"ddp": 11.0}, ["--threshold", "0.02"], {}, 1, []),
+    "more memory": (
+        ONE, ONE, [], {"memory": 110}, 1,
+        ["| 100 | 110 | 1.100 | larger\n",
+         "1 regression beyond 5 %: ddp takes more memory, 1.100."],
+    ),
+    "less memory": (ONE, ONE, [], {"memory": 90}, 0, ["| smaller\n"]),
+    "fails since": (
+        TWO, TWO | {"ddp": "oom"}, [], {}, 1,
+        ["ddp | failed: now oom: no more", "ddp has failed (now oom: no more)"],
+    ),
+    "failed before": (
+        TWO | {"ddp": "oom"}, TWO, [], {}, 0, ["ddp | not comparable: before oom: no more"],
+    ),
+    "unavailable since": (TWO, TWO | {"ddp": "unavailable"}, [], {}, 0, []),
+    "a wrong gradient since": (
+        TWO, TWO | {"ddp": 8.0}, [], {"error": {"ddp": 1.0}}, 1,
+        ["ddp | failed: now wrong: gradient error 1.0e+00"],
+    ),
+    "one lacks a cell": (  # nobody knows whether it has become slower
+        OLD, {"none": 10.0, "new": 2.0}, [], {}, 1,
+        ["only in A: old\n", "only in B: new\n",
+         "Missing in B: old; give --allow-missing if B has less.\n"],
+    ),
+    "which is allowed": (OLD, {"none": 10.0}, ["--allow-missing"], {}, 0, []),
+    "and hides nothing": (OLD, {"none": 20.0}, ["--allow-missing"], {}, 1, []),
+    "it never had a time": ({"none": 10.0, "old": "oom"}, {"none": 10.0}, [], {}, 0, []),
+    "other settings": (
+        TWO, TWO, [], {"config": {"batch_size": 8}}, 2,
+        ["| not comparable: batch_size 4, then 8", GIVE],
+    ),
+    "another machine": (
+        ONE, ONE, [], {"environment": ELSEWHERE}, 0,
+        ["torch: 2.13.0 in A, 2.11.0 in B\n",
+         "GPUs: 2 × NVIDIA H200, 143,771 MiB in A, none in B\n",
+         "commit: 0123456789ab with changes in A, ffffffffffff in B\n"],
+    ),
+}  # fmt: skip
 
 
-def test_the_threshold_counts(compare):
-    assert compare({"ddp": 10.0}, {"ddp": 11.0}, "--threshold", "0.2")[0] == 0
-    assert compare({"ddp": 10.0}, {"ddp": 11.0}, "--threshold", "0.02")[0] == 1
-
-
-def test_more_memory_is_a_regression(compare):
-    status, out, _ = compare({"ddp": 10.0}, {"ddp": 10.0}, then={"memory": 110})
-    assert status == 1
-    assert line(out, "ddp")[5:] == ["100", "110", "1.100", "larger"]
-    assert "1 regression beyond 5 %: ddp takes more memory, 1.100." in out
-    status, out, _ = compare({"ddp": 10.0}, {"ddp": 10.0}, then={"memory": 90})
-    assert (status, line(out, "ddp")[-1]) == (0, "smaller")
-
-
-def test_a_cell_that_fails_since_is_a_regression(compare):
-    status, out, _ = compare({"none": 10.0, "ddp": 12.0}, {"none": 10.0, "ddp": "oom"})
-    assert status == 1
-    assert line(out, "ddp")[1] == "failed: now oom: no more"
-    assert "ddp has failed (now oom: no more)" in out
-    status, out, _ = compare({"none": 10.0, "ddp": "oom"}, {"none": 10.0, "ddp": 12.0})
-    assert status == 0
-    assert line(out, "ddp")[1] == "not comparable: before oom: no more"
-    status, out, _ = compare({"none": 10.0, "x": 12.0}, {"none": 10.0, "x": "unavailable"})
-    assert status == 0
-
-
-def test_a_gradient_that_is_wrong_since_is_a_regression(compare):
-    before = {"none": 10.0, "ddp": 12.0}
-    status, out, _ = compare(before, {"none": 10.0, "ddp": 8.0}, then={"error": {"ddp": 1.0}})
-    assert status == 1
-    assert line(out, "ddp")[1] == "failed: now wrong: gradient error 1.0e+00"
-
-
-def test_what_only_one_has_is_listed(compare):
-    status, out, _ = compare({"none": 10.0, "old": 1.0}, {"none": 10.0, "new": 2.0})
-    assert status == 1  # nobody knows whether old has become slower
-    assert "only in A: old\n" in out
-    assert "only in B: new\n" in out
-    assert out.endswith("Missing in B: old; give --allow-missing if B has less.\n")
-    before = {"none": 10.0, "old": 1.0}
-    status, out, _ = compare(before, {"none": 10.0}, "--allow-missing")
-    assert (status, "Missing" in out) == (0, False)
-    assert compare(before, {"none": 20.0}, "--allow-missing")[0] == 1
-    assert compare({"none": 10.0, "old": "oom"}, {"none": 10.0})[0] == 0  # it never had a time
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_said_and_the_exit_status(compare, name):
+    before, after, options, then, status, says = ROWS[name]
+    found, out, error = compare(before, after, *options, then=then)
+    assert (found, error) == (status, GIVE if status == 2 else "")
+    text = re.sub(" {2,}", " | ", out) + error
+    assert [one for one in says if one not in text] == [], text
+    lacks = name == "one lacks a cell"
+    assert (("No regression" in out), ("Missing" in out)) == (status == 0 or lacks, lacks)
+    assert "cpu:" not in out
 
 
 def test_cells_of_one_name_are_told_apart(tmp_path, capsys):
@@ -129,17 +138,6 @@ def test_cells_of_one_name_are_told_apart(tmp_path, capsys):
     assert "ddp (batch_size 4) is slower" in out
 
 
-def test_other_settings_are_not_compared(compare):
-    before = {"none": 10.0, "ddp": 12.0}
-    status, out, error = compare(before, before, then={"config": {"batch_size": 8}})
-    assert status == 2
-    assert "not comparable: batch_size 4, then 8" in out
-    assert "No regression" not in out
-    assert error == (
-        "ddp_by_hand.measure.compare: no cell can be compared: give results of the same settings\n"
-    )
-
-
 def test_each_cell_finds_the_one_of_its_own_settings(tmp_path, capsys):
     for folder, scale in (("a", 1.0), ("b", 2.0)):
         for batch, median in ((4, 10.0), (8, 20.0)):
@@ -151,40 +149,26 @@ def test_each_cell_finds_the_one_of_its_own_settings(tmp_path, capsys):
     assert [(row[1], row[5]) for row in rows] == [("4", "same"), ("8", "slower")]
 
 
-def test_another_machine_and_other_versions_are_said(compare):
-    place = {"torch": "2.11.0", "gpus": [], "git_commit": "f" * 40, "git_dirty": False}
-    status, out, _ = compare({"ddp": 10.0}, {"ddp": 10.0}, then={"environment": place})
-    assert status == 0
-    assert "torch: 2.13.0 in A, 2.11.0 in B\n" in out
-    assert "GPUs: 2 × NVIDIA H200, 143,771 MiB in A, none in B\n" in out
-    assert "commit: 0123456789ab with changes in A, ffffffffffff in B\n" in out
-    assert "cpu:" not in out
-
-
-def test_more_rounds_or_steps_do_not_matter_but_are_said(tmp_path, capsys):
-    record_benchmark(tmp_path / "a", {"ddp": 10.0}, rounds=7, config={"steps_per_epoch": 6})
-    record_benchmark(tmp_path / "b", {"ddp": 12.0}, rounds=3, config={"steps_per_epoch": 9})
-    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    out = capsys.readouterr().out
-    assert line(out, "ddp")[4] == "slower"
-    assert "steps_per_epoch: 6 in A, 9 in B\n" in out
-    assert "Intervals rest on 3 rounds" in out
-
-
 @pytest.mark.parametrize(
     ("rounds", "factor", "status", "said"),
-    [(2, 1.3, 0, "unclear"), (2, 1.0, 0, "unclear"), (2, 3.0, 1, "slower"), (3, 1.3, 1, "slower")],
-)
+    [
+        ((5, 2), 1.3, 0, "unclear"), ((5, 2), 1.0, 0, "unclear"), ((5, 2), 3.0, 1, "slower"),
+        ((5, 3), 1.3, 1, "slower"), ((7, 3), 1.2, 1, "slower"),
+    ],
+)  # fmt: skip
 def test_of_two_rounds_only_a_great_difference_counts(
     tmp_path, capsys, rounds, factor, status, said
 ):
-    record_benchmark(tmp_path / "a", {"ddp": 10.0})
-    record_benchmark(tmp_path / "b", {"ddp": 10.0 * factor}, rounds=rounds)
+    """More rounds or steps of one result do not matter, but are said."""
+    for folder, count, ms in zip("ab", rounds, (10.0, 10.0 * factor), strict=True):
+        config = {"steps_per_epoch": 2 * count}
+        record_benchmark(tmp_path / folder, {"ddp": ms}, rounds=count, config=config)
     assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == status
     out = capsys.readouterr().out
     assert line(out, "ddp")[4] == said
-    assert f"Intervals rest on {rounds} rounds" in out
-    assert ("below 3 only what takes 2 times as long" in out) == (rounds == 2)
+    assert f"steps_per_epoch: {2 * rounds[0]} in A, {2 * rounds[1]} in B\n" in out
+    assert f"Intervals rest on {rounds[1]} rounds" in out
+    assert ("below 3 only what takes 2 times as long" in out) == (rounds[1] == 2)
 
 
 def test_rounds_are_not_paired(tmp_path, capsys):
@@ -253,14 +237,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argum
 def test_the_module_runs_and_exits_with_its_status(tmp_path):
     record_benchmark(tmp_path / "a", {"ddp": 10.0})
     record_benchmark(tmp_path / "b", {"ddp": 20.0})
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-m",
-        "ddp_by_hand.measure.compare",
-        tmp_path / "a",
-        tmp_path / "b",
-    ]
+    command = [sys.executable, "-W", "error", "-m", "ddp_by_hand.measure.compare"]
+    command += [tmp_path / "a", tmp_path / "b"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (1, "")

@@ -12,7 +12,7 @@ import torch
 from ddp_by_hand.measure.environment import _PEAKS, environment, git_state, peak_flops
 
 
-def test_record_is_json_and_has_what_a_number_needs(monkeypatch):
+def test_record_has_what_a_number_needs_and_neither_host_nor_variables(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py", "--data", "~/text"])
     record = json.loads(json.dumps(environment()))
     assert record["command"] == ["bench.py", "--data", "~/text"]
@@ -23,9 +23,6 @@ def test_record_is_json_and_has_what_a_number_needs(monkeypatch):
     assert datetime.fromisoformat(record["date"]).utcoffset().total_seconds() == 0
     keys = {"platform", "cpu", "triton", "cuda", "nccl", "driver", "git_commit", "git_dirty"}
     assert keys <= record.keys()
-
-
-def test_neither_host_name_nor_environment_variables(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
     text = json.dumps(environment())
     assert "hf_secret_value" not in text
@@ -74,37 +71,20 @@ def test_without_git_and_without_torch(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "dtype", "tera"),
     [
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
-        ("NVIDIA A100 80GB PCIe", "float32", 19.5),
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.5),
-        ("NVIDIA H100 PCIe", torch.float16, 756.5),
-        ("NVIDIA H200", torch.float32, 67),
-        ("NVIDIA L40S", "bfloat16", 362.05),
-        ("NVIDIA A10", "bfloat16", 125),
-        ("Tesla V100-SXM2-32GB", "float16", 125),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312), ("NVIDIA A100 80GB PCIe", "float32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.5), ("NVIDIA H100 PCIe", torch.float16, 756.5),
+        ("NVIDIA H200", torch.float32, 67), ("NVIDIA L40S", "bfloat16", 362.05),
+        ("NVIDIA A10", "bfloat16", 125), ("Tesla V100-SXM2-32GB", "float16", 125),
         ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
+        *((name, "bfloat16", None) for name in (
+            "Tesla V100-SXM2-32GB", "NVIDIA H100 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA A10G",
+            "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40", "NVIDIA GH200 480GB",
+        )),
+        ("NVIDIA H100 80GB HBM3", "float64", None), ("cpu", "float32", None),
     ],
-)
-def test_known_peaks(name, dtype, tera):
-    assert peak_flops(name, dtype) == pytest.approx(tera * 1e12)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("Tesla V100-SXM2-32GB", "bfloat16"),
-        ("NVIDIA H100 NVL", "bfloat16"),
-        ("NVIDIA H200 MIG 1g.18gb", "bfloat16"),
-        ("NVIDIA A10G", "bfloat16"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16"),
-        ("NVIDIA L40", "bfloat16"),
-        ("NVIDIA GH200 480GB", "bfloat16"),
-        ("NVIDIA H100 80GB HBM3", "float64"),
-        ("cpu", "float32"),
-    ],
-)
-def test_unknown_peaks_are_none(name, dtype):
-    assert peak_flops(name, dtype) is None
+)  # fmt: skip
+def test_known_peaks_and_others_are_none(name, dtype, tera):
+    assert peak_flops(name, dtype) == (tera and pytest.approx(tera * 1e12))
 
 
 def test_16_bit_is_dense_and_faster_than_float32():

@@ -42,12 +42,9 @@ print("imported")
 """
 
 
-def test_each_is_of_the_extra_that_has_it():
+def test_each_is_of_the_extra_that_has_it_and_what_is_there_is_no_error():
     for package, extra in EXTRA_OF.items():
         assert package in [re.match(r"[\w-]+", needed)[0] for needed in EXTRAS[extra]]
-
-
-def test_what_is_there_is_no_error():
     require(*EXTRA_OF)
     require()
 

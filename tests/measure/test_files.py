@@ -22,32 +22,22 @@ def test_append_and_read(tmp_path):
         append_line(path, '{"a":\n1}')
 
 
-@pytest.mark.parametrize("cut", ['{"b', '{"b": "ü'.encode()[:-1], b"x" * 9000, "{"])
-def test_cut_last_line_is_dropped_and_repaired(tmp_path, cut):
+CUT = ['{"b', '{"b": "ü'.encode()[:-1].decode("latin-1"), "x" * 9000, "{"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "last", "whole"),
+    [*((['{"a": 1}'], cut, False) for cut in CUT), ([], CUT[0], False),
+     (['{"a": 1}'], '{"b": 2}', True)],
+)  # fmt: skip
+def test_a_cut_last_line_is_dropped_and_repaired_and_a_whole_one_kept(tmp_path, lines, last, whole):
     path = tmp_path / "log.jsonl"
-    append_line(path, '{"a": 1}')
-    with open(path, "ab") as file:
-        file.write(cut if isinstance(cut, bytes) else cut.encode())
-    assert read_lines(path) == [{"a": 1}]
+    path.write_bytes("".join(f"{line}\n" for line in lines).encode() + last.encode("latin-1"))
+    lines = [*lines, last] if whole else lines
+    assert read_lines(path) == [*map(json.loads, lines)]
     append_line(path, '{"c": 3}')
-    assert read_lines(path) == [{"a": 1}, {"c": 3}]
-    assert path.read_text() == '{"a": 1}\n{"c": 3}\n'
-
-
-def test_file_that_is_only_a_cut_line(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"schema')
-    assert read_lines(path) == []
-    append_line(path, "{}")
-    assert path.read_text() == "{}\n"
-
-
-def test_whole_last_line_without_line_break_is_kept(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"a": 1}\n{"b": 2}')
-    assert read_lines(path) == [{"a": 1}, {"b": 2}]
-    append_line(path, '{"c": 3}')
-    assert read_lines(path) == [{"a": 1}, {"b": 2}, {"c": 3}]
+    assert read_lines(path) == [*map(json.loads, lines), {"c": 3}]
+    assert path.read_text() == "".join(f"{line}\n" for line in [*lines, '{"c": 3}'])
 
 
 @pytest.mark.parametrize("broken", ['{"a', "", "\x00\x00", "{}{}"])

@@ -49,9 +49,6 @@ def test_bars_are_stacked_and_the_line_is_where_the_peak_was(drawn):
         "measured 7.8 GiB, predicted -4.0%", "7.5 GiB, oom: rank 1: $2^30$",
     ]  # fmt: skip
     assert "dark line" in sentence
-
-
-def test_without_a_measured_peak_there_is_no_line(drawn):
     figure, sentence = drawn([{**ROWS[0], "measured": None}])
     assert not figure.axes[0].lines
     assert figure.axes[0].texts[0].get_text() == "7.5 GiB"

@@ -111,13 +111,7 @@ def test_words_of_options_make_them_again():
     assert words == ["x", "--steps", "7", "--rate", "1e-05", "--modes", "b", "--fast"]
     assert parsed(*words) == options
     assert as_arguments(parsed("x")) == ["x"]
-
-
-def test_shared_values_are_those_of_the_same_name():
     assert shared_values(parsed("x"), Part, seconds=2.0) == Part((1, 2), 2.0)
-
-
-def test_options_of_a_parser():
     flags = [action.option_strings for action in parser_of(Options)._actions]
     assert ["--rate"] in flags
     assert not any("typed" in "".join(names) for names in flags)

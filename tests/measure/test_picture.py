@@ -14,12 +14,9 @@ def test_a_sentence_comes_back(tmp_path, sentence):
     assert picture.data == (tmp_path / "a.png").read_bytes()
 
 
-def test_missing_folders_are_made(tmp_path):
+def test_folders_are_made_and_what_is_no_whole_png_is_refused(tmp_path):
     save_picture(Figure(figsize=(2, 1)), tmp_path / "new" / "er" / "a.png", "x")
     assert read_picture(tmp_path / "new" / "er" / "a.png").description == "x"
-
-
-def test_what_is_no_whole_png_is_refused(tmp_path):
     save_picture(Figure(figsize=(2, 1)), tmp_path / "a.png", "x")
     whole = (tmp_path / "a.png").read_bytes()
     for content in (b"", b"<svg/>", whole[: len(whole) // 2]):

@@ -18,19 +18,17 @@ def _last_line(stream):
     return stream.getvalue().split("\r")[-1].removeprefix("\x1b[K")
 
 
-def test_silent_without_a_terminal(monkeypatch):
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with Progress(2) as progress:
-        progress.update("a")
-        progress.update("b")
-    assert stream.getvalue() == ""
+@pytest.fixture
+def clock(monkeypatch):
+    """A list with the seconds that it is."""
+    now = [100.0]
+    monkeypatch.setattr(room.time, "monotonic", lambda: now[0])
+    return now
 
 
-def test_estimate_of_the_remaining_time(monkeypatch):
-    stream, clock = Terminal(), [100.0]
+def test_estimate_of_the_remaining_time(monkeypatch, clock):
+    stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(room.time, "monotonic", lambda: clock[0])
     progress = Progress(5)
     progress.update("first")
     assert _last_line(stream) == "[1/5] first"
@@ -40,9 +38,7 @@ def test_estimate_of_the_remaining_time(monkeypatch):
     assert "\n" not in stream.getvalue()
 
 
-def test_steps_may_weigh_more_than_others(monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(room.time, "monotonic", lambda: clock[0])
+def test_steps_may_weigh_more_than_others(clock):
     progress = Progress(4, enabled=False, done=1, weights=[9, 1, 2, 3])
     assert progress.left() == ""
     progress.update("the second")
@@ -53,20 +49,14 @@ def test_steps_may_weigh_more_than_others(monkeypatch):
     assert progress.left() == ""
 
 
-def test_long_label_does_not_wrap(monkeypatch):
+def test_long_label_does_not_wrap_and_the_line_is_clean_after_an_exception(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    stream = Terminal()
-    progress = Progress(1, stream=stream)
-    progress.update("x" * 100)
-    assert len(_last_line(stream)) == 39
-
-
-def test_line_is_clean_after_an_exception():
     stream = Terminal()
 
     def fail():
-        with Progress(3, stream=stream) as progress:
-            progress.update("a")
+        with Progress(1, stream=stream) as progress:
+            progress.update("x" * 100)
+            assert len(_last_line(stream)) == 39
             raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError, match="boom"):
@@ -88,20 +78,16 @@ def test_close_twice_and_without_update_and_forced_on():
 
 
 def test_duration():
-    assert [duration(s) for s in (0.4, 59.6, 65, 7620)] == [
-        "0 s",
-        "1 min 00 s",
-        "1 min 05 s",
-        "2 h 07 min",
-    ]
+    found = [duration(s) for s in (0.4, 59.6, 65, 7620)]
+    assert found == ["0 s", "1 min 00 s", "1 min 05 s", "2 h 07 min"]
 
 
-def test_without_a_terminal_each_finished_step_is_a_line(monkeypatch):
-    stream, clock = io.StringIO(), [100.0]
+def test_without_a_terminal_each_finished_step_is_a_line(monkeypatch, clock):
+    stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(room.time, "monotonic", lambda: clock[0])
     with Progress(5, done=2) as progress:
         progress.update("a")
+        assert stream.getvalue() == ""
         clock[0] += 65
         progress.finished("a: 3 ms\n")
         progress.update("b")
@@ -109,9 +95,6 @@ def test_without_a_terminal_each_finished_step_is_a_line(monkeypatch):
     assert stream.getvalue() == (
         "3 of 5, after 1 min 05 s: a: 3 ms\n4 of 5, after 1 min 05 s: b: 4 ms\n"
     )
-
-
-def test_on_a_terminal_and_for_other_ranks_there_are_no_lines():
     for progress in (Progress(1, stream=Terminal()), Progress(1, False, io.StringIO())):
-        progress.finished("a")
+        progress.finished("a")  # on a terminal, and of other ranks, there are no lines
         assert progress.stream.getvalue() == ""

@@ -123,16 +123,6 @@ def test_numbers_of_the_grid_are_those_of_its_files(llama):
     assert "ghost_fsdp" not in page.rows("Memory", 1)
 
 
-def test_failed_cells_say_why(benchmark, llama):
-    page = Page(render(benchmark))
-    assert page.tables["Step time"][0][4] == ["ddp_copy_engine", "unavailable: no more"]
-    page = Page(render(llama))
-    head, *rows = page.tables["Not measured"][0]
-    assert rows[0] == ["ghost_fsdp", "64", "1", "oom", "no more"]
-    assert (head[-2:], len(rows)) == (["failed", "reason"], 5)
-    assert "6 cells: 5 ok, 1 oom." in page.text
-
-
 def test_a_round_that_failed_is_listed_beside_the_others(benchmark):
     lines = (benchmark / "results.jsonl").read_text().splitlines()
     row = next(r for r in map(json.loads, lines) if r["round"] == 2)
@@ -170,12 +160,15 @@ def test_where_it_was_measured_and_how(benchmark, llama):
     assert "no_dp  10.0" in page.text
 
 
-def test_several_machines_and_few_rounds_are_said(benchmark):
+def test_several_machines_few_rounds_and_ratios_are_said(benchmark, tmp_path):
     assert "measured alike" not in Page(render(benchmark)).text
     record_benchmark(benchmark, {"more": 9.0}, rounds=2, environment={"torch": "2.11.0"})
     text = Page(render(benchmark)).text
     assert "Not all was measured alike: torch 2.13.0; 2.11.0." in text
     assert "Intervals rest on 2 rounds" in text
+    assert "×: ratio of medians" in Page(render(benchmark)).text
+    alone = record_benchmark(tmp_path / "x", {"mine": 10.0})
+    assert "×: ratio" not in Page(render(alone)).text
 
 
 def test_what_matters_is_said_first(benchmark):
@@ -191,10 +184,17 @@ def test_what_matters_is_said_first(benchmark):
     assert "WRONG" not in text
 
 
-def test_the_length_is_said_once(llama):
+def test_the_length_is_said_once_and_cells_that_failed_say_why(llama, benchmark):
     text = Page(render(llama)).text
     assert "Fastest at 32 tokens of those compared with no_dp (" in text
     assert re.search(r" ms\): flash_fsdp, 1\.600 × its time", text)
+    page = Page(render(benchmark))
+    assert page.tables["Step time"][0][4] == ["ddp_copy_engine", "unavailable: no more"]
+    page = Page(render(llama))
+    head, *rows = page.tables["Not measured"][0]
+    assert rows[0] == ["ghost_fsdp", "64", "1", "oom", "no more"]
+    assert (head[-2:], len(rows)) == (["failed", "reason"], 5)
+    assert "6 cells: 5 ok, 1 oom." in page.text
 
 
 def test_modes_stand_in_the_usual_order(tmp_path):
@@ -214,12 +214,6 @@ def test_a_busy_machine_is_seen_without_a_floor(tmp_path):
             Results(folder).record(row | {"step_ms": [10.0, 10.0, 30.0, 30.0]})
     text = Page(render(folder)).text
     assert "The machine was busy: steps of mine took 10 to 30 ms." in text
-
-
-def test_ratios_are_explained_where_there_are_any(tmp_path, benchmark):
-    assert "×: ratio of medians" in Page(render(benchmark)).text
-    alone = record_benchmark(tmp_path / "x", {"mine": 10.0})
-    assert "×: ratio" not in Page(render(alone)).text
 
 
 def test_a_verdict_comes_first(benchmark):
@@ -312,12 +306,18 @@ def test_it_needs_nothing_from_elsewhere(benchmark):
         assert medium in text
 
 
-def test_the_command_writes_it(benchmark, capsys, tmp_path):
+def test_the_command_writes_it_in_one_line(benchmark, capsys, tmp_path):
     assert main([str(benchmark)]) == 0
     assert capsys.readouterr().out == f"{benchmark / 'report.html'}\n"
     assert (benchmark / "report.html").read_text() == render(benchmark)
     assert main([str(benchmark), "--output", str(tmp_path / "r.html")]) == 0
     assert (tmp_path / "r.html").read_text() == render(benchmark)
+    path = tmp_path / "no" / "r.html"
+    assert main([str(benchmark), "--output", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"ddp_by_hand.measure.report: {path}: cannot be written (No such file or directory), name "
+        "another file with --output\n"
+    )
 
 
 def test_the_module_runs(benchmark):
@@ -345,12 +345,3 @@ def test_at_the_end_of_a_run_a_report_that_cannot_be_is_said(benchmark):
     assert say_report(benchmark) == f"report: {benchmark / 'report.html'}"
     (benchmark / "comparison.png").write_text("no picture")
     assert re.fullmatch(r"no report: .*comparison\.png: not a whole PNG.*", say_report(benchmark))
-
-
-def test_an_output_that_cannot_be_written_is_one_line(benchmark, capsys, tmp_path):
-    path = tmp_path / "no" / "r.html"
-    assert main([str(benchmark), "--output", str(path)]) == 2
-    assert capsys.readouterr().err == (
-        f"ddp_by_hand.measure.report: {path}: cannot be written (No such file or directory), name "
-        "another file with --output\n"
-    )

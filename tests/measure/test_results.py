@@ -38,7 +38,7 @@ def test_finished_means_ok_or_unavailable(tmp_path, status):
     assert not Results(tmp_path).finished("another")
 
 
-def test_newest_row_wins_in_order_of_first_appearance(tmp_path):
+def test_finished_is_what_the_newest_row_says(tmp_path):
     results = Results(tmp_path)
     results.record(_row("oom", "a"))
     results.record(_row("ok", "b", samples=[1, 2]))
@@ -48,6 +48,15 @@ def test_newest_row_wins_in_order_of_first_appearance(tmp_path):
     results.record(_row("error", "b"))
     assert not results.finished("b")
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 4
+    results = Results(tmp_path)
+    results.record(_row("ok", "a"))
+    results.record(_row("ok", "b"))
+    whole = results.path.read_bytes()
+    results.path.write_bytes(whole[:-5])
+    assert Results(tmp_path).finished("a")
+    assert not Results(tmp_path).finished("b")
+    results.record(_row("ok", "b"))
+    assert results.path.read_bytes() == whole
 
 
 def test_key_follows_from_config_and_version_is_written(tmp_path):
@@ -66,35 +75,17 @@ def test_numbers_that_json_does_not_know(tmp_path):
     assert back["path"] == str(tmp_path)
 
 
-def test_unknown_status_is_refused(tmp_path):
+@pytest.mark.parametrize("line", ['{"schema_version": 2, "key": "k"}', '{"key": "k"}', "[]"])
+def test_what_is_no_row_of_results_is_refused_on_one_line(tmp_path, line):
     with pytest.raises(ValueError, match="'done' is unknown; known: ok, oom"):
         Results(tmp_path).record(_row("done"))
-
-
-@pytest.mark.parametrize("line", ['{"schema_version": 2, "key": "k"}', '{"key": "k"}', "[]"])
-def test_another_schema_version_is_refused_on_one_line(tmp_path, line):
-    (tmp_path / "results.jsonl").write_text(line + "\n")
+    path = tmp_path / "results.jsonl"
+    path.write_text(line + "\n")
     with pytest.raises(ValueError, match="schema version") as caught:
         Results(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_folder_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):
-        Results(tmp_path / "file")
-
-
-def test_row_cut_by_a_kill_is_tried_again(tmp_path):
-    results = Results(tmp_path)
-    results.record(_row("ok", "a"))
-    results.record(_row("ok", "b"))
-    whole = results.path.read_bytes()
-    results.path.write_bytes(whole[:-5])
-    assert Results(tmp_path).finished("a")
-    assert not Results(tmp_path).finished("b")
-    results.record(_row("ok", "b"))
-    assert results.path.read_bytes() == whole
+        Results(path)
 
 
 def test_the_fastest_round_counts(tmp_path):

@@ -62,7 +62,7 @@ def test_the_newest_row_of_a_round_counts(tmp_path):
     assert (cell.status, len(cell.samples())) == ("ok", 30)
 
 
-def test_a_failed_proof_is_a_failed_cell(tmp_path):
+def test_a_failed_proof_is_a_failed_cell_and_one_without_times_is_missing(tmp_path):
     record_benchmark(tmp_path, {"ddp": 12.0})
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     gate = {**rows[0], "status": "error", "reason": "it raised"}
@@ -70,10 +70,7 @@ def test_a_failed_proof_is_a_failed_cell(tmp_path):
     Results(tmp_path).record(gate)
     (cell,) = read_cells(tmp_path)
     assert (cell.status, cell.reason) == ("error", "it raised")
-
-
-def test_a_cell_without_times_is_missing(tmp_path):
-    (cell,) = read_cells(record_benchmark(tmp_path, {"ddp": 12.0}, rounds=0))
+    (cell,) = read_cells(record_benchmark(tmp_path / "other", {"ddp": 12.0}, rounds=0))
     assert (cell.status, cell.reason) == ("missing", "not measured yet")
 
 

@@ -48,7 +48,7 @@ def test_plain_keys_as_columns_and_text_left():
     assert table.splitlines() == ["a      b  c", "--  ----  ----", "x   1.00  left", "yy     –  l"]
 
 
-def test_failure_keeps_every_text_column_before_the_numbers():
+def test_a_failure_keeps_every_text_column_and_begins_at_the_left():
     columns = ["mode", "backend", "ms"]
     rows = [
         {"mode": "m", "backend": "gloo", "ms": 1},
@@ -58,9 +58,6 @@ def test_failure_keeps_every_text_column_before_the_numbers():
         "m     gloo             1",
         "n     a long backend  timeout",
     ]
-
-
-def test_reason_starts_at_the_left_of_a_wide_column_after_a_number_that_names_the_row():
     rows = [{"tokens": 1024, "milliseconds": 7}, {"tokens": 2048, "status": "oom"}]
     assert format_table(["tokens", "milliseconds"], rows).splitlines()[-2:] == [
         "  1024             7",
@@ -68,11 +65,8 @@ def test_reason_starts_at_the_left_of_a_wide_column_after_a_number_that_names_th
     ]
 
 
-def test_failure_in_a_table_of_one_column():
+def test_failures_of_all_rows_and_in_one_column():
     assert format_table(["name"], [{"name": "x", "status": "error"}]).endswith("x     error")
-
-
-def test_all_rows_failed_and_no_rows():
     rows = [{"name": "x", "status": "unavailable", "reason": "needs two GPUs"}]
     assert format_table(COLUMNS, rows).splitlines()[-1] == (
         "x               unavailable: needs two GPUs"

@@ -138,8 +138,18 @@ def _vit(function: Callable = token, **more: Parameter) -> nn.Module:
     )
 
 
-def _gain(function: Callable) -> nn.Module:
-    return network(function, gain=Parameter(torch.ones(WIDTH)))
+def _gain(function: Callable, **more: nn.Module) -> nn.Module:
+    return network(function, gain=Parameter(torch.ones(WIDTH)), **more)
+
+
+def _product(function: Callable = product) -> nn.Module:
+    mix, gain = Parameter(torch.eye(WIDTH)), Parameter(torch.ones(WIDTH))
+    return network(function, mix=mix, gain=gain)
+
+
+def _lists(function: Callable = lists) -> nn.Module:
+    several = nn.ParameterList([torch.zeros(TOKENS, WIDTH), torch.zeros(WIDTH)])
+    return network(function, several=several, named=nn.ParameterDict({"gain": torch.ones(WIDTH)}))
 
 
 def _tied() -> nn.Module:
@@ -149,7 +159,7 @@ def _tied() -> nn.Module:
 
 
 def _named_twice() -> nn.Module:
-    net = network(named_twice, gain=Parameter(torch.ones(WIDTH)))
+    net = _gain(named_twice)
     net.other = net.gain
     return net
 
@@ -163,39 +173,24 @@ def _frozen(name: str, build: Callable[[], nn.Module] = _vit) -> nn.Module:
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "vit": _vit,
-    "product": lambda: network(
-        product, mix=Parameter(torch.eye(WIDTH)), gain=Parameter(torch.ones(WIDTH))
-    ),
+    "product": _product,
     "twice": lambda: _gain(twice),
     "masked": lambda: _gain(masked),
-    "lists": lambda: network(
-        lists,
-        several=nn.ParameterList([torch.zeros(TOKENS, WIDTH), torch.zeros(WIDTH)]),
-        named=nn.ParameterDict({"gain": torch.ones(WIDTH)}),
-    ),
-    "nested": lambda: network(twice, gain=Parameter(torch.ones(WIDTH)),
-        blocks=nn.ModuleList([Block(), Scaled(), Block()])),
+    "lists": _lists,
+    "nested": lambda: _gain(twice, blocks=nn.ModuleList([Block(), Scaled(), Block()])),
     "handed_expanded": lambda: network(
         handed_expanded, table=Parameter(torch.randn(TOKENS, WIDTH))
     ),
     "tied": _tied,
     "named_twice": _named_twice,
-    "linked": lambda: network(
-        linked, gain=Parameter(torch.ones(WIDTH)), encoder=Linked(), blocks=nn.Identity()
-    ),
+    "linked": lambda: _gain(linked, encoder=Linked(), blocks=nn.Identity()),
     "frozen_block": lambda: _frozen("blocks.0"),
     "frozen_blocks": lambda: _frozen("blocks"),
     "frozen_parameter": lambda: _frozen("table"),
     "checkpointed": lambda: _vit(recomputed(token)),
-    "checkpointed_product": lambda: network(
-        recomputed(product), mix=Parameter(torch.eye(WIDTH)), gain=Parameter(torch.ones(WIDTH))
-    ),
-    "checkpointed_lists": lambda: network(
-        recomputed(lists),
-        several=nn.ParameterList([torch.zeros(TOKENS, WIDTH), torch.zeros(WIDTH)]),
-        named=nn.ParameterDict({"gain": torch.ones(WIDTH)}),
-    ),
-}  # fmt: skip
+    "checkpointed_product": lambda: _product(recomputed(product)),
+    "checkpointed_lists": lambda: _lists(recomputed(lists)),
+}
 
 
 REFUSED: dict[str, Callable[[], nn.Module]] = {

@@ -5,49 +5,27 @@
 """
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    (
-        "dp_clipping/accounting/balls_in_bins.py",
-        "size = int(places.max()) - first + 2",
-        "size = int(places.max()) - first + 3",
-    ): "the place more has no mass, and places without mass at the end are cut off",
-    (
-        "dp_clipping/accounting/balls_in_bins.py",
-        "@lru_cache(4)",
-        "@lru_cache( 5)",
-    ): "the size of a cache changes speed alone",
-    (
-        "dp_clipping/step/private_step.py",
-        "losses = losses.masked_fill(self.fill, 0)",
-        "losses = losses.masked_fill(self.fill, 1)",
-    ): "a constant has no gradient, and of losses only that they are finite is read",
-    (
-        "dp_clipping/sampling/loader.py",
-        "elif sampler.rows_per_unit > 1:",
-        "elif sampler.rows_per_unit != 1:",
-    ): "a unit has one row at least",
-    (
-        "dp_clipping/accounting/truncated_poisson.py",
-        "@lru_cache(4)",
-        "",
-    ): "a cache of what its arguments alone say changes speed alone",
-    (
-        "dp_clipping/clipping/accumulation.py",
-        "torch.mv(piece.t(), coefficients, out=total[start : start + width])",
-        "torch.mv(piece.t(), coefficients, out=total[start : start // width])",
-    ): "an empty output grows where it begins, in the same storage",
-    (
-        "dp_clipping/step/sums/work.py",
-        "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=True)]",
-        "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=False)]",
-    ): "every caller makes both lists with one entry for each parameter",
-    (
-        "dp_clipping/step/fixed_settings.py",
-        "for name, limit in zip(groups, state.clip_norms, strict=True):",
-        "for name, limit in zip(groups, state.clip_norms, strict=False):",
-    ): "`Thresholds` refuses all but one threshold per group",
-    (
-        "dp_clipping/step/private_step.py",
-        "@staticmethod",
-        "",
-    ): "PyTorch calls backward as the class's attribute, which is the function either way",
-}
+    ("dp_clipping/accounting/balls_in_bins.py",
+     "size = int(places.max()) - first + 2", "size = int(places.max()) - first + 3"):
+        "the place more has no mass, and places without mass at the end are cut off",
+    ("dp_clipping/accounting/balls_in_bins.py", "@lru_cache(4)", "@lru_cache( 5)"):
+        "the size of a cache changes speed alone",
+    ("dp_clipping/step/private_step.py",
+     "losses = losses.masked_fill(self.fill, 0)", "losses = losses.masked_fill(self.fill, 1)"):
+        "a constant has no gradient, and of losses only that they are finite is read",
+    ("dp_clipping/sampling/loader.py",
+     "elif sampler.rows_per_unit > 1:", "elif sampler.rows_per_unit != 1:"):
+        "a unit has one row at least",
+    ("dp_clipping/accounting/truncated_poisson.py", "@lru_cache(4)", ""):
+        "a cache of what its arguments alone say changes speed alone",
+    ("dp_clipping/clipping/accumulation.py",
+     "torch.mv(piece.t(), coefficients, out=total[start : start + width])",
+     "torch.mv(piece.t(), coefficients, out=total[start : start // width])"):
+        "an empty output grows where it begins, in the same storage",
+    ("dp_clipping/step/sums/work.py",
+     "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=True)]",
+     "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=False)]"):
+        "every caller makes both lists with one entry for each parameter",
+    ("dp_clipping/step/private_step.py", "@staticmethod", ""):
+        "PyTorch calls backward as the class's attribute, which is the function either way",
+}  # fmt: skip

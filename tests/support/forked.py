@@ -37,7 +37,7 @@ def run_forked(
         process = context.Process(target=_main, args=(command[1:], env, str(cwd), out, err))
         process.start()
         process.join(timeout)
-        left = _session(process.pid)
+        left = session_of(process.pid)
         for number in left:
             os.kill(number, 9)
         if process.exitcode is None:
@@ -48,7 +48,7 @@ def run_forked(
         )
 
 
-def _session(leader: int) -> list[int]:
+def session_of(leader: int) -> list[int]:
     """Returns the processes of a session."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

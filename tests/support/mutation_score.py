@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -35,6 +36,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.equivalent_mutants import EQUIVALENT
+from tests.support.forked import session_of
 from tests.support.mutants import ROOT, copy_tree
 
 ROOMS = tuple(f"dp_clipping/{r}" for r in ("clipping", "noise", "accounting", "sampling", "step"))
@@ -304,13 +306,8 @@ class Copies:
         self.folder, self.count = folder, count
         for number in range(count):
             copy_tree(self.of(number), is_private=True)
-        for module in (
-            "hypothesis",
-            "opacus",
-            "scipy.stats",
-            "torch._dynamo",
-            "torch.distributed.fsdp",
-        ):
+        others = "hypothesis", "opacus", "scipy.stats", "torch._dynamo", "torch.distributed.fsdp"
+        for module in others:
             import_module(module)
 
     def of(self, number: int) -> Path:
@@ -376,13 +373,9 @@ class Copies:
 
 def end_session(leader: int) -> None:
     """Kills what a run has left."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            session = (folder / "stat").read_text().rpartition(")")[2].split()[3]
-            if int(session) == leader:
-                os.kill(int(folder.name), signal.SIGKILL)
-        except (OSError, ValueError):  # gone
-            continue
+    for number in session_of(leader):
+        with suppress(OSError):  # gone
+            os.kill(number, signal.SIGKILL)
 
 
 class TestFile:
@@ -521,9 +514,8 @@ def in_turn(
 
 
 def read(results: Path) -> list[dict]:
-    return (
-        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    )
+    lines = results.read_text().splitlines() if results.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def score(mutants: Sequence[Drawn], results: Path) -> tuple[int, int, int, list[dict]]:
@@ -563,14 +555,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{line['file']}:{line['line'] + 1} {line['operator']}")
         print(*(f"- {text}" for text in line["before"]), sep="\n")
         print(*(f"+ {text}" for text in line["after"]), sep="\n")
-    judged = killed + survived + equivalent
+    judged, share = killed + survived + equivalent, killed / max(1, killed + survived)
     print(
         f"\n{judged} of {len(mutants)} mutants judged: {killed} killed, {survived} survived,",
         end="",
     )
-    print(
-        f" {equivalent} equivalent; {killed / max(1, killed + survived):.1%} of the others killed"
-    )
+    print(f" {equivalent} equivalent; {share:.1%} of the others killed")
     return 0
 
 

@@ -28,8 +28,6 @@ from tests.support import zoo
 from tests.support.replicas import build
 
 LIMIT = 0.5
-"""Modes and styles: all, for slow tests; for one layout of each kind, and for the others."""
-
 Shard = Callable[[Context, nn.Module], nn.Module]
 
 
@@ -127,9 +125,6 @@ def fail(*_):
 
 def fail_in_backward(module, args, output):
     output.register_hook(fail)
-
-
-# ---- through the front door ----------------------------------------------------------------------
 
 
 # ---- what travels, and what is refused -----------------------------------------------------------

@@ -266,63 +266,35 @@ class Latents(nn.Module):
 
 # Networks of Hugging Face, from configurations
 
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_labels": 3, "pad_token_id": PAD,
+}  # fmt: skip
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 
-def llama(kind: str, **changes) -> nn.Module:
+
+def hugging_face(kind: str, configuration: str, **sizes) -> nn.Module:
     import transformers
 
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        num_labels=3,
-        pad_token_id=PAD,
-        bos_token_id=1,
-        eos_token_id=2,
-        **changes,
-    )
-    return getattr(transformers, kind)(config)
+    return getattr(transformers, kind)(getattr(transformers, configuration)(**sizes))
+
+
+def llama(kind: str, **changes) -> nn.Module:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    return hugging_face(kind, "LlamaConfig", **SIZES, **heads, **ENDS, **changes)
 
 
 def gpt2(kind: str) -> nn.Module:
-    import transformers
-
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=16,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        num_labels=3,
-        pad_token_id=PAD,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return getattr(transformers, kind)(config)
+    return hugging_face(
+        kind, "GPT2Config", vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=16,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, num_labels=3, pad_token_id=PAD, **ENDS,
+    )  # fmt: skip
 
 
 def bert(kind: str) -> nn.Module:
-    import transformers
-
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-        pad_token_id=PAD,
-    )
-    return getattr(transformers, kind)(config)
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    heads = {"num_attention_heads": 2, "max_position_embeddings": 16}
+    return hugging_face(kind, "BertConfig", **SIZES, **heads, **none)
 
 
 def lora(kind: str, task: str, modules: list[str]) -> nn.Module:
@@ -330,13 +302,9 @@ def lora(kind: str, task: str, modules: list[str]) -> nn.Module:
     import peft
 
     config = peft.LoraConfig(
-        task_type=task,
-        r=3,
-        lora_alpha=6,
-        lora_dropout=0.0,
-        target_modules=modules,
+        task_type=task, r=3, lora_alpha=6, lora_dropout=0.0, target_modules=modules,
         init_lora_weights=False,
-    )
+    )  # fmt: skip
     return peft.get_peft_model(llama(kind), config)
 
 
@@ -353,130 +321,48 @@ def _case(
     return Case(name, partial(seeded, build), batch, per_sample_loss, **more)
 
 
-def _plain() -> list[Case]:
-    return [
-        _case("mlp", lambda: mlp(6, 8, 3), lambda b: classes(b, 6), cross_entropy),
-        _case("tokens", lambda: mlp(5, 7, 3), lambda b: numbers(b, 6, 5, out=(6, 3))),
-        _case(
-            "tokens_t_p_d_are_b",
-            lambda: mlp(SIZE, SIZE, SIZE),
-            lambda b: numbers(b, None, SIZE, out=(None, SIZE)),
-        ),
-        _case("half_frozen", half_frozen, lambda b: classes(b, 6), cross_entropy),
-        _case(
-            "unused",
-            lambda: Net(
-                lambda net, x: net.head(x + torch.tanh(net.used(x))),
-                skipped=nn.Linear(6, 6),
-                used=nn.Linear(6, 6),
-                head=nn.Linear(6, 3),
-            ),
-            lambda b: classes(b, 6),
-            cross_entropy,
-        ),
-        _case("transformer", transformer, tokens, cross_entropy),
-        _case("transformer_tied", lambda: transformer(tie_embeddings=True), tokens, cross_entropy),
-        _case("same_weight", same_weight, lambda b: numbers(b, 6, 5, out=(6, 5))),
-        _case("reused", reused, lambda b: numbers(b, 6, 5, out=(6, 5))),
-        _case(
-            "changed_in_place",
-            lambda: two_linears(lambda net, x: net.b(net.a(x).add_(x).relu_()), 5, 5),
-            lambda b: numbers(b, 6, 5, out=(6, 3)),
-        ),
-        _case(
-            "reused_on_fewer_tokens",
-            lambda: Net(reused_on_fewer, layer=nn.Linear(5, 5)),
-            lambda b: numbers(b, 6, 5, out=(5,)),
-        ),
-    ]
+_odd = partial(_case, or_refused=True)
 
 
-def _batch_elsewhere() -> list[Case]:
-    """The batch dimension is not the first of what a layer sees, or is not there at all."""
-    elsewhere = [
-        _case(
-            f"{function.__name__}{suffix}",
-            partial(two_linears, function),
-            lambda b, length=length: numbers(b, length, 5, out=(length, 3)),
-            or_refused=True,
-        )
-        for function in (flattened, time_major, time_major_flattened)
-        for suffix, length in (("", 6), ("_t_is_b", None))
-    ]
-    tables = [
-        _case(
-            f"table{suffix}",
-            lambda length=length: Net(
-                lambda net, x: net.head(torch.tanh(x + net.scale(net.layer(net.table)))),
-                table=torch.randn(length, 4),
-                layer=nn.Linear(4, 5),
-                scale=nn.LayerNorm(5),
-                head=nn.Linear(5, 3),
-            ),
-            lambda b, length=length: numbers(b, length, 5, out=(length, 3)),
-            or_refused=True,
-        )
-        for suffix, length in (("", 6), ("_t_is_b", SIZE))
-    ]
-    return [
-        *elsewhere,
-        *tables,
-        _case(
-            "routed",
-            lambda: Net(routed, shared=nn.Linear(5, 3), expert=nn.Linear(5, 3)),
-            lambda b: numbers(b, 6, 5, out=(6, 3)),
-            or_refused=True,
-        ),
-    ]
+def _numbers(*shape: int | None, out: tuple[int | None, ...]) -> Callable[[int], Batch]:
+    return lambda batch_size: numbers(batch_size, *shape, out=out)
+
+
+def _classes(*shape: int) -> Callable[[int], Batch]:
+    return lambda batch_size: classes(batch_size, *shape)
+
+
+def _unused() -> nn.Module:
+    return Net(
+        lambda net, x: net.head(x + torch.tanh(net.used(x))),
+        skipped=nn.Linear(6, 6), used=nn.Linear(6, 6), head=nn.Linear(6, 3),
+    )  # fmt: skip
+
+
+def _table(length: int) -> nn.Module:
+    return Net(
+        lambda net, x: net.head(torch.tanh(x + net.scale(net.layer(net.table)))),
+        table=torch.randn(length, 4), layer=nn.Linear(4, 5), scale=nn.LayerNorm(5),
+        head=nn.Linear(5, 3),
+    )  # fmt: skip
 
 
 def _position_ids(shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.arange(x.shape[1], device=x.device).reshape(shape)
 
 
-def _embeddings() -> list[Case]:
-    one, flat = _position_ids((1, -1)), _position_ids((-1,))
+def _words(tied: bool = False, **options) -> nn.Module:
+    word = nn.Embedding(VOCABULARY, 4, **options)
+    net = nn.Sequential(word, nn.Tanh(), nn.Linear(4, VOCABULARY))
+    if tied:
+        net[2].weight = word.weight
+    return net
 
-    def words(**options) -> nn.Module:
-        word = nn.Embedding(VOCABULARY, 4, **options)
-        return nn.Sequential(word, nn.Tanh(), nn.Linear(4, VOCABULARY))
 
-    def tied_words() -> nn.Module:
-        net = words(padding_idx=PAD)
-        net[2].weight = net[0].weight
-        return net
-
-    def by_distance(net: Net, x: Tensor) -> Tensor:
-        place = torch.arange(x.shape[1], device=x.device)
-        distances = (place[:, None] - place).abs().clamp(max=3)
-        return net.layer(torch.tanh(net.distance(distances).sum(-1)) @ x)
-
-    return [
-        _case(
-            "relative_positions",
-            lambda: Net(by_distance, distance=nn.Embedding(4, 2), layer=nn.Linear(5, 3)),
-            lambda b: numbers(b, 6, 5, out=(6, 3)),
-        ),
-        _case("positions_batch_of_one", positions(one), tokens, cross_entropy),
-        _case(
-            "positions_one_axis_t_is_b", positions(flat), lambda b: tokens(b, None), cross_entropy
-        ),
-        _case("embedding", words, tokens, cross_entropy),
-        _case("padding_idx", lambda: words(padding_idx=PAD), tokens, cross_entropy),
-        _case("padding_idx_tied", tied_words, tokens, cross_entropy),
-        _case("tables", Tables, lambda b: tokens(b, 6, 3), cross_entropy),
-        _case(
-            "embedding_as_head",
-            lambda: Net(
-                lambda net, x: F.linear(torch.tanh(net.layer(net.word(x))), net.word.weight),
-                word=nn.Embedding(VOCABULARY, 4),
-                layer=nn.Linear(4, 4),
-            ),
-            tokens,
-            cross_entropy,
-            or_refused=True,
-        ),
-    ]
+def _by_distance(net: Net, x: Tensor) -> Tensor:
+    place = torch.arange(x.shape[1], device=x.device)
+    distances = (place[:, None] - place).abs().clamp(max=3)
+    return net.layer(torch.tanh(net.distance(distances).sum(-1)) @ x)
 
 
 class Frames(nn.Module):
@@ -493,126 +379,27 @@ class Frames(nn.Module):
         return self.film(pictures.transpose(1, 2)).flatten(2)
 
 
-def _norms_and_convolutions() -> list[Case]:
-    on_images = {
-        "conv2d": lambda: nn.Conv2d(4, 8, 3),
-        "conv2d_groups": lambda: nn.Conv2d(4, 8, 3, groups=2, bias=False),
-        "instance_norm": lambda: nn.Sequential(
-            nn.Conv2d(4, 8, 1), nn.InstanceNorm2d(8, affine=True)
-        ),
-        "wide": lambda: nn.Sequential(
-            nn.Conv2d(4, 16, 3, padding=1),
-            nn.GroupNorm(4, 16),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(16, 32, 3, stride=2, groups=2),
-            nn.ConvTranspose2d(32, 16, 2, bias=False),
-            nn.Conv2d(16, 8, (2, 1), dilation=(1, 2)),
-        ),
-        "frames": lambda: Frames(),
-        "group_norm": lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(4, 8)),
-    }
+def _wide() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 16, 3, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 32, 3, stride=2, groups=2),
+        nn.ConvTranspose2d(32, 16, 2, bias=False),
+        nn.Conv2d(16, 8, (2, 1), dilation=(1, 2)),
+    )
 
-    def pooled(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        return lambda: Net(
+
+def _on_images(name: str, layer: Callable[[], nn.Module]) -> Case:
+    """A layer with eight channels of output, pooled."""
+
+    def build() -> nn.Module:
+        return Net(
             lambda net, x: net.head(torch.tanh(net.layer(x)).flatten(2).sum(2)),
-            layer=layer(),
-            head=nn.Linear(8, 3),
-        )
+            layer=layer(), head=nn.Linear(8, 3),
+        )  # fmt: skip
 
-    return [
-        _case(
-            "layer_norm",
-            lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3)),
-            lambda b: numbers(b, 6, 5, out=(6, 3)),
-        ),
-        *(
-            _case(name, pooled(layer), lambda b: classes(b, 4, 7, 6), cross_entropy)
-            for name, layer in on_images.items()
-        ),
-    ]
-
-
-def _unusual_parameters() -> list[Case]:
-    """Parameters that no module of a common type owns, or that are read outside their module."""
-    return [
-        _case(
-            "multihead_attention",
-            lambda: Net(
-                attention, attention=nn.MultiheadAttention(8, 2, dropout=0.0, batch_first=True)
-            ),
-            lambda b: numbers(b, 6, 8, out=(6, 8)),
-            or_refused=True,
-        ),
-        _case(
-            "encoder_layer",
-            lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True),
-            lambda b: numbers(b, 6, 8, out=(6, 8)),
-            or_refused=True,
-        ),
-        _case(
-            "class_token",
-            lambda: Net(
-                class_token,
-                token=nn.Parameter(torch.randn(1, 1, 4)),
-                embed=nn.Linear(5, 4),
-                mix=nn.Linear(7, 7),
-                head=nn.Linear(4, 3),
-            ),
-            lambda b: classes(b, 6, 5),
-            cross_entropy,
-            or_refused=True,
-        ),
-        _case(
-            "queries",
-            lambda: Net(
-                queries, queries=nn.Embedding(2, 4), keys=nn.Linear(5, 4), head=nn.Linear(4, 3)
-            ),
-            lambda b: classes(b, 6, 5),
-            cross_entropy,
-            or_refused=True,
-        ),
-        _case(
-            "latents",
-            lambda: Net(
-                lambda net, x: net.head(torch.tanh(net.latents(len(x)) + net.layer(x))),
-                latents=Latents(),
-                layer=nn.Linear(5, 4),
-                head=nn.Linear(4, 3),
-            ),
-            lambda b: classes(b, 5),
-            cross_entropy,
-            or_refused=True,
-        ),
-        _case(
-            "layer_for_samples_and_table",
-            lambda: Net(
-                lambda net, x: net.layer(x) @ net.layer(net.table.weight).t(),
-                layer=nn.Linear(5, 4),
-                table=nn.Embedding(3, 5),
-            ),
-            lambda b: classes(b, 5),
-            cross_entropy,
-            or_refused=True,
-        ),
-        _case(
-            "scalar",
-            lambda: Net(
-                lambda net, x: net.layer(x * net.scale),
-                scale=nn.Parameter(torch.tensor(1.5)),
-                layer=nn.Linear(5, 3),
-            ),
-            lambda b: classes(b, 5),
-            cross_entropy,
-            or_refused=True,
-        ),
-        _case(
-            "bilinear",
-            lambda: Net(lambda net, x: net.layer(x, x.flip(1)), layer=nn.Bilinear(5, 5, 3)),
-            lambda b: classes(b, 5),
-            cross_entropy,
-            or_refused=True,
-        ),
-    ]
+    return _case(name, build, _classes(4, 7, 6), cross_entropy)
 
 
 def packed(net: Net, ids: Tensor) -> Tensor:
@@ -635,88 +422,188 @@ def cells(net: Net, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def _recurrent() -> list[Case]:
-    return [
-        _case(
-            "lstm_packed",
-            lambda: Net(
-                packed,
-                embed=nn.Embedding(VOCABULARY, 4),
-                layer=nn.LSTM(4, 5, 2, batch_first=True, bidirectional=True),
-                head=nn.Linear(10, 3),
-            ),
-            lambda b: tokens(b, count=3),
-            cross_entropy,
-        ),
-        _case(
-            "gru_time_major",
-            lambda: Net(
-                lambda net, x: net.b(net.a(x.transpose(0, 1))[0])[0].transpose(0, 1),
-                a=nn.GRU(5, 4),
-                b=nn.RNN(4, 3, bias=False),
-            ),
-            lambda b: numbers(b, 6, 5, out=(6, 3)),
-        ),
-        _case(
-            "cells",
-            lambda: Net(
-                cells, a=nn.LSTMCell(5, 4), b=nn.GRUCell(4, 4, bias=False), c=nn.RNNCell(4, 3)
-            ),
-            lambda b: numbers(b, 6, 5, out=(6, 3)),
-        ),
-    ]
-
-
-def _hugging_face() -> list[Case]:
-    labels = partial(keywords, count=3)
-    projections = ["q_proj", "v_proj", "down_proj"]
-    cases = {
-        "llama_labels": (llama, "LlamaForSequenceClassification", labels),
-        "llama_lm": (llama, "LlamaForCausalLM", keywords),
-        "gpt2_lm": (gpt2, "GPT2LMHeadModel", keywords),
-        "bert_labels": (bert, "BertForSequenceClassification", labels),
-    }
-    adapted = {
-        "lora_lm": ("LlamaForCausalLM", "CAUSAL_LM", projections, keywords),
-        "lora_labels": ("LlamaForSequenceClassification", "SEQ_CLS", projections, labels),
-    }
-    return [
-        *(
-            _case(name, partial(family, kind), batch, cross_entropy, needs=("transformers",))
-            for name, (family, kind, batch) in cases.items()
-        ),
-        *(
-            _case(name, partial(lora, *how), batch, cross_entropy, needs=("transformers", "peft"))
-            for name, (*how, batch) in adapted.items()
-        ),
-    ]
-
-
-def _registered() -> list[Case]:
-    return [
-        _case(
-            "registered",
-            lambda: Net(lambda net, x: net.b(net.a(x), 0.5), a=Gate(5, 4), b=Dense(4, 3)),
-            lambda b: numbers(b, 6, 5, out=(6, 3)),
-        ),
-        _case(
-            "registered_apart",
-            lambda: Net(lambda net, x: net.b(net.a(x), 0.5), a=Apart(5, 4), b=Apart(4, 3)),
-            lambda b: numbers(b, 6, 5, out=(6, 3)),
-        ),
-    ]
-
+_LABELS, _PROJECTIONS = partial(keywords, count=3), ["q_proj", "v_proj", "down_proj"]
+_HUGGING_FACE: dict[str, tuple] = {  # how it is built, its batch, and its package if it has another
+    "llama_labels": (partial(llama, "LlamaForSequenceClassification"), _LABELS),
+    "llama_lm": (partial(llama, "LlamaForCausalLM"), keywords),
+    "gpt2_lm": (partial(gpt2, "GPT2LMHeadModel"), keywords),
+    "bert_labels": (partial(bert, "BertForSequenceClassification"), _LABELS),
+    "lora_lm": (partial(lora, "LlamaForCausalLM", "CAUSAL_LM", _PROJECTIONS), keywords, "peft"),
+    "lora_labels": (
+        partial(lora, "LlamaForSequenceClassification", "SEQ_CLS", _PROJECTIONS), _LABELS, "peft",
+    ),
+}  # fmt: skip
 
 CASES: tuple[Case, ...] = (
-    *_plain(),
-    *_batch_elsewhere(),
-    *_embeddings(),
-    *_norms_and_convolutions(),
-    *_unusual_parameters(),
-    *_recurrent(),
-    *_registered(),
-    *_hugging_face(),
-)
+    _case("mlp", lambda: mlp(6, 8, 3), _classes(6), cross_entropy),
+    _case("tokens", lambda: mlp(5, 7, 3), _numbers(6, 5, out=(6, 3))),
+    _case(
+        "tokens_t_p_d_are_b", lambda: mlp(SIZE, SIZE, SIZE), _numbers(None, SIZE, out=(None, SIZE))
+    ),
+    _case("half_frozen", half_frozen, _classes(6), cross_entropy),
+    _case("unused", _unused, _classes(6), cross_entropy),
+    _case("transformer", transformer, tokens, cross_entropy),
+    _case("transformer_tied", lambda: transformer(tie_embeddings=True), tokens, cross_entropy),
+    _case("same_weight", same_weight, _numbers(6, 5, out=(6, 5))),
+    _case("reused", reused, _numbers(6, 5, out=(6, 5))),
+    _case(
+        "changed_in_place",
+        lambda: two_linears(lambda net, x: net.b(net.a(x).add_(x).relu_()), 5, 5),
+        _numbers(6, 5, out=(6, 3)),
+    ),
+    _case(
+        "reused_on_fewer_tokens", lambda: Net(reused_on_fewer, layer=nn.Linear(5, 5)),
+        _numbers(6, 5, out=(5,)),
+    ),
+    # The batch dimension is not the first of what a layer sees, or is not there at all.
+    *(
+        _odd(
+            function.__name__ + suffix, partial(two_linears, function),
+            _numbers(length, 5, out=(length, 3)),
+        )
+        for function in (flattened, time_major, time_major_flattened)
+        for suffix, length in (("", 6), ("_t_is_b", None))
+    ),
+    *(
+        _odd(f"table{suffix}", partial(_table, length), _numbers(length, 5, out=(length, 3)))
+        for suffix, length in (("", 6), ("_t_is_b", SIZE))
+    ),
+    _odd(
+        "routed", lambda: Net(routed, shared=nn.Linear(5, 3), expert=nn.Linear(5, 3)),
+        _numbers(6, 5, out=(6, 3)),
+    ),
+    # Embeddings
+    _case(
+        "relative_positions",
+        lambda: Net(_by_distance, distance=nn.Embedding(4, 2), layer=nn.Linear(5, 3)),
+        _numbers(6, 5, out=(6, 3)),
+    ),
+    _case("positions_batch_of_one", positions(_position_ids((1, -1))), tokens, cross_entropy),
+    _case(
+        "positions_one_axis_t_is_b", positions(_position_ids((-1,))), lambda b: tokens(b, None),
+        cross_entropy,
+    ),
+    _case("embedding", _words, tokens, cross_entropy),
+    _case("padding_idx", lambda: _words(padding_idx=PAD), tokens, cross_entropy),
+    _case("padding_idx_tied", lambda: _words(True, padding_idx=PAD), tokens, cross_entropy),
+    _case("tables", Tables, lambda b: tokens(b, 6, 3), cross_entropy),
+    _odd(
+        "embedding_as_head",
+        lambda: Net(
+            lambda net, x: F.linear(torch.tanh(net.layer(net.word(x))), net.word.weight),
+            word=nn.Embedding(VOCABULARY, 4), layer=nn.Linear(4, 4),
+        ),
+        tokens, cross_entropy,
+    ),
+    # Norms and convolutions
+    _case(
+        "layer_norm", lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3)),
+        _numbers(6, 5, out=(6, 3)),
+    ),
+    _on_images("conv2d", lambda: nn.Conv2d(4, 8, 3)),
+    _on_images("conv2d_groups", lambda: nn.Conv2d(4, 8, 3, groups=2, bias=False)),
+    _on_images(
+        "instance_norm",
+        lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.InstanceNorm2d(8, affine=True)),
+    ),
+    _on_images("wide", _wide),
+    _on_images("frames", Frames),
+    _on_images("group_norm", lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(4, 8))),
+    # Parameters that no module of a common type owns, or that are read outside their module
+    _odd(
+        "multihead_attention",
+        lambda: Net(attention, attention=nn.MultiheadAttention(8, 2, batch_first=True)),
+        _numbers(6, 8, out=(6, 8)),
+    ),
+    _odd(
+        "encoder_layer",
+        lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True),
+        _numbers(6, 8, out=(6, 8)),
+    ),
+    _odd(
+        "class_token",
+        lambda: Net(
+            class_token, token=nn.Parameter(torch.randn(1, 1, 4)), embed=nn.Linear(5, 4),
+            mix=nn.Linear(7, 7), head=nn.Linear(4, 3),
+        ),
+        _classes(6, 5), cross_entropy,
+    ),
+    _odd(
+        "queries",
+        lambda: Net(
+            queries, queries=nn.Embedding(2, 4), keys=nn.Linear(5, 4), head=nn.Linear(4, 3)
+        ),
+        _classes(6, 5), cross_entropy,
+    ),
+    _odd(
+        "latents",
+        lambda: Net(
+            lambda net, x: net.head(torch.tanh(net.latents(len(x)) + net.layer(x))),
+            latents=Latents(), layer=nn.Linear(5, 4), head=nn.Linear(4, 3),
+        ),
+        _classes(5), cross_entropy,
+    ),
+    _odd(
+        "layer_for_samples_and_table",
+        lambda: Net(
+            lambda net, x: net.layer(x) @ net.layer(net.table.weight).t(),
+            layer=nn.Linear(5, 4), table=nn.Embedding(3, 5),
+        ),
+        _classes(5), cross_entropy,
+    ),
+    _odd(
+        "scalar",
+        lambda: Net(
+            lambda net, x: net.layer(x * net.scale),
+            scale=nn.Parameter(torch.tensor(1.5)), layer=nn.Linear(5, 3),
+        ),
+        _classes(5), cross_entropy,
+    ),
+    _odd(
+        "bilinear",
+        lambda: Net(lambda net, x: net.layer(x, x.flip(1)), layer=nn.Bilinear(5, 5, 3)),
+        _classes(5), cross_entropy,
+    ),
+    # Recurrent layers
+    _case(
+        "lstm_packed",
+        lambda: Net(
+            packed, embed=nn.Embedding(VOCABULARY, 4),
+            layer=nn.LSTM(4, 5, 2, batch_first=True, bidirectional=True), head=nn.Linear(10, 3),
+        ),
+        lambda b: tokens(b, count=3), cross_entropy,
+    ),
+    _case(
+        "gru_time_major",
+        lambda: Net(
+            lambda net, x: net.b(net.a(x.transpose(0, 1))[0])[0].transpose(0, 1),
+            a=nn.GRU(5, 4), b=nn.RNN(4, 3, bias=False),
+        ),
+        _numbers(6, 5, out=(6, 3)),
+    ),
+    _case(
+        "cells",
+        lambda: Net(
+            cells, a=nn.LSTMCell(5, 4), b=nn.GRUCell(4, 4, bias=False), c=nn.RNNCell(4, 3)
+        ),
+        _numbers(6, 5, out=(6, 3)),
+    ),
+    # Layers of a user's own
+    _case(
+        "registered",
+        lambda: Net(lambda net, x: net.b(net.a(x), 0.5), a=Gate(5, 4), b=Dense(4, 3)),
+        _numbers(6, 5, out=(6, 3)),
+    ),
+    _case(
+        "registered_apart",
+        lambda: Net(lambda net, x: net.b(net.a(x), 0.5), a=Apart(5, 4), b=Apart(4, 3)),
+        _numbers(6, 5, out=(6, 3)),
+    ),
+    *(
+        _case(name, build, batch, cross_entropy, needs=("transformers", *others))
+        for name, (build, batch, *others) in _HUGGING_FACE.items()
+    ),
+)  # fmt: skip
 BY_NAME: dict[str, Case] = {case.name: case for case in CASES}
 
 

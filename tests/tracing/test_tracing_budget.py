@@ -62,13 +62,10 @@ def test_less_computation_than_the_floor_is_no_contention(tmp_path):
     assert "ddp 8% less" in " ".join(figure.texts[-1].get_text().split())
 
 
-def test_means_over_ranks(tmp_path):
+def test_means_over_ranks_and_a_trace_without_steps_is_refused(tmp_path):
     both = [slowed(tmp_path, 0), load(tmp_path, one_step(), 1)]
     one = budget(both, [floor(tmp_path, 0), floor(tmp_path, 1)])
     assert (one.contention, one.added) == (20, 2.5)
-
-
-def test_a_trace_without_steps_is_refused(tmp_path):
     with pytest.raises(ValueError, match="does not tell its steps"):
         budget([load(tmp_path, [kernel("gemm", 0, 100)])], [floor(tmp_path)])
 
@@ -118,7 +115,7 @@ def test_bars_are_as_long_as_the_numbers(tmp_path):
     assert "1.250 ×" in texts(budget_figure(longer, "t", "GPU kernels").axes[0])
 
 
-def test_numbers_lie_in_their_parts(tmp_path):
+def test_numbers_lie_in_their_parts_and_what_stands_beside_is_in_the_picture(tmp_path):
     one = budget([slowed(tmp_path)], [floor(tmp_path)])
     one = replace(one, computation=300_000)
     narrow = {f"n{k}": replace(one, exposed=1000 * k, idle=1100 * k) for k in range(1, 40)}
@@ -134,9 +131,6 @@ def test_numbers_lie_in_their_parts(tmp_path):
             bar.x0 <= own.x0 and own.x1 <= bar.x1 and bar.y0 <= own.y0 and own.y1 <= bar.y1
             for bar in bars
         ), text
-
-
-def test_what_stands_beside_bars_is_in_the_picture(tmp_path):
     one = budget([slowed(tmp_path)], [floor(tmp_path)])
     for times in (1, 40, 4000):  # up to more than 1000 s
         long = {"ddp": replace(one, computation=times * 300_000, floor=times * 200_000)}

@@ -55,14 +55,11 @@ def test_real_trace_has_its_parts(name):
     assert set(trace.phases) == ordinary < set(PHASES)
 
 
-def test_synchronous_waits_after_backward():
+def test_what_of_a_trace_is_hidden():
     trace = load_trace(FIXTURES["synchronous"])
     result = overlap(trace)
     assert total(difference(trace.communication, trace.phases["gradient_sync"])) == 0
     assert result.overlapped < 0.001 * result.communication
-
-
-def test_overlapped_hides_part_of_it():
     assert 0.3 < overlap(load_trace(FIXTURES["overlapped"])).overlap_fraction < 1
 
 
@@ -105,20 +102,14 @@ def test_collectives_inside_a_compiled_graph_are_cut_out(tmp_path):
     assert overlap(trace).overlapped == 10
 
 
-def test_a_launch_on_one_thread_does_not_stop_another(tmp_path):
+def test_threads_do_not_stop_each_other_and_gloos_own_belongs_to_the_collective(tmp_path):
     events = [event("c10d::allreduce_", 0, 50, thread=1), event("aten::mm", 0, 50, thread=3)]
     assert load(tmp_path, events).computation == [(0, 50)]
-
-
-def test_operators_on_gloos_own_thread_belong_to_the_collective(tmp_path):
     events = [
         event("gloo:all_reduce", 0, 50, thread=2, cat="user_annotation"),
         event("aten::div_", 40, 45, thread=2),
     ]
     assert load(tmp_path, events).computation == []
-
-
-def test_reducers_copies_are_computation(tmp_path):
     name = "torch::distributed::reducer::mul_out"
     assert load(tmp_path, [event(name, 0, 5)]).computation == [(0, 5)]
 

@@ -58,7 +58,7 @@ def one_step(at=0, first=1):
     ]
 
 
-def test_half_hidden_allreduce_gives_exact_times(tmp_path):
+def test_a_half_hidden_allreduce_gives_exact_times_and_phases_lie_where_their_kernels_ran(tmp_path):
     trace = load(tmp_path, one_step())
     result = overlap(trace)
     assert (trace.rank, trace.basis, trace.span) == (3, "GPU kernels", (20, 370))
@@ -69,10 +69,7 @@ def test_half_hidden_allreduce_gives_exact_times(tmp_path):
     assert result.idle == 10
     assert result.overlap_fraction == 0.5
     assert result.span == 350
-
-
-def test_phases_lie_where_their_kernels_ran(tmp_path):
-    """Backward's kernels are launched by another thread, and the wait has no kernel at all."""
+    # backward's kernels are launched by another thread, and the wait has no kernel at all
     trace = load(tmp_path, one_step())
     assert trace.phases == {
         "forward_pass": [(20, 120)],
@@ -101,7 +98,7 @@ def test_gradient_sync_without_a_wait_is_empty(tmp_path):
     assert trace.phases["gradient_sync"] == [(270, 270)]
 
 
-def test_two_steps_and_their_averages(tmp_path):
+def test_two_steps_and_two_forwards_that_accumulate(tmp_path):
     trace = load(tmp_path, one_step() + one_step(at=400, first=11))
     assert steps(trace) == [(20, 420), (420, 770)]
     whole = overlap(trace)
@@ -110,9 +107,6 @@ def test_two_steps_and_their_averages(tmp_path):
     assert whole.per_step().phases["backward_pass"] == 150
     second = overlap(trace, steps(trace)[1])
     assert (second.steps, second.span, second.exposed) == (1, 350, 50)
-
-
-def test_two_forwards_that_accumulate_are_one_step(tmp_path):
     events = one_step()
     extra = [phase("forward_pass", 9, 9.5), launch(9.2, 99)]
     trace = load(tmp_path, [*events, *extra, kernel("gemm", 110, 115, correlation=99)])

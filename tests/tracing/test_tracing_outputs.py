@@ -92,6 +92,12 @@ def test_bars_are_as_long_as_the_numbers_say():
         assert drawn_ms(axes, colour) == pytest.approx(microseconds / 1000, rel=1e-4)
     assert f"exposed {step.exposed / 1000:.1f} ms" in texts(axes)
     assert f"{step.overlap_fraction:.0%} hidden" in texts(axes)
+    trace = fixture("synchronous")
+    (window,) = representative_step([trace])
+    axes = timeline_figure({"ddp": [trace]}, "title").axes[0]
+    ends = {end for _, end in trace.phases["backward_pass"] if window[0] < end <= window[1]}
+    (marked,) = [line.get_xdata()[0] for line in axes.lines]
+    assert marked == pytest.approx((ends.pop() - window[0]) / 1000)
 
 
 def test_the_parts_of_a_private_backward_are_named_in_its_place():
@@ -113,28 +119,16 @@ def test_step_of_median_length_is_drawn_on_every_rank():
     assert representative_step([sends]) == [(100, 400)]
 
 
-def test_panels_share_one_axis_that_starts_at_the_step():
+def test_panels_share_an_axis_and_four_of_more_ranks_are_shown():
     short, long = made_up_trace(lengths=(1000.0,)), made_up_trace(lengths=(5000.0,))
     axes = timeline_figure({"a": [short], "b": [long]}, "title").axes
     assert axes[0].get_xlim() == axes[1].get_xlim()
     assert axes[0].get_xlim()[0] == 0
     assert axes[0].get_xlim()[1] == pytest.approx(5, rel=0.02)
-
-
-def test_more_than_four_ranks_show_four_and_say_so():
     axes = timeline_figure({"ddp": [made_up_trace(rank) for rank in range(6)]}, "title").axes[0]
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["rank 0", "rank 1", "rank 2", "rank 3"]
     assert "first 4 of 6 ranks" in texts(axes)
-
-
-def test_end_of_backward_is_marked():
-    trace = fixture("synchronous")
-    (window,) = representative_step([trace])
-    axes = timeline_figure({"ddp": [trace]}, "title").axes[0]
-    ends = {end for _, end in trace.phases["backward_pass"] if window[0] < end <= window[1]}
-    (marked,) = [line.get_xdata()[0] for line in axes.lines]
-    assert marked == pytest.approx((ends.pop() - window[0]) / 1000)
 
 
 def test_nothing_to_draw_is_refused(tmp_path):

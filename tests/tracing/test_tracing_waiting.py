@@ -30,16 +30,13 @@ def pair(**changes):
     ]
 
 
-def test_a_late_peer_is_waiting_and_not_communication():
+def test_a_late_peer_is_waiting_and_what_computation_hides_costs_nothing():
     early, late = (overlap(one) for one in tell_waiting(pair()))
     assert (early.waiting, early.exposed, early.communication) == (20e3, 15e3, 15e3)
     assert (late.waiting, late.exposed, late.communication) == (0, 15e3, 15e3)
     for one in (early, late):
         assert one.computation + one.exposed + one.waiting + one.idle == one.span
     assert overlap(tell_waiting(pair())[0]).per_step().waiting == 20e3
-
-
-def test_waiting_that_computation_hides_costs_nothing():
     early, late = pair()
     early = replace(early, computation=[(0.0, 55e3)])
     assert overlap(tell_waiting([early, late])[0]).waiting == 5e3
@@ -59,14 +56,11 @@ def test_what_cannot_be_told_stays_communication(changes):
     assert overlap(traces[0]).exposed == 35e3
 
 
-def test_hosts_have_clocks_of_their_own():
+def test_other_hosts_and_collectives_that_do_not_match_are_left_alone():
     early, late = pair()
     late = replace(late, clock=("another host", 0))
     assert tell_waiting([early, late]) == [early, late]
     assert tell_waiting([early]) == [early]  # the other ranks' traces are elsewhere
-
-
-def test_collectives_that_do_not_match_are_left_alone():
     early, late = pair()
     more = replace(
         late, collectives={"all_reduce": [*late.collectives["all_reduce"], (90e3, 91e3)]}

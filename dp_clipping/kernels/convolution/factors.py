@@ -19,8 +19,8 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import SUM_ROUNDING, stored_dtype
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.convolution import gram, packing
+from dp_clipping.kernels.convolution.geometry import Layout, Packed
 from dp_clipping.kernels.convolution.layout import (
-    Layout,
     Pair,
     layout_of,
     memory_of_gradients,
@@ -29,7 +29,6 @@ from dp_clipping.kernels.convolution.layout import (
     pairs_of_groups,
     weight_of,
 )
-from dp_clipping.kernels.convolution.packing import Packed
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.launch.tiles import ceil_div
 

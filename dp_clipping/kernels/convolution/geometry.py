@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import product
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+NONE, ONE = (0, 0, 0), (1, 1, 1)
+TILE = 128  # rows and columns of a program, of which most kernels have at least as many
 NARROW = 16  # inputs times outputs of a group, up to which matrix units are left alone
 
 
@@ -69,6 +71,84 @@ class Run(NamedTuple):
 
     place: int
     taps: tuple[int, ...]
+
+
+class Target(NamedTuple):
+    """How an operand [N, C, D, H, W] is packed: [N / pictures · groups, rows, width].
+
+    Attributes:
+        pictures: of a sample, side by side.
+        groups: into which the channels are divided, each a sample of its own.
+        width: of a row; behind a group's channels there are zeros.
+        grid: where pixels lie, after padding, a stride apart.
+    """
+
+    pictures: int
+    groups: int
+    width: int
+    grid: Grid
+    padding: tuple[int, int, int] = NONE
+    stride: tuple[int, int, int] = ONE
+
+    def shape(self, pictures: int) -> tuple[int, int, int]:
+        """Returns the shape of so many packed pictures."""
+        rows = prod(self.grid.phases) * self.pictures * prod(self.grid.sizes)
+        return pictures // self.pictures * self.groups, rows, self.width
+
+
+class Packed(NamedTuple):
+    """Packed operands, in bfloat16, float16, or float32 that is to be multiplied as such.
+
+    Attributes:
+        scale: [B] float32, of the products of a sample's operands; None: they are not scaled.
+    """
+
+    x: Tensor
+    y: Tensor
+    scale: Tensor | None
+
+
+class Layout(NamedTuple):
+    """Where the operands of a convolution lie; follows from shapes.
+
+    Attributes:
+        geometry: after `folds`.
+        folds: pixels under the taps of a row are packed as channels.
+        positions: output positions in each dimension.
+        inputs, outputs: channels of a group, as they are given.
+        to_x, to_y: how operands are packed.
+        runs: one linear layer each.
+        order: the number of each tap among those of all runs; empty: they are in order.
+        rows: of the linear layers, T.
+    """
+
+    geometry: Geometry
+    folds: bool
+    positions: tuple[int, int, int]
+    inputs: int
+    outputs: int
+    to_x: Target
+    to_y: Target
+    runs: tuple[Run, ...]
+    order: tuple[int, ...]
+    rows: int
+
+    @property
+    def values(self) -> int:
+        """Returns the number of values of a packed sample's G."""
+        taps = sum(len(run.taps) for run in self.runs)
+        return self.geometry.groups * self.to_y.width * taps * self.to_x.width
+
+    @property
+    def elements(self) -> int:
+        """Returns the number of values of a sample's packed operands."""
+        return sum(prod(to.shape(to.pictures)) for to in (self.to_x, self.to_y))
+
+    @property
+    def tiles(self) -> int:
+        """Returns how many programs form a sample's G."""
+        columns = sum(ceil(len(run.taps) * self.to_x.width / TILE) for run in self.runs)
+        return self.geometry.groups * ceil(self.to_y.width / TILE) * columns
 
 
 @lru_cache(maxsize=1024)

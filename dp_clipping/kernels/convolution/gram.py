@@ -20,9 +20,13 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.norms import GRAM_PIECE, LOST
-from dp_clipping.kernels.convolution.geometry import Geometry, patches, places_of
-from dp_clipping.kernels.convolution.layout import Layout
-from dp_clipping.kernels.convolution.packing import Packed
+from dp_clipping.kernels.convolution.geometry import (
+    Geometry,
+    Layout,
+    Packed,
+    patches,
+    places_of,
+)
 from dp_clipping.kernels.launch.tiles import kept_table_on, launch, next_power_of_two, tl, triton
 
 if triton is not None:

@@ -12,63 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_clipping.kernels.convolution.geometry import Geometry, Grid, Run, grid_of, runs_of
-from dp_clipping.kernels.convolution.packing import Packed, Target, pack
+from dp_clipping.kernels.convolution.geometry import (
+    Geometry,
+    Grid,
+    Layout,
+    Packed,
+    Target,
+    grid_of,
+    runs_of,
+)
+from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.launch.tiles import ALIGNMENT, ceil_div
 
 FEW = 8  # input channels, below which those under the taps of a row are packed as channels
-TILE = 128  # rows and columns of a program, of which most kernels have at least as many
 Pair = tuple[Tensor, Tensor]
-
-
-class Layout(NamedTuple):
-    """Where the operands of a convolution lie; follows from shapes.
-
-    Attributes:
-        geometry: after `folds`.
-        folds: pixels under the taps of a row are packed as channels.
-        positions: output positions in each dimension.
-        inputs, outputs: channels of a group, as they are given.
-        to_x, to_y: how operands are packed.
-        runs: one linear layer each.
-        order: the number of each tap among those of all runs; empty: they are in order.
-        rows: of the linear layers, T.
-    """
-
-    geometry: Geometry
-    folds: bool
-    positions: tuple[int, int, int]
-    inputs: int
-    outputs: int
-    to_x: Target
-    to_y: Target
-    runs: tuple[Run, ...]
-    order: tuple[int, ...]
-    rows: int
-
-    @property
-    def values(self) -> int:
-        """Returns the number of values of a packed sample's G."""
-        taps = sum(len(run.taps) for run in self.runs)
-        return self.geometry.groups * self.to_y.width * taps * self.to_x.width
-
-    @property
-    def elements(self) -> int:
-        """Returns the number of values of a sample's packed operands."""
-        return sum(prod(to.shape(to.pictures)) for to in (self.to_x, self.to_y))
-
-    @property
-    def tiles(self) -> int:
-        """Returns how many programs form a sample's G."""
-        columns = (ceil_div(len(run.taps) * self.to_x.width, TILE) for run in self.runs)
-        return self.geometry.groups * ceil_div(self.to_y.width, TILE) * sum(columns)
 
 
 @lru_cache(maxsize=1024)

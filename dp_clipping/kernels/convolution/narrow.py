@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import sum_of_pictures
-from dp_clipping.kernels.convolution.geometry import Geometry, Grid
-from dp_clipping.kernels.convolution.packing import ONE, Target, pack
+from dp_clipping.kernels.convolution.geometry import ONE, Geometry, Grid, Target
+from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, tl, triton
 
 PAIRS = 64  # of channels, per program, at most

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.convolution.geometry import Grid
+from dp_clipping.kernels.convolution.geometry import Packed, Target
 from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, tl, triton
 
 EXPONENT = 14  # of the largest value in float16
 SMALLEST = -100  # exponent of a sample's largest value, below which it is scaled no further
 BLOCK = 64  # channels and pixels that a program packs
 PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them
-NONE, ONE = (0, 0, 0), (1, 1, 1)
 UNSPECIALIZED = [
     f"{name}_{operand}"
     for operand in "xy"
@@ -31,41 +30,6 @@ UNSPECIALIZED = [
         "phases_h", "phases_w", "n_d", "n_h", "n_w", "pictures",
     )
 ]  # fmt: skip
-
-
-class Target(NamedTuple):
-    """How an operand [N, C, D, H, W] is packed: [N / pictures · groups, rows, width].
-
-    Attributes:
-        pictures: of a sample, side by side.
-        groups: into which the channels are divided, each a sample of its own.
-        width: of a row; behind a group's channels there are zeros.
-        grid: where pixels lie, after padding, a stride apart.
-    """
-
-    pictures: int
-    groups: int
-    width: int
-    grid: Grid
-    padding: tuple[int, int, int] = NONE
-    stride: tuple[int, int, int] = ONE
-
-    def shape(self, pictures: int) -> tuple[int, int, int]:
-        """Returns the shape of so many packed pictures."""
-        rows = prod(self.grid.phases) * self.pictures * prod(self.grid.sizes)
-        return pictures // self.pictures * self.groups, rows, self.width
-
-
-class Packed(NamedTuple):
-    """Packed operands, in bfloat16, float16, or float32 that is to be multiplied as such.
-
-    Attributes:
-        scale: [B] float32, of the products of a sample's operands; None: they are not scaled.
-    """
-
-    x: Tensor
-    y: Tensor
-    scale: Tensor | None
 
 
 def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -> Packed:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import sum_of_one_token
-from dp_clipping.kernels.convolution.factors import ConvolutionFactors
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.launch.tiles import on_device, tile_of
 from dp_clipping.kernels.sorted_coefficients import Coefficients, SortedCoefficients
@@ -40,8 +39,8 @@ def clipped_sums(
     """Returns Σ_i c_i G_i of each parameter, [*parameter] in float32, and empties `values`.
 
     Args:
-        values: G [B, *parameter], a linear layer's factors as a pair, a `Table`, or an object
-            with `weighted_sum`.
+        values: G [B, *parameter], a linear layer's factors as a pair, a `Table`, a
+            convolution's factors, or an object with `weighted_sum`.
     """
     totals: dict[int, Any] = dict.fromkeys(range(len(values)))
     rows = [scale.rows[record.group] for record in records]
@@ -64,7 +63,7 @@ def clipped_sums(
             kept.append((n, rows[n], one.gradients))
         elif isinstance(one, Table):
             tables.setdefault(one.sums, []).append(n)
-        elif isinstance(one, ConvolutionFactors):
+        elif hasattr(one, "summands"):
             row, pairs = rows[n], one.summands() if one.gradients is None else ()
             if one.scale is not None:
                 scaled.append((row, one.scale))

@@ -12,9 +12,8 @@ from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.convolution import factors as of_factors
 from dp_clipping.kernels.convolution import packing
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
-from dp_clipping.kernels.convolution.geometry import Geometry
+from dp_clipping.kernels.convolution.geometry import Geometry, Packed
 from dp_clipping.kernels.convolution.layout import layout_of, packed, pairs_of, weight_of
-from dp_clipping.kernels.convolution.packing import Packed
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums

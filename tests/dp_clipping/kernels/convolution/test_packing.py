@@ -4,8 +4,8 @@ from itertools import product
 
 import torch
 
-from dp_clipping.kernels.convolution.geometry import Grid
-from dp_clipping.kernels.convolution.packing import ONE, Target, pack
+from dp_clipping.kernels.convolution.geometry import ONE, Grid, Target
+from dp_clipping.kernels.convolution.packing import pack
 from tests.dp_clipping.kernels.convolution.test_layout import placed
 from tests.support.kernel_cases import Place, on_kernels
 
