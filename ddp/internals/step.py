@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
-from ddp.internals.ownership import activate
+from ddp.internals.hooks import activate
 from ddp.internals.unused import agree_on_use, parameters_reached_by, tensors_in
 from ddp.internals.watch import Watch
 from ddp.schedule import Schedule
@@ -148,7 +148,7 @@ class Step:
         counts as zero, and with `find_unused_parameters` as unused on this rank.
         """
         parameter, schedule = self._gradients.parameters[i], self._schedule
-        if parameter.grad is not None:
+        if parameter.grad is not None and i not in self._gradients.filled:
             if schedule.bucket_of[i] in schedule.in_flight:
                 wrapper.wait_for(schedule.bucket_of[i])
             self._gradients.settle(i)
@@ -201,12 +201,12 @@ class Step:
             used, anything_late = agree_on_use(
                 parameters, used, anything_late, wrapper.process_group
             )
-        self._gradients.adopt_stand_ins(used)
+        self._gradients.clear_filled(used)
         if anything_late:  # a gradient has grown since it was sent
             self._schedule.begin_round()
             wrapper.launch_buckets(everything=True)
             wrapper.wait_for(*self._schedule.in_flight)
-            self._gradients.adopt_stand_ins(used)
+            self._gradients.clear_filled(used)
         self._gradients.restore_strides()
         self.record.buckets = len(self._schedule.buckets)
         self.finished = self.record
