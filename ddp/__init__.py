@@ -16,7 +16,7 @@ none.py is the floor of every comparison. PyTorch's own are torch_ddp.py and
 torch_fsdp.py.
 
 Skip at the first reading: internals/ (robustness, one object per concern), torch_compat.py (PyTorch
-interfaces without a public name), kernels.py (two in Triton), and buckets.py before step 3.
+interfaces without a public name), and buckets.py before step 3.
 """
 
 import importlib.util

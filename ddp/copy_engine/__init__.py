@@ -5,7 +5,7 @@
 - memory.py: the memory of all buckets
 - peer_memory.py: memory that every GPU of a host can read, and flags in it
 
-The sum of what was pulled is a kernel, in ddp/kernels.py.
+The sum of what was pulled is a kernel, in ddp/internals/kernels.py.
 """
 
 from ddp.copy_engine.peer_memory import Unavailable

@@ -147,7 +147,7 @@ class Step:
         counts as zero, and with `find_unused_parameters` as unused on this rank.
         """
         parameter, schedule = self._gradients.parameters[i], self._schedule
-        if parameter.grad is not None and i not in self._gradients.filled:
+        if parameter.grad is not None:
             if schedule.bucket_of[i] in schedule.in_flight:
                 wrapper.wait_for(schedule.bucket_of[i])
             self._gradients.settle(i)

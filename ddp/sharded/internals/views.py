@@ -111,7 +111,7 @@ class DividedUnit(FlatUnit):
         is_replaced = bind([self], frees=True)
         versions = list(map(version_of, self.parameters))
         if self.was_called or is_replaced or self._versions != versions:
-            from ddp.kernels import take_written  # imports Triton
+            from ddp.internals.kernels import take_written  # imports Triton
 
             take_written(self.own(self.values), self.shard)
         self.is_shown = self.was_called = False

@@ -6,7 +6,7 @@ Without a GPU the kernel runs in Triton's interpreter. bfloat16 is not tried the
 import pytest
 import torch
 
-from ddp import kernels
+from ddp.internals import kernels
 
 SIZES = [0, 1, 127, 4096, 4097, 3 * 4096 + 5]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-14}

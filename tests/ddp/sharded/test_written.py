@@ -6,7 +6,7 @@ Without a GPU the kernel runs in Triton's interpreter. bfloat16 is not tried the
 import pytest
 import torch
 
-from ddp import kernels
+from ddp.internals import kernels
 
 SIZES = [0, 1, 4096, 2 * 4096 + 5]
 
