@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from ddp.buckets import Bucket
 from ddp.internals import copies
 from ddp.internals.gradients import Gradients, Reduction
-from ddp.internals.hooks import AutogradHooks
-from ddp.internals.ownership import activate, shared_with_another, take_over
+from ddp.internals.hooks import AutogradHooks, activate, shared_with_another, take_over
 from ddp.internals.ranks import group_or_default
 from ddp.internals.replicas import Replicas
 from ddp.internals.step import Launch, Step
@@ -36,7 +35,7 @@ class Interface(nn.Module):
         require_backward_grad_sync: False under no_sync(); PyTorch's name.
         gradients_come_by_hand: set by a private engine: autograd accumulates nothing, all comes
             through `gradient_ready`.
-        is_active: False while another wrapper of the same network is in use: see ownership.py.
+        is_active: False while another wrapper of the same network is in use: see hooks.py.
 
     Raises:
         RuntimeError: if there is no process group or nothing to train, a parameter has no shape,
@@ -80,8 +79,8 @@ class Interface(nn.Module):
         self.schedule = Schedule()
         self.watch = Watch(module, self.gradients)
         self.step = Step(self.gradients, self.schedule, self.watch)
-        self.hooks = AutogradHooks(self, self.gradients, self.step, self.watch)
-        weakref.finalize(self, _leave, self.hooks, self.gradients).atexit = False
+        self.hooks = AutogradHooks(self)
+        weakref.finalize(self, self.hooks.remove).atexit = False
         self.adopt_order(list(reversed(range(len(self.gradients.parameters)))))
         activate(self)  # autograd calls before_accumulation and after_accumulation from now on
 
@@ -166,6 +165,7 @@ class Interface(nn.Module):
         i = self._index_of(parameter, "gradient_ready")
         if parameter.grad is None:
             raise RuntimeError(f"gradient_ready: {self.gradients.names[i]} has no gradient")
+        self.gradients.filled.discard(i)
         with torch.no_grad():
             self.after_accumulation(i)
 
@@ -281,7 +281,6 @@ class Interface(nn.Module):
         self.wait_for(*self.schedule.in_flight)
         self.step.begin()
         self.hooks.remove()
-        self.gradients.dtypes.give_back()
         self.is_active = False
 
     def __deepcopy__(self, memo: dict) -> Any:
@@ -289,11 +288,6 @@ class Interface(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copies.reduced(self)
-
-
-def _leave(hooks: AutogradHooks, gradients: Gradients) -> None:
-    hooks.remove()
-    gradients.dtypes.give_back()
 
 
 def trainable(module: nn.Module) -> list[Parameter]:

@@ -9,7 +9,7 @@ write without being counted; the steps of those that `make_optimizer` has made a
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, increment_version
@@ -41,8 +41,6 @@ class Watch:
     """Checks the parameters of one wrapper, which are those of `gradients`.
 
     Attributes:
-        began: versions of the parameters when their gradients were about to be added, before
-            hooks of the user.
         arrived: version of each parameter whose gradient is on its way.
         buffers: the dictionary of each module that holds its own buffers.
     """
@@ -50,7 +48,6 @@ class Watch:
     def __init__(self, module: nn.Module, gradients: Gradients):
         self._names, self._parameters = gradients.names, gradients.parameters
         self._index_of = gradients.index_of
-        self.began = [0] * len(self._parameters)
         self.arrived: dict[int, int] = {}
         with without_torch_functions():  # a parameter's node in the graph is not its values
             self._nodes = [get_gradient_edge(p).node for p in self._parameters]
@@ -58,9 +55,6 @@ class Watch:
             self._look(module)
 
     # ---- writes between a gradient's arrival and its reduction ---------------------------------
-
-    def raise_changed_by_hook(self, i: int) -> NoReturn:
-        raise RuntimeError(STEPPED_IN_HOOK.format(name=self._names[i]))
 
     def call(self, module: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls the module, which may write to parameters, as Embedding(max_norm=1) does."""
@@ -90,7 +84,7 @@ class Watch:
     def raise_if_replaced(self, module: nn.Module) -> None:
         """Raises if a parameter was replaced, but not by `torch.func.functional_call`."""
         with without_torch_functions():
-            if self._seen == self._state() and None not in self._same_memory():
+            if self._seen == self._state():
                 return
             for owner in module.modules():
                 for name, p in own(owner, "parameters").items():
@@ -115,18 +109,13 @@ class Watch:
         self._parts = [own(m, kind) for m in self._modules for kind in ("parameters", "modules")]
         self.buffers = [own(m, "buffers") for m in self._modules]
         self._frozen = [p for p in module.parameters() if self._index_of(p) < 0]
-        self._memory = [weakref.ref(p.untyped_storage()) for p in self._parameters]
         self._seen = self._state()
 
     def _state(self) -> list:
         parts = [tuple(map(id, part.values())) for part in self._parts]
         kinds = [(p.dtype, p.device) for p in self._parameters]
-        return [parts, kinds, [p.requires_grad for p in self._frozen]]
-
-    def _same_memory(self) -> list:
-        """Returns the memory of each parameter; None where it has got another one."""
-        pairs = zip(self._memory, self._parameters, strict=True)
-        return [old() if old() is p.untyped_storage() else None for old, p in pairs]
+        memory = [weakref.ref(p.untyped_storage()) for p in self._parameters]
+        return [parts, kinds, memory, [p.requires_grad for p in self._frozen]]
 
 
 def count_writes(optimizer: Optimizer, *_arguments: Any) -> None:

@@ -103,7 +103,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad(), without_torch_functions():  # of stand-ins
             self.model.refuse_not_reduced()
-            settings, gradient_of = self._settings(), self.model.gradient_of
+            settings, gradient_of = self._settings(), self.model.gradients.of
             self._step_parts(self._act(), lambda part: part.step(settings, gradient_of))
         return loss
 
@@ -144,7 +144,7 @@ class ShardedOptimizer(Optimizer):
 
     def _act(self) -> str:
         """Returns what ranks that take the same step say."""
-        return f"optimizer.step() behind reduction {self.model.reductions}"
+        return f"optimizer.step() behind reduction {self.model.gradients.reductions}"
 
     def _tell(self, message: str, error: Exception) -> str:
         rank = self.model.units[0].rank

@@ -39,8 +39,8 @@ class GatheredUnit(DividedUnit):
         parameters: Sequence[Parameter],
         group: dist.ProcessGroup,
         dtype: torch.dtype,
-        name: str = "",
-        names: Sequence[str] = (),
+        name: str,
+        names: Sequence[str],
     ):
         super().__init__(parameters, group, itemsize=dtype.itemsize)
         self.name, self.computes, self.has_memory = name, False, False

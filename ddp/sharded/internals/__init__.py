@@ -8,8 +8,7 @@ A first reading can skip them.
 - state.py: whole checkpoints of an optimizer
 - elementwise.py: which optimizers can step slices
 - views.py: parameters are views of a flat buffer, also where code gives them other memory
-- written.py, of `fsdp`: what was written to gathered parameters, in one kernel
-- blocks.py, call_order.py, of `fsdp`: which modules are blocks, and in which order they are called,
-  in forward and in backward, on every rank, also where it has failed
+- blocks.py, of `fsdp`: which modules are blocks, and in which order they are called, in forward and
+  in backward, on every rank, also where it has failed
 - divided.py, whole.py, of `fsdp`: parameters outside of their block's forward, and all at once
 """

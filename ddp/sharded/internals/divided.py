@@ -103,10 +103,6 @@ class Place:
             raise RuntimeError(REPLACED.format(name=self.name))
         return unit
 
-    def begin_use(self, what: str) -> None:
-        if (ask_all := self.values().before_use()) is not None:
-            ask_all(what)
-
     @property
     def key(self) -> tuple[int, int]:
         return id(self.values()), self.member
@@ -249,7 +245,8 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
                 return None
             func, name = _assign, "data = "
         what = f"{targets[0]._place.name}.{name}(arguments {_digest((args, kwargs)):08x})"
-    first._place.begin_use(what)
+    if (ask_all := first._place.values().before_use()) is not None:
+        ask_all(what)
     whole = _gather([first, *others], are_written=bool(targets))
     written = whole if targets else {}
     before = {key: (x.data_ptr(), x.shape, version_of(x)) for key, x in written.items()}

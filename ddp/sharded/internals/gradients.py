@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ddp.internals.gradients import Gradients, Reduction
-from ddp.sharded.internals.stand_in import StandIn
+from ddp.sharded.internals.stand_in import StandIn, memory_of
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.pieces import Piece
 from ddp.sharded.torch_compat import copy_
@@ -64,11 +64,7 @@ class DividedGradients(Gradients):
         """Returns a parameter whose `.grad` stands for nothing that was reduced here, if any."""
         for i, parameter in enumerate(self.parameters):
             gradient, known = parameter.grad, self._made.get(i)
-            if gradient is None:
-                continue
-            if not isinstance(gradient, StandIn) or known is None:
-                return parameter
-            if gradient.untyped_storage().data_ptr() != known.untyped_storage().data_ptr():
+            if gradient is not None and (known is None or memory_of(gradient) != memory_of(known)):
                 return parameter
         return None
 
@@ -79,6 +75,11 @@ class DividedGradients(Gradients):
             return None
         own = piece.of(unit.gradient)
         return _cleared(own, stand_in) if version_of(stand_in) else own
+
+    def clear(self, unit: FlatUnit) -> None:
+        """Makes the pieces zero of which the stand-ins were made zero."""
+        for piece in unit.pieces:
+            self.of(unit, piece)
 
     # ---- before and behind a reduction ---------------------------------------------------------
 
@@ -91,34 +92,29 @@ class DividedGradients(Gradients):
             return super().share_of(i, held)
         (unit, piece), parameter = self._owned[i], self.parameters[i]
         assert unit.gradient is not None  # as `held` says
+        with without_torch_functions():
+            own = None if piece is None else self.of(unit, piece)
         dtype = torch.promote_types(self.dtypes.all[i], unit.gradient.dtype)
-        if i not in self.stand_ins:
-            self.dtypes.widen(i, dtype)
+        self.dtypes.widen(i, dtype)
         part = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        if piece is not None:
-            with without_torch_functions():
-                own = piece.of(unit.gradient)
-                own = _cleared(own, held) if version_of(held) else own
+        if piece is not None and own is not None:
             own = piece.of_parameter(part).copy_(own)
             if self._reduction.name == "mean":
                 own.mul_(self._reduction.contributors)
         return part
 
-    def collect(self, unit: FlatUnit, flat: Tensor) -> None:
-        """Copies this rank's gradients of a unit to `flat`; a stand-in takes the place of each."""
+    def collect(self, unit: FlatUnit) -> Tensor:
+        """Returns this rank's gradients of a unit, flat; a stand-in takes the place of each."""
         found = []
         for i in unit.members:
             gradient = self.parameters[i].grad
-            found.append(self.local(i) if gradient is None or i in self.stand_ins else gradient)
+            found.append(self.local(i) if gradient is None else gradient)
+        flat = unit.shard.new_empty(unit.numel, dtype=self.reduced_in(unit))
         copy_(unit.views(flat), found)
         self.dtypes.narrow(unit.members)
-        with without_torch_functions():
-            stand_ins = self.stand_ins_for(*unit.members)
-        for i, stand_in in zip(unit.members, stand_ins, strict=True):
-            if i in self.stand_ins:
-                self.stand_ins[i] = stand_in
-            else:
-                self.parameters[i].grad = stand_in
+        for i, stand_in in zip(unit.members, self.stand_ins_for(*unit.members), strict=True):
+            self.parameters[i].grad = stand_in
+        return flat
 
     # ---- between steps -------------------------------------------------------------------------
 
@@ -133,9 +129,7 @@ class DividedGradients(Gradients):
         for unit in self.units:
             if unit.gradient is None:
                 continue
-            for piece in unit.pieces:  # a converted stand-in does not tell that it was zeroed
-                if (stand_in := unit.parameters[piece.member].grad) is not None:
-                    _cleared(piece.of(unit.gradient), stand_in)
+            self.clear(unit)  # a converted stand-in does not tell that it was zeroed
             unit.gradient = unit.gradient.to(self.reduced_in(unit))
             for i, stand_in in zip(unit.members, self.stand_ins_for(*unit.members), strict=True):
                 if isinstance(self.parameters[i].grad, StandIn):
@@ -144,8 +138,7 @@ class DividedGradients(Gradients):
     def free_cleared(self) -> None:
         """Frees slices of gradients that `zero_grad(set_to_none=True)` has cleared."""
         for unit in self.units:
-            grads = [self.stand_ins.get(i, self.parameters[i].grad) for i in unit.members]
-            if not any(gradient is not None for gradient in grads):
+            if all(self.parameters[i].grad is None for i in unit.members):
                 unit.gradient = None
 
 

@@ -19,7 +19,6 @@ from ddp.internals.interface import trainable
 from ddp.sharded.internals.gradients import DividedGradients
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer
-from ddp.sharded.pieces import Piece
 from ddp.sharded.torch_compat import gather_on_hosts, gloo_beside
 from ddp.torch_compat import without_torch_functions
 
@@ -108,8 +107,7 @@ class ShardedInterface(DataParallel):
         for unit in self.units:
             if unit.gradient is not None:
                 with without_torch_functions():
-                    for piece in unit.pieces:
-                        self.gradients.of(unit, piece)  # which makes it zero if the stand-in is
+                    self.gradients.clear(unit)
                 whole |= zip(unit.parameters, unit.gather(unit.gradient), strict=True)
         return [None if p.grad is None else whole.get(p) for p in self.module.parameters()]
 
@@ -132,14 +130,6 @@ class ShardedInterface(DataParallel):
             raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
         if self.step.is_in_the_middle():  # `.grad` has stand-ins already
             raise RuntimeError(UNFINISHED)
-
-    def gradient_of(self, unit: FlatUnit, piece: Piece) -> Tensor | None:
-        """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
-        return self.gradients.of(unit, piece)
-
-    @property
-    def reductions(self) -> int:
-        return self.gradients.reductions
 
     def exchange(self, status: str) -> list[str]:
         """Returns the status of every rank, or its first bytes; a collective call.

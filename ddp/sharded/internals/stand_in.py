@@ -124,14 +124,14 @@ def _is_zero(x: Any) -> bool:
 
 def _shown_of(own: StandIn, x: Any) -> Any:
     """Returns what an operator makes of a stand-in: a stand-in too, if it is a view."""
-    if not isinstance(x, Tensor) or x is own or _memory(x) != _memory(own):
+    if not isinstance(x, Tensor) or x is own or memory_of(x) != memory_of(own):
         return x
     view = x.as_subclass(StandIn)
     view.of = own if own.of is None else own.of
     return view
 
 
-def _memory(x: Tensor) -> int:
+def memory_of(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 

@@ -86,7 +86,6 @@ class DividedUnit(FlatUnit):
         self.replaced = [0] * len(self.parameters)
         self.before_use: Callable[[], Callable[[str], None] | None] = lambda: None
         myself = weakref.ref(self)
-        names = names or [f"a parameter {list(p.shape)}" for p in self.parameters]
         self.places = [Place(myself, i, name) for i, name in enumerate(names)]
         for parameter in self.parameters:
             parameter.grad = None
@@ -103,13 +102,16 @@ class DividedUnit(FlatUnit):
         self._versions = list(map(version_of, self.parameters))
 
     def hide(self) -> None:
-        """Makes the parameters stand-ins, and this rank's slice what was written to them."""
+        """Makes the parameters stand-ins, and this rank's slice what was written to them.
+
+        Nothing counts what a forward writes through `.data`: behind it the values are compared.
+        """
         if not self.is_shown:
             return
         is_replaced = bind([self], frees=True)
         versions = list(map(version_of, self.parameters))
         if self.was_called or is_replaced or self._versions != versions:
-            from ddp.sharded.internals.written import take_written  # imports Triton
+            from ddp.internals.kernels import take_written  # imports Triton
 
             take_written(self.own(self.values), self.shard)
         self.is_shown = self.was_called = False

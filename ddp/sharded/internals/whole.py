@@ -10,8 +10,7 @@ from torch.nn import Parameter
 
 from ddp.sharded.base import Sharded
 from ddp.sharded.internals.agreement import NOT_THE_SAME, add_note, agree
-from ddp.sharded.internals.blocks import Block, call_around, cast
-from ddp.sharded.internals.call_order import CallOrder, Progress, WayBack
+from ddp.sharded.internals.blocks import Block, CallOrder, call_around, cast
 from ddp.sharded.torch_compat import in_transform
 from ddp.torch_compat import in_backward, own, without_torch_functions
 
@@ -43,7 +42,6 @@ class DividedInterface(Sharded):
 
     blocks: list[Block]
     order: CallOrder
-    progress: Progress
     is_whole: bool = False
     _param_dtype: torch.dtype | None
 
@@ -55,7 +53,7 @@ class DividedInterface(Sharded):
         """Frees the parameters of all blocks."""
         for block in self.blocks:
             block.free()
-        self.progress.is_ahead = False
+        self.order.is_ahead = False
 
     # ---- forwards that fail, or that compute with whole parameters, and calls of blocks --------
 
@@ -71,7 +69,7 @@ class DividedInterface(Sharded):
             return self.module(*args, **kwargs)
         if self.step.has_failed():
             self.step.discard(self)
-        self.progress.has_agreed = False  # on this forward, all ranks
+        self.order.has_agreed = False  # on this forward, all ranks
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -85,12 +83,10 @@ class DividedInterface(Sharded):
 
     def begin_forward(self) -> None:
         """Begins a forward of the whole network, also one without gradients or in eval mode."""
-        if not self.progress.has_agreed:
+        if not self.order.has_agreed:
             how = "in eval mode" if torch.is_grad_enabled() else "without gradients"
             is_local = self.training and torch.is_grad_enabled()
             self.agree_on_forward(f"a forward {'under no_sync()' if is_local else how}")
-        self.progress.has_agreed, self.progress.is_ahead = False, False
-        self.progress.way = WayBack()
         self.order.begin()
 
     def call(self, block: Block, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -98,7 +94,8 @@ class DividedInterface(Sharded):
         if self.is_whole:
             return None
         self.enter(block)
-        block.call()
+        for unit in block.units:
+            unit.was_called = True
         dtype = self._param_dtype
         if dtype is None or block is not self.blocks[0]:
             return None
@@ -122,16 +119,12 @@ class DividedInterface(Sharded):
 
     def _is_next(self) -> bool:
         units: Any = self.schedule.buckets[self.schedule.launched :]
-        return self.progress.way_back.has_entered(next((u.name for u in units if u.name), ""))
+        return self.order.way_back.has_entered(next((u.name for u in units if u.name), ""))
 
     def catch_up(self) -> None:
         """Starts the gathers that come before the next bucket, if backward has not."""
         while not self._is_next():  # it has failed, or not begun
-            self.progress.way_back.go_on(self.start)
-
-    def launch(self, unit: Any) -> Any:
-        with without_torch_functions():
-            return super().launch(unit)
+            self.order.way_back.go_on(self.start)
 
     def wait(self, unit: Any, handle: Any) -> None:
         try:
@@ -162,15 +155,15 @@ class DividedInterface(Sharded):
         if in_transform():
             raise RuntimeError(IN_TRANSFORM)
         self.end_calls()
-        self.progress.way_back.complete(self.start)
-        if not self.progress.is_ahead:
+        self.order.way_back.complete(self.start)
+        if not self.order.is_ahead:
             self.free()
         self.agree(act)
-        self.progress.has_agreed = True
+        self.order.has_agreed = True
 
     def end_calls(self) -> None:
         for block in self.blocks:
-            block.computes = False
+            block.mark(computes=False)
 
     def before_use(self, what: str) -> None:
         """Called before a function gathers whole values of stand-ins, on all ranks."""
