@@ -10,7 +10,6 @@ A first reading can skip them.
 - step.py, unused.py: what a step has sent; incomplete and failed steps, parameters without a
   gradient
 - watch.py: parameters that change when they must not
-- copies.py: copies and pickles
 - kernels.py: two kernels, of `ddp_copy_engine` and of `fsdp`
 - rounds.py: options and state of `diloco`
 """

@@ -1,10 +1,10 @@
 """Calls a wrapper when autograd is about to change a gradient, and when it is final.
 
-One wrapper at a time has hooks on a parameter: two would both reduce its `.grad` in place, and the
-result would be wrong. There are two cases:
+One wrapper has hooks on a parameter: two would both reduce its `.grad` in place, and the result
+would be wrong. There are two cases:
 
-- The same network is wrapped again, as in a notebook, while the first wrapper is alive: both can
-  be used, in turn. The one that runs a training forward is active; the other has no hooks.
+- The same network is wrapped again, as in a notebook, while the first wrapper is alive: the last
+  one is used, and the others raise.
 - Two networks share some parameters, as an actor and a critic on one trunk: refused when the
   second one is wrapped, since only the backward distinguishes their gradients.
 """
@@ -19,11 +19,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from ddp.internals.gradients import full_names
 from ddp.internals.watch import STEPPED_IN_HOOK
-from ddp.torch_compat import version_of
+from ddp.torch_compat import version_of, without_torch_functions
 
 TensorsOrNone = tuple[Tensor | None, ...]
 
-_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()  # all that are alive
+_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have hooks
 
 
 class AutogradHooks:
@@ -45,12 +45,14 @@ class AutogradHooks:
         self._wrapper = weakref.ref(wrapper)
         self._gradients, self._step = wrapper.gradients, wrapper.step
         # Kept here: parameters hold their nodes weakly, and graphs come and go.
-        self._nodes = [get_gradient_edge(p).node for p in self._gradients.parameters]
+        with without_torch_functions():  # a parameter's node in the graph is not its values
+            self._nodes = [get_gradient_edge(p).node for p in self._gradients.parameters]
         self._handles: list = []
         # Versions of the parameters before hooks of the user.
         self._began = [0] * len(self._nodes)
 
     def attach(self) -> None:
+        _wrappers.add(self._wrapper())
         for i, node in enumerate(self._nodes):
             before, after = self._hooks_of(i)
             self._handles += [node.register_prehook(before), node.register_hook(after)]
@@ -113,26 +115,9 @@ def _shared(module: nn.Module) -> str | None:
     return None
 
 
-def activate(wrapper: Any) -> None:
-    """Makes `wrapper` the one that has hooks, among those of its network.
-
-    Raises:
-        RuntimeError: if another one has not finished its step.
-    """
-    if not wrapper.is_active:
-        take_over(wrapper.module)
-        _wrappers.add(wrapper)
-        wrapper.is_active = True
-        wrapper.hooks.attach()
-
-
-def take_over(module: nn.Module, abandon: bool = False) -> None:
-    """Deactivates the wrapper of a network, which may forget an unfinished step if `abandon`."""
+def retire_others(module: nn.Module) -> None:
+    """Takes their hooks from earlier wrappers of a network."""
     for other in list(_wrappers):
-        if other.module is module and other.is_active:
-            if other.step.is_in_the_middle() and not abandon:
-                raise RuntimeError(
-                    f"this network has another wrapper ({type(other).__name__}), which has not "
-                    "finished its step: call finish_gradient_synchronization() on that one first"
-                )
-            other.deactivate()
+        if other.module is module:
+            _wrappers.discard(other)
+            other.retire()

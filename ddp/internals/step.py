@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
-from ddp.internals.hooks import activate
 from ddp.internals.unused import agree_on_use, parameters_reached_by, tensors_in
 from ddp.internals.watch import Watch
 from ddp.schedule import Schedule
@@ -77,8 +76,8 @@ class Step:
         """Returns whether buffers are to be synchronised: in training, and not under `no_sync`.
 
         Raises:
-            RuntimeError: if parameters were replaced, or changed before they were reduced, or
-                another wrapper of this network is in the middle of a step.
+            RuntimeError: if parameters were replaced, or changed before they were reduced, or the
+                network was wrapped again.
         """
         if not torch.is_grad_enabled():
             return False
@@ -88,7 +87,7 @@ class Step:
             self._raise_if_changed()
             self._reduces = synchronises or self.awaits_backward
             return False
-        activate(wrapper)
+        wrapper.refuse_retired()
         self._raise_if_changed(discard_in=wrapper)
         self._gradients.dtypes.conform()
         if self.has_failed():

@@ -35,8 +35,6 @@ class Sharded(ShardedInterface):
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Returns the units in the order in which the last gradients of each come."""
-        with without_torch_functions():  # of stand-ins
-            self.gradients.convert()
         for unit in self.units:
             numel = sum(gradients[i].numel for i in unit.members)
             unit.nbytes = numel * self.gradients.reduced_in(unit).itemsize

@@ -107,7 +107,7 @@ class HandBuiltFSDP(DividedInterface):
         """Ends a block's forward: its parameters are freed until its backward begins."""
         if not block.computes or in_backward():
             return
-        block.end()
+        block.mark(computes=False)
         outputs = [x for x in tensors_in(output) if x.requires_grad]
         if outputs:
             way = self.order.way

@@ -10,17 +10,27 @@ from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
+from torch import optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp.sharded.internals.agreement import BROKEN, FAILED, ToldError, agree, status_of
-from ddp.sharded.internals.elementwise import refuse_not_elementwise
 from ddp.sharded.internals.state import entries, gather_states, load, states
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.part import Part, Settings
 from ddp.torch_compat import without_torch_functions
 
 PARTS = 4
+ELEMENTWISE = {
+    optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam,
+    optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
+}  # fmt: skip
+NOT_ELEMENTWISE = (
+    "{name} may look at whole tensors, at several together or at the loss, and here each rank "
+    "steps a slice of every tensor: use SGD, Adam, AdamW or another of torch.optim that treats "
+    "every element alone; if {name} does, set {name}.treats_elements_alone = True; else use a "
+    'variant with whole gradients, as wrap("ddp_bucketed", module)'
+)
 OF_A_RANK = ("params", "param_names")  # of a group, of which every rank has its own part
 
 
@@ -37,7 +47,8 @@ class ShardedOptimizer(Optimizer):
             variant has `begin_step(units)`, called before the first one is stepped;
             `publish(unit)`, when a unit's `shard` has its new values; and
             `end_step(parameters)`, behind which every reader of these sees the new values.
-        cls: an optimizer that treats every element alone, such as SGD, Adam, AdamW or RMSprop.
+        cls: an optimizer that treats every element alone: one of `ELEMENTWISE`, or a class with
+            `treats_elements_alone = True`.
         params: the network's parameters, or groups of them.
         options: further arguments of `cls`.
 
@@ -45,11 +56,9 @@ class ShardedOptimizer(Optimizer):
         model, cls: that wrapper and that class.
 
     Raises:
-        TypeError: for an optimizer that looks at a whole tensor's shape or norm.
+        TypeError: for an optimizer that may look at a whole tensor's shape or norm.
         ValueError: for a parameter that the model does not train.
     """
-
-    steps_slices = True  # stand_in.py refuses others
 
     def __init__(self, model: Any, cls: Callable[..., Optimizer], params: Any, **options: Any):
         self._is_built, self._broken = False, ""  # why the last step was applied in part
@@ -59,7 +68,8 @@ class ShardedOptimizer(Optimizer):
         template = self._make([{**group, "params": [Parameter(one.clone())]} for group in groups])
         super().__init__(params, template.defaults)
         self.model, self.cls, self._is_built = model, type(template), True
-        refuse_not_elementwise(self._make, self._settings(), self.cls.__name__)
+        if self.cls not in ELEMENTWISE and not getattr(self.cls, "treats_elements_alone", False):
+            raise TypeError(NOT_ELEMENTWISE.format(name=self.cls.__name__))
         number_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         trained = {p for unit in model.units for p in unit.parameters}
         if unknown := [list(p.shape) for p in number_of if p not in trained]:

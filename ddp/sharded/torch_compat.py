@@ -1,7 +1,6 @@
 """Wraps what the sharded variants use of PyTorch without a public name, as ddp/torch_compat.py."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.torch_compat import all_gather, found, missing
+from ddp.torch_compat import all_gather, found
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -42,28 +41,6 @@ def gloo_beside(group: dist.ProcessGroup) -> Any:
         timeout = found(backend, "Backend", "options._timeout")
         _beside[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
     return _beside[group]
-
-
-def register_tree(cls: type, as_leaf: Callable[[Any, str], Any]) -> None:
-    """Makes functions of nested arguments, as those of `torch.func`, call `as_leaf` of objects.
-
-    `torch.utils._pytree.register_pytree_node`. Beside an object `as_leaf` gets the name of the
-    module whose code calls such a function. What that makes of the leaf takes the object's place.
-    """
-    try:
-        from torch.utils import _pytree as trees
-
-        register = trees.register_pytree_node
-    except (ImportError, AttributeError) as error:
-        raise missing("torch.utils._pytree.register_pytree_node") from error
-
-    def flatten(x: Any) -> tuple[list[Any], None]:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals is vars(trees):
-            frame = frame.f_back
-        return [as_leaf(x, frame.f_globals.get("__name__", ""))], None
-
-    register(cls, flatten, lambda leaves, _: next(iter(leaves)))
 
 
 def refuse_writes(x: Tensor) -> None:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ddp.sharded.internals.views import bind
 from ddp.sharded.units import GatheredUnit
 from ddp.torch_compat import at_end_of_backward, number_of_backward, own
 
@@ -51,11 +50,6 @@ class Block:
         self.computes = computes
         for unit in self.units:
             unit.computes = computes
-
-    def end(self) -> None:
-        """Notes that its forward has ended, which may have given parameters other `.data`."""
-        self.mark(computes=False)
-        bind(self.units, frees=True)
 
     def free(self) -> None:
         for unit in self.units:

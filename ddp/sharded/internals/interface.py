@@ -25,7 +25,7 @@ from ddp.torch_compat import without_torch_functions
 STATUS_BYTES = 400  # of a message to other ranks
 
 NOT_REDUCED = (
-    "a parameter of shape {shape} has a gradient that is this rank's alone: call "
+    "{name} has a gradient that is this rank's alone: call "
     "finish_gradient_synchronization() between backward() and optimizer.step(); to change reduced "
     "gradients, write to those that model.gradient_pieces() returns"
 )
@@ -47,7 +47,7 @@ class ShardedInterface(DataParallel):
 
     def __init__(self, module: nn.Module, **options: Any):
         super().__init__(module, **options)
-        if self.world_size > 1 and not self.is_copy:  # building a copy communicates nothing
+        if self.world_size > 1:
             gloo_beside(self.process_group)
 
     # ---- a training loop -----------------------------------------------------------------------
@@ -106,28 +106,20 @@ class ShardedInterface(DataParallel):
         whole: dict[Parameter, Tensor] = {}
         for unit in self.units:
             if unit.gradient is not None:
-                with without_torch_functions():
-                    self.gradients.clear(unit)
+                for piece in unit.pieces:
+                    self.gradients.of(unit, piece)  # zero, if its stand-in was made so
                 whole |= zip(unit.parameters, unit.gather(unit.gradient), strict=True)
         return [None if p.grad is None else whole.get(p) for p in self.module.parameters()]
 
-    # ---- several backwards in a step, and several wrappers of a network -------------------------
-
     def before_forward(self) -> None:
         self.gradients.free_cleared()
-
-    def deactivate(self) -> None:
-        self.wait_for(*self.schedule.in_flight)
-        with torch.no_grad():
-            self.gradients.make_local(*self.gradients.reduced)
-        super().deactivate()
 
     # ---- what the optimizer calls --------------------------------------------------------------
 
     def refuse_not_reduced(self) -> None:
         """Raises RuntimeError unless each `.grad` is None or stands for a reduced gradient."""
-        if (parameter := self.gradients.not_reduced()) is not None:
-            raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
+        if (name := self.gradients.not_reduced()) is not None:
+            raise RuntimeError(NOT_REDUCED.format(name=name))
         if self.step.is_in_the_middle():  # `.grad` has stand-ins already
             raise RuntimeError(UNFINISHED)
 

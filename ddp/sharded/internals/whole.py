@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
-from weakref import WeakMethod
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -17,18 +16,6 @@ from ddp.torch_compat import in_backward, own, without_torch_functions
 IN_TRANSFORM = (
     "a forward of a network that fsdp has divided, inside of a transform of torch.func, where it "
     "cannot gather parameters: call the transform inside of `with model.whole_parameters():`"
-)
-INSIDE = (
-    "{what} inside of whole_parameters(), where other tensors are in the network: take them from "
-    "model.parameters() inside of it"
-)
-IN_BACKWARD = (
-    "{what} in a backward, where fsdp has freed the parameter: call it behind "
-    "finish_gradient_synchronization()"
-)
-ON_ONE_RANK = (
-    "outside of its block's forward each use of a parameter is a call of all ranks: to look at "
-    "parameters on one rank, let all enter `with model.whole_parameters():`"
 )
 
 
@@ -61,8 +48,6 @@ class DividedInterface(Sharded):
         """Calls `enter` and `leave` around each block's forward, once it is wrapped."""
         for block in self.blocks:
             call_around(block, self.call, self.leave)
-            for unit in block.units:
-                unit.before_use = WeakMethod(self.before_use)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_whole:
@@ -165,18 +150,6 @@ class DividedInterface(Sharded):
         for block in self.blocks:
             block.mark(computes=False)
 
-    def before_use(self, what: str) -> None:
-        """Called before a function gathers whole values of stand-ins, on all ranks."""
-        if self.is_whole:
-            raise RuntimeError(INSIDE.format(what=what))
-        if in_backward():  # where ranks may have come to different places
-            raise RuntimeError(IN_BACKWARD.format(what=what))
-        try:
-            self.agree(what)
-        except RuntimeError as error:
-            error.add_note(ON_ONE_RANK)
-            raise
-
     # ---- whole parameters ----------------------------------------------------------------------
 
     @contextmanager
@@ -208,7 +181,7 @@ class DividedInterface(Sharded):
             yield
             with torch.no_grad():
                 for unit in units:
-                    unit.keep({m: whole[p] for m, p in enumerate(unit.parameters)})
+                    unit.keep([whole[p] for p in unit.parameters])
         finally:
             for module, name, p in places:
                 setattr(module, name, p)
@@ -233,15 +206,6 @@ class DividedInterface(Sharded):
             raise RuntimeError("load_state_dict: leave whole_parameters() first, on all ranks")
         with self.whole_parameters():
             return super().load_state_dict(state_dict, strict=strict)
-
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        self.__reduce__()
-
-    def __reduce__(self) -> NoReturn:
-        raise RuntimeError(
-            "a network that fsdp has divided cannot be copied or pickled, because this rank has "
-            "slices of it only: save model.state_dict() on one rank, after calling it on all"
-        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
