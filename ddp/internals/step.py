@@ -236,7 +236,8 @@ class Step:
         message = (
             f"unfinished reduction: {self._gradients.show(missing)} got no gradient in a backward "
             f"of this step{others if all(map(self._schedule.arrivals.get, missing)) else ''}; if "
-            "that is meant, pass find_unused_parameters=True"
+            "that is meant, pass find_unused_parameters=True; if the network was converted, as by "
+            "model.half(), wrap it again"
         )
         try:
             self.discard(wrapper)

@@ -80,9 +80,6 @@ class ShardedOptimizer(Optimizer):
             Part(units, number_of, self._settings(), self._make) for units in in_parts(self._units)
         ]
         self._show_state()
-        for mode in ("train", "eval"):  # of a schedule-free optimizer: others have neither
-            if callable(getattr(template, mode, None)):
-                setattr(self, mode, partial(self._enter, mode))
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -116,17 +113,6 @@ class ShardedOptimizer(Optimizer):
             settings, gradient_of = self._settings(), self.model.gradients.of
             self._step_parts(self._act(), lambda part: part.step(settings, gradient_of))
         return loss
-
-    def _enter(self, mode: str) -> None:
-        """Calls `train()` or `eval()`, which may change the parameters; a collective call."""
-        settings = self._settings()
-
-        def enter(part: Part) -> None:
-            part.take(settings)
-            getattr(part.optimizer, mode)()
-
-        with torch.no_grad():
-            self._step_parts(f"optimizer.{mode}()", enter)
 
     def _step_parts(self, act: str, step: Callable[[Part], None]) -> None:
         """Steps one part after another once all ranks are about to; each publishes its slices."""

@@ -19,8 +19,6 @@ from tests.support.beside import (
 def wrapped_again(context: Context, name: str) -> None:
     """While the first wrapper is alive and in the middle of a step: the last one is used."""
     for other in ("ddp_bucketed", "torch_ddp", name):
-        if "fsdp" in (other, name):  # whose network is divided
-            continue
         pair = Beside(context, other, Chain(), **small_buckets(other))
         first = pair.model
         pair.backward(chain_loss(0))  # never finished

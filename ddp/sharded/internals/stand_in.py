@@ -35,7 +35,7 @@ GRADIENT = (
 _ABOUT_NO_VALUE = """
     dim ndimension size numel nelement stride storage_offset element_size nbytes __len__
     is_contiguous is_floating_point is_complex is_signed is_inference is_conj is_neg is_shared
-    is_same_size is_set_to get_device result_type can_cast untyped_storage data_ptr
+    is_same_size is_set_to get_device result_type can_cast untyped_storage
     _has_compatible_shallow_copy_type
     register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad
     new_empty new_zeros new_ones new_full new_empty_strided
@@ -95,7 +95,7 @@ class GradientStandIn(StandIn):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch._foreach_zero_:  # of optimizer.zero_grad(set_to_none=False)
+        if name_of(func) != "_foreach_zero_":  # of optimizer.zero_grad(set_to_none=False)
             return super().__torch_function__(func, types, args, kwargs)
         for x in args[0]:
             x.zero_()
