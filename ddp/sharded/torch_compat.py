@@ -50,12 +50,3 @@ def refuse_writes(x: Tensor) -> None:
     """
     if (refuse := getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)) is not None:
         refuse(x)
-
-
-def in_transform() -> bool:
-    """Returns whether a transform of `torch.func` is running, `grad` or `vmap` for example.
-
-    `torch._C._functorch.peek_interpreter_stack`. Without it, False.
-    """
-    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-    return peek is not None and peek() is not None

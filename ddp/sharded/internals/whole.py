@@ -10,13 +10,7 @@ from torch.nn import Parameter
 from ddp.sharded.base import Sharded
 from ddp.sharded.internals.agreement import NOT_THE_SAME, add_note, agree
 from ddp.sharded.internals.blocks import Block, CallOrder, call_around, cast
-from ddp.sharded.torch_compat import in_transform
 from ddp.torch_compat import in_backward, own, without_torch_functions
-
-IN_TRANSFORM = (
-    "a forward of a network that fsdp has divided, inside of a transform of torch.func, where it "
-    "cannot gather parameters: call the transform inside of `with model.whole_parameters():`"
-)
 
 
 class DividedInterface(Sharded):
@@ -137,8 +131,6 @@ class DividedInterface(Sharded):
 
     def agree_on_forward(self, act: str) -> None:
         """Returns once all ranks begin such a forward; others may be in a step or evaluate."""
-        if in_transform():
-            raise RuntimeError(IN_TRANSFORM)
         self.end_calls()
         self.order.way_back.complete(self.start)
         if not self.order.is_ahead:
