@@ -44,10 +44,10 @@ class DividedGradients(Gradients):
             self._owned |= {i: (unit, piece_of.get(m)) for m, i in enumerate(unit.members)}
         self.can_average = dist.get_backend(group) == dist.Backend.NCCL
         self.reductions = 0
-        self._made: dict[int, Tensor] = {}
+        self._made: dict[int, GradientStandIn] = {}
         self._me = object()  # stand-ins have it, and do not keep slices alive
 
-    def stand_in_for(self, i: int) -> Tensor:
+    def stand_in_for(self, i: int) -> GradientStandIn:
         """Returns what says in `.grad`: reduced, and not whole on this rank."""
         parameter, made = self.parameters[i], self._made.get(i)
         dtype = parameter.grad_dtype or parameter.dtype

@@ -112,7 +112,7 @@ class GradientStandIn(StandIn):
 
 def gradient_stand_in(
     like: Tensor, dtype: torch.dtype, owner: Any, name: str, is_cleared: bool = False
-) -> Tensor:
+) -> GradientStandIn:
     """Returns a stand-in for the gradient of a tensor of this shape and device."""
     made = nothing(dtype, like.device).expand(like.shape).as_subclass(GradientStandIn)
     made.full_name, made.owner, made.is_cleared = name, owner, is_cleared
@@ -133,7 +133,7 @@ def hide_all(parameters: list[Parameter], names: list[str], dtype: torch.dtype) 
             parameter.full_name = name  # type: ignore[attr-defined]  # of its class now
 
 
-def reveal_all(parameters: list[Parameter], views: list[Tensor]) -> None:
+def reveal_all(parameters: list[Any], views: list[Tensor]) -> None:
     """Makes stand-ins ordinary parameters again, each with its view of the whole values."""
     for parameter, view in zip(parameters, views, strict=True):
         parameter.__class__ = type(parameter).__mro__[2]
