@@ -44,9 +44,9 @@ from ddp.torch_compat import in_backward, number_of_backward
 class HandBuiltFSDP(DividedInterface):
     """A network of which a rank holds a slice of every parameter, gradient and optimizer state.
 
-    Outside of its block's forward and backward, a parameter has the memory of one element, and
-    functions that read or write its values are collective calls (internals/divided.py);
-    `model.whole_parameters()` and `model.state_dict()` gather all at once. Every forward must call
+    Outside of its block's forward and backward, a parameter has the memory of one element and no
+    values (internals/stand_in.py); `model.whole_parameters()` and `model.state_dict()` gather all
+    at once. Every forward must call
     the same blocks in the same order, on all ranks. With `find_unused_parameters`, what may be
     unused is a part of a block, or what is in no block. Under `no_sync()` gradients add up whole,
     in float32 or wider.

@@ -69,10 +69,15 @@ class StandIn(Tensor):
             # `model.to(device)` changes nothing where it is there.
             if name_of(func) in CONVERSIONS and func(*args, **kwargs) is args[0]:
                 return args[0]
-            if name_of(func) == "data" and len(args) == 2 and args[0] is args[1]:
-                return None
+            if name_of(func) == "data" and args[0] is args[-1]:  # as there, or read
+                return None if func.__name__ == "__set__" else args[0]._data()
         found = next(x for x in tensors_in((args, kwargs)) if isinstance(x, StandIn))
         raise RuntimeError(found.refusal.format(name=found.full_name, function=name_of(func)))
+
+    def _data(self) -> Tensor:
+        made = torch.Tensor.data.__get__(self).as_subclass(StandIn)
+        made.full_name, made.refusal = self.full_name, self.refusal
+        return made
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         return f"{self.full_name}, {list(self.shape)}, divided among ranks"

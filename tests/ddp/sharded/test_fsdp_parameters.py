@@ -234,13 +234,13 @@ def looks(context: Context) -> None:
         for of in ("shape", "dtype", "device", "requires_grad", "ndim", "is_leaf"):
             assert getattr(p, of) == getattr(other, of)
         assert p.numel() == other.numel()
-        assert torch.zeros_like(p).shape == p.shape
+        assert torch.zeros_like(p).shape == p.data.shape
         assert p.cpu() is p
         assert "divided among ranks" in f"{p!r} {p}"
     weight, one = network.out.weight, torch.zeros((), dtype=torch.float64)
     uses = [
         *(weight.norm, weight.tolist, weight.detach, weight.t, weight.zero_, weight.float),
-        *(lambda: weight.data, lambda: weight[0], lambda: weight + 1, lambda: 1 - weight),
+        *(lambda: weight.data.sum(), lambda: weight[0], lambda: weight + 1, lambda: 1 - weight),
         *(lambda: torch.stack([weight]), lambda: torch.equal(weight, x), weight.storage),
         *(lambda: setattr(weight, "data", x), lambda: nn.init.zeros_(weight)),
         *(lambda: network.out(x), lambda: network.blocks[0](x), lambda: copy.deepcopy(network)),
