@@ -2,7 +2,7 @@
 
 A parameter is the same object for the whole of training. While a module computes with it, it is a
 view of a flat buffer with the values of all ranks; otherwise it is a stand-in without values, and
-the buffer has no memory (internals/views.py).
+the buffer has no memory (internals/stand_in.py).
 
 The buffer's storage is resized, never replaced: autograd saves views of it for backward, such as
 the transposed weight of a linear layer, and these must see the values that a later gather writes.
@@ -13,25 +13,30 @@ behind what is queued on that stream, and the stream waits for it before the mem
 back. So no other stream has to be told about it.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.sharded.internals.agreement import add_note
-from ddp.sharded.internals.views import DividedUnit
-from ddp.torch_compat import all_gather
+from ddp.sharded.internals.stand_in import hide_all, reveal_all
+from ddp.sharded.layout import FlatUnit
+from ddp.torch_compat import all_gather, version_of
 
 
-class GatheredUnit(DividedUnit):
+class GatheredUnit(FlatUnit):
     """Parameters that lie in one flat buffer, which has memory while a module computes with them.
 
     Attributes:
         shard: this rank's slice of the values, in the dtype that the parameters had.
         name: that of its block; "" if it belongs to none.
+        names: of its parameters.
         computes: its block's forward is running, so that it is not freed.
+        was_called: code of a forward has run since it was gathered, and may have written to it.
     """
 
     def __init__(
@@ -43,13 +48,18 @@ class GatheredUnit(DividedUnit):
         names: Sequence[str],
     ):
         super().__init__(parameters, group, itemsize=dtype.itemsize)
-        self.name, self.computes, self.has_memory = name, False, False
+        self.name, self.names = name, list(names)
+        self.computes = self.has_memory = self.is_shown = self.was_called = False
         self._work: Any = None  # of a gather that nobody has waited for
         self.shard = self.shard.clone()
         self.values = torch.empty_like(self.values, dtype=dtype)
         self.value_views, self._own = self.views(self.values), self.own(self.values)
         self.values.untyped_storage().resize_(0)
-        self.make_stand_ins(names)
+        for parameter in self.parameters:
+            parameter.grad = None
+        stand_ins = self.parameters, self.names, dtype
+        hide_all(*stand_ins)
+        weakref.finalize(self, hide_all, *stand_ins).atexit = False  # once this has gone
 
     def start(self) -> None:
         """Allocates the memory of the values, and starts to gather them."""
@@ -59,23 +69,47 @@ class GatheredUnit(DividedUnit):
 
     def wait(self) -> None:
         """Makes the parameters whole, for later work of the current stream."""
-        if self._work is not None:
-            self._wait_for_values()
-        self.show()
+        self._wait_for_values()
+        if not self.is_shown:
+            self.is_shown = True
+            reveal_all(self.parameters, self.value_views)
+            self._versions = list(map(version_of, self.parameters))
 
     def free(self) -> None:
         """Makes the parameters stand-ins and frees their memory, unless a forward computes."""
         if self.has_memory and not self.computes:
-            if self._work is not None:
-                self._wait_for_values()
-            self.hide()
+            self._wait_for_values()
+            if self.is_shown:
+                self._keep_writes()
+                self.is_shown = self.was_called = False
+                hide_all(self.parameters, self.names, self.values.dtype)
             self.has_memory = False
             self.values.untyped_storage().resize_(0)
+
+    # ---- what fails, and what is written -------------------------------------------------------
 
     def _wait_for_values(self) -> None:
         work, self._work = self._work, None
         try:
-            work.wait()
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             add_note(error, "gather", self.name)
             raise
+
+    def _keep_writes(self) -> None:
+        """Makes this rank's slice what was written to the parameters.
+
+        Nothing counts what a forward writes through `.data`: behind it the values are compared.
+        """
+        self.refuse_moved(self.names)
+        if self.was_called or self._versions != list(map(version_of, self.parameters)):
+            from ddp.internals.kernels import take_written  # imports Triton
+
+            take_written(self._own, self.shard)
+
+    @torch.no_grad()
+    def keep(self, whole: Sequence[Tensor]) -> None:
+        """Makes whole tensors the values of the parameters: this rank keeps what it owns."""
+        for piece in self.pieces:
+            piece.of(self.shard).copy_(piece.of_parameter(whole[piece.member].contiguous()))

@@ -7,7 +7,6 @@ A first reading can skip them.
 - interface.py: the methods that a training loop and the optimizer call
 - agreement.py: ranks tell each other what they are about to do
 - state.py: whole checkpoints of an optimizer
-- views.py: parameters are views of a flat buffer, also where code gives them other memory
 - blocks.py, of `fsdp`: which modules are blocks, and in which order they are called, in forward and
   in backward, on every rank, also where it has failed
 - whole.py, of `fsdp`: whole parameters, checkpoints, and failures

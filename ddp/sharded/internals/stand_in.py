@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
 
 from ddp.internals.unused import tensors_in
@@ -107,6 +107,7 @@ class GradientStandIn(StandIn):
         return None
 
     def zero_(self) -> Tensor:
+        increment_version(self)  # as of any gradient that is written to
         self.is_cleared = True
         return self
 
@@ -119,7 +120,8 @@ def gradient_stand_in(
     like: Tensor, dtype: torch.dtype, owner: Any, name: str, is_cleared: bool = False
 ) -> GradientStandIn:
     """Returns a stand-in for the gradient of a tensor of this shape and device."""
-    made = nothing(dtype, like.device).expand(like.shape).as_subclass(GradientStandIn)
+    own = nothing(dtype, like.device).data  # whose writes are counted apart
+    made = own.expand(like.shape).as_subclass(GradientStandIn)
     made.full_name, made.owner, made.is_cleared = name, owner, is_cleared
     return made
 

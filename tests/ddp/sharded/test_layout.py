@@ -77,7 +77,10 @@ def stand_ins(context: Context) -> None:
     assert model.gradients.not_reduced() is None
     for p in parameters:
         assert (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype)
+    versions = [p.grad._version for p in parameters]
     parameters[2].grad.zero_()  # as zero_grad(set_to_none=False) does
+    changes = [p.grad._version - v for p, v in zip(parameters, versions, strict=True)]
+    assert changes == [0, 0, 1]
     whole = [torch.arange(p.numel(), dtype=p.dtype).view(p.shape) + mean for p in parameters]
     whole[2].zero_()
     for gradient, expected in zip(model.whole_gradients(), whole, strict=True):
