@@ -59,9 +59,10 @@ class AutogradHooks:
 
     def remove(self) -> None:
         """Leaves the parameters as they were before they were wrapped."""
+        if self._handles:  # once: another wrapper may have set types since
+            self._gradients.dtypes.give_back()
         while self._handles:
             self._handles.pop().remove()
-        self._gradients.dtypes.give_back()
 
     def _hooks_of(self, i: int):
         parameter, find_wrapper = self._gradients.parameters[i], self._wrapper

@@ -17,12 +17,6 @@ from ddp.buckets import ALIGNMENT_BYTES, Bucket, Gradient, lay_out
 from ddp.sharded.pieces import pieces_of
 from ddp.torch_compat import all_gather
 
-MOVED = (
-    "{name} has got other memory than that of its slices, as by `p.data = value`, model.to() or "
-    "another wrapper of the network: write `p.data.copy_(value)`, or wrap the network again and "
-    "make another optimizer"
-)
-
 
 class FlatUnit(Bucket):
     """Parameters of one dtype that are reduced and gathered together, and this rank's part.
@@ -78,10 +72,3 @@ class FlatUnit(Bucket):
         flat = own.new_empty(self.numel)
         all_gather(flat, own.contiguous(), self.group).wait()
         return self.views(flat)
-
-    def refuse_moved(self, names: Sequence[str]) -> None:
-        """Raises RuntimeError if a parameter is no view of the values any more."""
-        for p, view, name in zip(self.parameters, self.value_views, names, strict=True):
-            is_there = p.data_ptr() == view.data_ptr() and p.dtype == view.dtype
-            if not is_there or p.shape != view.shape or p.stride() != view.stride():
-                raise RuntimeError(MOVED.format(name=name))

@@ -2,7 +2,7 @@
 
 A parameter is the same object for the whole of training. While a module computes with it, it is a
 view of a flat buffer with the values of all ranks; otherwise it is a stand-in without values, and
-the buffer has no memory (internals/stand_in.py).
+the buffer has no memory (internals/views.py).
 
 The buffer's storage is resized, never replaced: autograd saves views of it for backward, such as
 the transposed weight of a linear layer, and these must see the values that a later gather writes.
@@ -13,19 +13,17 @@ behind what is queued on that stream, and the stream waits for it before the mem
 back. So no other stream has to be told about it.
 """
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Parameter
 
-from ddp.sharded.internals.agreement import add_note
-from ddp.sharded.internals.stand_in import hide_all, reveal_all
+from ddp.sharded.internals.agreement import wait_for
+from ddp.sharded.internals.views import hide, make_stand_ins, show
 from ddp.sharded.layout import FlatUnit
-from ddp.torch_compat import all_gather, version_of
+from ddp.torch_compat import all_gather
 
 
 class GatheredUnit(FlatUnit):
@@ -55,11 +53,7 @@ class GatheredUnit(FlatUnit):
         self.values = torch.empty_like(self.values, dtype=dtype)
         self.value_views, self._own = self.views(self.values), self.own(self.values)
         self.values.untyped_storage().resize_(0)
-        for parameter in self.parameters:
-            parameter.grad = None
-        stand_ins = self.parameters, self.names, dtype
-        hide_all(*stand_ins)
-        weakref.finalize(self, hide_all, *stand_ins).atexit = False  # once this has gone
+        make_stand_ins(self)
 
     def start(self) -> None:
         """Allocates the memory of the values, and starts to gather them."""
@@ -71,45 +65,18 @@ class GatheredUnit(FlatUnit):
         """Makes the parameters whole, for later work of the current stream."""
         self._wait_for_values()
         if not self.is_shown:
-            self.is_shown = True
-            reveal_all(self.parameters, self.value_views)
-            self._versions = list(map(version_of, self.parameters))
+            show(self)
 
     def free(self) -> None:
         """Makes the parameters stand-ins and frees their memory, unless a forward computes."""
         if self.has_memory and not self.computes:
             self._wait_for_values()
             if self.is_shown:
-                self._keep_writes()
-                self.is_shown = self.was_called = False
-                hide_all(self.parameters, self.names, self.values.dtype)
+                hide(self)
             self.has_memory = False
             self.values.untyped_storage().resize_(0)
 
-    # ---- what fails, and what is written -------------------------------------------------------
-
     def _wait_for_values(self) -> None:
         work, self._work = self._work, None
-        try:
-            if work is not None:
-                work.wait()
-        except RuntimeError as error:
-            add_note(error, "gather", self.name)
-            raise
-
-    def _keep_writes(self) -> None:
-        """Makes this rank's slice what was written to the parameters.
-
-        Nothing counts what a forward writes through `.data`: behind it the values are compared.
-        """
-        self.refuse_moved(self.names)
-        if self.was_called or self._versions != list(map(version_of, self.parameters)):
-            from ddp.internals.kernels import take_written  # imports Triton
-
-            take_written(self._own, self.shard)
-
-    @torch.no_grad()
-    def keep(self, whole: Sequence[Tensor]) -> None:
-        """Makes whole tensors the values of the parameters: this rank keeps what it owns."""
-        for piece in self.pieces:
-            piece.of(self.shard).copy_(piece.of_parameter(whole[piece.member].contiguous()))
+        if work is not None:
+            wait_for(work, "gather", self.name)

@@ -22,6 +22,7 @@ from ddp.base import DataParallel
 from ddp.buckets import Gradient, plan_buckets
 from ddp.internals.interface import mebibytes, trainable
 from ddp.sharded.base import Sharded
+from ddp.sharded.internals.views import refuse_moved
 from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import all_gather
 
@@ -60,7 +61,7 @@ class Zero1DDP(Sharded):
 
     def begin_step(self, units: list[FlatUnit]) -> None:
         for unit in units:
-            unit.refuse_moved([self.gradients.names[i] for i in unit.members])
+            refuse_moved(unit, [self.gradients.names[i] for i in unit.members])
 
     def publish(self, unit: FlatUnit) -> None:
         self.step.finished.collectives += 1

@@ -3,6 +3,7 @@
 A first reading can skip them.
 
 - stand_in.py: tensors of which this rank has a slice only, and no values
+- views.py: parameters are views of a flat buffer, and what is written to them
 - gradients.py: what `.grad` is once a gradient is divided
 - interface.py: the methods that a training loop and the optimizer call
 - agreement.py: ranks tell each other what they are about to do

@@ -70,12 +70,13 @@ class StandIn(Tensor):
             if name_of(func) in CONVERSIONS and func(*args, **kwargs) is args[0]:
                 return args[0]
             if name_of(func) == "data" and args[0] is args[-1]:  # as there, or read
-                return None if func.__name__ == "__set__" else args[0]._data()
+                return None if func.__name__ == "__set__" else args[0].like(func(*args))
         found = next(x for x in tensors_in((args, kwargs)) if isinstance(x, StandIn))
         raise RuntimeError(found.refusal.format(name=found.full_name, function=name_of(func)))
 
-    def _data(self) -> Tensor:
-        made = torch.Tensor.data.__get__(self).as_subclass(StandIn)
+    def like(self, view: Tensor) -> Tensor:
+        """Returns a stand-in for what this one stands for, which takes nothing, not even zeros."""
+        made = view.as_subclass(StandIn)
         made.full_name, made.refusal = self.full_name, self.refusal
         return made
 

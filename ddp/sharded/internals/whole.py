@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from ddp.sharded.base import Sharded
 from ddp.sharded.internals.agreement import NOT_THE_SAME, add_note, agree
 from ddp.sharded.internals.blocks import Block, CallOrder, call_around, cast
+from ddp.sharded.internals.views import keep
 from ddp.torch_compat import in_backward, own, without_torch_functions
 
 
@@ -173,7 +174,7 @@ class DividedInterface(Sharded):
             yield
             with torch.no_grad():
                 for unit in units:
-                    unit.keep([whole[p] for p in unit.parameters])
+                    keep(unit, [whole[p] for p in unit.parameters])
         finally:
             for module, name, p in places:
                 setattr(module, name, p)
