@@ -110,20 +110,20 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad(), without_torch_functions():  # of stand-ins
             self.model.refuse_not_reduced()
-            settings, gradient_of = self._settings(), self.model.gradients.of
-            self._step_parts(self._act(), lambda part: part.step(settings, gradient_of))
+            self._step_parts()
         return loss
 
-    def _step_parts(self, act: str, step: Callable[[Part], None]) -> None:
+    def _step_parts(self) -> None:
         """Steps one part after another once all ranks are about to; each publishes its slices."""
+        settings, gradient_of = self._settings(), self.model.gradients.of
         self.model.begin_step(self._units)
         self._has_agreed = True
-        agree(self.model.exchange, act, self._broken)
+        agree(self.model.exchange, self._act(), self._broken)
         failure = None
         for part in self._parts:
             try:
                 if failure is None:
-                    step(part)
+                    part.step(settings, gradient_of)
             except Exception as error:  # other ranks wait for this one's slices
                 failure, self._broken = error, self._tell(BROKEN, error)
             for unit in part.units:
