@@ -13,8 +13,8 @@ ready, in one order on every rank (schedule.py). A variant decides *what* a buck
 What `launch(bucket)` and `wait(bucket, handle)` may touch, and nothing else:
 
     bucket.members           indices of the gradients to reduce; bucket.offsets, in a flat buffer
-    self.gradient(i)         this rank's part of gradient `i`: contiguous; zeros if it has none
-    self.gradients.replace   makes another tensor the gradient, as a slice of a flat buffer
+    self.gradient(i)         this rank's part of gradient `i`: its `.grad`, contiguous; zeros if it
+                             has none. A slice of a flat buffer with these values may replace it
     self.reduction           its `name`, "mean" or "sum", and its `op` for a collective
     self.process_group       the ranks, `self.world_size` of them
 

@@ -62,7 +62,7 @@ class BucketedDDP(DataParallel):
         """Copies gradient `i`, or zeros if there is none, into its slice, and makes it that."""
         gradient, view = self.gradient(i), self.flat(self.schedule.bucket_of[i]).slices[i]
         if gradient.data_ptr() != view.data_ptr():
-            self.gradients.replace(i, view.copy_(gradient))
+            self.gradients.parameters[i].grad = view.copy_(gradient)
 
     def launch(self, bucket: Bucket) -> dist.Work:
         op, group = self.reduction.op, self.process_group

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from ddp.bucketed import BucketedDDP
 from ddp.buckets import Bucket
-from ddp.internals import copies, rounds
+from ddp.internals import rounds
 from ddp.internals.ranks import group_or_default
 from ddp.torch_compat import version_of
 
@@ -84,9 +84,8 @@ class DilocoDDP(BucketedDDP):
         **options: Any,
     ):
         self.every, self.outer_lr, self.outer_momentum = every, outer_lr, outer_momentum
-        if not copies.COPYING.get():
-            settings = {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
-            rounds.agree_on(settings, group_or_default(options.get("process_group")))
+        settings = {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        rounds.agree_on(settings, group_or_default(options.get("process_group")))
         self.counts: list[int] = []  # steps in this round, of each optimizer that was made
         self.start: list[Tensor] = []  # parameters where this round began; empty before its first
         self.momentum: list[Tensor] = []

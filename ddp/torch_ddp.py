@@ -128,43 +128,33 @@ class TorchDDP(SynchronousDDP):
 class TunedTorchDDP(TorchDDP):
     """PyTorch's DDP with gradients as views of buckets, larger buckets and a static graph.
 
-    A static graph is learned in the first training step, which must therefore synchronise. A
-    private step, in which autograd accumulates nothing, teaches it that no parameter is used:
-    ordinary steps behind one would not be reduced at all, and are refused.
+    A static graph is learned in the first training step, which must therefore synchronise. In one
+    whose gradients come by hand it would learn that no parameter is used, and ordinary steps behind
+    it would not be reduced.
     """
 
     def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 100, **options: Any):
-        static = not options.get("find_unused_parameters", False)
-        settings = {"gradient_as_bucket_view": True, "static_graph": static}
+        self._learns = not options.get("find_unused_parameters", False)
+        settings = {"gradient_as_bucket_view": True, "static_graph": self._learns}
         super().__init__(module, bucket_size_mb=bucket_size_mb, settings=settings, **options)
-        self._learns_the_graph = static
-        self._knows_the_graph = not static
-        self._learned_nothing = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        learns = self._learns_the_graph and not self.gradients_come_by_hand
-        if learns and self.training and torch.is_grad_enabled():
-            if not self.require_backward_grad_sync:
-                raise RuntimeError(
-                    "torch_ddp_tuned: the first training step must not be under no_sync(), "
-                    "its static graph is learned there; use torch_ddp"
-                )
-            self._learns_the_graph = False
+        by_torch = self.training and torch.is_grad_enabled() and not self.gradients_come_by_hand
+        if self._learns and by_torch and not self.require_backward_grad_sync:
+            raise RuntimeError(
+                "torch_ddp_tuned: the first training step must not be under no_sync(), its static "
+                "graph is learned there; use torch_ddp"
+            )
+        self._learns &= not by_torch
         return super().forward(*args, **kwargs)
 
     def gradient_ready(self, parameter: Parameter) -> None:
-        self._learned_nothing = not (self._learns_the_graph or self._knows_the_graph)
+        if not self.gradients_come_by_hand:
+            raise RuntimeError(
+                "torch_ddp_tuned: set gradients_come_by_hand = True before the forward whose "
+                "gradients are handed over, or its static graph is learned wrong; or use torch_ddp"
+            )
         super().gradient_ready(parameter)
-
-    def after_accumulation(self, i: int) -> None:
-        if self.step.in_backward:
-            if self._learned_nothing:
-                raise RuntimeError(
-                    "torch_ddp_tuned: its static graph was learned in a private step, where it "
-                    "sees no gradient; for ordinary steps wrap the network anew, or use torch_ddp"
-                )
-            self._knows_the_graph = True
-        super().after_accumulation(i)
 
 
 class TorchZero1(TorchDDP):

@@ -7,21 +7,18 @@ Its parameters are DTensors, which PyTorch gathers and reduces itself, so
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp.internals.gradients import Reduction, full_names
+from ddp.internals.gradients import Reduction
 from ddp.internals.interface import trainable
 from ddp.internals.ranks import group_or_default
 from ddp.internals.replicas import Replicas
 from ddp.sharded.internals.blocks import parameters_by_block
-from ddp.sharded.internals.state import entries
 
 
 class TorchFSDP(nn.Module):
@@ -86,8 +83,7 @@ class TorchFSDP(nn.Module):
         """Returns an optimizer over the DTensors, with a whole `state_dict` on every rank."""
         optimizer = cls(trainable(self.module) if params is None else params, **options)
         optimizer.register_state_dict_post_hook(_gather_state)
-        shard = partial(_shard_state, names=full_names(self.module))
-        optimizer.register_load_state_dict_pre_hook(shard)
+        optimizer.register_load_state_dict_pre_hook(_shard_state)
         return optimizer
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -135,15 +131,12 @@ def _gather_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def _shard_state(
-    optimizer: Optimizer,
-    state_dict: dict[str, Any],
-    names: dict[Parameter, str],
-) -> dict[str, Any]:
+def _shard_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    like = dict(zip(saved, mine, strict=False))  # PyTorch compares their numbers later
     state = {
-        number: {key: _shard(value, parameter) for key, value in values.items()}
-        for number, (parameter, values) in entries(
-            state_dict, optimizer.param_groups, names, are_cut=False
-        ).items()
+        number: {key: _shard(value, like.get(number)) for key, value in values.items()}
+        for number, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}

@@ -4,7 +4,8 @@
 - exchange.py: the all-reduce of one bucket, as copies and sums
 - memory.py: the memory of all buckets
 - peer_memory.py: memory that every GPU of a host can read, and flags in it
-- combine.py: the sum of what was pulled, the one kernel of the course
+
+The sum of what was pulled is a kernel, in ddp/internals/kernels.py.
 """
 
 from ddp.copy_engine.peer_memory import Unavailable

@@ -25,7 +25,7 @@ class Exchange:
         def part(rank: int, a: int, b: int) -> Tensor:
             return memory.view(rank, start + a * dtype.itemsize, b - a, dtype)
 
-        from ddp.copy_engine.combine import combine  # Triton takes a second to import
+        from ddp.internals.kernels import combine  # Triton takes a second to import
 
         self._combine = combine
         self._memory = memory

@@ -1,7 +1,7 @@
 """The memory of the copy engine's buckets, which lives as long as its wrapper.
 
-Peers hold its addresses, so it is opened once for all buckets, by all ranks together: with the
-first plan, or with the first gradient of a copy. It is opened anew where a later plan needs more.
+Peers hold its addresses, so all ranks open it together and once for all buckets, with the first
+plan. It is opened anew where a later plan needs more, as for wider gradients.
 """
 
 from contextlib import AbstractContextManager
@@ -35,15 +35,15 @@ class PeerBuckets(BucketedDDP):
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         buckets = super().plan(gradients, order)
-        self._unbind_gradients()
-        sizes = [_aligned(self._bytes_of(bucket)) for bucket in buckets]
-        *starts, end = accumulate(sizes, initial=0)
+        for parameter in self.gradients.parameters if self.memory is not None else ():
+            if parameter.grad is not None:  # its slice is about to move
+                parameter.grad = parameter.grad.clone()
+        sizes = [bucket.numel * gradients[bucket.members[0]].itemsize for bucket in buckets]
+        aligned = [-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for nbytes in sizes]
+        *starts, end = accumulate(aligned, initial=0)
         self.start_of = dict(zip(buckets, starts, strict=True))
-        if self.memory is None or end > self._capacity:  # the first plan, or a wider type
-            self._close()
-            self._capacity = end + ALIGNMENT_BYTES * len(gradients)
-            if not self.is_copy:  # all ranks open it together, and one may copy alone
-                self._open()
+        if self.memory is None or end > self._capacity:
+            self._open(end + ALIGNMENT_BYTES * len(gradients))
         return buckets
 
     def before_forward(self) -> None:
@@ -51,33 +51,24 @@ class PeerBuckets(BucketedDDP):
 
     def allocate(self, bucket: Bucket) -> Tensor:
         """Returns the bucket's range of this rank's memory."""
-        if self.memory is None:
-            self._open()
-        memory, dtype = self.memory, self.gradients.dtypes.all[bucket.members[0]]
-        return memory.view(memory.rank, self.start_of[bucket], bucket.numel, dtype)
+        assert self.memory is not None  # since the first plan
+        dtype = self.gradients.dtypes.all[bucket.members[0]]
+        return self.memory.view(self.memory.rank, self.start_of[bucket], bucket.numel, dtype)
 
-    def _open(self) -> None:
+    def _open(self, nbytes: int) -> None:
         device = self.gradients.parameters[0].device
-        self._check_available(device)
-        self.memory = self.open_memory(self._capacity, device)
-        largest = max(128 * 8 * self.world_size, min(PIECE_BYTES, self._capacity))
+        if self.memory is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)  # queued work uses what is freed now
+        self._capacity, self.memory = nbytes, None
+        self.memory = self.open_memory(nbytes, device)
+        largest = max(128 * 8 * self.world_size, min(PIECE_BYTES, nbytes))
         self.pulled = torch.empty(largest, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
 
-    def _close(self) -> None:
-        """Frees memory that is too small, once no queued work uses it."""
-        if self.memory is not None:
-            if self.pulled.is_cuda:
-                torch.cuda.synchronize(self.pulled.device)
-            self.memory = None
-
-    def _check_available(self, device: torch.device) -> None:
-        reason = why_not(device, self.process_group)
-        if reason:
-            raise Unavailable(f"ddp_copy_engine {reason}")
-
     def open_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
+        if reason := why_not(device, self.process_group):
+            raise Unavailable(f"ddp_copy_engine {reason}")
         return PeerMemory(nbytes, device, self.process_group)
 
     def side_stream(self) -> AbstractContextManager:
@@ -87,17 +78,3 @@ class PeerBuckets(BucketedDDP):
 
     def record_event(self) -> torch.cuda.Event:
         return self._stream.record_event()
-
-    def _unbind_gradients(self) -> None:
-        """Gives gradients memory of their own before their slices move."""
-        if self.memory is not None:
-            for parameter in self.gradients.parameters:
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()
-
-    def _bytes_of(self, bucket: Bucket) -> int:
-        return bucket.numel * self.gradients.dtypes.all[bucket.members[0]].itemsize
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

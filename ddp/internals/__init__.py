@@ -6,11 +6,10 @@ A first reading can skip them.
 - ranks.py: what ranks tell each other
 - replicas.py: every rank has the same model and the values of rank 0
 - gradients.py: what each `.grad` holds, and in which dtype
-- hooks.py: how autograd reports gradients
+- hooks.py: how autograd reports gradients, to one of several wrappers of a network
 - step.py, unused.py: what a step has sent; incomplete and failed steps, parameters without a
   gradient
 - watch.py: parameters that change when they must not
-- ownership.py: several wrappers of one network
-- copies.py: copies and pickles
+- kernels.py: two kernels, of `ddp_copy_engine` and of `fsdp`
 - rounds.py: options and state of `diloco`
 """

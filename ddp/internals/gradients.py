@@ -40,12 +40,6 @@ class Reduction:
         """Returns the collective's operation; averaging inside it saves a pass over memory."""
         return dist.ReduceOp.AVG if self.name == "mean" else dist.ReduceOp.SUM
 
-    def share_of(self, reduced: Tensor) -> Tensor:
-        """Returns this rank's part of a reduced gradient, in place."""
-        if self.name == "sum" and self.contributors > 1:
-            reduced.div_(self.contributors)
-        return reduced
-
 
 class GradientDtypes:
     """Keeps `grad_dtype` of each parameter at its own value or, if that is narrower, at `least`.
@@ -114,9 +108,10 @@ class Gradients:
     Attributes:
         parameters, names: the parameters, and of each its names in the network.
         reduced: indices of those whose `.grad` is the reduced value.
-        stand_ins: zeros that are reduced for a parameter without a gradient on this rank.
-        absent: what a stand-in is filled with. Zero; NaN in a step that is being discarded, so that
-            a rank that does not discard it sees at once that it has no mean.
+        filled: indices of those without a gradient on this rank, whose `.grad` is there because
+            other ranks may have one.
+        absent: what such a `.grad` is filled with. Zero; NaN in a step that is being discarded, so
+            that a rank that does not discard it sees at once that it has no mean.
     """
 
     def __init__(self, module: nn.Module, reduction: Reduction):
@@ -127,11 +122,12 @@ class Gradients:
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._reduction = reduction
         self.reduced: set[int] = set()
+        self.filled: set[int] = set()
         self.begin_step()
 
     def begin_step(self) -> None:
         self.absent = 0.0
-        self.stand_ins: dict[int, Tensor] = {}
+        self.clear_filled()
 
     def describe(self) -> list[Gradient]:
         """Returns the sizes and dtypes from which a plan is made."""
@@ -149,39 +145,28 @@ class Gradients:
 
     def local(self, i: int) -> Tensor:
         """Returns this rank's part of gradient `i`: its contiguous `.grad`, or zeros."""
-        if i in self.stand_ins:
-            return self.stand_ins[i]
         parameter = self.parameters[i]
         if parameter.grad is None:
+            self.filled.add(i)
             dtype = self.dtypes.all[i]
-            self.stand_ins[i] = parameter.new_full(parameter.shape, self.absent, dtype=dtype)
-            return self.stand_ins[i]
-        if not parameter.grad.is_contiguous():
+            parameter.grad = parameter.new_full(parameter.shape, self.absent, dtype=dtype)
+        elif not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()  # ranks may hold different strides
         return parameter.grad
-
-    def replace(self, i: int, tensor: Tensor) -> None:
-        """Makes `tensor`, which has the values of `local(i)`, that gradient or what stands for it.
-
-        It is a slice of a flat buffer, or this rank's share of what was reduced.
-        """
-        if i in self.stand_ins:
-            self.stand_ins[i] = tensor
-        elif self.parameters[i].grad is not None:
-            self.parameters[i].grad = tensor
 
     def make_local(self, *indices: int) -> None:
         """Makes each `.grad` this rank's part again, in the dtype that is reduced."""
         self.dtypes.conform(*indices)
         for i in self.reduced.intersection(indices):
             self.reduced.discard(i)
-            held = self.stand_ins.get(i, self.parameters[i].grad)
-            if held is not None:
-                self.replace(i, self.share_of(i, held))
+            if (held := self.parameters[i].grad) is not None:
+                self.parameters[i].grad = self.share_of(i, held)
 
     def share_of(self, i: int, held: Tensor) -> Tensor:
         """Returns this rank's part of reduced gradient `i`, which is `held`, perhaps in place."""
-        return self._reduction.share_of(held)
+        if self._reduction.name == "sum" and self._reduction.contributors > 1:
+            held.div_(self._reduction.contributors)
+        return held
 
     def settle(self, i: int) -> None:
         """Notes that a backward has added to `.grad`, which holds this rank's part alone.
@@ -193,9 +178,6 @@ class Gradients:
         assert gradient is not None
         if gradient.dtype != self.dtypes.all[i] or gradient.layout != torch.strided:
             self._refuse(i, gradient)
-        if i in self.stand_ins:  # unused here in an earlier backward, used elsewhere perhaps
-            self.make_local(i)
-            gradient.add_(self.stand_ins.pop(i))
         self.reduced.discard(i)
 
     def _refuse(self, i: int, gradient: Tensor) -> None:
@@ -213,12 +195,11 @@ class Gradients:
             f"gradient_ready: {what}: call before_gradient, then assign one of that type"
         )
 
-    def adopt_stand_ins(self, used: set[int]) -> None:
-        """Makes a reduced stand-in the `.grad`, if a rank has used the parameter."""
-        for i, reduced in self.stand_ins.items():
-            if i in used:
-                self.parameters[i].grad = reduced
-        self.stand_ins.clear()
+    def clear_filled(self, used: Iterable[int] = ()) -> None:
+        """Takes away what was filled, but for parameters that some rank has used."""
+        for i in self.filled.difference(used):
+            self.parameters[i].grad = None
+        self.filled.clear()
 
     def restore_strides(self) -> None:
         """Gives gradients the strides of their parameters, which optimizers expect.
@@ -237,7 +218,6 @@ class Gradients:
         self.absent = torch.nan
         for parameter in self.parameters:
             parameter.grad = None
-        self.stand_ins.clear()
 
 
 def full_names(module: nn.Module) -> dict[Parameter, str]:

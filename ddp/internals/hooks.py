@@ -1,18 +1,29 @@
-"""Calls a wrapper when autograd is about to change a gradient, and when it is final."""
+"""Calls a wrapper when autograd is about to change a gradient, and when it is final.
 
+One wrapper has hooks on a parameter: two would both reduce its `.grad` in place, and the result
+would be wrong. There are two cases:
+
+- The same network is wrapped again, as in a notebook, while the first wrapper is alive: the last
+  one is used, and the others raise.
+- Two networks share some parameters, as an actor and a critic on one trunk: refused when the
+  second one is wrapped, since only the backward distinguishes their gradients.
+"""
+
+import gc
 import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ddp.internals.gradients import Gradients
-from ddp.internals.step import Step
-from ddp.internals.watch import Watch
-from ddp.torch_compat import version_of
+from ddp.internals.gradients import full_names
+from ddp.internals.watch import STEPPED_IN_HOOK
+from ddp.torch_compat import version_of, without_torch_functions
 
 TensorsOrNone = tuple[Tensor | None, ...]
+
+_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have hooks
 
 
 class AutogradHooks:
@@ -30,44 +41,49 @@ class AutogradHooks:
     Hooks hold the wrapper weakly.
     """
 
-    def __init__(self, wrapper: Any, gradients: Gradients, step: Step, watch: Watch):
+    def __init__(self, wrapper: Any):
         self._wrapper = weakref.ref(wrapper)
-        self._gradients, self._step, self._watch = gradients, step, watch
+        self._gradients, self._step = wrapper.gradients, wrapper.step
         # Kept here: parameters hold their nodes weakly, and graphs come and go.
-        self._nodes = [get_gradient_edge(parameter).node for parameter in gradients.parameters]
+        with without_torch_functions():  # a parameter's node in the graph is not its values
+            self._nodes = [get_gradient_edge(p).node for p in self._gradients.parameters]
         self._handles: list = []
+        # Versions of the parameters before hooks of the user.
+        self._began = [0] * len(self._nodes)
 
     def attach(self) -> None:
+        _wrappers.add(self._wrapper())
         for i, node in enumerate(self._nodes):
             before, after = self._hooks_of(i)
             self._handles += [node.register_prehook(before), node.register_hook(after)]
 
     def remove(self) -> None:
+        """Leaves the parameters as they were before they were wrapped."""
+        if self._handles:  # once: another wrapper may have set types since
+            self._gradients.dtypes.give_back()
         while self._handles:
             self._handles.pop().remove()
 
     def _hooks_of(self, i: int):
         parameter, find_wrapper = self._gradients.parameters[i], self._wrapper
-        step, watch, gradients = self._step, self._watch, self._gradients
-        began = watch.began
+        step, gradients, began = self._step, self._gradients, self._began
 
-        def before(_gradients: TensorsOrNone) -> None:
+        def before(incoming: TensorsOrNone) -> None:
             if not step.in_backward:
                 step.begin_backward()
             began[i] = version_of(parameter)
+            if incoming[0] is not None:
+                gradients.filled.discard(i)
             wrapper = find_wrapper()
             schedule = wrapper.schedule
-            if (
-                parameter.grad is not None
-                or i in gradients.stand_ins
-                or schedule.bucket_of[i] in schedule.in_flight  # set to None meanwhile
-            ):
+            in_flight = schedule.bucket_of[i] in schedule.in_flight  # set to None meanwhile
+            if parameter.grad is not None or in_flight:
                 with torch.no_grad():
                     wrapper.before_accumulation(i)
 
         def after(_inputs: TensorsOrNone, _gradients: TensorsOrNone) -> None:
             if version_of(parameter) != began[i]:
-                watch.raise_changed_by_hook(i)
+                raise RuntimeError(STEPPED_IN_HOOK.format(name=gradients.names[i]))
             if torch.is_grad_enabled():  # as with create_graph=True
                 with torch.no_grad():
                     find_wrapper().after_accumulation(i)
@@ -75,3 +91,34 @@ class AutogradHooks:
                 find_wrapper().after_accumulation(i)
 
         return before, after
+
+
+def shared_with_another(module: nn.Module) -> str | None:
+    """Returns a complaint if a wrapper of another network reduces a parameter, else None."""
+    if (complaint := _shared(module)) is not None:
+        gc.collect()  # a wrapper that nothing refers to any more does not count
+        complaint = _shared(module)
+    return complaint
+
+
+def _shared(module: nn.Module) -> str | None:
+    names = full_names(module)
+    for other in list(_wrappers):
+        if other.module is module:
+            continue
+        for parameter, theirs in full_names(other.module).items():
+            if parameter.requires_grad and parameter in names:
+                return (
+                    f"{names[parameter]} is a parameter of another wrapped network too, as "
+                    f"{theirs}, and each wrapper would reduce its gradient: wrap one nn.Module "
+                    "that holds both networks, or delete the other wrapper first"
+                )
+    return None
+
+
+def retire_others(module: nn.Module) -> None:
+    """Takes their hooks from earlier wrappers of a network."""
+    for other in list(_wrappers):
+        if other.module is module:
+            _wrappers.discard(other)
+            other.retire()

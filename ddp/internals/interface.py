@@ -1,10 +1,10 @@
-"""Methods of a wrapper that take no part in its step: optimizers, statistics, copies, `join`."""
+"""Methods of a wrapper that take no part in its step: optimizers, statistics, `join`."""
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,15 +13,22 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp.buckets import Bucket
-from ddp.internals import copies
 from ddp.internals.gradients import Gradients, Reduction
-from ddp.internals.hooks import AutogradHooks
-from ddp.internals.ownership import activate, shared_with_another, take_over
+from ddp.internals.hooks import AutogradHooks, retire_others, shared_with_another
 from ddp.internals.ranks import group_or_default
 from ddp.internals.replicas import Replicas
 from ddp.internals.step import Launch, Step
 from ddp.internals.watch import Watch, count_writes
 from ddp.schedule import Schedule
+
+NOT_COPIED = (
+    "a wrapper cannot be copied or pickled, because hooks and buffers belong to one: copy or save "
+    "model.module, or model.state_dict(), and wrap that"
+)
+RETIRED = (
+    "this network was wrapped again, and two wrappers would both reduce its gradients: use the "
+    "last one, or wrap it anew"
+)
 
 
 class _Ended(Exception):
@@ -36,7 +43,7 @@ class Interface(nn.Module):
         require_backward_grad_sync: False under no_sync(); PyTorch's name.
         gradients_come_by_hand: set by a private engine: autograd accumulates nothing, all comes
             through `gradient_ready`.
-        is_active: False while another wrapper of the same network is in use: see ownership.py.
+        is_retired: the network was wrapped again, and this wrapper has no hooks any more.
 
     Raises:
         RuntimeError: if there is no process group or nothing to train, a parameter has no shape,
@@ -50,7 +57,7 @@ class Interface(nn.Module):
     plan: Callable[..., list[Bucket]]
     wait_for: Callable[..., None]
 
-    is_active = False
+    is_retired = False
     gradients_come_by_hand = False
     require_backward_grad_sync = True
 
@@ -69,21 +76,19 @@ class Interface(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.reduction = self.make_reduction(reduce)
         self.replicas = Replicas(module, self.process_group)
-        self.is_copy = copies.COPYING.get()
-        if not self.is_copy:
-            self.replicas.make_equal(obstacle=shared_with_another(module))
-        take_over(module, abandon=True)
+        self.replicas.make_equal(obstacle=shared_with_another(module))
+        retire_others(module)
         self.gradients = self.describe_gradients()
         self.gradient = self.gradients.local
-        if not self.gradients.parameters and not self.is_copy:
+        if not self.gradients.parameters:
             raise RuntimeError("no parameter requires a gradient: there is nothing to synchronise")
         self.schedule = Schedule()
         self.watch = Watch(module, self.gradients)
         self.step = Step(self.gradients, self.schedule, self.watch)
-        self.hooks = AutogradHooks(self, self.gradients, self.step, self.watch)
-        weakref.finalize(self, _leave, self.hooks, self.gradients).atexit = False
+        self.hooks = AutogradHooks(self)
+        weakref.finalize(self, self.hooks.remove).atexit = False
         self.adopt_order(list(reversed(range(len(self.gradients.parameters)))))
-        activate(self)  # autograd calls before_accumulation and after_accumulation from now on
+        self.hooks.attach()  # autograd calls before_ and after_accumulation from now on
 
     def make_reduction(self, name: str) -> Reduction:
         return Reduction(name, self.world_size)
@@ -166,6 +171,7 @@ class Interface(nn.Module):
         i = self._index_of(parameter, "gradient_ready")
         if parameter.grad is None:
             raise RuntimeError(f"gradient_ready: {self.gradients.names[i]} has no gradient")
+        self.gradients.filled.discard(i)
         with torch.no_grad():
             self.after_accumulation(i)
 
@@ -173,7 +179,7 @@ class Interface(nn.Module):
         i = self.gradients.index_of(parameter)
         if i < 0:
             raise ValueError(f"{caller}: not a trainable parameter of the wrapped module")
-        activate(self)
+        self.refuse_retired()
         return i
 
     @property
@@ -276,24 +282,22 @@ class Interface(nn.Module):
 
     # ---- several wrappers of one network, and copies -------------------------------------------
 
-    def deactivate(self) -> None:
-        """Discards an unfinished step because another wrapper of this network takes over."""
+    def retire(self) -> None:
+        """Discards an unfinished step: another wrapper of this network takes over for good."""
         self.wait_for(*self.schedule.in_flight)
         self.step.begin()
         self.hooks.remove()
-        self.gradients.dtypes.give_back()
-        self.is_active = False
+        self.is_retired = True
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        return copies.deep_copy(self, memo)
+    def refuse_retired(self) -> None:
+        if self.is_retired:
+            raise RuntimeError(RETIRED)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return copies.reduced(self)
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        raise RuntimeError(NOT_COPIED)
 
-
-def _leave(hooks: AutogradHooks, gradients: Gradients) -> None:
-    hooks.remove()
-    gradients.dtypes.give_back()
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError(NOT_COPIED)
 
 
 def trainable(module: nn.Module) -> list[Parameter]:

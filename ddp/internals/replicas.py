@@ -6,6 +6,7 @@ therefore describes its model to all others once, and every rank raises the same
 """
 
 from collections.abc import Iterable
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -135,14 +136,12 @@ def describe(module: nn.Module) -> Description:
 
 
 def first_difference(reference: Description, other: Description, rank: int) -> str | None:
-    for ours, theirs in zip(reference, other, strict=False):
+    for ours, theirs in zip_longest(reference, other):
+        if ours is None or theirs is None:
+            extra, owner = (ours, 0) if theirs is None else (theirs, rank)
+            return f"{_show(extra)} exists on rank {owner} only (compared with rank {rank})"
         if ours != theirs:
             return f"{_show(ours)} on rank 0, {_show(theirs)} on rank {rank}"
-    if len(reference) != len(other):
-        longer = max(reference, other, key=len)
-        extra = longer[min(len(reference), len(other))]
-        owner = 0 if longer is reference else rank
-        return f"{_show(extra)} exists on rank {owner} only (compared with rank {rank})"
     return None
 
 

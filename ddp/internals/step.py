@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
-from ddp.internals.ownership import activate
 from ddp.internals.unused import agree_on_use, parameters_reached_by, tensors_in
 from ddp.internals.watch import Watch
 from ddp.schedule import Schedule
@@ -59,7 +58,6 @@ class Step:
     def begin(self) -> None:
         self.unfinished = self.by_hand = self.in_backward = False
         self.record = Record()
-        self._used: set[int] = set()  # got a local gradient, under no_sync() too
         self._reached: set[int] = set()  # the forwards of this step lead to these
         self._reduces: bool | None = None  # whether the next backward does: the last forward's word
         self.awaits_backward = False
@@ -78,8 +76,8 @@ class Step:
         """Returns whether buffers are to be synchronised: in training, and not under `no_sync`.
 
         Raises:
-            RuntimeError: if parameters were replaced, or changed before they were reduced, or
-                another wrapper of this network is in the middle of a step.
+            RuntimeError: if parameters were replaced, or changed before they were reduced, or the
+                network was wrapped again.
         """
         if not torch.is_grad_enabled():
             return False
@@ -89,7 +87,7 @@ class Step:
             self._raise_if_changed()
             self._reduces = synchronises or self.awaits_backward
             return False
-        activate(wrapper)
+        wrapper.refuse_retired()
         self._raise_if_changed(discard_in=wrapper)
         self._gradients.dtypes.conform()
         if self.has_failed():
@@ -152,7 +150,6 @@ class Step:
             if schedule.bucket_of[i] in schedule.in_flight:
                 wrapper.wait_for(schedule.bucket_of[i])
             self._gradients.settle(i)
-            self._used.add(i)
         if not self.in_backward or self._reduces is None:
             self.by_hand |= not self.in_backward
             reduces = wrapper.require_backward_grad_sync
@@ -160,11 +157,9 @@ class Step:
             reduces, self.awaits_backward = self._reduces, False
         if not reduces:
             return False
-        if not wrapper.find_unused_parameters:
-            self._used.add(i)
-            if schedule.launched == len(schedule.buckets):
-                wrapper.wait_for(*schedule.in_flight)
-                schedule.begin_round()  # a second backward before finish
+        if not wrapper.find_unused_parameters and schedule.launched == len(schedule.buckets):
+            wrapper.wait_for(*schedule.in_flight)
+            schedule.begin_round()  # a second backward before finish
         self._watch.arrived[i] = version_of(parameter)
         self.unfinished = True
         schedule.arrive(i)
@@ -195,18 +190,20 @@ class Step:
     def end(self, wrapper: Any) -> None:
         """Ends a round: reduces unused or late gradients, and completes the step."""
         is_shared = self._schedule.launched > 0  # else each rank has gradients of its own
-        used, anything_late = self._used, bool(self._used - self._gradients.reduced)
+        parameters = self._gradients.parameters
+        used = {i for i, p in enumerate(parameters) if p.grad is not None}
+        anything_late = bool(used - self._gradients.reduced)
         if wrapper.find_unused_parameters and is_shared:
-            parameters = self._gradients.parameters
+            used -= self._gradients.filled
             used, anything_late = agree_on_use(
                 parameters, used, anything_late, wrapper.process_group
             )
-        self._gradients.adopt_stand_ins(used)
+        self._gradients.clear_filled(used)
         if anything_late:  # a gradient has grown since it was sent
             self._schedule.begin_round()
             wrapper.launch_buckets(everything=True)
             wrapper.wait_for(*self._schedule.in_flight)
-            self._gradients.adopt_stand_ins(used)
+            self._gradients.clear_filled(used)
         self._gradients.restore_strides()
         self.record.buckets = len(self._schedule.buckets)
         self.finished = self.record
@@ -239,7 +236,8 @@ class Step:
         message = (
             f"unfinished reduction: {self._gradients.show(missing)} got no gradient in a backward "
             f"of this step{others if all(map(self._schedule.arrivals.get, missing)) else ''}; if "
-            "that is meant, pass find_unused_parameters=True"
+            "that is meant, pass find_unused_parameters=True; if the network was converted, as by "
+            "model.half(), wrap it again"
         )
         try:
             self.discard(wrapper)

@@ -54,7 +54,7 @@ def agree_on_use(
     which all ranks take part.
     """
     flags = torch.zeros(len(parameters) + 1, dtype=torch.int32, device=parameters[0].device)
-    flags[[i for i in used if parameters[i].grad is not None]] = 1
+    flags[list(used)] = 1
     flags[-1] = int(late)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     *by_anyone, anyone_late = flags.tolist()

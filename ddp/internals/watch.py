@@ -7,12 +7,11 @@ A tensor counts the writes to it (`_version`), so neither check reads a value. F
 write without being counted; the steps of those that `make_optimizer` has made are counted.
 """
 
-import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -31,9 +30,8 @@ STEPPED_IN_HOOK = (
 )
 REPLACED = (
     "{name} is trainable, but not one of the parameters that were wrapped (replaced, as by "
-    "load_state_dict(assign=True), added, converted (even if back), or frozen when the network "
-    "was wrapped): no gradient of it would be reduced. Wrap the network again: model = wrap(..., "
-    "model.module)"
+    "load_state_dict(assign=True), added, or frozen when the network was wrapped): no gradient of "
+    "it would be reduced. Wrap the network again: model = wrap(..., model.module)"
 )
 
 
@@ -41,8 +39,6 @@ class Watch:
     """Checks the parameters of one wrapper, which are those of `gradients`.
 
     Attributes:
-        began: versions of the parameters when their gradients were about to be added, before
-            hooks of the user.
         arrived: version of each parameter whose gradient is on its way.
         buffers: the dictionary of each module that holds its own buffers.
     """
@@ -50,17 +46,10 @@ class Watch:
     def __init__(self, module: nn.Module, gradients: Gradients):
         self._names, self._parameters = gradients.names, gradients.parameters
         self._index_of = gradients.index_of
-        self.began = [0] * len(self._parameters)
         self.arrived: dict[int, int] = {}
-        with without_torch_functions():  # a parameter's node in the graph is not its values
-            self._nodes = [get_gradient_edge(p).node for p in self._parameters]
-            self._kinds = [(p.dtype, p.device) for p in self._parameters]
-            self._look(module)
+        self._look(module)
 
     # ---- writes between a gradient's arrival and its reduction ---------------------------------
-
-    def raise_changed_by_hook(self, i: int) -> NoReturn:
-        raise RuntimeError(STEPPED_IN_HOOK.format(name=self._names[i]))
 
     def call(self, module: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls the module, which may write to parameters, as Embedding(max_norm=1) does."""
@@ -88,26 +77,14 @@ class Watch:
     # ---- parameters that are not those that were wrapped ---------------------------------------
 
     def raise_if_replaced(self, module: nn.Module) -> None:
-        """Raises if a parameter was replaced, but not by `torch.func.functional_call`."""
+        """Raises if a parameter was added, but not by `torch.func.functional_call`."""
         with without_torch_functions():
-            if self._seen == self._state() and None not in self._same_memory():
+            if self._seen == self._state():
                 return
-            for owner in module.modules():
-                for name, p in own(owner, "parameters").items():
-                    if not isinstance(p, Parameter) or not p.requires_grad:
-                        continue
-                    if not self._is_wrapped(p):
-                        prefix = next(path for path, m in module.named_modules() if m is owner)
-                        full_name = f"{prefix}.{name}" if prefix else name
-                        raise RuntimeError(REPLACED.format(name=full_name))
+            for name, p in module.named_parameters():
+                if isinstance(p, Parameter) and p.requires_grad and self._index_of(p) < 0:
+                    raise RuntimeError(REPLACED.format(name=name))
             self._look(module)
-
-    def _is_wrapped(self, p: Parameter) -> bool:
-        """Returns whether `p` was wrapped; one converted and back has another node, no hooks."""
-        i = self._index_of(p)
-        if i < 0 or (p.dtype, p.device) != self._kinds[i]:
-            return False
-        return get_gradient_edge(p).node is self._nodes[i]
 
     def _look(self, module: nn.Module) -> None:
         """Notes what is compared in each forward, which is cheaper than a walk through it."""
@@ -115,18 +92,11 @@ class Watch:
         self._parts = [own(m, kind) for m in self._modules for kind in ("parameters", "modules")]
         self.buffers = [own(m, "buffers") for m in self._modules]
         self._frozen = [p for p in module.parameters() if self._index_of(p) < 0]
-        self._memory = [weakref.ref(p.untyped_storage()) for p in self._parameters]
         self._seen = self._state()
 
     def _state(self) -> list:
         parts = [tuple(map(id, part.values())) for part in self._parts]
-        kinds = [(p.dtype, p.device) for p in self._parameters]
-        return [parts, kinds, [p.requires_grad for p in self._frozen]]
-
-    def _same_memory(self) -> list:
-        """Returns the memory of each parameter; None where it has got another one."""
-        pairs = zip(self._memory, self._parameters, strict=True)
-        return [old() if old() is p.untyped_storage() else None for old, p in pairs]
+        return [parts, [p.requires_grad for p in self._frozen]]
 
 
 def count_writes(optimizer: Optimizer, *_arguments: Any) -> None:

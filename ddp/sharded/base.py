@@ -35,8 +35,6 @@ class Sharded(ShardedInterface):
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Returns the units in the order in which the last gradients of each come."""
-        with without_torch_functions():  # of stand-ins
-            self.gradients.convert()
         for unit in self.units:
             numel = sum(gradients[i].numel for i in unit.members)
             unit.nbytes = numel * self.gradients.reduced_in(unit).itemsize
@@ -44,8 +42,8 @@ class Sharded(ShardedInterface):
         return sorted(self.units, key=lambda unit: max(place[i] for i in unit.members))
 
     def launch(self, unit: Any) -> tuple[dist.Work, Tensor, Tensor]:
-        flat = unit.shard.new_empty(unit.numel, dtype=self.gradients.reduced_in(unit))
-        self.gradients.collect(unit, flat)
+        with without_torch_functions():
+            flat = self.gradients.collect(unit)
         own = self.receiver(flat, unit.own(flat))
         op = self.reduction.op if self.gradients.can_average else dist.ReduceOp.SUM
         self.gradients.reductions += 1

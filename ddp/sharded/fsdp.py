@@ -34,8 +34,7 @@ from torch.nn import Parameter
 
 from ddp.base import DataParallel
 from ddp.internals.unused import tensors_in
-from ddp.sharded.internals.blocks import Block, blocks_of
-from ddp.sharded.internals.call_order import CallOrder, Progress, WayBack
+from ddp.sharded.internals.blocks import Block, CallOrder, WayBack, blocks_of
 from ddp.sharded.internals.whole import DividedInterface
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.units import GatheredUnit
@@ -45,9 +44,9 @@ from ddp.torch_compat import in_backward, number_of_backward
 class HandBuiltFSDP(DividedInterface):
     """A network of which a rank holds a slice of every parameter, gradient and optimizer state.
 
-    Outside of its block's forward and backward, a parameter has the memory of one element, and
-    functions that read or write its values are collective calls (internals/divided.py);
-    `model.whole_parameters()` and `model.state_dict()` gather all at once. Every forward must call
+    Outside of its block's forward and backward, a parameter has the memory of one element and no
+    values (internals/stand_in.py); `model.whole_parameters()` and `model.state_dict()` gather all
+    at once. Every forward must call
     the same blocks in the same order, on all ranks. With `find_unused_parameters`, what may be
     unused is a part of a block, or what is in no block. Under `no_sync()` gradients add up whole,
     in float32 or wider.
@@ -82,7 +81,7 @@ class HandBuiltFSDP(DividedInterface):
         """Divides the parameters among the ranks, block by block."""
         self.blocks = blocks_of(self.module, self._classes, self.process_group, self._param_dtype)
         self.root = self.blocks[0]
-        self.order, self.progress = CallOrder(), Progress(WayBack(), WayBack())
+        self.order = CallOrder()
         units = [unit for block in self.blocks for unit in block.units]
         return [unit for unit in units if unit.parameters[0].requires_grad]
 
@@ -99,7 +98,7 @@ class HandBuiltFSDP(DividedInterface):
             return  # called by itself: its functions gather what they use
         else:
             self.order.call(block, self.agree)
-        block.computes = True
+        block.mark(computes=True)
         self.gather(block)
         if (next_block := self.order.next_block()) is not None:
             self.start(next_block)
@@ -108,22 +107,22 @@ class HandBuiltFSDP(DividedInterface):
         """Ends a block's forward: its parameters are freed until its backward begins."""
         if not block.computes or in_backward():
             return
-        block.end()
+        block.mark(computes=False)
         outputs = [x for x in tensors_in(output) if x.requires_grad]
         if outputs:
-            way = self.progress.way
+            way = self.order.way
             place = way.add(block)
             for x in outputs:
                 x.register_hook(lambda _gradient: self.enter_backward(way, place))
         if block is self.root:
             self.order.end(self.agree)
-            self.progress.way_back = way if outputs else self.progress.way_back
+            self.order.way_back = way if outputs else self.order.way_back
         if block is not self.root or not outputs:
             block.free()
 
     def enter_backward(self, way: WayBack, place: int) -> None:
         """Begins the backward of the block at a place of the way back."""
-        self.progress.enter_backward(way, self.free)
+        self.order.enter_backward(way, self.free)
         while way.ahead > place:  # several, if the loss does not depend on some of them
             way.go_on(self.start)
             self.launch_buckets()
@@ -131,7 +130,8 @@ class HandBuiltFSDP(DividedInterface):
 
     def gather(self, block: Block) -> None:
         self.start(block)
-        block.wait()
+        for unit in block.units:
+            unit.wait()
 
     def start(self, block: Block) -> None:
         self._start_units(*block.units)
@@ -150,7 +150,7 @@ class HandBuiltFSDP(DividedInterface):
         # Backward needs a unit no more once its gradients are there. Those that come in another
         # backward, as reentrant checkpointing runs it, are of one segment alone.
         are_there = self.schedule.arrivals.keys() >= set(unit.members)
-        if are_there and number_of_backward() == self.progress.backward:
+        if are_there and number_of_backward() == self.order.backward:
             unit.free()
         return super().launch(unit)
 
@@ -160,7 +160,7 @@ class HandBuiltFSDP(DividedInterface):
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
     def begin_step(self, units: list[Any]) -> None:
-        if not self.progress.is_ahead:
+        if not self.order.is_ahead:
             self.free()
         for unit in units:  # what another optimizer has gathered remains
             unit.free()
@@ -172,4 +172,4 @@ class HandBuiltFSDP(DividedInterface):
                 self._start_units(unit)
 
     def end_step(self, parameters: list[Parameter]) -> None:
-        self.progress.is_ahead = True
+        self.order.is_ahead = True

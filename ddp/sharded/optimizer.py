@@ -10,17 +10,27 @@ from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
+from torch import optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp.sharded.internals.agreement import BROKEN, FAILED, ToldError, agree, status_of
-from ddp.sharded.internals.elementwise import refuse_not_elementwise
 from ddp.sharded.internals.state import entries, gather_states, load, states
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.part import Part, Settings
 from ddp.torch_compat import without_torch_functions
 
 PARTS = 4
+ELEMENTWISE = {
+    optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam,
+    optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
+}  # fmt: skip
+NOT_ELEMENTWISE = (
+    "{name} may look at whole tensors, at several together or at the loss, and here each rank "
+    "steps a slice of every tensor: use SGD, Adam, AdamW or another of torch.optim that treats "
+    "every element alone; if {name} does, set {name}.treats_elements_alone = True; else use a "
+    'variant with whole gradients, as wrap("ddp_bucketed", module)'
+)
 OF_A_RANK = ("params", "param_names")  # of a group, of which every rank has its own part
 
 
@@ -37,7 +47,8 @@ class ShardedOptimizer(Optimizer):
             variant has `begin_step(units)`, called before the first one is stepped;
             `publish(unit)`, when a unit's `shard` has its new values; and
             `end_step(parameters)`, behind which every reader of these sees the new values.
-        cls: an optimizer that treats every element alone, such as SGD, Adam, AdamW or RMSprop.
+        cls: an optimizer that treats every element alone: one of `ELEMENTWISE`, or a class with
+            `treats_elements_alone = True`.
         params: the network's parameters, or groups of them.
         options: further arguments of `cls`.
 
@@ -45,11 +56,9 @@ class ShardedOptimizer(Optimizer):
         model, cls: that wrapper and that class.
 
     Raises:
-        TypeError: for an optimizer that looks at a whole tensor's shape or norm.
+        TypeError: for an optimizer that may look at a whole tensor's shape or norm.
         ValueError: for a parameter that the model does not train.
     """
-
-    steps_slices = True  # stand_in.py refuses others
 
     def __init__(self, model: Any, cls: Callable[..., Optimizer], params: Any, **options: Any):
         self._is_built, self._broken = False, ""  # why the last step was applied in part
@@ -59,7 +68,8 @@ class ShardedOptimizer(Optimizer):
         template = self._make([{**group, "params": [Parameter(one.clone())]} for group in groups])
         super().__init__(params, template.defaults)
         self.model, self.cls, self._is_built = model, type(template), True
-        refuse_not_elementwise(self._make, self._settings(), self.cls.__name__)
+        if self.cls not in ELEMENTWISE and not getattr(self.cls, "treats_elements_alone", False):
+            raise TypeError(NOT_ELEMENTWISE.format(name=self.cls.__name__))
         number_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         trained = {p for unit in model.units for p in unit.parameters}
         if unknown := [list(p.shape) for p in number_of if p not in trained]:
@@ -70,9 +80,6 @@ class ShardedOptimizer(Optimizer):
             Part(units, number_of, self._settings(), self._make) for units in in_parts(self._units)
         ]
         self._show_state()
-        for mode in ("train", "eval"):  # of a schedule-free optimizer: others have neither
-            if callable(getattr(template, mode, None)):
-                setattr(self, mode, partial(self._enter, mode))
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -103,31 +110,20 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad(), without_torch_functions():  # of stand-ins
             self.model.refuse_not_reduced()
-            settings, gradient_of = self._settings(), self.model.gradient_of
-            self._step_parts(self._act(), lambda part: part.step(settings, gradient_of))
+            self._step_parts()
         return loss
 
-    def _enter(self, mode: str) -> None:
-        """Calls `train()` or `eval()`, which may change the parameters; a collective call."""
-        settings = self._settings()
-
-        def enter(part: Part) -> None:
-            part.take(settings)
-            getattr(part.optimizer, mode)()
-
-        with torch.no_grad():
-            self._step_parts(f"optimizer.{mode}()", enter)
-
-    def _step_parts(self, act: str, step: Callable[[Part], None]) -> None:
+    def _step_parts(self) -> None:
         """Steps one part after another once all ranks are about to; each publishes its slices."""
+        settings, gradient_of = self._settings(), self.model.gradients.of
         self.model.begin_step(self._units)
         self._has_agreed = True
-        agree(self.model.exchange, act, self._broken)
+        agree(self.model.exchange, self._act(), self._broken)
         failure = None
         for part in self._parts:
             try:
                 if failure is None:
-                    step(part)
+                    part.step(settings, gradient_of)
             except Exception as error:  # other ranks wait for this one's slices
                 failure, self._broken = error, self._tell(BROKEN, error)
             for unit in part.units:
@@ -144,7 +140,7 @@ class ShardedOptimizer(Optimizer):
 
     def _act(self) -> str:
         """Returns what ranks that take the same step say."""
-        return f"optimizer.step() behind reduction {self.model.reductions}"
+        return f"optimizer.step() behind reduction {self.model.gradients.reductions}"
 
     def _tell(self, message: str, error: Exception) -> str:
         rank = self.model.units[0].rank

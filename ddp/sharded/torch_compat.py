@@ -1,7 +1,6 @@
 """Wraps what the sharded variants use of PyTorch without a public name, as ddp/torch_compat.py."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.torch_compat import all_gather, found, missing
+from ddp.torch_compat import all_gather, found
 
 
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -44,28 +43,6 @@ def gloo_beside(group: dist.ProcessGroup) -> Any:
     return _beside[group]
 
 
-def register_tree(cls: type, as_leaf: Callable[[Any, str], Any]) -> None:
-    """Makes functions of nested arguments, as those of `torch.func`, call `as_leaf` of objects.
-
-    `torch.utils._pytree.register_pytree_node`. Beside an object `as_leaf` gets the name of the
-    module whose code calls such a function. What that makes of the leaf takes the object's place.
-    """
-    try:
-        from torch.utils import _pytree as trees
-
-        register = trees.register_pytree_node
-    except (ImportError, AttributeError) as error:
-        raise missing("torch.utils._pytree.register_pytree_node") from error
-
-    def flatten(x: Any) -> tuple[list[Any], None]:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals is vars(trees):
-            frame = frame.f_back
-        return [as_leaf(x, frame.f_globals.get("__name__", ""))], None
-
-    register(cls, flatten, lambda leaves, _: next(iter(leaves)))
-
-
 def refuse_writes(x: Tensor) -> None:
     """Makes whatever writes to the memory of a tensor raise a RuntimeError.
 
@@ -73,12 +50,3 @@ def refuse_writes(x: Tensor) -> None:
     """
     if (refuse := getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)) is not None:
         refuse(x)
-
-
-def in_transform() -> bool:
-    """Returns whether a transform of `torch.func` is running, `grad` or `vmap` for example.
-
-    `torch._C._functorch.peek_interpreter_stack`. Without it, False.
-    """
-    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-    return peek is not None and peek() is not None

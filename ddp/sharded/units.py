@@ -20,18 +20,21 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp.sharded.internals.agreement import add_note
-from ddp.sharded.internals.views import DividedUnit
+from ddp.sharded.internals.agreement import wait_for
+from ddp.sharded.internals.views import hide, make_stand_ins, show
+from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import all_gather
 
 
-class GatheredUnit(DividedUnit):
+class GatheredUnit(FlatUnit):
     """Parameters that lie in one flat buffer, which has memory while a module computes with them.
 
     Attributes:
         shard: this rank's slice of the values, in the dtype that the parameters had.
         name: that of its block; "" if it belongs to none.
+        names: of its parameters.
         computes: its block's forward is running, so that it is not freed.
+        was_called: code of a forward has run since it was gathered, and may have written to it.
     """
 
     def __init__(
@@ -39,17 +42,18 @@ class GatheredUnit(DividedUnit):
         parameters: Sequence[Parameter],
         group: dist.ProcessGroup,
         dtype: torch.dtype,
-        name: str = "",
-        names: Sequence[str] = (),
+        name: str,
+        names: Sequence[str],
     ):
         super().__init__(parameters, group, itemsize=dtype.itemsize)
-        self.name, self.computes, self.has_memory = name, False, False
+        self.name, self.names = name, list(names)
+        self.computes = self.has_memory = self.is_shown = self.was_called = False
         self._work: Any = None  # of a gather that nobody has waited for
         self.shard = self.shard.clone()
         self.values = torch.empty_like(self.values, dtype=dtype)
         self.value_views, self._own = self.views(self.values), self.own(self.values)
         self.values.untyped_storage().resize_(0)
-        self.make_stand_ins(names)
+        make_stand_ins(self)
 
     def start(self) -> None:
         """Allocates the memory of the values, and starts to gather them."""
@@ -59,23 +63,20 @@ class GatheredUnit(DividedUnit):
 
     def wait(self) -> None:
         """Makes the parameters whole, for later work of the current stream."""
-        if self._work is not None:
-            self._wait_for_values()
-        self.show()
+        self._wait_for_values()
+        if not self.is_shown:
+            show(self)
 
     def free(self) -> None:
         """Makes the parameters stand-ins and frees their memory, unless a forward computes."""
         if self.has_memory and not self.computes:
-            if self._work is not None:
-                self._wait_for_values()
-            self.hide()
+            self._wait_for_values()
+            if self.is_shown:
+                hide(self)
             self.has_memory = False
             self.values.untyped_storage().resize_(0)
 
     def _wait_for_values(self) -> None:
         work, self._work = self._work, None
-        try:
-            work.wait()
-        except RuntimeError as error:
-            add_note(error, "gather", self.name)
-            raise
+        if work is not None:
+            wait_for(work, "gather", self.name)

@@ -22,7 +22,7 @@ from ddp.base import DataParallel
 from ddp.buckets import Gradient, plan_buckets
 from ddp.internals.interface import mebibytes, trainable
 from ddp.sharded.base import Sharded
-from ddp.sharded.internals.views import bind
+from ddp.sharded.internals.views import refuse_moved
 from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import all_gather
 
@@ -60,7 +60,8 @@ class Zero1DDP(Sharded):
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
     def begin_step(self, units: list[FlatUnit]) -> None:
-        bind(units)  # another wrapper of the same network may have moved them
+        for unit in units:
+            refuse_moved(unit, [self.gradients.names[i] for i in unit.members])
 
     def publish(self, unit: FlatUnit) -> None:
         self.step.finished.collectives += 1

@@ -183,7 +183,7 @@ def none_loss(model: nn.Module, seed: int, rank: int, has_none: bool) -> Tensor:
 def test_a_gradient_of_none_counts_as_zero(context: Context, implementation: str) -> None:
     """`plans[backward][rank]`: does it return None? Zero then; unused, if that is allowed."""
     plans = [[[True, False]], [[True, True]], [[True, False], [True, False]]]
-    plans += [[[True, True], [False, True]], [[False, False], [True, False]]]
+    plans += [[[True, True], [False, True]], [[False, False], [True, False]], 2 * [[True, True]]]
     for reduce in ("mean", "sum"):
         for unused in (False, True):
             options = dict(

@@ -122,10 +122,11 @@ def test_world_size_one(context: Context, implementation: str) -> None:
 def test_what_the_wrapper_looks_like(context: Context, implementation: str) -> None:
     """An nn.Module: `.module` is the network, and checkpoints have the keys of PyTorch's DDP."""
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    names = list(module.state_dict())
     model = wrap(implementation, module.to(context.device), process_group=context.group)
     assert isinstance(model, nn.Module)
     assert model.module is module
-    assert list(model.state_dict()) == [f"module.{key}" for key in module.state_dict()]
+    assert list(model.state_dict()) == [f"module.{name}" for name in names]
     model.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
     with whole_parameters(model):
         assert torch.equal(module[0].weight, torch.ones_like(module[0].weight))

@@ -47,9 +47,6 @@ class SharedFileMemory:
 
 
 class CpuCopyEngineDDP(CopyEngineDDP):
-    def _check_available(self, device: torch.device) -> None:
-        pass
-
     def open_memory(self, nbytes: int, device: torch.device) -> SharedFileMemory:
         return SharedFileMemory(nbytes, self.process_group)
 

@@ -5,6 +5,7 @@ with the next one, and apply half of a step.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 FAILED = (  # the error comes last: messages between ranks are cut
     "optimizer.step() has failed on rank {rank}, and nothing has changed on any rank: {error}"
@@ -67,3 +68,11 @@ def agree(
 def add_note(error: RuntimeError, what: str, block: str) -> None:
     """Adds to the error of a collective of a block what may have happened."""
     error.add_note(NOT_TOGETHER.format(what=what, name=block or "what is in no block"))
+
+
+def wait_for(work: Any, what: str, block: str) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        add_note(error, what, block)
+        raise

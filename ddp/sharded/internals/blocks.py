@@ -1,4 +1,9 @@
-"""Which modules of a network are blocks of `fsdp`, and what is called around each of them."""
+"""Which modules of a network are blocks of `fsdp`, and in which order they are called.
+
+All ranks gather and reduce in one order, in forward and in backward. If two gathered different
+blocks at the same time, they would compute with a mixture of both, without any error
+(ddp/schedule.py says why).
+"""
 
 import sys
 import weakref
@@ -10,9 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ddp.sharded.internals.views import bind
 from ddp.sharded.units import GatheredUnit
-from ddp.torch_compat import own
+from ddp.torch_compat import at_end_of_backward, number_of_backward, own
+
+CREATES_GRAPH = (
+    "create_graph=True through a block of fsdp, whose parameters are freed before a second "
+    'derivative needs them: use wrap("zero2", module)'
+)
+OTHER_ORDERS = (
+    "the ranks call units in different orders: {acts}; ranks gather units together, so give "
+    'units= only modules that all ranks call in one order, or use wrap("zero2", module)'
+)
+
+Agree = Callable[[str, str], None]
+"""Raises on all ranks if they are about to do different things: what, and the message."""
 
 
 class Block:
@@ -30,33 +46,14 @@ class Block:
         self.around: list[Block] = []
         self.computes = False
 
-    def wait(self) -> None:
+    def mark(self, computes: bool) -> None:
+        self.computes = computes
         for unit in self.units:
-            unit.wait()
-
-    def call(self) -> None:
-        """Notes that its forward is about to run."""
-        for unit in self.units:
-            unit.was_called = True
-
-    def end(self) -> None:
-        """Notes that its forward has ended, which may have given parameters other `.data`."""
-        self.computes = False
-        bind(self.units, frees=True)
+            unit.computes = computes
 
     def free(self) -> None:
         for unit in self.units:
             unit.free()
-
-    @property
-    def computes(self) -> bool:
-        return self._computes
-
-    @computes.setter
-    def computes(self, value: bool) -> None:
-        self._computes = value
-        for unit in self.units:
-            unit.computes = value
 
 
 Enter = Callable[[Block, tuple, dict], tuple[tuple, dict] | None]
@@ -148,3 +145,135 @@ def call_around(block: Block, enter: Enter, leave: Leave) -> None:
 def cast(x: Any, dtype: torch.dtype) -> Any:
     """Returns an argument of a forward, converted if it is a tensor of floating-point numbers."""
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+class WayBack:
+    """The blocks that a forward has left; its backward enters them in reverse.
+
+    All ranks gather and reduce in that order. So a rank whose backward has failed, or has not
+    begun, knows what the others still wait for.
+
+    Attributes:
+        blocks: those blocks, one that is called twice in two places.
+        ahead: how many of them backward has not entered.
+        is_over: a backward has come to its end; another one may follow, through a kept graph.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.ahead, self.is_over = 0, False
+
+    def add(self, block: Block) -> int:
+        """Adds a block that forward has left; returns its place."""
+        self.blocks.append(block)
+        self.ahead, self.is_over = len(self.blocks), False  # a backward in the forward may be over
+        return self.ahead - 1
+
+    def begin(self) -> None:
+        if self.is_over:
+            self.ahead, self.is_over = len(self.blocks), False
+
+    def has_entered(self, name: str) -> bool:
+        """Returns whether backward has entered all calls of a block; "": of all blocks."""
+        names = [block.name for block in self.blocks[: self.ahead]]
+        return name not in names if name else not names
+
+    def go_on(self, start: Callable[[Block], None]) -> None:
+        """Enters a block: frees those that backward has left, starts this one and the next."""
+        self.ahead -= 1
+        needed = self.blocks[max(0, self.ahead - 1) : self.ahead + 1]
+        left = self.blocks[self.ahead + 1].around if self.ahead + 1 < len(self.blocks) else []
+        for block in left:
+            if block not in (*needed, *needed[-1].around):
+                block.free()
+        for block in reversed(needed):
+            start(block)
+
+    def complete(self, start: Callable[[Block], None]) -> None:
+        """Goes on to the end after a backward that has failed: others may have come further."""
+        while not self.is_over and 0 < self.ahead < len(self.blocks):
+            self.go_on(start)
+
+
+class CallOrder:
+    """The order in which blocks are called, and how far this rank has come in it.
+
+    Apart from the wrapper: to set attributes of modules is slow.
+
+    Attributes:
+        blocks: the order of the first forward, which all others must follow; None before its end.
+        way, way_back: the blocks that the last forward has left; those of the last backward.
+        backward: the number of the one that runs, not of those inside of it.
+        is_ahead: the optimizer has started the gathers of the next forward.
+        has_agreed: all ranks are about to begin this forward.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] | None = None
+        self.way_back, self.backward = WayBack(), -1
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a forward."""
+        self._calls: list[Block] = []
+        self.way, self.is_ahead, self.has_agreed = WayBack(), False, False
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def next_block(self) -> Block | None:
+        """Returns the block that is called next, where that is known."""
+        return next(iter(self._expected()), None)
+
+    def call(self, block: Block, agree: Agree) -> None:
+        """Notes a call. In the first forward the ranks compare it before they gather the block.
+
+        Raises:
+            RuntimeError: if another one was to come (on this rank), or if ranks call different
+                ones in the first forward (on every rank).
+        """
+        then = self.next_block()
+        if self.blocks is None:
+            agree(block.name, OTHER_ORDERS)
+        elif then is not block:
+            raise RuntimeError(
+                f"{block.name} is called where in the first forward "
+                f"{'the forward ended' if then is None else then.name + ' was'}: ranks gather "
+                "units together, so every forward must call the same ones in the same order; "
+                'give units= only such modules, or use wrap("zero2", module)'
+            )
+        self._calls.append(block)
+
+    def end(self, agree: Agree) -> None:
+        """Ends a forward.
+
+        Raises:
+            RuntimeError: if a block was not called.
+        """
+        if missing := [block.name for block in self._expected()]:
+            raise RuntimeError(
+                f"this forward has not called {', '.join(missing)}, as the first one did: "
+                "every forward must call the same units in the same order"
+            )
+        if self.blocks is None:
+            agree("the end of the forward", OTHER_ORDERS)
+            self.blocks = self._calls
+
+    def _expected(self) -> list[Block]:
+        return [] if self.blocks is None else self.blocks[len(self._calls) :]
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def enter_backward(self, way: WayBack, at_end: Callable[[], None]) -> None:
+        """Notes that a backward is on its way back, and calls `at_end` once it has ended."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(CREATES_GRAPH)
+
+        def end() -> None:
+            self.way_back.is_over, self.backward = True, -1
+            at_end()
+
+        if (number := number_of_backward()) != self.backward:
+            self.backward = number
+            at_end_of_backward(end)
+        way.begin()
+        self.way_back = way

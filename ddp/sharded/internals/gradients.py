@@ -6,18 +6,18 @@ zeros. So `.grad` alone tells what there is, and a second reduction is like the 
 """
 
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from ddp.internals.gradients import Gradients, Reduction
-from ddp.sharded.internals.stand_in import StandIn
+from ddp.sharded.internals.stand_in import GradientStandIn, gradient_stand_in
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.pieces import Piece
 from ddp.sharded.torch_compat import copy_
-from ddp.torch_compat import version_of, without_torch_functions
+from ddp.torch_compat import without_torch_functions
 
 
 class DividedGradients(Gradients):
@@ -44,41 +44,35 @@ class DividedGradients(Gradients):
             self._owned |= {i: (unit, piece_of.get(m)) for m, i in enumerate(unit.members)}
         self.can_average = dist.get_backend(group) == dist.Backend.NCCL
         self.reductions = 0
-        self._made: dict[int, StandIn] = {}
+        self._made: dict[int, GradientStandIn] = {}
+        self._me = object()  # stand-ins have it, and do not keep slices alive
 
-    def stand_ins_for(self, *indices: int) -> list[Tensor]:
-        """Returns what says in `.grad`: reduced, and not whole on this rank.
+    def stand_in_for(self, i: int) -> GradientStandIn:
+        """Returns what says in `.grad`: reduced, and not whole on this rank."""
+        parameter, made = self.parameters[i], self._made.get(i)
+        dtype = parameter.grad_dtype or parameter.dtype
+        if made is None or made.dtype != dtype or made.is_cleared:
+            self._made[i] = gradient_stand_in(parameter, dtype, self._me, self.names[i])
+        return self._made[i]
 
-        It has the parameter's shape, takes the memory of one element, and is NaN. So code that
-        takes it for the whole gradient gets NaN, never values of which only some are reduced.
-        """
-        for i in indices:
-            parameter, known = self.parameters[i], self._made.get(i)
-            dtype = parameter.grad_dtype or parameter.dtype
-            if known is None or known.dtype != dtype or version_of(known):
-                one = torch.full((), torch.nan, dtype=dtype, device=parameter.device)
-                self._made[i] = one.expand(parameter.shape).as_subclass(StandIn)
-        return [self._made[i] for i in indices]
-
-    def not_reduced(self) -> Parameter | None:
-        """Returns a parameter whose `.grad` stands for nothing that was reduced here, if any."""
+    def not_reduced(self) -> str | None:
+        """Returns the name of a parameter whose `.grad` stands for nothing reduced here, if any."""
         for i, parameter in enumerate(self.parameters):
-            gradient, known = parameter.grad, self._made.get(i)
-            if gradient is None:
-                continue
-            if not isinstance(gradient, StandIn) or known is None:
-                return parameter
-            if gradient.untyped_storage().data_ptr() != known.untyped_storage().data_ptr():
-                return parameter
+            gradient = parameter.grad
+            if gradient is not None and getattr(gradient, "owner", None) is not self._me:
+                return self.names[i]
         return None
 
     def of(self, unit: FlatUnit, piece: Piece) -> Tensor | None:
         """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
-        stand_in = unit.parameters[piece.member].grad
+        stand_in: Any = unit.parameters[piece.member].grad
         if unit.gradient is None or stand_in is None:
             return None
         own = piece.of(unit.gradient)
-        return _cleared(own, stand_in) if version_of(stand_in) else own
+        if stand_in.is_cleared:
+            stand_in.is_cleared = False
+            own.zero_()
+        return own
 
     # ---- before and behind a reduction ---------------------------------------------------------
 
@@ -87,38 +81,33 @@ class DividedGradients(Gradients):
 
         It is in the slice's dtype, in which several backwards are to be added up.
         """
-        if not isinstance(held, StandIn):
+        if not isinstance(held, GradientStandIn):
             return super().share_of(i, held)
         (unit, piece), parameter = self._owned[i], self.parameters[i]
         assert unit.gradient is not None  # as `held` says
+        with without_torch_functions():
+            own = None if piece is None else self.of(unit, piece)
         dtype = torch.promote_types(self.dtypes.all[i], unit.gradient.dtype)
-        if i not in self.stand_ins:
-            self.dtypes.widen(i, dtype)
+        self.dtypes.widen(i, dtype)
         part = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        if piece is not None:
-            with without_torch_functions():
-                own = piece.of(unit.gradient)
-                own = _cleared(own, held) if version_of(held) else own
+        if piece is not None and own is not None:
             own = piece.of_parameter(part).copy_(own)
             if self._reduction.name == "mean":
                 own.mul_(self._reduction.contributors)
         return part
 
-    def collect(self, unit: FlatUnit, flat: Tensor) -> None:
-        """Copies this rank's gradients of a unit to `flat`; a stand-in takes the place of each."""
+    def collect(self, unit: FlatUnit) -> Tensor:
+        """Returns this rank's gradients of a unit, flat; a stand-in takes the place of each."""
         found = []
         for i in unit.members:
             gradient = self.parameters[i].grad
-            found.append(self.local(i) if gradient is None or i in self.stand_ins else gradient)
+            found.append(self.local(i) if gradient is None else gradient)
+        flat = unit.shard.new_empty(unit.numel, dtype=self.reduced_in(unit))
         copy_(unit.views(flat), found)
         self.dtypes.narrow(unit.members)
-        with without_torch_functions():
-            stand_ins = self.stand_ins_for(*unit.members)
-        for i, stand_in in zip(unit.members, stand_ins, strict=True):
-            if i in self.stand_ins:
-                self.stand_ins[i] = stand_in
-            else:
-                self.parameters[i].grad = stand_in
+        for i in unit.members:
+            self.parameters[i].grad = self.stand_in_for(i)
+        return flat
 
     # ---- between steps -------------------------------------------------------------------------
 
@@ -128,32 +117,8 @@ class DividedGradients(Gradients):
             torch.promote_types, [self.dtypes.all[i] for i in unit.members], unit.shard.dtype
         )
 
-    def convert(self) -> None:
-        """Converts reduced gradients after a change of `gradient_dtype`."""
-        for unit in self.units:
-            if unit.gradient is None:
-                continue
-            for piece in unit.pieces:  # a converted stand-in does not tell that it was zeroed
-                if (stand_in := unit.parameters[piece.member].grad) is not None:
-                    _cleared(piece.of(unit.gradient), stand_in)
-            unit.gradient = unit.gradient.to(self.reduced_in(unit))
-            for i, stand_in in zip(unit.members, self.stand_ins_for(*unit.members), strict=True):
-                if isinstance(self.parameters[i].grad, StandIn):
-                    self.parameters[i].grad = stand_in
-
     def free_cleared(self) -> None:
         """Frees slices of gradients that `zero_grad(set_to_none=True)` has cleared."""
         for unit in self.units:
-            grads = [self.stand_ins.get(i, self.parameters[i].grad) for i in unit.members]
-            if not any(gradient is not None for gradient in grads):
+            if all(self.parameters[i].grad is None for i in unit.members):
                 unit.gradient = None
-
-
-def _cleared(own: Tensor, stand_in: Tensor) -> Tensor:
-    """Returns a piece of the gradient, made zero if the stand-in was, without waiting for a GPU.
-
-    It is NaN where another number was written to the stand-in, of one element.
-    """
-    mark = stand_in.as_strided((), ())
-    own.masked_fill_(mark == 0, 0)
-    return own.masked_fill_((mark == mark) & (mark != 0), torch.nan)

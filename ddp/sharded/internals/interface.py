@@ -19,14 +19,13 @@ from ddp.internals.interface import trainable
 from ddp.sharded.internals.gradients import DividedGradients
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer
-from ddp.sharded.pieces import Piece
 from ddp.sharded.torch_compat import gather_on_hosts, gloo_beside
 from ddp.torch_compat import without_torch_functions
 
 STATUS_BYTES = 400  # of a message to other ranks
 
 NOT_REDUCED = (
-    "a parameter of shape {shape} has a gradient that is this rank's alone: call "
+    "{name} has a gradient that is this rank's alone: call "
     "finish_gradient_synchronization() between backward() and optimizer.step(); to change reduced "
     "gradients, write to those that model.gradient_pieces() returns"
 )
@@ -48,7 +47,7 @@ class ShardedInterface(DataParallel):
 
     def __init__(self, module: nn.Module, **options: Any):
         super().__init__(module, **options)
-        if self.world_size > 1 and not self.is_copy:  # building a copy communicates nothing
+        if self.world_size > 1:
             gloo_beside(self.process_group)
 
     # ---- a training loop -----------------------------------------------------------------------
@@ -107,39 +106,22 @@ class ShardedInterface(DataParallel):
         whole: dict[Parameter, Tensor] = {}
         for unit in self.units:
             if unit.gradient is not None:
-                with without_torch_functions():
-                    for piece in unit.pieces:
-                        self.gradients.of(unit, piece)  # which makes it zero if the stand-in is
+                for piece in unit.pieces:
+                    self.gradients.of(unit, piece)  # zero, if its stand-in was made so
                 whole |= zip(unit.parameters, unit.gather(unit.gradient), strict=True)
         return [None if p.grad is None else whole.get(p) for p in self.module.parameters()]
 
-    # ---- several backwards in a step, and several wrappers of a network -------------------------
-
     def before_forward(self) -> None:
         self.gradients.free_cleared()
-
-    def deactivate(self) -> None:
-        self.wait_for(*self.schedule.in_flight)
-        with torch.no_grad():
-            self.gradients.make_local(*self.gradients.reduced)
-        super().deactivate()
 
     # ---- what the optimizer calls --------------------------------------------------------------
 
     def refuse_not_reduced(self) -> None:
         """Raises RuntimeError unless each `.grad` is None or stands for a reduced gradient."""
-        if (parameter := self.gradients.not_reduced()) is not None:
-            raise RuntimeError(NOT_REDUCED.format(shape=list(parameter.shape)))
+        if (name := self.gradients.not_reduced()) is not None:
+            raise RuntimeError(NOT_REDUCED.format(name=name))
         if self.step.is_in_the_middle():  # `.grad` has stand-ins already
             raise RuntimeError(UNFINISHED)
-
-    def gradient_of(self, unit: FlatUnit, piece: Piece) -> Tensor | None:
-        """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
-        return self.gradients.of(unit, piece)
-
-    @property
-    def reductions(self) -> int:
-        return self.gradients.reductions
 
     def exchange(self, status: str) -> list[str]:
         """Returns the status of every rank, or its first bytes; a collective call.

@@ -1,150 +1,177 @@
-"""A `.grad` that stands for a reduced gradient of which this rank has its slice only."""
+"""Stand-ins: tensors without values, of which this rank has a slice only.
 
-import inspect
-from collections.abc import Iterator
-from typing import Any, NoReturn
+They are reduced gradients, and parameters of `fsdp` outside of their block's forward and backward.
+A stand-in has the shape, dtype and device of the whole tensor, and the memory of one element. What
+needs no values works as ever: sizes, hooks, `.grad`, `requires_grad`. Other functions of PyTorch
+are refused with what to call. C++ that asks nobody, as `torch.func` does, reads NaN, and cannot
+write.
+"""
+
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from ddp.internals.unused import tensors_in
+from ddp.sharded.torch_compat import refuse_writes
 from ddp.torch_compat import without_torch_functions
 
-DIVIDED = (
-    "{function}: gradients are divided among ranks, and .grad stands for one without its values: "
-    "call model.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_(), and `for "
-    "*_, g in model.gradient_pieces(): g.clamp_(-value, value)` in place of clip_grad_value_()"
+PARAMETER = (
+    "{name}.{function}: fsdp has divided this parameter among ranks, and it has no values outside "
+    "of its block's forward and backward: use it inside of `with model.whole_parameters():` on all "
+    "ranks, save model.state_dict(), and step by model.make_optimizer(cls, lr=...). Where that "
+    "model was deleted, build the network again"
 )
-PLAIN = (
-    "{name} steps whole parameters, and of one of shape {shape} this rank has its own slice only, "
-    "or the gradient of that: build it by model.make_optimizer({name}, lr=...), with the wrapper "
-    "that reduced the gradients; if that was deleted, wrap the network and run a backward again"
+GRADIENT = (
+    "{name}.grad: {function} of a gradient that is divided among ranks, so .grad has no values: "
+    "call model.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_(), step by "
+    "model.make_optimizer(cls, lr=...), and read or change the values of this rank in "
+    "model.gradient_pieces()"
 )
-_OPERATORS = "add sub mul truediv div floordiv mod pow and or xor"
-WRITES = frozenset(["__set__", "__setitem__", *(f"__i{name}__" for name in _OPERATORS.split())])
-CLEARING = frozenset(["zero_", "_foreach_zero_", "fill_", "detach_", "requires_grad_"])
-READS_HOST = frozenset(["numpy", "tolist"])
-COLLECTIVES = "torch.distributed.distributed_c10d"  # the module that has them
 
-
-def name_of(func: Any) -> str:
-    return func.__name__.partition(".")[0]  # that of an operator's overload follows
-
-
-def first_of(args: tuple, kwargs: dict) -> Any:
-    """Returns the first argument of a function of PyTorch."""
-    return args[0] if args else kwargs.get("tensor", kwargs.get("input"))
-
-
-def written_by(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    """Returns the tensors that a function of PyTorch writes to, by its name."""
-    name = name_of(func)
-    is_in_place = name in WRITES or (name.endswith("_") and not name.endswith("__"))
-    if name == "__set__":
-        is_in_place = getattr(func.__self__, "__name__", "data") == "data"
-    return tensors_in(first_of(args, kwargs) if is_in_place else kwargs.get("out"))
-
-
-def is_collective(func: Any) -> bool:
-    """Returns whether `torch.distributed` asks, whose C++ takes a tensor's memory next.
-
-    It is called by `__torch_function__`, whose caller's module tells.
-    """
-    frame = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back
-    caller = "" if frame is None else frame.f_globals.get("__name__", "")
-    return caller == COLLECTIVES or "c10d" in (getattr(func, "__module__", None) or "")
+_ABOUT_NO_VALUE = """
+    dim ndimension size numel nelement stride storage_offset element_size nbytes __len__
+    is_contiguous is_floating_point is_complex is_signed is_inference is_conj is_neg is_shared
+    is_same_size is_set_to get_device result_type can_cast untyped_storage
+    _has_compatible_shallow_copy_type
+    register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad
+    new_empty new_zeros new_ones new_full new_empty_strided
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+"""
+ABOUT_NO_VALUE = frozenset(_ABOUT_NO_VALUE.split())
+CONVERSIONS = frozenset(["to", "cpu", "cuda", "double", "float", "half", "bfloat16"])
+VALUES = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])  # attributes
 
 
 class StandIn(Tensor):
-    """A `.grad` that is NaN, because this rank has only its slice of the reduced gradient.
+    """A tensor without values.
 
-    Its views, as `.grad.data`, are stand-ins too, and what is written to them is written to it. So
-    are its clones, which an optimizer may keep.
+    Attributes:
+        full_name: of the parameter.
+        refusal: the message of an error.
     """
 
-    of: Tensor | None = None  # of which it is a view
+    full_name: str
+    refusal = PARAMETER
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function of PyTorch.
-
-        Raises:
-            RuntimeError: if it takes a norm, communicates, writes anything but zeros to all
-                elements, or is a plain optimizer's: that writes what follows from the values to
-                other tensors, or joins them with a parameter.
-        """
-        communicates, name, kwargs = is_collective(func), name_of(func), kwargs or {}
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:  # with respect to parameters
+            outputs, inputs = args
+            return func(outputs, [_edge_of(x) for x in inputs], **kwargs)
         with without_torch_functions():
-            found, written = list(tensors_in((args, kwargs))), list(written_by(func, args, kwargs))
-            targets = [x for x in written if isinstance(x, StandIn)]
-            joins_one = any(isinstance(x, Parameter) for x in found)
-            is_used = len(targets) < len(written) or joins_one
-            if is_used and (optimizer := stepping_optimizer()):
-                refuse_plain(next(x for x in found if isinstance(x, StandIn)), optimizer)
-            clears = name in CLEARING and (name != "fill_" or _is_zero(args[1]))
-            is_part = any(x.of is not None and x.numel() != x.of.numel() for x in targets)
-            is_written = bool(targets) and (not clears or is_part)
-            if is_written or communicates or "norm" in name or name in READS_HOST:
-                raise RuntimeError(DIVIDED.format(function=name))
-            try:
-                result = func(*args, **kwargs)
-            except RuntimeError as error:  # as for a view of part of a stand-in's only number
-                raise RuntimeError(DIVIDED.format(function=name)) from error
-            for x in targets:
-                if x.of is not None:
-                    increment_version(x.of)  # which `.data` has of its own
-            own = first_of(args, kwargs)
-            if targets or not isinstance(own, StandIn):
-                return result
-            if name == "clone":
-                return result.as_subclass(StandIn)
-            if isinstance(result, list | tuple):
-                return type(result)(_shown_of(own, x) for x in result)
-            return _shown_of(own, result)
+            if is_about_no_value(func):
+                return func(*args, **kwargs)
+            # `model.to(device)` changes nothing where it is there.
+            if name_of(func) in CONVERSIONS and func(*args, **kwargs) is args[0]:
+                return args[0]
+            if name_of(func) == "data" and args[0] is args[-1]:  # as there, or read
+                return None if func.__name__ == "__set__" else args[0].like(func(*args))
+        found = next(x for x in tensors_in((args, kwargs)) if isinstance(x, StandIn))
+        raise RuntimeError(found.refusal.format(name=found.full_name, function=name_of(func)))
+
+    def like(self, view: Tensor) -> Tensor:
+        """Returns a stand-in for what this one stands for, which takes nothing, not even zeros."""
+        made = view.as_subclass(StandIn)
+        made.full_name, made.refusal = self.full_name, self.refusal
+        return made
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
-        return f"a gradient {list(self.shape)}, divided among ranks"
+        return f"{self.full_name}, {list(self.shape)}, divided among ranks"
 
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        return torch.full(self.shape, torch.nan, dtype=self.dtype, device=self.device)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({}).__reduce_ex__(protocol)
+    def __format__(self, _spec: str) -> str:
+        return repr(self)
 
 
-def _is_zero(x: Any) -> bool:
-    """Returns whether a number, or a tensor of one on the host, is 0."""
-    is_number = isinstance(x, int | float) or (isinstance(x, Tensor) and x.device.type == "cpu")
-    return is_number and bool(x == 0)
+class GradientStandIn(StandIn):
+    """A `.grad` that stands for a reduced gradient.
+
+    Attributes:
+        owner: says which gradients have its slices.
+        is_cleared: it was set to zero.
+    """
+
+    refusal = GRADIENT
+    owner: Any
+    is_cleared = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if name_of(func) != "_foreach_zero_":  # of optimizer.zero_grad(set_to_none=False)
+            return super().__torch_function__(func, types, args, kwargs)
+        for x in args[0]:
+            x.zero_()
+        return None
+
+    def zero_(self) -> Tensor:
+        increment_version(self)  # as of any gradient that is written to
+        self.is_cleared = True
+        return self
+
+    def to(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        """Returns a stand-in for the same gradient in another dtype."""
+        return gradient_stand_in(self, dtype, self.owner, self.full_name, self.is_cleared)
 
 
-def _shown_of(own: StandIn, x: Any) -> Any:
-    """Returns what an operator makes of a stand-in: a stand-in too, if it is a view."""
-    if not isinstance(x, Tensor) or x is own or _memory(x) != _memory(own):
-        return x
-    view = x.as_subclass(StandIn)
-    view.of = own if own.of is None else own.of
-    return view
+def gradient_stand_in(
+    like: Tensor, dtype: torch.dtype, owner: Any, name: str, is_cleared: bool = False
+) -> GradientStandIn:
+    """Returns a stand-in for the gradient of a tensor of this shape and device."""
+    own = nothing(dtype, like.device).data  # whose writes are counted apart
+    made = own.expand(like.shape).as_subclass(GradientStandIn)
+    made.full_name, made.owner, made.is_cleared = name, owner, is_cleared
+    return made
 
 
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+def _edge_of(x: Tensor) -> Any:
+    with without_torch_functions():
+        return get_gradient_edge(x) if isinstance(x, StandIn) else x
 
 
-def stepping_optimizer() -> str:
-    """Returns the name of the plain optimizer that is stepping in this thread; "" if none is."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(caller, Optimizer):
-            return "" if getattr(caller, "steps_slices", False) else type(caller).__name__
-        frame = frame.f_back
-    return ""
+def hide_all(parameters: list[Parameter], names: list[str], dtype: torch.dtype) -> None:
+    """Makes parameters stand-ins, unless they are."""
+    for parameter, name in zip(parameters, names, strict=True):
+        if not isinstance(parameter, StandIn):
+            parameter.data = nothing(dtype, parameter.device).expand(parameter.shape)
+            parameter.__class__ = _divided(type(parameter))
+            parameter.full_name = name  # type: ignore[attr-defined]  # of its class now
 
 
-def refuse_plain(parameter: Tensor, name: str) -> NoReturn:
-    raise RuntimeError(PLAIN.format(name=name, shape=list(parameter.shape)))
+def reveal_all(parameters: list[Any], views: list[Tensor]) -> None:
+    """Makes stand-ins ordinary parameters again, each with its view of the whole values."""
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.__class__ = type(parameter).__mro__[2]
+        del parameter.full_name
+        parameter.data = view
+
+
+@cache
+def _divided(cls: type[Parameter]) -> type[Parameter]:
+    return type(f"Divided{cls.__name__}", (StandIn, cls), {"__module__": __name__})
+
+
+@cache
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the memory of stand-ins, one element: NaN, which nothing can write to."""
+    one = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    refuse_writes(one)
+    return one
+
+
+@cache
+def is_about_no_value(func: Any) -> bool:
+    """Returns whether a function, or access to an attribute, neither reads nor writes values."""
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        return name_of(func) not in VALUES
+    return name_of(func) in ABOUT_NO_VALUE
+
+
+def name_of(func: Any) -> str:
+    """Returns the name of a function, or of the attribute that it gets or sets."""
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        return getattr(func.__self__, "__name__", "data")
+    return func.__name__.partition(".")[0]  # that of an operator's overload follows

@@ -18,8 +18,6 @@ from ddp.internals.ranks import gather
 from ddp.sharded.part import Part
 from ddp.sharded.pieces import Piece
 
-SHOWN = 8  # names in a message
-
 Entries = dict[int, tuple[Parameter, dict[str, Any]]]
 """Number in a state -> the parameter that has it, and its values."""
 
@@ -28,60 +26,42 @@ def entries(
     state_dict: dict[str, Any],
     groups: Sequence[dict[str, Any]],
     names: dict[Parameter, str],
-    are_cut: bool = True,
 ) -> Entries:
     """Returns the entries of a whole state, checked, with the parameters they belong to.
 
     Args:
         groups: the parameter groups of the optimizer that loads it.
         names: of its parameters.
-        are_cut: values have the parameter's shape, or are one number; else they have as many
-            dimensions.
 
     Raises:
-        ValueError: for an entry of no parameter, and for values that do not fit a parameter; one
-            number does not where another parameter has a tensor.
+        ValueError: for an entry of no parameter, and for values that are neither one number nor of
+            their parameter's shape.
     """
     saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
     mine = list(chain.from_iterable(group["params"] for group in groups))
     parameter_of = dict(zip(saved, mine, strict=False))  # torch compares their numbers later
-    if unknown := [number for number in state_dict["state"] if number not in set(saved)]:
-        shown = [f"{number}: {names[p]}" for number, p in list(parameter_of.items())[:SHOWN]]
+    state = state_dict["state"]
+    if unknown := [number for number in state if number not in set(saved)]:
         raise ValueError(
             f"load_state_dict: the state has values of parameters {unknown}, which are in none of "
-            f"its param_groups. The parameters are {', '.join(shown)}"
-            f"{', ...' if len(parameter_of) > SHOWN else ''}"
+            "its param_groups"
         )
-    state = state_dict["state"]
-    pairs = [pair for values in state.values() for pair in values.items()]
-    elementwise = {key for key, x in pairs if isinstance(x, Tensor) and x.dim() > 0} - {"step"}
-    found = {}
-    for number, values in state.items():
-        if (parameter := parameter_of.get(number)) is not None:
-            for key, value in values.items():
-                if value is not None:
-                    _check(key, value, parameter, names[parameter], key in elementwise, are_cut)
-            found[number] = (parameter, values)
+    found = {n: (parameter_of[n], values) for n, values in state.items() if n in parameter_of}
+    for parameter, values in found.values():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and not _fits(key, value, parameter):
+                raise ValueError(
+                    f"load_state_dict: the optimizer's state is of another network: {key} is "
+                    f"{list(value.shape)} for a parameter {list(parameter.shape)}, "
+                    f"{names[parameter]}"
+                )
     return found
 
 
-def _check(
-    key: str, value: Any, parameter: Tensor, name: str, is_elementwise: bool, is_cut: bool
-) -> None:
-    shape = list(value.shape) if isinstance(value, Tensor) else None
-    if is_elementwise and is_cut:
-        fits = shape == list(parameter.shape)
-    elif is_elementwise:
-        fits = shape is not None and len(shape) == parameter.dim()
-    else:
-        fits = shape is None or value.numel() == 1
-    if not fits:
-        raise ValueError(
-            f"load_state_dict: the optimizer's state is of another network: {key} is "
-            f"{type(value).__name__ if shape is None else shape} for a parameter "
-            f"{list(parameter.shape)}, {name}, in place of "
-            f"{'one of its shape' if is_elementwise else 'one number'}"
-        )
+def _fits(key: str, value: Tensor, parameter: Tensor) -> bool:
+    if key == "step":
+        return value.numel() == 1
+    return value.dim() == 0 or value.shape == parameter.shape
 
 
 def load(parts: Sequence[Part], found: Entries) -> None:

@@ -2,35 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
-from weakref import WeakMethod
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from ddp.sharded.base import Sharded
 from ddp.sharded.internals.agreement import NOT_THE_SAME, add_note, agree
-from ddp.sharded.internals.blocks import Block, call_around, cast
-from ddp.sharded.internals.call_order import CallOrder, Progress, WayBack
-from ddp.sharded.torch_compat import in_transform
+from ddp.sharded.internals.blocks import Block, CallOrder, call_around, cast
+from ddp.sharded.internals.views import keep
 from ddp.torch_compat import in_backward, own, without_torch_functions
-
-IN_TRANSFORM = (
-    "a forward of a network that fsdp has divided, inside of a transform of torch.func, where it "
-    "cannot gather parameters: call the transform inside of `with model.whole_parameters():`"
-)
-INSIDE = (
-    "{what} inside of whole_parameters(), where other tensors are in the network: take them from "
-    "model.parameters() inside of it"
-)
-IN_BACKWARD = (
-    "{what} in a backward, where fsdp has freed the parameter: call it behind "
-    "finish_gradient_synchronization()"
-)
-ON_ONE_RANK = (
-    "outside of its block's forward each use of a parameter is a call of all ranks: to look at "
-    "parameters on one rank, let all enter `with model.whole_parameters():`"
-)
 
 
 class DividedInterface(Sharded):
@@ -43,7 +24,6 @@ class DividedInterface(Sharded):
 
     blocks: list[Block]
     order: CallOrder
-    progress: Progress
     is_whole: bool = False
     _param_dtype: torch.dtype | None
 
@@ -55,7 +35,7 @@ class DividedInterface(Sharded):
         """Frees the parameters of all blocks."""
         for block in self.blocks:
             block.free()
-        self.progress.is_ahead = False
+        self.order.is_ahead = False
 
     # ---- forwards that fail, or that compute with whole parameters, and calls of blocks --------
 
@@ -63,15 +43,13 @@ class DividedInterface(Sharded):
         """Calls `enter` and `leave` around each block's forward, once it is wrapped."""
         for block in self.blocks:
             call_around(block, self.call, self.leave)
-            for unit in block.units:
-                unit.before_use = WeakMethod(self.before_use)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_whole:
             return self.module(*args, **kwargs)
         if self.step.has_failed():
             self.step.discard(self)
-        self.progress.has_agreed = False  # on this forward, all ranks
+        self.order.has_agreed = False  # on this forward, all ranks
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -85,12 +63,10 @@ class DividedInterface(Sharded):
 
     def begin_forward(self) -> None:
         """Begins a forward of the whole network, also one without gradients or in eval mode."""
-        if not self.progress.has_agreed:
+        if not self.order.has_agreed:
             how = "in eval mode" if torch.is_grad_enabled() else "without gradients"
             is_local = self.training and torch.is_grad_enabled()
             self.agree_on_forward(f"a forward {'under no_sync()' if is_local else how}")
-        self.progress.has_agreed, self.progress.is_ahead = False, False
-        self.progress.way = WayBack()
         self.order.begin()
 
     def call(self, block: Block, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -98,7 +74,8 @@ class DividedInterface(Sharded):
         if self.is_whole:
             return None
         self.enter(block)
-        block.call()
+        for unit in block.units:
+            unit.was_called = True
         dtype = self._param_dtype
         if dtype is None or block is not self.blocks[0]:
             return None
@@ -122,16 +99,12 @@ class DividedInterface(Sharded):
 
     def _is_next(self) -> bool:
         units: Any = self.schedule.buckets[self.schedule.launched :]
-        return self.progress.way_back.has_entered(next((u.name for u in units if u.name), ""))
+        return self.order.way_back.has_entered(next((u.name for u in units if u.name), ""))
 
     def catch_up(self) -> None:
         """Starts the gathers that come before the next bucket, if backward has not."""
         while not self._is_next():  # it has failed, or not begun
-            self.progress.way_back.go_on(self.start)
-
-    def launch(self, unit: Any) -> Any:
-        with without_torch_functions():
-            return super().launch(unit)
+            self.order.way_back.go_on(self.start)
 
     def wait(self, unit: Any, handle: Any) -> None:
         try:
@@ -159,30 +132,16 @@ class DividedInterface(Sharded):
 
     def agree_on_forward(self, act: str) -> None:
         """Returns once all ranks begin such a forward; others may be in a step or evaluate."""
-        if in_transform():
-            raise RuntimeError(IN_TRANSFORM)
         self.end_calls()
-        self.progress.way_back.complete(self.start)
-        if not self.progress.is_ahead:
+        self.order.way_back.complete(self.start)
+        if not self.order.is_ahead:
             self.free()
         self.agree(act)
-        self.progress.has_agreed = True
+        self.order.has_agreed = True
 
     def end_calls(self) -> None:
         for block in self.blocks:
-            block.computes = False
-
-    def before_use(self, what: str) -> None:
-        """Called before a function gathers whole values of stand-ins, on all ranks."""
-        if self.is_whole:
-            raise RuntimeError(INSIDE.format(what=what))
-        if in_backward():  # where ranks may have come to different places
-            raise RuntimeError(IN_BACKWARD.format(what=what))
-        try:
-            self.agree(what)
-        except RuntimeError as error:
-            error.add_note(ON_ONE_RANK)
-            raise
+            block.mark(computes=False)
 
     # ---- whole parameters ----------------------------------------------------------------------
 
@@ -215,7 +174,7 @@ class DividedInterface(Sharded):
             yield
             with torch.no_grad():
                 for unit in units:
-                    unit.keep({m: whole[p] for m, p in enumerate(unit.parameters)})
+                    keep(unit, [whole[p] for p in unit.parameters])
         finally:
             for module, name, p in places:
                 setattr(module, name, p)
@@ -240,15 +199,6 @@ class DividedInterface(Sharded):
             raise RuntimeError("load_state_dict: leave whole_parameters() first, on all ranks")
         with self.whole_parameters():
             return super().load_state_dict(state_dict, strict=strict)
-
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        self.__reduce__()
-
-    def __reduce__(self) -> NoReturn:
-        raise RuntimeError(
-            "a network that fsdp has divided cannot be copied or pickled, because this rank has "
-            "slices of it only: save model.state_dict() on one rank, after calling it on all"
-        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ Overlap is not required. Reduce in finish, as in exercise 1.
 
 Check it        ddp-exercise check unused my_unused.py
 Benchmark it    ddp-benchmark --implementations none torch_ddp my_unused.py:UnusedDDP
-Then read       ddp/internals/unused.py, and `stand_ins` in gradients.py: there it overlaps
+Then read       ddp/internals/unused.py, and `filled` in gradients.py: there it overlaps
 """
 
 import torch

@@ -6,7 +6,7 @@ Without a GPU the kernel runs in Triton's interpreter. bfloat16 is not tried the
 import pytest
 import torch
 
-from ddp.copy_engine import combine
+from ddp.internals import kernels
 
 SIZES = [0, 1, 127, 4096, 4097, 3 * 4096 + 5]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-14}
@@ -27,8 +27,8 @@ def compare(n: int, rows: int, scale: float, dtype: torch.dtype, device: str) ->
     mine.copy_(everything[:n])
     expected = mine.clone()
     exact = (mine.double() + pulled.double().sum(0)) * scale
-    combine.combine_plain(expected, pulled, scale)
-    combine.combine_kernel_launch(mine, pulled, scale)
+    kernels.combine_plain(expected, pulled, scale)
+    kernels.combine_kernel_launch(mine, pulled, scale)
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(mine, expected, **close)
     torch.testing.assert_close(mine.double(), exact, **close)
@@ -56,5 +56,5 @@ def test_compiled_kernel():
 def test_the_reference_sums_in_float32_or_wider(dtype):
     """Sixteen-bit values are rounded once: 2048 + 1 + 1 is 2050, not 2048."""
     mine, pulled = torch.tensor([2048.0], dtype=dtype), torch.ones(2, 1, dtype=dtype)
-    combine.combine(mine, pulled, 1.0)
+    kernels.combine(mine, pulled, 1.0)
     assert mine.item() == torch.tensor(2050.0, dtype=dtype).item()

@@ -6,7 +6,7 @@ import pytest
 
 from ddp.internals.ranks import told_by_all
 from ddp.sharded.internals.agreement import agree
-from ddp.sharded.internals.call_order import Agree, CallOrder
+from ddp.sharded.internals.blocks import Agree, CallOrder
 from ddp_by_hand.lm.rank_pool import Context
 
 BLOCKS = [SimpleNamespace(name=f"blocks.{i}") for i in range(3)]

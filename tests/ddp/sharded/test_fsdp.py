@@ -389,7 +389,7 @@ def test_a_plain_optimizer_is_refused(context: Context) -> None:
     pair.backward(0)
     pair.finish()
     before = [unit.shard.clone() for unit in pair.model.units]
-    with pytest.raises(RuntimeError, match=r"build it by model\.make_optimizer\(SGD"):
+    with pytest.raises(RuntimeError, match=r"step by model\.make_optimizer\(cls"):
         torch.optim.SGD(pair.model.parameters(), lr=0.1).step()
     assert all(map(torch.equal, before, [unit.shard for unit in pair.model.units]))
     pair.step()

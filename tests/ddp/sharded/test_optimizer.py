@@ -1,13 +1,13 @@
 """The sharded optimizer is the plain one: same steps, same checkpoint, on any number of ranks."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, optim
 
 from ddp import wrap
+from ddp.sharded.optimizer import ELEMENTWISE
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import (
     Beside,
@@ -16,7 +16,6 @@ from tests.support.beside import (
     branches_loss,
     chain_loss,
     small_buckets,
-    whole_values,
 )
 from tests.support.on_ranks import on_ranks
 
@@ -120,210 +119,59 @@ def test_other_elementwise_optimizers(context: Context) -> None:
         train(pair, (ours, plain), range(2, 4))
 
 
-class Averaged(torch.optim.Optimizer):
-    """SGD on z beside the mean x of all z; a parameter is x in evaluation, between them else."""
+class Signs(torch.optim.Optimizer):
+    """Steps by the sign of each element's gradient."""
+
+    treats_elements_alone = True
 
     def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr, "is_training": False, "count": 0})
-
-    def train(self, mode=True):
-        for group in self.param_groups:
-            for p in group["params"] if group["is_training"] != mode else ():
-                if state := self.state[p]:
-                    p.data.copy_(0.1 * state["z"] + 0.9 * state["x"] if mode else state["x"])
-            group["is_training"] = mode
-
-    def eval(self):
-        self.train(mode=False)
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            assert group["is_training"], "call optimizer.train()"
-            group["count"] += 1
+            group["count"] = group.get("count", 0) + 1
             for p in group["params"]:
                 if p.grad is not None:
-                    z = self.state[p].setdefault("z", p.clone()).sub_(p.grad, alpha=group["lr"])
-                    x = self.state[p].setdefault("x", p.clone()).lerp_(z, 1 / group["count"])
-                    p.copy_(0.1 * z + 0.9 * x)
+                    p.sub_(p.grad.sign(), alpha=group["lr"])
 
 
-@pytest.mark.parametrize("name", SHARDED)
 @on_ranks(2)
-def test_a_schedule_free_optimizer(context: Context, name: str) -> None:
-    """What a step notes in a group stays, is saved, and counts once for all slices."""
-    torch.manual_seed(0)
-    pair = Beside(context, name, Chain(), **small_buckets(name))
-    ours = pair.model.make_optimizer(Averaged, params=pair.model.module.named_parameters())
-    plain = Averaged(pair.reference.named_parameters())
-    for step in range(4):
-        for optimizer in (ours, plain):
-            optimizer.train()
-        pair.backward(chain_loss(step))
-        pair.finish()
-        for optimizer in (ours, plain):
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.eval()
-        values = zip(whole_values(pair.model), pair.reference.parameters(), strict=True)
-        for value, expected in values:
-            torch.testing.assert_close(value, expected)
-        assert ours.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
-        if step == 1:
-            state = ours.state_dict()
-            ours = pair.model.make_optimizer(Averaged, params=pair.model.module.named_parameters())
-            ours.load_state_dict(state)
+def test_what_a_step_notes_in_a_group_stays(context: Context) -> None:
+    """It is saved, and counts once for all slices; names of parameters stay too."""
+    pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+    ours = pair.model.make_optimizer(Signs, params=pair.model.module.named_parameters())
+    plain = Signs(pair.reference.named_parameters())
+    train(pair, (ours, plain), range(2))
+    ours.load_state_dict(ours.state_dict())
+    train(pair, (ours, plain), range(2, 3))
+    assert ours.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
 
 
-class Changed(torch.optim.SGD):
-    """SGD whose gradients `change` replaces before a step."""
-
-    def __init__(self, params, lr=0.1, changes=True):
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            group.setdefault("changes", changes)
-        self.size, self.count = 1e-6, 0
-
-    def step(self, closure=None):
-        self.loss = 1.0 if closure is None else float(closure())
-        self.count += 1
-        held = [p for g in self.param_groups if g["changes"] for p in g["params"]]
-        for p, gradient in zip(held, self.change([p.grad for p in held], held), strict=True):
-            p.grad = gradient
-        super().step()
-
-    def change(self, gradients, values):
-        raise NotImplementedError
+class Own(torch.optim.SGD):
+    """Of which nobody has said that it treats elements alone."""
 
 
-def norm(tensors):
-    return torch.stack([t.norm() for t in tensors]).norm()
-
-
-class Signs(Changed):
-    def change(self, gradients, values):
-        return [g.sign() for g in gradients]
-
-
-class NormSGD(Changed):
-    def change(self, gradients, values):
-        return [g / g.norm() for g in gradients]
-
-
-class GlobalClip(Changed):
-    def change(self, gradients, values):
-        return [g / norm(gradients).clamp(min=1.0) for g in gradients]
-
-
-class OneSize(Changed):
-    """Estimates one step size from all gradients, which grows a little at each step."""
-
-    def change(self, gradients, values):
-        self.size = min(1.02 * self.size, 1 / float(norm(gradients)))
-        self.estimate = float(norm(gradients))
-        return [g * self.size for g in gradients]
-
-
-class Late(Changed):
-    """Looks at a matrix from its 25th step on, as Shampoo may."""
-
-    def change(self, gradients, values):
-        return [g / g.norm() if self.count >= 25 and g.dim() > 1 else g for g in gradients]
-
-
-class Centred(Changed):
-    """Looks at large matrices only."""
-
-    def change(self, gradients, values):
-        large = [g.dim() == 2 and min(g.shape) >= 128 for g in gradients]
-        return [g - g.mean() if wide else g for g, wide in zip(gradients, large, strict=True)]
-
-
-class Projected(Changed):
-    """Does otherwise where a gradient is nearly orthogonal to the values, as AdamP."""
-
-    def change(self, gradients, values):
-        similar = [torch.cosine_similarity(g.flatten(), v.flatten(), 0).abs()
-                   for g, v in zip(gradients, values, strict=True)]  # fmt: skip
-        return [
-            g * 2 if g.dim() > 1 and s < 0.01 else g
-            for g, s in zip(gradients, similar, strict=True)
-        ]
-
-
-class Skipped(Changed):
-    """Leaves a step out where some gradient is not finite."""
-
-    def change(self, gradients, values):
-        finite = all(g.isfinite().all() for g in gradients)
-        return [g if finite else torch.zeros_like(g) for g in gradients]
-
-
-class Polyak(Changed):
-    def change(self, gradients, values):
-        return [g * self.loss for g in gradients]
-
-
-class Narrow(Changed):
-    """Takes float32 alone."""
-
-    def change(self, gradients, values):
-        assert all(g.dtype == torch.float32 for g in gradients)
-        return [g.sign() for g in gradients]
-
-
-def elementwise(context: Context, cls, options, groups=None, refused: str | None = None) -> None:
-    """A refusal is caught here: ranks that fail are started anew, which takes seconds."""
+def built(context: Context, cls: type[torch.optim.Optimizer]) -> None:
     model = wrap(NAME, nn.Linear(3, 2), process_group=context.group)
-    params = None
-    if groups is not None:
-        params = [{"params": [p], **g} for p, g in zip(model.parameters(), groups, strict=True)]
-    with pytest.raises(TypeError, match=refused) if refused else nullcontext():
-        model.make_optimizer(cls, params=params, **options)
+    model.make_optimizer(cls)
+    for refused in (optim.Muon, optim.LBFGS, optim.Adafactor, optim.SparseAdam, Own):
+        said = (
+            rf"^{refused.__name__} may look at whole tensors.*{refused.__name__}\.treats_elements"
+        )
+        with pytest.raises(TypeError, match=said):
+            model.make_optimizer(refused)
 
 
-@pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        (torch.optim.AdamW, {"lr": 0.0, "amsgrad": True}),
-        (torch.optim.Adam, {"fused": True, "maximize": True}),
-        (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
-        (torch.optim.Adagrad, {"lr": torch.tensor(0.1)}),
-        *((cls, {}) for cls in (torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam)),
-        (torch.optim.Rprop, {}),
-        (Averaged, {}),
-        (Signs, {}),
-        (Narrow, {}),
-        (GlobalClip, {"changes": False}),
-    ],
-)
-def test_optimizers_that_treat_elements_alone_are_accepted(cpu_ranks, cls, options):
-    cpu_ranks.run(1, elementwise, cls, options)
-
-
-@pytest.mark.parametrize(
-    "cls",
-    [
-        *(torch.optim.Muon, torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam),
-        *(NormSGD, GlobalClip, OneSize, Late, Centred, Projected, Skipped, Polyak),
-    ],
-)
-def test_optimizers_that_combine_elements_are_refused_by_name(cpu_ranks, cls):
-    options = {"lr": 0.0} if cls is NormSGD else {}
-    said = rf"^{cls.__name__} looks at whole tensors"
-    cpu_ranks.run(1, elementwise, cls, options, None, said)
-
-
-def test_a_group_that_combines_elements_is_found(cpu_ranks):
-    groups = [{"changes": False}, {"changes": True}]
-    said = "^GlobalClip looks at whole tensors, at several"
-    cpu_ranks.run(1, elementwise, GlobalClip, {}, groups, said)
+@pytest.mark.parametrize("cls", [*ELEMENTWISE, Signs], ids=lambda cls: cls.__name__)
+def test_optimizers_that_treat_elements_alone_are_accepted(cpu_ranks, cls):
+    cpu_ranks.run(1, built, cls)
 
 
 @on_ranks(2)
 def test_refusals(context: Context) -> None:
     model = wrap(NAME, Chain(), process_group=context.group)
-    with pytest.raises(TypeError, match=r"Muon looks at whole tensors.*ddp_bucketed"):
+    with pytest.raises(TypeError, match=r"Muon may look at whole tensors.*ddp_bucketed"):
         model.make_optimizer(torch.optim.Muon)
     with pytest.raises(ValueError, match=r"does not train parameters of shapes \[\[3\]\]"):
         model.make_optimizer(torch.optim.SGD, params=[nn.Parameter(torch.ones(3))])
@@ -339,7 +187,7 @@ def test_refusals(context: Context) -> None:
     with pytest.raises(RuntimeError, match=r"this rank's alone: call finish_gradient_sync"):
         optimizer.step()
     model.finish_gradient_synchronization()
-    with pytest.raises(RuntimeError, match=r"Adam steps whole .* model\.make_optimizer\(Adam"):
+    with pytest.raises(RuntimeError, match=r"step by model\.make_optimizer\(cls"):
         torch.optim.Adam(model.parameters()).step()
     for p, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, value)

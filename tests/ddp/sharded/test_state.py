@@ -13,7 +13,7 @@ from tests.support.beside import Beside, Chain, chain_loss
 from tests.support.on_ranks import on_ranks
 
 
-@pytest.mark.parametrize("name", [NAME, "fsdp", "torch_fsdp"])
+@pytest.mark.parametrize("name", [NAME, "fsdp"])
 @on_ranks(2)
 def test_states_of_other_networks_are_refused(context: Context, name: str) -> None:
     """What fits no parameter is refused by name, before anything changes; what fits is taken."""
@@ -26,15 +26,13 @@ def test_states_of_other_networks_are_refused(context: Context, name: str) -> No
     optimizer.step()
     good = optimizer.state_dict()
     for key, value, message in (
-        (
-            "exp_avg",
-            torch.tensor(0.5),
-            r"exp_avg is \[\] for a parameter \[6, 6\], .*weight, in pl",
-        ),
-        ("exp_avg_sq", 0.5, r"exp_avg_sq is float for a parameter \[6, 6\].* one of its shape"),
         ("exp_avg", torch.ones(6), r"exp_avg is \[6\] for a parameter \[6, 6\]"),
-        ("max_exp_avg_sq", torch.tensor(0.5), r"max_exp_avg_sq is \[\] for a parameter \[6, 6\]"),
-        ("step", torch.ones(6, 6), r"step is \[6, 6\] for a parameter \[6, 6\].* one number"),
+        (
+            "max_exp_avg_sq",
+            torch.ones(6, 1),
+            r"max_exp_avg_sq is \[6, 1\] for a parameter \[6, 6\]",
+        ),
+        ("step", torch.ones(6, 6), r"step is \[6, 6\] for a parameter \[6, 6\].*weight"),
     ):
         bad = copy.deepcopy(good)
         bad["state"][0][key] = value
@@ -42,9 +40,7 @@ def test_states_of_other_networks_are_refused(context: Context, name: str) -> No
             optimizer.load_state_dict(bad)
     bad = copy.deepcopy(good)
     bad["state"] |= {17: bad["state"][0], "x": {}}
-    with pytest.raises(
-        ValueError, match=r"parameters \[17, 'x'\].*0: layers\.0\.weight.*5: layers"
-    ):
+    with pytest.raises(ValueError, match=r"parameters \[17, 'x'\], which are in none"):
         optimizer.load_state_dict(bad)
     for number, values in optimizer.state_dict()["state"].items():
         torch.testing.assert_close(values, good["state"][number])

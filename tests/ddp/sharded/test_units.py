@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ddp.sharded.internals.blocks import parameters_by_block
-from ddp.sharded.internals.divided import Divided
+from ddp.sharded.internals.stand_in import StandIn
 from ddp.sharded.units import GatheredUnit
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, tied
@@ -61,10 +61,10 @@ def test_chosen_classes_and_blocks_in_blocks():
 def memory(context: Context) -> None:
     values = torch.arange(15.0).view(3, 5) + 1
     parameters = [nn.Parameter(values.clone()), nn.Parameter(values[0].clone())]
-    unit = GatheredUnit(parameters, context.group, torch.bfloat16)
+    unit = GatheredUnit(parameters, context.group, torch.bfloat16, "block", ["weight", "bias"])
     for _ in range(2):
         assert unit.values.untyped_storage().size() == 0
-        assert isinstance(parameters[0], Divided)
+        assert isinstance(parameters[0], StandIn)
         assert parameters[0].untyped_storage().size() == 2
         unit.start()
         assert unit.values.untyped_storage().size() == unit.values.nbytes

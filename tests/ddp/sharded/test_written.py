@@ -6,7 +6,7 @@ Without a GPU the kernel runs in Triton's interpreter. bfloat16 is not tried the
 import pytest
 import torch
 
-from ddp.sharded.internals import written
+from ddp.internals import kernels
 
 SIZES = [0, 1, 4096, 2 * 4096 + 5]
 
@@ -29,8 +29,8 @@ def compare(n: int, own_dtype: torch.dtype, shard_dtype: torch.dtype, device: st
     expected = shard.clone()
     is_other = own != shard.to(own_dtype)
     by_definition = torch.where(is_other, own.to(shard_dtype), shard)
-    written.take_written_plain(own, expected)
-    written.take_written_kernel_launch(own, shard)
+    kernels.take_written_plain(own, expected)
+    kernels.take_written_kernel_launch(own, shard)
     for found in (expected, shard):
         torch.testing.assert_close(found, by_definition, rtol=0, atol=0, equal_nan=True)
     assert guard[n:].isnan().all(), "written behind its end"
