@@ -60,8 +60,12 @@ def gradients_and_squares(
     """
     found: list = [None] * len(pairs)
     for numbers in launches(pairs):
-        own = store if isinstance(store, bool) else [store[n] for n in numbers]
-        launched = _launch(operands_of([pairs[n] for n in numbers]), tile, own)
+        if len(numbers) == len(pairs):
+            own, at = pairs, store
+        else:
+            own = [pairs[n] for n in numbers]
+            at = store if isinstance(store, bool) else [store[n] for n in numbers]
+        launched = _launch(operands_of(own), tile, at)
         for number, result in zip(numbers, launched, strict=True):
             found[number] = result
     return found
@@ -75,7 +79,7 @@ def gradient_and_squares(
 
 
 def _launch(
-    operands: Operands, tile: Tile | None, store: bool | list[Tensor]
+    operands: Operands, tile: Tile | None, store: bool | Sequence[Tensor]
 ) -> list[tuple[Tensor | None, Tensor]]:
     pairs, shapes, described = operands.pairs, operands.shapes, operands.described
     given, store = (None, store) if isinstance(store, bool) else (store, True)

@@ -22,13 +22,13 @@ from dp_clipping.kernels.convolution import gram, packing
 from dp_clipping.kernels.convolution.geometry import Layout, Packed
 from dp_clipping.kernels.convolution.layout import (
     Pair,
+    folded,
     layout_of,
     memory_of_gradients,
-    packed,
     pairs_of,
     pairs_of_groups,
-    weight_of,
 )
+from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.launch.tiles import ceil_div
 
@@ -42,11 +42,13 @@ class ConvolutionFactors:
         use: x and y, the parameter's shape and geometry, as `layers.convolution.Factors` has them.
 
     Attributes:
+        shape: of the parameter.
         layout: of packed operands.
         samples: how many are packed at a time, if G is kept in their place; 0: it is larger.
         values: the packed operands' tensors, of which the sum will be formed.
         scale: [B] float32, by which gradients and products of `values` are multiplied, or None.
-        pairs: `values` as operands of linear layers [B, T, ..], one of each run.
+        pairs: `values` as operands of linear layers [B · groups, T, ..], one of each run.
+        summands: the same [B, T, ..], one of each run and group.
         gradients: G of each run [B, ..], or None.
     """
 
@@ -54,7 +56,7 @@ class ConvolutionFactors:
 
     def __init__(self, use: Any):
         self.use = use
-        self._shape, self._geometry, self.batch_size = use.shape, use.geometry, use.batch_size
+        self.shape, self._geometry, self.batch_size = use.shape, use.geometry, use.batch_size
         cudnn: Any = torch.backends.cudnn
         wide = use.x.dtype == torch.float32
         self._tf32 = wide and cudnn.conv.fp32_precision == "tf32"
@@ -68,19 +70,24 @@ class ConvolutionFactors:
         self.values: tuple[Tensor, ...] = ()  # may be the layer's own
         self.scale: Tensor | None = None
         self.pairs: list[Pair] = []
+        self.summands: list[Pair] = []
         self.gradients: list[Tensor] | None = None
 
     def pack(self) -> Packed:
         """Packs all samples, in place of what they are packed from."""
         use, self.use = self.use, None
-        found = packed(use.x, use.y, self.layout, self._geometry, self._tf32)
+        layout = self.layout
+        x = folded(use.x, self._geometry, layout) if layout.folds else use.x
+        found = pack(x, use.y, layout.to_x, layout.to_y, self._tf32)
         self.values, self.scale = found[:2], found.scale
-        self.pairs = pairs_of(found, self.layout)
+        self.pairs = self.summands = pairs_of(found, layout)
+        if layout.geometry.groups > 1:
+            self.summands = pairs_of_groups(self.pairs, layout.geometry.groups)
         return found
 
     def keep(self, gradients: Sequence[Tensor]) -> None:
         """Keeps G [B · groups, ..] of each run in place of the operands."""
-        self.values, self.pairs = (), []
+        self.values, self.pairs, self.summands = (), [], []
         self.gradients = [g.view(self.batch_size, -1, g.shape[2]) for g in gradients]
 
     def take_norms_of_pieces(self) -> Tensor:
@@ -96,7 +103,9 @@ class ConvolutionFactors:
         for first in range(0, size, samples):
             rows = slice(first * pictures, (first + samples) * pictures)
             own = slice(first * groups, (first + samples) * groups)
-            piece = packed(x[rows], y[rows], layout, self._geometry, self._tf32)
+            own_x = folded(x[rows], self._geometry, layout) if layout.folds else x[rows]
+            piece = pack(own_x, y[rows], layout.to_x, layout.to_y, self._tf32)
+            del own_x
             if first + samples >= size:
                 del x, y  # nobody else may have them
             found = gradients_and_squares(
@@ -116,21 +125,6 @@ class ConvolutionFactors:
         if groups > 1:
             squares = squares.unflatten(1, (self.batch_size, groups)).sum(2)
         return squares if self.scale is None else squares * (self.scale * self.scale)
-
-    def summands(self) -> list[Pair]:
-        """Returns operands [B, T, ..] whose sums `shaped` takes, several for each run's groups."""
-        if not self.values:  # of a second backward
-            self.pack()
-        groups = self._geometry.groups
-        return self.pairs if groups == 1 else pairs_of_groups(self.pairs, groups)
-
-    def shaped(self, totals: list[Tensor]) -> Tensor:
-        """Returns the sum in the parameter's shape, from those of `gradients` or `summands`."""
-        groups = self._geometry.groups
-        if self.gradients is None and groups > 1:
-            firsts = range(0, len(totals), groups)
-            totals = [torch.stack(totals[first : first + groups]) for first in firsts]
-        return weight_of(totals, self.layout, self._shape)
 
 
 Rows = tuple[Tensor, Tensor | None, float, float]
@@ -165,10 +159,12 @@ def take_norms(uses: Sequence[ConvolutionFactors], keep: bool) -> list[Rows]:
         for n in numbers:
             use = uses[n]
             own, results = results[: len(use.pairs)], results[len(use.pairs) :]
-            squares = torch.stack([one for _, one in own])
-            found[n] = use.of_samples(squares), None, 0.0, 0.0
+            gradients: Any
+            norms: Any
+            gradients, norms = zip(*own, strict=True)
+            found[n] = use.of_samples(torch.stack(norms)), None, 0.0, 0.0
             if stores:
-                use.keep([g for g, _ in own if g is not None])
+                use.keep(gradients)
     return found
 
 

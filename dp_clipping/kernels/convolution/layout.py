@@ -26,7 +26,6 @@ from dp_clipping.kernels.convolution.geometry import (
     grid_of,
     runs_of,
 )
-from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.launch.tiles import ALIGNMENT, ceil_div
 
 FEW = 8  # input channels, below which those under the taps of a row are packed as channels
@@ -67,19 +66,12 @@ def layout_of(
     )  # fmt: skip
 
 
-def packed(x: Tensor, y: Tensor, layout: Layout, geometry: Geometry, tf32: bool) -> Packed:
-    """Packs x [N, C, D, H, W] and y [N, O, ..] of a convolution of this geometry."""
-    if layout.folds:
-        x = _folded(x, geometry, layout.positions[2])
-    return pack(x, y, layout.to_x, layout.to_y, tf32)
-
-
-def _folded(x: Tensor, geometry: Geometry, positions: int) -> Tensor:
+def folded(x: Tensor, geometry: Geometry, layout: Layout) -> Tensor:
     """Returns [N, C · taps, D, H, positions]: the pixels under the taps of a row as channels."""
     padding, stride, dilation = geometry.padding[2], geometry.stride[2], geometry.dilation[2]
     x = F.pad(x, (padding, padding)) if padding else x
     x = x.unfold(4, (geometry.taps[2] - 1) * dilation + 1, stride)[..., ::dilation]
-    return x.narrow(4, 0, positions).movedim(5, 2).flatten(1, 2)
+    return x.narrow(4, 0, layout.positions[2]).movedim(5, 2).flatten(1, 2)
 
 
 def pairs_of(packed: Packed, layout: Layout) -> list[Pair]:
@@ -96,8 +88,6 @@ def pairs_of(packed: Packed, layout: Layout) -> list[Pair]:
 
 def pairs_of_groups(pairs: Sequence[Pair], groups: int) -> list[Pair]:
     """Returns y [B, T, O] and x [B, T, taps · C] of each run's groups."""
-    if groups == 1:
-        return list(pairs)
     return [
         (y[group::groups], x[group::groups]) for y, x in pairs for group in range(groups)
     ]  # fmt: skip
@@ -118,9 +108,12 @@ def weight_of(totals: Sequence[Tensor], layout: Layout, shape: torch.Size) -> Te
     """Returns a sum in the parameter's shape [O, C / groups, *taps].
 
     Args:
-        totals: of each run, [groups · O, taps · C], or [groups, O, taps · C].
+        totals: of each run [groups · O, taps · C], or of each run and group [O, taps · C].
     """
-    width, outputs = layout.to_x.width, layout.to_y.width
+    width, outputs, groups = layout.to_x.width, layout.to_y.width, layout.geometry.groups
+    if len(totals) > len(layout.runs):
+        firsts = range(0, len(totals), groups)
+        totals = [torch.stack(list(totals[first : first + groups])) for first in firsts]
     own: list[Tensor] = []  # of each tap, [groups, O, C]
     for total, run in zip(totals, layout.runs, strict=True):
         own += total.view(-1, outputs, len(run.taps), width).unbind(2)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -99,21 +98,19 @@ def table(
 ) -> Table:  # fmt: skip
     """Returns the table of a launch's operands and their results."""
     at, strides = operands.addresses, operands.strides
-    rows = [
-        (
-            *at[2 * n : 2 * n + 2], 0 if result is None else result.data_ptr(), *shape,
-            *strides[4 * n : 4 * n + 4], group, tokens,
-        )
-        for n, (result, shape, group, tokens) in enumerate(
-            zip(results, operands.shapes, groups, operands.tokens, strict=True)
-        )
-    ]  # fmt: skip
+    words: list[int] = []
+    for n, (result, shape, group, tokens) in enumerate(
+        zip(results, operands.shapes, groups, operands.tokens, strict=True)
+    ):
+        words += at[2 * n : 2 * n + 2]
+        words += (0 if result is None else result.data_ptr(), *shape)
+        words += (*strides[4 * n : 4 * n + 4], group, tokens)
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count)
     if operands.described:
         triton.set_allocator(allocate)
-    numbers = kept_table_on(operands.pairs[0][0].device, (*starts, *chain.from_iterable(rows)))
+    numbers = kept_table_on(operands.pairs[0][0].device, (*starts, *words))
     return Table(numbers[len(starts) :], numbers[: len(starts)], starts[-1])
 
 

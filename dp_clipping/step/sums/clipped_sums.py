@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import sum_of_one_token
+from dp_clipping.kernels.convolution.layout import weight_of
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.launch.tiles import on_device, tile_of
 from dp_clipping.kernels.sorted_coefficients import Coefficients, SortedCoefficients
@@ -64,11 +65,13 @@ def clipped_sums(
         elif isinstance(one, Table):
             tables.setdefault(one.sums, []).append(n)
         elif hasattr(one, "summands"):
-            row, pairs = rows[n], one.summands() if one.gradients is None else ()
+            row = rows[n]
+            if not one.values and one.gradients is None:  # of a second backward
+                one.pack()
             if one.scale is not None:
                 scaled.append((row, one.scale))
                 row = count + len(scaled) - 1
-            for pair in pairs:
+            for pair in one.summands:
                 products.append((n, row, pair))
             for gradients in one.gradients or ():
                 kept.append((n, row, gradients))
@@ -94,7 +97,7 @@ def clipped_sums(
         else:
             totals[n] = total
     for n, several in parts.items():
-        totals[n] = values[n].shaped(several)
+        totals[n] = weight_of(several, values[n].layout, values[n].shape)
     for sums, mine in tables.items():
         with NOTHING if label is None else label("sum", (records[n] for n in mine)):
             uses = [values[n].number for n in mine]

@@ -172,7 +172,8 @@ class Fused(Work):
         while lefts:
             left = lefts.pop()
             (record,), value = left.records, left.value
-            use = _on_kernels(value)
+            make = ON_KERNELS.get(type(value))
+            use = value.on_kernels() if make is None else make(value)
             del left, value
             if isinstance(use, Tokens):
                 tables.append(use)

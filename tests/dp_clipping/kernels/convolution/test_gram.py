@@ -5,7 +5,8 @@ import torch
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.convolution import gram
 from dp_clipping.kernels.convolution.geometry import Geometry
-from dp_clipping.kernels.convolution.layout import layout_of, packed
+from dp_clipping.kernels.convolution.layout import folded, layout_of
+from dp_clipping.kernels.convolution.packing import pack
 from tests.support.convolution_cases import WIDE, operands
 from tests.support.kernel_cases import Place, on_kernels
 
@@ -16,7 +17,8 @@ CASES = [case for case in WIDE if case[-1].groups == 1] + [
 
 def gram_squares(x, y, size, geometry, tf32):
     layout = layout_of(x.shape, y.shape, 2, len(x) // size, geometry)
-    return gram.gram_squares(packed(x, y, layout, geometry, tf32), layout)
+    x = folded(x, geometry, layout) if layout.folds else x
+    return gram.gram_squares(pack(x, y, layout.to_x, layout.to_y, tf32), layout)
 
 
 @on_kernels(dtypes=[torch.float16, torch.bfloat16], tf32=True)

@@ -13,7 +13,8 @@ from dp_clipping.kernels.convolution import factors as of_factors
 from dp_clipping.kernels.convolution import packing
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
 from dp_clipping.kernels.convolution.geometry import Geometry, Packed
-from dp_clipping.kernels.convolution.layout import layout_of, packed, pairs_of, weight_of
+from dp_clipping.kernels.convolution.layout import folded, layout_of, pairs_of, weight_of
+from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
@@ -31,11 +32,15 @@ def factors(x: Tensor, y: Tensor, case: tuple, tf32: bool = True) -> Convolution
 
 def total_of(use: ConvolutionFactors, c: Tensor) -> Tensor:
     """Returns Σ_i c_i G_i, as `Fused.sums` forms it."""
-    pairs = use.summands() if use.gradients is None else []
+    if not use.values and use.gradients is None:
+        use.pack()
     c = c if use.scale is None else c * use.scale
     if use.gradients:
-        return use.shaped(weighted_sums(use.gradients, c[None], [0] * len(use.gradients)))
-    return use.shaped(weighted_products(pairs, SortedCoefficients.of(c), [0] * len(pairs)))
+        totals = weighted_sums(use.gradients, c[None], [0] * len(use.gradients))
+    else:
+        pairs = use.summands
+        totals = weighted_products(pairs, SortedCoefficients.of(c), [0] * len(pairs))
+    return weight_of(totals, use.layout, use.shape)
 
 
 def norm_of(use: ConvolutionFactors, keep: bool = True) -> tuple[Tensor, bool]:
@@ -61,7 +66,8 @@ def test_runs_are_linear_layers(case):
     x, y, right = operands(case, torch.float64, "cpu")
     layout = layout_of(x.shape, y.shape, 2, pictures, geometry)
     with patch("dp_clipping.kernels.convolution.packing.launch", placed):
-        pairs = pairs_of(packed(x, y, layout, geometry, False), layout)
+        x = folded(x, geometry, layout) if layout.folds else x
+        pairs = pairs_of(pack(x, y, layout.to_x, layout.to_y), layout)
     found = [torch.einsum("btd,btp->bdp", left, a) for left, a in pairs]
     shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
     groups = geometry.groups
@@ -120,14 +126,14 @@ def test_pieces(place: Place) -> None:
 
     def counting(x: Tensor, *rest: Any) -> Packed:
         packs.append(len(x))
-        return packed(x, *rest)
+        return pack(x, *rest)
 
     for most, programs in ((1 << 26, 1), (1, 1), (1, 10)):
         of_factors.samples_at_a_time.cache_clear()
         with (
             patch.object(packing, "PACKED_BYTES", most),
             patch.object(of_factors, "LEAST_PROGRAMS", programs),
-            patch.object(of_factors, "packed", counting),
+            patch.object(of_factors, "pack", counting),
         ):
             use = factors(x, y, case)
             squares, _ = norm_of(use)
