@@ -6,6 +6,7 @@ Each is a context: inside, the library is broken in one place, on the CPU in mod
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -155,14 +156,16 @@ def twice_the_rate() -> AbstractContextManager:
 
 def divided_by_batch() -> AbstractContextManager:
     """The sum is divided by the size of the batch, which depends on the data."""
-    right = GradientNoise._how
+    right = GradientNoise._add_to_sums
 
-    def how(self: Any, step: int) -> dict[str, Any]:
-        found = right(self, step)
+    def add_to_sums(self: Any, step: int) -> None:
         rows = sum(len(batch.norms) for batch in self.model.step_state.norms)
-        return found | {"divisor": float(max(1, rows))}
+        add = partial(self.source.add, divisor=float(max(1, rows)))
+        once = lambda *args, divisor, **rest: add(*args, **rest)  # noqa: E731
+        with patch.object(self.source, "add", once):
+            right(self, step)
 
-    return patch.object(GradientNoise, "_how", how)
+    return patch.object(GradientNoise, "_add_to_sums", add_to_sums)
 
 
 AUDIT, RECORD = "audit", "record_sums"

@@ -145,10 +145,10 @@ def scaled(factor: float) -> Callable:
 
 
 def without_the_first(right: Callable) -> Callable:
-    """Of the parameters, the first that comes: the last layer's."""
+    """Of the parameters, those whose norms come first."""
 
     def add_rows(self, records, squares, *rest):
-        squares = squares if len(self) else torch.cat((0 * squares[:1], squares[1:]))
+        squares = squares if len(self) else 0 * squares
         right(self, records, squares, *rest)
 
     return add_rows

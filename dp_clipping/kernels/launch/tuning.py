@@ -168,15 +168,20 @@ def _choose(key: tuple, candidates: Sequence[Tile], run: Launch) -> Tile:
         return default
     name = f"{kernel}, {str(dtype).removeprefix('torch.')}, {' x '.join(map(str, sizes))}"
     saved = _saved(device).get(name)
-    tile = next((one for one in candidates if one._asdict() == saved), None)
+    tile = next((one for one in candidates if _written(one) == saved), None)
     if tile is None and os.environ.get(SWITCH) == "1":
         if is_current_stream_capturing():
             return default
         tile = _fastest(candidates, run, device)
         if tile is not None:
-            keep(FILE, device, {name: tile._asdict()})
+            keep(FILE, device, {name: _written(tile)})
     _chosen[key] = tile or default
     return _chosen[key]
+
+
+def _written(tile: Tile) -> dict[str, int]:
+    """Returns a tile as it is stored."""
+    return dict(zip(("rows", "columns", "depth", "warps", "stages"), tile, strict=True))
 
 
 @lru_cache(maxsize=16)

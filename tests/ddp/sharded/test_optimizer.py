@@ -163,7 +163,9 @@ def built(context: Context, cls: type[torch.optim.Optimizer]) -> None:
             model.make_optimizer(refused)
 
 
-@pytest.mark.parametrize("cls", [*sorted(ELEMENTWISE, key=repr), Signs], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [*sorted(ELEMENTWISE, key=repr), Signs], ids=lambda cls: cls.__name__
+)
 def test_optimizers_that_treat_elements_alone_are_accepted(cpu_ranks, cls):
     cpu_ranks.run(1, built, cls)
 
