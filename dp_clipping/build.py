@@ -122,7 +122,7 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
             stacklevel=TO_USER,
         )
         return settings.data_loader
-    return PoissonLoader.from_data_loader(
+    return PoissonLoader(
         settings.data_loader,
         key=keys.sampling,
         sample_rate=settings.rates[0],

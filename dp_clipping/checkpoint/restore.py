@@ -226,9 +226,9 @@ def _seek(run: PrivateRun, details: dict[str, Any], same_keys: bool) -> None:
         return
     here = loader.state_dict()
     if state is not None and all(state[k] == here[k] for k in ("num_samples", "sample_rate")):
+        loader.usage.restart(state["position"])  # the steps of later batches are undone with them
         loader.load_state_dict(state)
     else:  # of other data, for new keys: its batches follow those of this loader
         loader.usage.restart(loader.position)
-    run.unused_from = loader.position
     run.start = tuple(details["start"]) if same_keys else (loader.position, details["steps"])
     loader.batch_sampler.rekey(run.keys.sampling, run.start[0])

@@ -34,7 +34,6 @@ class PrivateRun:
         account: the engine's.
         start: position of the loader and number of steps at which the key came into use.
         certificate: what secure noise costs the steps of this run so far; None for other noise.
-        unused_from: the number of the loader's batch after the last one that is in a step.
         units_digest: of which examples are together in `unit_ids`; "" without. Not for files.
         plan: the training that `target_epsilon` was given for; None: there is no target.
         said: what was said of steps beyond it, and of constants that are none.
@@ -51,7 +50,6 @@ class PrivateRun:
     criterion: Any
     start: tuple[int, int] = (0, 0)
     certificate: Certificate | None = None
-    unused_from: int = 0
     units_digest: str = field(default="", repr=False)
     plan: Plan | None = None
     said: set[str] = field(default_factory=set, repr=False)
@@ -115,12 +113,6 @@ class PrivateRun:
                 f"each batch in one step, in order: call optimizer.zero_grad() and begin another "
                 f"iteration, for x, y in loader:, which yields batch {self.next_batch}"
             )
-        if number < self.unused_from:
-            raise RuntimeError(
-                f"this step has batch {number} of the loader, which is in a step already, and ε is "
-                "of batches that are sampled independently: do not set the loader back, and begin "
-                "another iteration, for x, y in loader:; engine.load_checkpoint sets a run back"
-            )
 
     def describe(self) -> dict[str, Any]:
         """Returns the public settings; a load compares all of them but the mode."""
@@ -137,24 +129,6 @@ class PrivateRun:
             "private": self.model.policy is not None,
             "parameters": parameters,
         }
-
-    def sampler_state(self) -> dict[str, int | float] | None:
-        """Returns the position at which the loader continues after a resume.
-
-        A Poisson batch that was handed out and not used comes again. One that was used is not,
-        also if the loader was not told of it.
-        """
-        if self.poisson is None:
-            return None
-        state = self.poisson.state_dict()
-        if self.poisson.batch_sampler.scheme.in_order:
-            state["position"] = self.next_batch
-            return state
-        step_state = self.model.step_state
-        if step_state.usage.handed is None and step_state.batch_number is not None:
-            state["position"] = step_state.batch_number  # another loader has taken it
-        state["position"] = max(state["position"], self.next_batch, self.unused_from)
-        return state
 
 
 @dataclass(frozen=True)

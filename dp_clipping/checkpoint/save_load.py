@@ -192,7 +192,7 @@ def _details(run: PrivateRun, random: list[dict[str, Tensor]]) -> dict[str, Any]
         "key_fingerprint": run.keys.fingerprint,
         "account": plain(run.account.parts()),
         "steps": run.optimizer.steps,
-        "sampler": run.sampler_state(),
+        "sampler": None if run.poisson is None else run.poisson.state_dict(),
         "start": list(run.start),
         # Of all steps of the account, as all of them are in the file.
         "other_batches": run.account.other_batches,

@@ -268,8 +268,6 @@ class Accounts:
             self._account.cover(certificate)
         self._account.count(step, key_is_fixed=run.keys.fixed)
         run.certificate = certificate
-        if step.batch_number is not None:
-            run.unused_from = step.batch_number + 1
 
     def _look_at_plan(self, run: PrivateRun, plan: Plan) -> None:
         """Warns, once, of a step that a target was not computed for.

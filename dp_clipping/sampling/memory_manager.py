@@ -151,8 +151,6 @@ class Position:
 
     number: int
     left: deque[Drawn] = field(default_factory=deque)
-    steps: int = 0
-    """Released before this batch, as the loader's usage counts them."""
 
 
 class MicrobatchLoader(Uncopied, DataLoader):
@@ -211,12 +209,10 @@ class MicrobatchLoader(Uncopied, DataLoader):
                     break
                 left = place.left or yielded.popleft()
                 if poisson:
-                    before = poisson.usage.steps
                     poisson.hand_over(
                         place.number, left[0], batch, alone, first=first, last=len(left) == 1,
                         rows=self._rows, largest=self.batch_sampler.max_size,
                     )  # fmt: skip
-                    place.steps = before if first else place.steps
                 self.real = left.popleft().rows
                 if not poisson and self._rows is not None:
                     self._optimizer.step_state.usage.ticket = Ticket(self.real, rows=self._rows)
@@ -244,10 +240,8 @@ class MicrobatchLoader(Uncopied, DataLoader):
             return
         epoch, poisson, half_way = self._epoch, self._poisson, bool(current.left)
         self._place = self._epoch = None
-        if poisson and not half_way and not poisson.is_last(epoch):
+        if poisson and not half_way and poisson.batch_sampler.epoch is not epoch:
             return  # its microbatches are done, and those of a newer iteration are under way
-        if half_way and poisson and poisson.usage.steps > current.steps:
-            poisson.position = max(poisson.position, current.number + 1)
         if self._optimizer.leave_microbatches(half_way):
             warnings.warn(
                 f"Poisson batch {current.number} was left after some of its microbatches: what "

@@ -13,7 +13,7 @@ Whoever has the key can compute the batches. `schemes` has other ways to choose 
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,10 @@ KEY_BYTES = 32
 OVER = (
     "another iteration of this loader, or load_state_dict, has ended this one: use one at a time, "
     "the last that was begun"
+)
+ANOTHER = (
+    "another loader takes this one's batches (Opacus's BatchMemoryManager?), and would not say "
+    "which part of a batch a step has: use dp_clipping.BatchMemoryManager"
 )
 COPIED = (
     "a {name} holds the key of its batches, and a copy would yield the same ones for other steps: "
@@ -128,7 +132,7 @@ class Uncopied:
 
 
 class PoissonSampler(Uncopied, Sampler[list[int]]):
-    """A batch sampler: each iteration yields one rank's part of the next `steps` Poisson batches.
+    """A batch sampler: an iteration yields one rank's part of each batch of `epoch`.
 
     The `world_size` data-parallel ranks have disjoint parts of a batch, and together the batch of a
     single process (`Scheme.split`). Ranks that share samples (one tensor-parallel group) pass the
@@ -138,20 +142,12 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
     With `units` a sample is a unit of several examples: units are drawn, `num_samples` counts them,
     and a batch has `units.rows` indices for each.
 
-    Its attributes are many because a DataLoader knows a sampler by them, and a checkpoint restores
-    it through them.
-
-    Only the iteration that was begun last yields batches: two at a time would each skip those of
-    the other.
-
     Attributes:
-        position: how many batches were yielded to the user, over all epochs.
         start: the number of the batch at which the key came into use.
-        step: the number of the next batch. A prefetching DataLoader moves it ahead of `position`.
-        yielded: this rank's batches, for the loader, if it asks for the next iteration.
-        on_batch: called with the number of a Poisson batch before it is yielded.
-        on_direct_use: called when batches are taken by another loader than the one that owns this.
-        why_not_alone: a reason not to yield batches to another loader.
+        epoch: the numbers of the batches that the loader asks for. An iteration ends, with an
+            error, when this is another object. None: the loader has no place yet.
+        yielded: where the loader that asks for the next iteration gets what is known of its
+            batches. It may prefetch them.
     """
 
     def __init__(
@@ -180,46 +176,33 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
         self.world_size = world_size
         self.units = units
         self.scheme = Poisson(num_samples, sample_rate) if scheme is None else scheme
-        self.position = self.step = self.start = 0
+        self.start = 0
+        self.epoch: range | None = None
         self.yielded: deque[Drawn] | None = None
-        self.on_batch: Callable[[int], object] | None = None
-        self.on_direct_use: Callable[[], object] = _nothing
-        self.why_not_alone: str | None = None
-        self._iteration: object | None = None  # the last one that was begun
         self._key = key
-        self._next_steps = steps
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Yields this rank's part of each batch.
+
+        Raises RuntimeError for a loader that does not say which part of a batch it yields.
+        """
         yielded, self.yielded = self.yielded, None
         if yielded is None:
-            if self.why_not_alone:
-                raise RuntimeError(self.why_not_alone)
-            self.step = self.position
+            raise RuntimeError(ANOTHER)
         for shares in self.batches():
-            if yielded is None:
-                self.on_direct_use()
-                if self.on_batch is not None:
-                    self.on_batch(self.step - 1)
-                self.position = self.step
-            else:
-                yielded.append(self.drawn(shares[self.rank]))
+            yielded.append(self.drawn(shares[self.rank]))
             yield shares[self.rank]
 
     def batches(self) -> Iterator[list[list[int]]]:
-        """Yields the next `steps` Poisson batches, each as `shares` returns it.
-
-        Raises RuntimeError, and yields none, when another iteration has begun or `seek` was called.
-        """
-        iteration = self._iteration = object()
-        steps, self._next_steps = self._next_steps, self.steps
-        for step in range(self.step, self.step + steps):
-            if self._iteration is not iteration:
+        """Yields the batches of `epoch`, each as `shares` returns it."""
+        epoch = self.epoch
+        for number in epoch or ():
+            if self.epoch is not epoch:
                 raise RuntimeError(OVER)
-            self.step = step + 1
-            yield self.shares(step)
+            yield self.shares(number)
 
     def shares(self, step: int) -> list[list[int]]:
         """Returns batch `step` as one ascending list of indices for each rank."""
@@ -238,7 +221,7 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
     def rows_per_unit(self) -> int:
         return 1 if self.units is None else self.units.rows
 
-    def drawn(self, rows: list[int]) -> "Drawn":
+    def drawn(self, rows: list[int]) -> Drawn:
         """Returns the facts about a batch, or a part of one, that the loader needs later."""
         views = 1 if self.units is None else self.units.views
         return Drawn(len(rows), fill_of(rows, self.rows_per_unit, views))
@@ -251,16 +234,6 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
         """
         _check_sampling(key, 0, self.num_samples, self.sample_rate)
         self._key, self.start = key, start
-
-    def seek(self, batches: range) -> None:
-        """Moves to these batches: the next iteration yields them, later ones those after them."""
-        self._iteration = None
-        self.step = batches.start
-        self._next_steps = len(batches)
-
-
-def _nothing() -> None:
-    """Does nothing."""
 
 
 def _check_sampling(key: bytes, step: int, num_samples: int, sample_rate: float) -> None:

@@ -79,11 +79,9 @@ class SampleUsage:
 
     Attributes:
         batch_size: the batch size of a loader without Poisson sampling; None: not known.
-        handed: samples of the (micro)batch that was yielded last; None without a Poisson loader,
-            and where another loader takes its batches: then nothing is counted.
+        handed: samples of the (micro)batch that was yielded last; None without a Poisson loader.
         left: those of them that no backward has used.
         uses: backwards since they were handed out; all ranks count alike.
-        steps: how often something was released.
         unused_from: the number of the batch after the last one that is in a step.
         is_unused: a batch of the iteration in progress was yielded and is in no step yet.
         pending: the number of a batch that is to be in the next step: it was yielded in training,
@@ -101,7 +99,6 @@ class SampleUsage:
         self._more_to_come = False
         self._parts: list[Sequence[Slice | None]] = []  # of the batch, that backwards have used
         self.uses = 0
-        self.steps = 0
         self.unused_from = 0
         self.is_unused = False
         self.pending: int | None = None
@@ -270,7 +267,6 @@ class SampleUsage:
 
     def close(self) -> None:
         """Records that a step is about to be released: its batch cannot be used again."""
-        self.steps += 1
         self.pending, self.is_firm = None, False
         if self.ticket.number is not None:
             self.unused_from = self.ticket.number + 1
@@ -283,10 +279,3 @@ class SampleUsage:
         if self.handed is not None:
             self.handed = self.left = 0
         self.is_unused = False
-
-    def forget(self) -> None:
-        """Stops counting: another loader (Opacus's BatchMemoryManager) takes the batches."""
-        self._parts = []
-        self.ticket = replace(self.ticket, largest=None, alone=None)
-        self.handed = self.pending = None
-        self.is_unused = self.is_firm = False

@@ -276,11 +276,6 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"3 views of each example: give 3 or 6$"):
             in_parts(run, 4)
 
-    def test_another_loader_over_the_sampler(self):
-        with pytest.raises(RuntimeError, match=r"split the views of a sample: .* or views=1"):
-            next(iter(build().loader.batch_sampler))
-
-
 @pytest.mark.parametrize("wrap_model", [False, True])
 def test_a_moving_average_follows_steps_and_not_parts_of_them(wrap_model):
     run = build(

@@ -21,11 +21,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "losses = losses.masked_fill(self.fill, 1)",
     ): "a constant has no gradient, and of losses only that they are finite is read",
     (
-        "dp_clipping/sampling/loader.py",
-        "elif sampler.rows_per_unit > 1:",
-        "elif sampler.rows_per_unit != 1:",
-    ): "a unit has one row at least",
-    (
         "dp_clipping/accounting/truncated_poisson.py",
         "@lru_cache(4)",
         "",

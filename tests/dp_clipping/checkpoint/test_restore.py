@@ -49,7 +49,7 @@ def everything(run, *schedulers):
             optimizer.state_dict(), optimizer.noise_multiplier, optimizer.max_grad_norm,
             optimizer.steps, optimizer.noise.key, state.batch_number, state.phase,
             adaptive and adaptive.state_dict(), vars(state.usage),
-            run.loader.state_dict(), run.loader.batch_sampler._key, run.loader.batch_sampler.step,
+            run.loader.state_dict(), run.loader.batch_sampler._key, run.loader.batch_sampler.epoch,
             own.keys.master, own.start, list(account.history), account._parts, account._released,
             account._next, account._loaded_for is None,
             [{k: v for k, v in vars(s).items() if k != "optimizer"} for s in schedulers],

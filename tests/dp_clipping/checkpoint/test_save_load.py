@@ -74,20 +74,6 @@ class TestResume:
         load(resumed, path)
         assert torch.equal(next(iter(resumed.loader))[0], held[0])
 
-    def test_draws_taken_behind_the_loaders_back_are_not_drawn_again(self, path):
-        whole = build()
-        for rows in whole.loader.batch_sampler:
-            x, y = data()[rows]  # no rows are an empty batch, which a DataLoader cannot collate
-            whole.criterion(whole.model(x), y).backward()
-            whole.optimizer.step()
-            whole.optimizer.zero_grad()
-            if whole.optimizer.steps == 2:
-                break
-        save(whole, path)
-        resumed = build()
-        load(resumed, path)
-        assert resumed.loader.position == 2
-
     def test_in_the_middle_of_a_step_it_is_refused(self, path):
         run = build()
         x, y = next(iter(run.loader))

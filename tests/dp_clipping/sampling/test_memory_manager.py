@@ -52,7 +52,7 @@ def numbers(count: int) -> TensorDataset:
 
 def poisson(count=60, batch_size=12, *, rank=0, world_size=1, rand_on_empty=False, **options):
     loader = DataLoader(numbers(count), batch_size=batch_size, **options)
-    return PoissonLoader.from_data_loader(
+    return PoissonLoader(
         loader, key=KEY, rank=rank, world_size=world_size, rand_on_empty=rand_on_empty
     )
 
@@ -224,7 +224,7 @@ class TestPoisson:
             assert 0 in sizes
             loader = poisson(24, 3, rank=rank, world_size=2, rand_on_empty=True)
             with split_by(loader, 1) as memory_safe:
-                received = [(len(batch), loader.holds_dummy) for (batch,) in memory_safe]
+                received = [(len(batch), loader.usage.ticket.is_dummy) for (batch,) in memory_safe]
             assert received == [(1, size == 0) for size in sizes]
 
 
@@ -346,7 +346,9 @@ class TestLeftEarly:
                 run.optimizer.step()
                 break
         assert run.optimizer.steps == 1
-        assert run.loader.position == 1
+        assert run.loader.state_dict()["position"] == 1
+        assert next(iter(run.loader)) is not None
+        assert run.loader.usage.ticket.number == 1
 
     def test_ended_late_it_leaves_the_signals_of_a_newer_one_alone(self):
         """A loop that counts leaves the iteration of an epoch open, and another loader begins."""
