@@ -66,11 +66,6 @@ def totals_of(history: History) -> Counter[tuple[float, float]]:
     return totals
 
 
-def end_of(history: History) -> tuple[int, int]:
-    """Returns the number of entries, and of steps in the last one."""
-    return len(history), history[-1][2] if history else 0
-
-
 def _single(history: History) -> Iterator[tuple[float, float]]:
     for sigma, rate, steps in history:
         for _ in range(steps):

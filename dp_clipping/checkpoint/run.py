@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from dp_clipping.accounting.ledger import Account
 from dp_clipping.accounting.target_epsilon import Plan
 from dp_clipping.checkpoint.random_states import set_states, states_of
+from dp_clipping.distributed.agreement import gathered
 from dp_clipping.distributed.dtensor import size_of
 from dp_clipping.noise.keys import Keys
 from dp_clipping.noise.secure.certificate import Certificate
@@ -155,19 +156,12 @@ class Snapshot:
     weights: str = "all"
 
 
-# ---- random states -------------------------------------------------------------------------------
-
-
 def random_states(run: PrivateRun) -> list[dict[str, Tensor]]:
     """Returns the random states of each rank, so that dropout and augmentation go on as they were.
 
     Not that of a generator of the user's own.
     """
-    states = states_of(run.device)
-    joined = torch.cat([*states.values()]).to(run.device)
-    lengths = [len(state) for state in states.values()]
-    of_ranks = _gathered(run, joined)
-    return [dict(zip(states, x.cpu().split(lengths), strict=True)) for x in of_ranks]
+    return _of_ranks(run, states_of(run.device))
 
 
 def set_random_state(run: PrivateRun, states: list[dict[str, Tensor]]) -> None:
@@ -179,10 +173,24 @@ def set_random_state(run: PrivateRun, states: list[dict[str, Tensor]]) -> None:
 # ---- agreement -----------------------------------------------------------------------------------
 
 
-def agree(run: PrivateRun, what: str, problem: BaseException | None) -> None:
-    """Returns on all ranks, or raises on all: a rank's own problem, or the number of a rank with
-    a problem."""
-    _answers(run, what, problem, RuntimeError)
+def agree(
+    run: PrivateRun, what: str, problem: BaseException | None, content: bytes = b"",
+    kind: type[Exception] = RuntimeError,
+) -> None:  # fmt: skip
+    """Returns on all ranks, or raises on all.
+
+    Args:
+        problem: why this rank could not do `what`; other ranks raise `kind` with its number.
+        content: a digest of what this rank has read.
+    """
+    of_ranks = _of_ranks(run, (problem is None, content))
+    if problem is not None:
+        raise problem
+    failed = [rank for rank, (succeeded, _) in enumerate(of_ranks) if not succeeded]
+    if failed:
+        raise kind(f"rank {failed[0]} could not {what}: its own error says why")
+    if len(set(of_ranks)) > 1:
+        raise ValueError(f"ranks have read other content to {what}: is the disk shared?")
 
 
 def together(run: PrivateRun, what: str, action: Callable[[], Any]) -> Any:
@@ -196,45 +204,14 @@ def together(run: PrivateRun, what: str, action: Callable[[], Any]) -> Any:
     return result
 
 
-def agree_on_content(
-    run: PrivateRun, path: Path, digest: bytes | None, problem: Exception | None
-) -> None:
-    """Returns if all ranks have read the same, else raises on all.
-
-    Args:
-        digest: the digest of the data that this rank has read, 31 bytes; None if it could not.
-    """
-    content = digest or bytes(31)
-    of_ranks = _answers(run, f"load {path}", problem, ValueError, content)
-    if any(not torch.equal(answer, of_ranks[0]) for answer in of_ranks):
-        raise ValueError(f"ranks have read different checkpoints from {path}: is the disk shared?")
-
-
-def _answers(
-    run: PrivateRun, what: str, problem: BaseException | None, kind: type[Exception],
-    content: bytes = b"",
-) -> list[Tensor]:  # fmt: skip
-    """Returns the content of each rank, or raises on all; an error of `kind` on other ranks."""
-    answer = torch.tensor([problem is None, *content], dtype=torch.uint8, device=run.device)
-    of_ranks = _gathered(run, answer)
-    if problem is not None:
-        raise problem
-    failed = [rank for rank, answer in enumerate(of_ranks) if not answer[0]]
-    if failed:
-        raise kind(f"rank {failed[0]} could not {what}: its own error says why")
-    return of_ranks
-
-
-def _gathered(run: PrivateRun, x: Tensor) -> list[Tensor]:
-    """Returns the tensors of all ranks, of one shape; RuntimeError if some rank is not here."""
+def _of_ranks(run: PrivateRun, value: Any) -> list[Any]:
+    """Returns the values of all ranks; RuntimeError if some rank is not here."""
     if run.group is None:
-        return [x]
-    of_ranks = [torch.empty_like(x) for _ in range(run.world_size)]
+        return [value]
     try:
-        dist.all_gather(of_ranks, x, group=run.group)
+        return gathered(value, run.group)
     except RuntimeError as error:
         raise RuntimeError(
             "not all ranks have come to this save_checkpoint or load_checkpoint: call it on every "
             f"rank, between the same two steps, and not under `if rank == 0` ({error})"
         ) from error
-    return of_ranks

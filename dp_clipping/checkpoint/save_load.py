@@ -39,8 +39,7 @@ last goes on with a key, from its first step on.
 Both are tied together and verified as a whole: `PATH` ends with the SHA-256 of its content and an
 HMAC of that digest under a key derived from the run's (file_format.py). What does not agree is
 refused, on every rank, before anything is changed, and a load that fails later is undone
-(restore.py). With `new_keys=True` the key file may be missing: then the digest alone is verified. A
-checkpoint of version 1, which has no digest, loads with a warning.
+(restore.py). With `new_keys=True` the key file may be missing: then the digest alone is verified.
 
 A sharded model is saved as a folder: see distributed_format.py. A load takes either, whatever the
 model that it is for.
@@ -77,7 +76,7 @@ from dp_clipping.checkpoint.restore import (
 from dp_clipping.checkpoint.run import (
     PrivateRun,
     Snapshot,
-    agree_on_content,
+    agree,
     random_states,
     together,
 )
@@ -223,7 +222,8 @@ def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
                 resume = _read_file(snapshot, new_keys)
         except Exception as error:
             problem = as_refusal(path, error)
-        agree_on_content(run, path, resume and resume.digest(), problem)
+        content = b"" if resume is None else resume.digest()
+        agree(run, f"load {path}", problem, content, kind=ValueError)
         assert resume is not None
         if fill is not None:
             together(run, f"load {path}", fill)
@@ -231,7 +231,7 @@ def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
 
 
 def _read_file(snapshot: Snapshot, new_keys: bool) -> Resume:
-    saved = read(snapshot.path, snapshot.torch_kwargs)
+    saved = read(snapshot.path, snapshot.torch_kwargs, snapshot.key_file)
     if LEFT_OUT in saved[DETAILS] and is_sharded(snapshot.run):
         raise ValueError(
             f"{snapshot.path} was saved without all weights, and the model is sharded: save it "
@@ -247,7 +247,7 @@ def _read_folder(snapshot: Snapshot, new_keys: bool) -> tuple[Resume, Callable[[
     from dp_clipping.checkpoint import distributed_format as folder_format  # takes a second
 
     run, path = snapshot.run, snapshot.path
-    saved = read(path / folder_format.RUN_FILE, snapshot.torch_kwargs)
+    saved = read(path / folder_format.RUN_FILE, snapshot.torch_kwargs, snapshot.key_file)
     folder_format.verify(run, path, saved)
     reader, known = folder_format.read_shapes(path, saved)
     keys, unsaved, notes = check_fits(snapshot, with_tensors(saved, known), new_keys)

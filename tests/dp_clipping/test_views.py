@@ -276,6 +276,7 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"3 views of each example: give 3 or 6$"):
             in_parts(run, 4)
 
+
 @pytest.mark.parametrize("wrap_model", [False, True])
 def test_a_moving_average_follows_steps_and_not_parts_of_them(wrap_model):
     run = build(

@@ -21,7 +21,6 @@ def test_steps_are_counted(history):
     steps = single(history)
     assert histories.count(history) == len(steps)
     assert histories.totals_of(history) == Counter(steps)
-    assert histories.end_of(history) == (len(history), history[-1][2] if history else 0)
 
 
 @given(HISTORIES, st.integers(0, 25))

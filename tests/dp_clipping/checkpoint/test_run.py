@@ -1,17 +1,14 @@
 """What the ranks of a run agree on, and where its draws and random numbers go on."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dp_clipping.checkpoint.run import agree, agree_on_content, random_states, set_random_state
+from dp_clipping.checkpoint.run import agree, random_states, set_random_state
 from dp_clipping.distributed.agreement import agree_on_settings
 from tests.support.on_ranks import on_ranks
-from tests.support.saved_runs import build, train
-
-PATH = Path("run.pt")
+from tests.support.saved_runs import build
 
 
 def test_settings_that_a_load_compares():
@@ -22,15 +19,6 @@ def test_settings_that_a_load_compares():
     assert found["private"]
     assert found["parameters"]["first.weight"] == [5, 3]
     assert found["noise_multiplier"] == 0.8
-
-
-def test_a_draw_that_was_used_is_not_drawn_again():
-    made = build()
-    run = made.engine._runs[0]
-    train(made, 2)
-    assert run.sampler_state()["position"] == 2
-    made.model.step_state.steps += 3  # of draws that another loader took
-    assert run.sampler_state()["position"] == 5
 
 
 def test_random_numbers_go_on_where_they_were():
@@ -71,13 +59,13 @@ def test_ranks_go_on_together_or_not_at_all(context) -> None:
         with pytest.raises(kind, match=said):
             agree(run, "write it", mine if own else None)
 
-    agree_on_content(run, PATH, b"1" * 31, None)
-    digest, problem = (None, mine) if first else (b"1" * 31, None)
-    kind, said = (KeyError, "mine") if first else (ValueError, "rank 0 could not load run.pt")
+    agree(run, "load it", None, b"1")
+    content, problem = (b"", mine) if first else (b"1", None)
+    kind, said = (KeyError, "mine") if first else (ValueError, "rank 0 could not load it")
     with pytest.raises(kind, match=said):
-        agree_on_content(run, PATH, digest, problem)
-    with pytest.raises(ValueError, match="ranks have read different checkpoints"):
-        agree_on_content(run, PATH, bytes([context.rank] * 31), None)
+        agree(run, "load it", problem, content, ValueError)
+    with pytest.raises(ValueError, match="ranks have read other content to load it"):
+        agree(run, "load it", None, bytes([context.rank]))
 
 
 def test_a_rank_that_does_not_come_is_told_of(monkeypatch):
@@ -85,6 +73,6 @@ def test_a_rank_that_does_not_come_is_told_of(monkeypatch):
         raise RuntimeError("Timed out waiting 5000ms")
 
     run = SimpleNamespace(group=object(), world_size=2, device=torch.device("cpu"))
-    monkeypatch.setattr(torch.distributed, "all_gather", fails)
+    monkeypatch.setattr("dp_clipping.checkpoint.run.gathered", fails)
     with pytest.raises(RuntimeError, match=r"on every rank, between the same two steps.*5000ms"):
-        agree_on_content(run, PATH, bytes(31), None)
+        agree(run, "load it", None)

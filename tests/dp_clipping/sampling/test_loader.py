@@ -261,9 +261,7 @@ class TestSeeds:
         assert len(seen) == 2 * 8 * 3
 
     def test_a_batch_that_comes_again_draws_the_same(self):
-        loader = PoissonLoader(
-            DataLoader(RandomNumbers(), batch_size=4), key=KEY, sample_rate=1.0
-        )
+        loader = PoissonLoader(DataLoader(RandomNumbers(), batch_size=4), key=KEY, sample_rate=1.0)
         loader.is_training = lambda: True
         assert torch.equal(next(iter(loader)), next(iter(loader)))
 
@@ -301,9 +299,7 @@ class Items(Dataset):
 def no_samples(sample, *, collate_fn=None, batch_first=True, workers=0, rand_on_empty=False):
     """The batches of a loader's empty draws."""
     original = DataLoader(Items(sample), batch_size=1, collate_fn=collate_fn, num_workers=workers)
-    loader = PoissonLoader(
-        original, key=KEY, batch_first=batch_first, rand_on_empty=rand_on_empty
-    )
+    loader = PoissonLoader(original, key=KEY, batch_first=batch_first, rand_on_empty=rand_on_empty)
     sizes = [len(share) for (share,) in map(loader.batch_sampler.shares, range(len(loader)))]
     assert 0 in sizes
     assert max(sizes) > 1

@@ -200,9 +200,7 @@ class TestLoader:
     def test_the_batch_is_told_which_rows_are_fill(self, workers):
         units = units_of(7, 3, NAMES)
         loader = DataLoader(numbers(7), batch_size=6, num_workers=workers)
-        loader = PoissonLoader(
-            loader, key=KEY, units=units, sample_rate=0.5, steps=6
-        )
+        loader = PoissonLoader(loader, key=KEY, units=units, sample_rate=0.5, steps=6)
         for (batch,) in loader:
             expected = fill_of(batch.tolist(), 3)
             found = loader.usage.ticket.fill
