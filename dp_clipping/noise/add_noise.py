@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,17 +82,12 @@ def add_noise_to_all(
             for total, result in zip(sums, noisy, strict=True):
                 torch.div(total, divisor, out=result)
         elif values is GAUSSIAN and kernels.serves(sums[0]):
+            make = None if table is None else partial(table.take, numbers)
+            own_places = [places[i] for i in numbers]
             with torch.cuda.device_of(sums[0]):
-                if are_whole:
-                    make = None if table is None else partial(table.take, numbers)
-                    kernels.add_noise_to_all_kernel_launch(
-                        sums, noisy, own, std, divisor, make, more
-                    )
-                else:
-                    parts: list[Any] = [places[i] for i in numbers]
-                    kernels.add_noise_to_parts_kernel_launch(
-                        sums, noisy, own, parts, std, divisor, more
-                    )
+                kernels.add_noise_kernel_launch(
+                    sums, noisy, own, own_places, std, divisor, make, more
+                )
         elif are_whole and not more:
             _add_noise_plain_to_wholes(sums, noisy, own, std, divisor, values)
         else:

@@ -219,17 +219,7 @@ class SampleUsage:
                 f"backward of {samples} samples, and an earlier one of this batch may have had "
                 f"some of them: {once}, so add up the losses of a batch before one backward(), "
                 "with a factor of 0 for samples that a loss leaves out, as (mask * loss_a + "
-                "loss_b).backward(); parts without a sample in common are split by "
-                "BatchMemoryManager, or are slices of tensors that were moved and converted "
-                "before, as model(x[:8]), model(x[8:]), or follow optimizer.signal_skip_step(True) "
-                "and optimizer.step() in each part but the last"
-            )
-        if too_many and not self.handed:
-            return (
-                f"backward of {samples} samples, and of the loader's last batch none are unused: "
-                f"{once}, so take a new batch for each step from the loader that make_private "
-                "returned with this model, for x, y in loader:, and call optimizer.step() after "
-                "the last part of a batch that is split, as by x.split(3)"
+                "loss_b).backward(), and split a batch by BatchMemoryManager"
             )
         if too_many and self.uses:
             return (
@@ -238,11 +228,13 @@ class SampleUsage:
             )
         what = "samples that another rank has used already"
         if too_many:
-            left = f"{self.left} of {self.handed} are unused"
-            what = f"{samples} samples, and of the loader's last batch {left}"
+            left = f"{self.left} of {self.handed}" if self.handed else "none"
+            what = f"{samples} samples, and of the loader's last batch {left} are unused"
         return (
-            f"backward of {what}: {once}, so take a new batch for each step, add up losses of one "
-            "batch before one backward(), and give several views of a sample as one sample"
+            f"backward of {what}: {once}, so take a new batch for each step from the loader that "
+            "make_private returned with this model, for x, y in loader:, give several views of a "
+            "sample as one sample, and call optimizer.step() after the last part of a batch that "
+            "is split, as by x.split(3)"
         )
 
     def _use_of_batch(self, samples: int, part: bool) -> None:

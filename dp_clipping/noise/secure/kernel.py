@@ -21,7 +21,7 @@ from dp_clipping.kernels.launch.tiles import (
     table_on,
     triton,
 )
-from dp_clipping.noise.kernel import pieces_of, within_reach
+from dp_clipping.noise.kernel import pieces_of
 from dp_clipping.noise.secure import rounded_gaussian as reference
 
 if triton is not None:
@@ -74,7 +74,7 @@ def _runs_of(
 ) -> list[list[int]]:
     """Returns the table's rows of a total's runs with several rows, or of those with one."""
     n, found = total.numel(), []
-    for run in within_reach((Span(0, 0, n, n, 1),) if place is None else place):
+    for run in (Span(0, 0, n, n, 1),) if place is None else place:
         if (run.count > 1) != has_rows:
             continue
         is_aligned = run.offset % GROUP == 0 and (not has_rows or run.stride % GROUP == 0)
