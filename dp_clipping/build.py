@@ -155,7 +155,6 @@ def build_model(
         model.step_state.usage.batch_size = batch_size_of(loader)
     else:
         poisson.on_batch = lambda number: model.step_state.begin_batch(number, model.training)
-        poisson.is_training = lambda: model.training
     return model
 
 

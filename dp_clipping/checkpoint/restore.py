@@ -132,13 +132,6 @@ def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
     return {n: entry for n, entry in resume.saved.items() if n not in RESERVED or n in ALWAYS}
 
 
-def as_refusal(path: Path, error: Exception) -> Exception:
-    """Returns the error that a load raises: an expected one as it is, others on one line."""
-    if isinstance(error, ValueError | RuntimeError | OSError):
-        return error
-    return refusal(path, error)
-
-
 def refusal(path: Path, error: Exception) -> ValueError:
     """Returns the error of a load that failed, on one line."""
     reason = " ".join(str(error).split()) or type(error).__name__

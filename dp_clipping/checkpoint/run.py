@@ -89,30 +89,17 @@ class PrivateRun:
     def world_size(self) -> int:
         return size_of(self.group)
 
-    @property
-    def next_batch(self) -> int:
-        """Returns the number of the batch of the next step, if each is in one step, in order."""
-        return self.start[0] + self.optimizer.steps - self.start[1]
-
-    def refuse_batch(self, sampling: str, *, in_order: bool) -> None:
+    def refuse_batch(self, sampling: str) -> None:
         """Raises RuntimeError if the account of a sampling does not cover the step's batch.
 
-        What did not come from the loader at all is not refused with Poisson sampling.
+        What did not come from the loader at all is not refused with Poisson sampling. Batches of
+        the loader are in one step each, in order (`SampleUsage`).
         """
-        number = self.model.step_state.batch_number
-        if number is None:
-            if sampling == POISSON:
-                return
+        if self.model.step_state.batch_number is None and sampling != POISSON:
             raise RuntimeError(
                 f"the batch of this step did not come from the data_loader that make_private "
                 f"returned, and ε of sampling={sampling!r} covers no other: use the returned one, "
                 "for x, y in loader:"
-            )
-        if in_order and number != self.next_batch:
-            raise RuntimeError(
-                f"this step has batch {number} of the loader, and ε of sampling={sampling!r} needs "
-                f"each batch in one step, in order: call optimizer.zero_grad() and begin another "
-                f"iteration, for x, y in loader:, which yields batch {self.next_batch}"
             )
 
     def describe(self) -> dict[str, Any]:

@@ -68,10 +68,10 @@ from dp_clipping.checkpoint.file_format import (
 from dp_clipping.checkpoint.restore import (
     LEFT_BY_SCHEDULERS,
     Resume,
-    as_refusal,
     check_load,
     check_save,
     go_on,
+    refusal,
 )
 from dp_clipping.checkpoint.run import (
     PrivateRun,
@@ -220,8 +220,10 @@ def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
                 resume, fill = _read_folder(snapshot, new_keys)
             else:
                 resume = _read_file(snapshot, new_keys)
+        except (ValueError, RuntimeError, OSError) as error:
+            problem = error
         except Exception as error:
-            problem = as_refusal(path, error)
+            problem = refusal(path, error)
         content = b"" if resume is None else resume.digest()
         agree(run, f"load {path}", problem, content, kind=ValueError)
         assert resume is not None

@@ -9,7 +9,7 @@ On an H200 (torch 2.11, Triton 3.6) `randn_like`, add, divide and copy of 2²⁸
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -130,13 +130,18 @@ def add_noise_kernel_launch(
                 if _is_aligned(run) != (kind == "aligned"):
                     continue
                 width = ceil_div(run.length + (0 if kind == "aligned" else 3), 4)
-                rows.append([
-                    sums[i] + run.local_start * totals[i].element_size(),
-                    results[i] + run.local_start * outs[i].element_size(), run.numel, *words[i],
-                    run.count * width, run.length, width, run.stride, run.offset, *behind[i],
-                ])  # fmt: skip
+                rows.append([*run_row(totals[i], outs[i], run, width, words[i]), *behind[i]])
                 sizes.append(4 * run.count * width)
         _launch(totals[0].device, outs[0].dtype, kind, rows, sizes, std, divisor, len(earlier))
+
+
+def run_row(total: Tensor, out: Tensor, run: Span, width: int, words: Iterable[int]) -> list[int]:
+    """Returns the row of a table for a run of a part, `width` counters for each of its rows."""
+    return [
+        total.data_ptr() + run.local_start * total.element_size(),
+        out.data_ptr() + run.local_start * out.element_size(), run.numel, *words,
+        run.count * width, run.length, width, run.stride, run.offset,
+    ]  # fmt: skip
 
 
 def _launch(

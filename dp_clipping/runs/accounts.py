@@ -245,7 +245,7 @@ class Accounts:
         if is_private:
             if not run.keys.fixed:
                 self._account.refuse_other_run(fingerprint, run)
-            run.refuse_batch(self._mechanism.sampler, in_order=self._mechanism.in_order)
+            run.refuse_batch(self._mechanism.sampler)
             if run.plan is not None:
                 self._look_at_plan(run, run.plan)
         if optimizer.hooks:

@@ -45,11 +45,10 @@ PREPARED = (
 class PoissonLoader(Uncopied, DataLoader):
     """The user's loader with Poisson batches, or those of another scheme, in place of its own.
 
-    Each iteration begins at the current position (`start_epoch`), or with a batch that was left and
-    is to be in a step. With a scheme that is `in_order` it begins at the first batch that no step
-    has used. `hand_over` reports each batch before it is yielded: to `on_batch`, which refuses a
-    second batch before the step of the first, and to `usage`, which the model checks before each
-    backward. A checkpoint saves `state_dict()`.
+    Each iteration begins at the first batch that no step has used: a loop could otherwise choose
+    among batches, as by their size, and ε does not cover a choice. `hand_over` reports each batch
+    before it is yielded: to `on_batch`, which refuses a second batch before the step of the first,
+    and to `usage`, which the model checks before each backward. A checkpoint saves `state_dict()`.
 
     Args:
         loader: the user's; what is not named here stays as it is there, but for `drop_last`, which
@@ -65,10 +64,8 @@ class PoissonLoader(Uncopied, DataLoader):
         scheme: chooses the batches; default: `Poisson`.
 
     Attributes:
-        position: how many batches were yielded to the user, over all epochs.
         on_batch: called with the number of a batch just before its (first) part is yielded, in the
             main process; what it raises is raised instead of yielding the batch.
-        is_training: returns whether a batch that begins is for a step; None: no step uses any.
         is_over: returns whether the training has ended, so that no batch follows.
         usage: which samples of the last batch no backward has used.
         checked: the user's collate function, as it is called.
@@ -119,16 +116,19 @@ class PoissonLoader(Uncopied, DataLoader):
         )
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
         self.rand_on_empty = rand_on_empty
-        self.position = 0
         self.on_batch: Callable[[int], object] = lambda number: None
         self.usage = SampleUsage()
-        self.is_training: Callable[[], bool] | None = None
         self.is_over: Callable[[], bool] = lambda: False
         self._epoch_end = 0  # of the last iteration that was begun
 
     @property
     def sample_rate(self) -> float:
         return self.batch_sampler.sample_rate
+
+    @property
+    def position(self) -> int:
+        """Returns the number of the first batch that no step has used, over all epochs."""
+        return self.usage.unused_from
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -182,18 +182,8 @@ class PoissonLoader(Uncopied, DataLoader):
             raise RuntimeError(OVER)
 
     def coming_epoch(self) -> range:
-        """Returns the batch numbers of the next iteration: the rest of a loaded epoch, or one.
-
-        A batch that was left before a step has used it comes again (`SampleUsage.pending`). A loop
-        could otherwise choose among batches, as by their size, and ε does not cover a choice.
-        """
-        usage, epoch = self.usage, self.batch_sampler.epoch
-        if self.batch_sampler.scheme.in_order:
-            position = usage.unused_from
-        elif usage.pending is not None:
-            position = usage.pending
-        else:
-            position = max(self.position, usage.unused_from)
+        """Returns the batch numbers of the next iteration: the rest of a loaded epoch, or one."""
+        position, epoch = self.position, self.batch_sampler.epoch
         if epoch is not None and position == epoch.start:
             return epoch  # nothing of it was used
         is_rest = epoch is None and position < self._epoch_end
@@ -204,17 +194,17 @@ class PoissonLoader(Uncopied, DataLoader):
         coming = self.coming_epoch()
         # Another object also if it is equal: it tells this iteration from others.
         epoch = self.batch_sampler.epoch = range(coming.start, coming.stop)
-        self.position, self._epoch_end = epoch.start, epoch.stop
-        self.usage.begin_iteration()
+        self._epoch_end = epoch.stop
+        self.usage.is_unused = False  # the last batch of an iteration that was ended early
         if self._owns_generator:
             self.generator.manual_seed(self.batch_sampler.seed(epoch.start))
         return epoch
 
     def hand_over(
         self, number: int, drawn: Drawn, batch: Any, alone: Any, *, first: bool = True,
-        last: bool = True, rows: int | None = None, largest: int | None = None,
+        rows: int | None = None, largest: int | None = None,
     ) -> None:  # fmt: skip
-        """Announces batch `number`, or its `first` or `last` microbatch, before it is yielded.
+        """Announces batch `number`, or a microbatch of it (the `first`?), before it is yielded.
 
         Args:
             drawn: its samples; without any it is a made-up one, if `rand_on_empty`.
@@ -224,11 +214,6 @@ class PoissonLoader(Uncopied, DataLoader):
         """
         if first:
             self.on_batch(number)
-        if first and self.is_training is not None:
-            is_first = number == self.batch_sampler.epoch.start
-            # Where batches are in order, a step on a later one is refused in any case.
-            is_first = is_first or self.batch_sampler.scheme.in_order
-            self.usage.expect(number, in_training=self.is_training(), first=is_first)
         if not first and not self.usage.is_unused:
             raise RuntimeError(
                 f"a step has used a part of Poisson batch {number} and would be followed by one on "
@@ -239,23 +224,18 @@ class PoissonLoader(Uncopied, DataLoader):
             drawn.rows, number, rows, drawn.fill, self.rand_on_empty and not drawn.rows, largest,
             None if alone is None else (batch, alone),
         ))  # fmt: skip
-        if last:
-            self.position = number + 1
 
     def state_dict(self) -> dict[str, int | float]:
-        """Returns the position in the data: without the key, and the same on every rank.
-
-        A batch that was yielded for a step, and that none has used, comes again after a load.
-        """
+        """Returns the position in the data: without the key, and the same on every rank."""
         return {
-            "position": self.coming_epoch().start,
+            "position": self.position,
             "epoch_end": self._epoch_end,
             "num_samples": self.batch_sampler.num_samples,
             "sample_rate": self.sample_rate,
         }
 
     def load_state_dict(self, state: Mapping[str, int | float]) -> None:
-        """Continues after the last batch that was yielded, with the rest of that epoch.
+        """Continues after the last batch that a step has used, with the rest of that epoch.
 
         With the same key the same batches follow.
 
@@ -270,14 +250,14 @@ class PoissonLoader(Uncopied, DataLoader):
                     f"{name} is {state[name]} in the saved state and {here} in this data_loader: "
                     "resume with the data set and batch size of the saved run"
                 )
-        if state["position"] < self.usage.unused_from:
+        if state["position"] < self.position:
             raise ValueError(
                 f"data_loader would be set back to batch {state['position']}, and steps have used "
-                f"those before batch {self.usage.unused_from}, which are in one step only: leave "
-                "it where it is; engine.load_checkpoint sets a run back, with its steps"
+                f"those before batch {self.position}, which are in one step only: leave it where "
+                "it is; engine.load_checkpoint sets a run back, with its steps"
             )
-        self.position, self._epoch_end = state["position"], state["epoch_end"]
-        self.usage.restart(self.position)
+        self._epoch_end = state["epoch_end"]
+        self.usage.restart(state["position"])
         self.batch_sampler.epoch = None
 
 

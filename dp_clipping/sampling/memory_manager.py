@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
@@ -19,92 +18,6 @@ from dp_clipping.sampling.poisson import Drawn, PoissonSampler, Uncopied
 from dp_clipping.sampling.units import fill_of
 from dp_clipping.sampling.usage import Ticket
 from dp_clipping.trials.randomness import same_randomness
-
-
-class BatchMemoryManager:
-    """Splits batches: `with BatchMemoryManager(...) as loader`, as in Opacus.
-
-    The loader splits each batch of `data_loader` into consecutive microbatches of at most
-    `max_physical_batch_size` samples (with `views=v`, rows, of which a sample has v), and before it
-    yields one calls `optimizer.signal_skip_step(do_skip=...)`: False for the last of a batch, else
-    True. Between the ranks of a PoissonLoader only sizes differ: where one rank needs three
-    microbatches, all have three, some of them perhaps empty, if all pass the same
-    `max_physical_batch_size`. A batch without samples is one empty microbatch.
-
-    With `pad_batches` every microbatch has `max_physical_batch_size` rows: zeros follow the samples
-    (`collate.PaddedCollate`), of which the yielded loader's `real` says how many there are. The
-    network and the criterion compute with these rows, and nothing comes of them: their coefficients
-    are 0, whatever their losses and gradients are, they are in no norm and no count, and a private
-    loss prints the mean of the samples alone. (Mode `no_dp`, which has no coefficients, leaves
-    their losses out.) What a loop computes of outputs by itself, an accuracy say, has these rows
-    too: `outputs[: loader.real]`. Each forward takes a whole microbatch. Kernels then see one shape
-    only, so no sample's gradient depends, in the last bits, on how many others were sampled.
-
-    A PoissonLoader's `on_batch` is called before the first microbatch of a Poisson batch, and its
-    `position` moves with the last one. Ending the iteration in the middle of a batch (`break`, an
-    exception) drops its sums with a warning, so that the optimizer is between two steps, and the
-    batch is yielded again from its beginning, unless a step has used a part of it. Any other
-    DataLoader with a batch sampler is split likewise; its ranks must have batches of equal sizes.
-    """
-
-    def __init__(
-        self,
-        *,
-        data_loader: DataLoader,
-        max_physical_batch_size: int,
-        optimizer: Any,
-        pad_batches: bool = False,
-    ) -> None:
-        instance_of(bool, "True or False").check("pad_batches", pad_batches)
-        wanted = "the one that make_private returned"
-        instance_of(DataLoader, wanted).check("data_loader", data_loader)
-        whole("a whole number, 1 or more").check("max_physical_batch_size", max_physical_batch_size)
-        if not hasattr(optimizer, "leave_microbatches"):
-            raise ValueError(
-                f"optimizer is a {type(optimizer).__name__} and cannot skip steps: give the one "
-                "that make_private returned"
-            )
-        model = optimizer.model
-        each = model.examples_per_unit
-        if max_physical_batch_size % each:
-            least = max_physical_batch_size // each * each
-            fits = f"{least} or {least + each}" if least else each
-            units = f"{each} rows of each unit"
-            if model.views > 1:
-                units += f", {model.views} views of each example"
-            raise ValueError(
-                f"max_physical_batch_size is {max_physical_batch_size}, and a physical batch holds "
-                f"{units}: give {fits}"
-            )
-        if isinstance(data_loader, MicrobatchLoader):
-            raise ValueError("data_loader is split already: give the one before")
-        if isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_sampler is None:
-            raise ValueError(
-                "data_loader has no batch sampler whose batches could be split: give a dataset "
-                "with __getitem__ and a batch_size"
-            )
-        self.data_loader = data_loader
-        self.max_physical_batch_size = max_physical_batch_size
-        self.optimizer = optimizer
-        self.pad_batches = pad_batches
-        self._entered: list[MicrobatchLoader] = []
-
-    def __enter__(self) -> "MicrobatchLoader":
-        loader = MicrobatchLoader(
-            self.data_loader, self.max_physical_batch_size, self.optimizer, self.pad_batches
-        )
-        self._entered.append(loader)
-        return loader
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._entered.pop().leave()
-        if self.pad_batches:
-            self.optimizer.step_state.usage.end_padding()
 
 
 class MicrobatchSampler(Sampler[list[int]]):
@@ -153,39 +66,101 @@ class Position:
     left: deque[Drawn] = field(default_factory=deque)
 
 
-class MicrobatchLoader(Uncopied, DataLoader):
-    """The loader that `BatchMemoryManager` yields.
+class BatchMemoryManager(Uncopied, DataLoader):
+    """Splits batches: `with BatchMemoryManager(...) as loader`, as in Opacus.
+
+    The loader splits each batch of `data_loader` into consecutive microbatches of at most
+    `max_physical_batch_size` samples (with `views=v`, rows, of which a sample has v), and before it
+    yields one calls `optimizer.signal_skip_step(do_skip=...)`: False for the last of a batch, else
+    True. Between the ranks of a PoissonLoader only sizes differ: where one rank needs three
+    microbatches, all have three, some of them perhaps empty, if all pass the same
+    `max_physical_batch_size`. A batch without samples is one empty microbatch.
+
+    With `pad_batches` every microbatch has `max_physical_batch_size` rows: zeros follow the samples
+    (`collate.PaddedCollate`), of which the yielded loader's `real` says how many there are. The
+    network and the criterion compute with these rows, and nothing comes of them: their coefficients
+    are 0, whatever their losses and gradients are, they are in no norm and no count, and a private
+    loss prints the mean of the samples alone. (Mode `no_dp`, which has no coefficients, leaves
+    their losses out.) What a loop computes of outputs by itself, an accuracy say, has these rows
+    too: `outputs[: loader.real]`. Each forward takes a whole microbatch. Kernels then see one shape
+    only, so no sample's gradient depends, in the last bits, on how many others were sampled.
+
+    A PoissonLoader's `on_batch` is called before the first microbatch of a Poisson batch. Ending
+    the iteration in the middle of a batch (`break`, an exception) drops its sums with a warning, so
+    that the optimizer is between two steps, and the batch is yielded again from its beginning,
+    unless a step has used a part of it. Any other DataLoader with a batch sampler is split
+    likewise; its ranks must have batches of equal sizes.
 
     Attributes:
         real: the number of rows of the last microbatch that are samples: the first ones.
     """
 
     def __init__(
-        self, loader: DataLoader, max_size: int, optimizer: Any, pad_batches: bool
+        self,
+        *,
+        data_loader: DataLoader,
+        max_physical_batch_size: int,
+        optimizer: Any,
+        pad_batches: bool = False,
     ) -> None:
-        collate, model = loader.collate_fn, optimizer.model
+        instance_of(bool, "True or False").check("pad_batches", pad_batches)
+        wanted = "the one that make_private returned"
+        instance_of(DataLoader, wanted).check("data_loader", data_loader)
+        whole("a whole number, 1 or more").check("max_physical_batch_size", max_physical_batch_size)
+        if not hasattr(optimizer, "leave_microbatches"):
+            raise ValueError(
+                f"optimizer is a {type(optimizer).__name__} and cannot skip steps: give the one "
+                "that make_private returned"
+            )
+        model = optimizer.model
+        each = model.examples_per_unit
+        if max_physical_batch_size % each:
+            least = max_physical_batch_size // each * each
+            fits = f"{least} or {least + each}" if least else each
+            units = f"{each} rows of each unit"
+            if model.views > 1:
+                units += f", {model.views} views of each example"
+            raise ValueError(
+                f"max_physical_batch_size is {max_physical_batch_size}, and a physical batch holds "
+                f"{units}: give {fits}"
+            )
+        if isinstance(data_loader, BatchMemoryManager):
+            raise ValueError("data_loader is split already: give the one before")
+        if isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_sampler is None:
+            raise ValueError(
+                "data_loader has no batch sampler whose batches could be split: give a dataset "
+                "with __getitem__ and a batch_size"
+            )
+        collate = data_loader.collate_fn
         if pad_batches:
-            batch_dim = 0 if model.batch_first else 1
             # A resumed run splits more often: what the sample draws would move its dropout.
             with same_randomness():
                 collate = PaddedCollate(
-                    collate, loader.dataset[0], batch_dim=batch_dim, rows=max_size
-                )
+                    collate, data_loader.dataset[0], batch_dim=0 if model.batch_first else 1,
+                    rows=max_physical_batch_size,
+                )  # fmt: skip
         super().__init__(
-            loader.dataset,
+            data_loader.dataset,
             batch_sampler=MicrobatchSampler(
-                loader.batch_sampler, max_size, model.examples_per_unit, model.views
+                data_loader.batch_sampler, max_physical_batch_size, each, model.views
             ),
             collate_fn=collate,
-            **kept_options(loader),
+            **kept_options(data_loader),
         )
         self.real = 0
-        self._rows = max_size if pad_batches else None
-        self._loader = loader
-        self._optimizer = optimizer
+        self._rows = max_physical_batch_size if pad_batches else None
+        self._loader, self._optimizer = data_loader, optimizer
         self._place: Position | None = None  # of the iteration in progress
         self._epoch: range | None = None  # of the iteration in progress
         self._counted = (range(0), 0)  # (batches, their microbatches) at the last call of `len`
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+        if self._rows is not None:
+            self._optimizer.step_state.usage.end_padding()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.leave()
@@ -210,7 +185,7 @@ class MicrobatchLoader(Uncopied, DataLoader):
                 left = place.left or yielded.popleft()
                 if poisson:
                     poisson.hand_over(
-                        place.number, left[0], batch, alone, first=first, last=len(left) == 1,
+                        place.number, left[0], batch, alone, first=first,
                         rows=self._rows, largest=self.batch_sampler.max_size,
                     )  # fmt: skip
                 self.real = left.popleft().rows

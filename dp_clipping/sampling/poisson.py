@@ -80,9 +80,8 @@ class Scheme:
     """Chooses the units of each batch: a pure function of a secret key and the batch's number.
 
     Attributes:
-        in_order: batches depend on one another, so each is to be in exactly one step, in order. A
-            batch that no step has used comes again, and numbers count from the batch at which the
-            key came into use.
+        in_order: batches depend on one another, so numbers count from the batch at which the key
+            came into use.
     """
 
     in_order = False

@@ -8,6 +8,7 @@ computes with it as it does with the example.
 """
 
 import hashlib
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,33 +177,24 @@ def _comparable(unit: Any) -> Hashable:
     """Returns the entry; tensors of one number as that, as each tensor is equal to itself alone.
 
     Raises:
-        WrongType: for an object that is equal to itself alone.
-        ValueError: for a number that is not one, as a missing entry is.
+        WrongType: for an object, which may be equal to itself alone.
+        ValueError: for a missing entry.
     """
-    if isinstance(unit, Tensor) and not unit.dim():
+    if isinstance(unit, Tensor | np.generic) and not unit.ndim:
         unit = unit.item()
     if isinstance(unit, tuple):
         return tuple(map(_comparable, unit))
-    if unit is None or (not isinstance(unit, str | int | Tensor) and _is_missing(unit)):
+    if unit is None or (isinstance(unit, float) and math.isnan(unit)):
         raise ValueError(
             f"unit_ids has {unit!r}, and examples whose unit is not known belong to nobody: give "
             "each a unit, one of its own or one for all of them"
         )
-    if type(unit).__hash__ in (object.__hash__, Tensor.__hash__, None):
+    if not isinstance(unit, str | bytes | int | float):
         raise WrongType(
-            f"unit_ids has {shown(unit)}, which no other entry is equal to: give numbers or "
-            "strings, as unit_ids=[user.id for user in users]"
+            f"unit_ids has {shown(unit)}, which may be no other's equal: give numbers or strings, "
+            "as unit_ids=[user.id for user in users]"
         )
     return unit
-
-
-def _is_missing(unit: Any) -> bool:
-    try:
-        return bool(unit != unit)
-    except TypeError:  # of pandas.NA
-        return True
-    except ValueError:  # of an array
-        return False
 
 
 def fill_of(rows: Sequence[int], size: int, views: int = 1) -> Tensor | None:

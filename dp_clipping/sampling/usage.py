@@ -82,12 +82,9 @@ class SampleUsage:
         handed: samples of the (micro)batch that was yielded last; None without a Poisson loader.
         left: those of them that no backward has used.
         uses: backwards since they were handed out; all ranks count alike.
-        unused_from: the number of the batch after the last one that is in a step.
+        unused_from: the number of the batch after the last one that is in a step: that of the next
+            step, since ε does not cover a choice among batches.
         is_unused: a batch of the iteration in progress was yielded and is in no step yet.
-        pending: the number of a batch that is to be in the next step: it was yielded in training,
-            or as the first of an iteration, and is in no step yet; None: there is none.
-        is_firm: that batch was yielded in training.
-        has_passed: batches of the iteration in progress were passed over in evaluation.
         ticket: what the loader says of the batch that it has yielded last.
     """
 
@@ -101,32 +98,11 @@ class SampleUsage:
         self.uses = 0
         self.unused_from = 0
         self.is_unused = False
-        self.pending: int | None = None
-        self.is_firm = False
-        self.has_passed = False
         self.ticket = Ticket()
-
-    def expect(self, number: int, *, in_training: bool, first: bool) -> None:
-        """Records that batch `number` is about to be yielded, as the `first` of an iteration.
-
-        A loop that passes over batches in evaluation uses none of them. One that takes the first
-        of each iteration may be in evaluation by chance, and make a step of some.
-        """
-        if in_training and self.pending is None:
-            self.pending = number
-        elif not in_training and not self.is_firm:
-            self.pending = number if first else None
-        self.is_firm = self.is_firm or (in_training and self.pending == number)
-        self.has_passed = not first and (self.has_passed or self.is_unused)
-
-    def begin_iteration(self) -> None:
-        """Accepts that the last batch of an iteration that was ended early is in no step yet."""
-        self.is_unused = self.has_passed = False
 
     def restart(self, position: int) -> None:
         """Records that batch `position` is the next one, whatever was yielded before."""
         self.ticket, self.unused_from, self.is_unused = Ticket(), position, False
-        self.pending, self.is_firm = None, False
 
     def hand_over(self, ticket: Ticket) -> None:
         """Records a batch that a Poisson loader is about to yield."""
@@ -185,11 +161,13 @@ class SampleUsage:
         if self.handed is None:
             self._use_of_batch(samples, part)
             return
-        if self.has_passed:
+        number = self.ticket.number
+        if number is not None and number > self.unused_from:
             raise RuntimeError(
-                "backward of a batch of the loader after others of this iteration that were passed "
-                "over while the model was in evaluation: ε does not cover a choice among batches, "
-                "so begin another iteration to train, for x, y in loader:, after model.train()"
+                f"backward of batch {number} of the loader, and no step has used batch "
+                f"{self.unused_from}, which was passed over while the model was in evaluation: ε "
+                "does not cover a choice among batches, so begin another iteration to train, "
+                "for x, y in loader:, after model.train()"
             )
         too_many = samples > self.left
         is_again = bool(samples) and not self._are_apart(slices)
@@ -221,7 +199,7 @@ class SampleUsage:
                 "with a factor of 0 for samples that a loss leaves out, as (mask * loss_a + "
                 "loss_b).backward(), and split a batch by BatchMemoryManager"
             )
-        if too_many and self.uses:
+        if too_many and self.uses and self.handed:
             return (
                 f"backward of {samples} samples, and an earlier one of this step had samples of "
                 f"the same batch: {once}, so for two losses of a batch {BOTH_OUTPUTS}"
@@ -259,7 +237,6 @@ class SampleUsage:
 
     def close(self) -> None:
         """Records that a step is about to be released: its batch cannot be used again."""
-        self.pending, self.is_firm = None, False
         if self.ticket.number is not None:
             self.unused_from = self.ticket.number + 1
         self.take_back()

@@ -17,7 +17,6 @@ from dp_clipping.noise.adaptive_threshold import (
     DEFAULT_STD,
     STREAM,
     AdaptiveThreshold,
-    gradient_noise_multiplier,
 )
 from tests.support import zoo
 
@@ -31,6 +30,11 @@ def adaptive(limit=1.0, **options) -> AdaptiveThreshold:
 
 def norms(*values: float) -> Tensor:
     return torch.tensor([values]).square()
+
+
+def gradient_noise_multiplier(sigma: float, count_std: float, groups: int = 1) -> float:
+    threshold = AdaptiveThreshold([1.0] * groups, expected_batch_size=M, count_std=count_std)
+    return threshold.gradient_noise_multiplier(sigma)
 
 
 # ---- what it costs -------------------------------------------------------------------------------
