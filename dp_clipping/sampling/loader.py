@@ -26,7 +26,7 @@ from dp_clipping.kinds import is_count
 from dp_clipping.sampling.collate import CollateWithEmpty
 from dp_clipping.sampling.collate_check import CheckedCollate, sending
 from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler, Scheme, Uncopied
-from dp_clipping.sampling.units import Units
+from dp_clipping.sampling.units import Units, units_in
 from dp_clipping.sampling.usage import SampleUsage, Ticket
 from dp_clipping.trials.randomness import same_randomness, seed_all
 
@@ -240,16 +240,8 @@ class PoissonLoader(Uncopied, DataLoader):
         With the same key the same batches follow.
 
         Raises:
-            ValueError: for the state of other data or another rate, or of before a batch that a
-                step has used.
+            ValueError: for the state of before a batch that a step has used.
         """
-        for name in ("num_samples", "sample_rate"):
-            here = getattr(self.batch_sampler, name)
-            if state[name] != here:
-                raise ValueError(
-                    f"{name} is {state[name]} in the saved state and {here} in this data_loader: "
-                    "resume with the data set and batch size of the saved run"
-                )
         if state["position"] < self.position:
             raise ValueError(
                 f"data_loader would be set back to batch {state['position']}, and steps have used "
@@ -286,7 +278,7 @@ def expected_batch_size_of(
     batch_size = batch_size_of(loader)
     if batch_size is None:
         raise ValueError("the loader has no batch_size: give expected_batch_size=")
-    units = _units_in(batch_size, examples_per_unit)
+    units = units_in("data_loader's batch_size", batch_size, examples_per_unit)
     return float(units * (world_size if _distributed_sampler_of(loader) else 1))
 
 
@@ -300,20 +292,8 @@ def batches_of(loader: DataLoader, units: int, examples_per_unit: int) -> int:
         )
     sampler = _distributed_sampler_of(loader)
     each = -(-units // (1 if sampler is None else sampler.num_replicas))
-    full, rest = divmod(each, _units_in(batch_size, examples_per_unit))
+    full, rest = divmod(each, units_in("data_loader's batch_size", batch_size, examples_per_unit))
     return max(1, full + bool(rest and not loader.drop_last))
-
-
-def _units_in(batch_size: int, examples_per_unit: int) -> int:
-    units, rest = divmod(batch_size, examples_per_unit)
-    if rest:
-        least = units * examples_per_unit
-        fits = f"{least} or {least + examples_per_unit}" if least else examples_per_unit
-        raise ValueError(
-            f"data_loader has batch_size {batch_size}, and a batch holds {examples_per_unit} rows "
-            f"of each unit: give it batch_size {fits}"
-        )
-    return units
 
 
 def _distributed_sampler_of(loader: DataLoader) -> DistributedSampler | None:

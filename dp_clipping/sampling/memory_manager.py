@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from dp_clipping.kinds import instance_of, whole
 from dp_clipping.sampling.collate import PaddedCollate
 from dp_clipping.sampling.collate_check import sending
 from dp_clipping.sampling.loader import PoissonLoader, kept_options
 from dp_clipping.sampling.poisson import Drawn, PoissonSampler, Uncopied
-from dp_clipping.sampling.units import fill_of
+from dp_clipping.sampling.units import fill_of, units_in
 from dp_clipping.sampling.usage import Ticket
 from dp_clipping.trials.randomness import same_randomness
 
@@ -114,16 +114,7 @@ class BatchMemoryManager(Uncopied, DataLoader):
             )
         model = optimizer.model
         each = model.examples_per_unit
-        if max_physical_batch_size % each:
-            least = max_physical_batch_size // each * each
-            fits = f"{least} or {least + each}" if least else each
-            units = f"{each} rows of each unit"
-            if model.views > 1:
-                units += f", {model.views} views of each example"
-            raise ValueError(
-                f"max_physical_batch_size is {max_physical_batch_size}, and a physical batch holds "
-                f"{units}: give {fits}"
-            )
+        units_in("max_physical_batch_size", max_physical_batch_size, each)
         if isinstance(data_loader, BatchMemoryManager):
             raise ValueError("data_loader is split already: give the one before")
         if isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_sampler is None:
@@ -152,7 +143,6 @@ class BatchMemoryManager(Uncopied, DataLoader):
         self._loader, self._optimizer = data_loader, optimizer
         self._place: Position | None = None  # of the iteration in progress
         self._epoch: range | None = None  # of the iteration in progress
-        self._counted = (range(0), 0)  # (batches, their microbatches) at the last call of `len`
 
     def __enter__(self) -> Self:
         return self
@@ -229,30 +219,16 @@ class BatchMemoryManager(Uncopied, DataLoader):
     def __len__(self) -> int:
         """Returns the microbatches of the iteration in progress, otherwise of the next one.
 
-        Known of Poisson batches, at the cost of sampling the epoch of a PoissonLoader once more,
-        and where torch's BatchSampler says what it gives. Raises TypeError for other batch
-        samplers.
+        At the cost of sampling the epoch of a PoissonLoader once more. Raises TypeError for other
+        loaders, of whose batches nothing is known.
         """
-        if isinstance(self._loader, PoissonLoader):
-            return self._count_pieces(self._epoch or self._loader.coming_epoch())
-        sampler = self.batch_sampler
-        batches = sampler.batch_sampler
-        if type(batches) is not BatchSampler:
+        poisson, sampler = self._poisson, self.batch_sampler
+        if poisson is None:
             raise TypeError(
-                f"how a {type(batches).__name__} fills its batches is not known, and so not their "
-                "number of microbatches: use len() of the loader before the split"
+                "its microbatches are not known: use len() of the loader before the split"
             )
-        indices: Any = batches.sampler
-        full, rest = divmod(len(indices), batches.batch_size)
-        length = full * sampler.count(batches.batch_size)
-        return length if batches.drop_last or not rest else length + sampler.count(rest)
-
-    def _count_pieces(self, batches: range) -> int:
-        if self._counted[0] != batches:
-            sampler = self.batch_sampler
-            shares = map(sampler.batch_sampler.shares, batches)
-            self._counted = batches, sum(sampler.count(max(map(len, share))) for share in shares)
-        return self._counted[1]
+        shares = map(sampler.batch_sampler.shares, self._epoch or poisson.coming_epoch())
+        return sum(sampler.count(max(map(len, share))) for share in shares)
 
 
 def split(indices: list[int], count: int, each: int = 1) -> list[list[int]]:

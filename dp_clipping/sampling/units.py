@@ -197,6 +197,21 @@ def _comparable(unit: Any) -> Hashable:
     return unit
 
 
+def units_in(name: str, rows: int, each: int) -> int:
+    """Returns the units in so many rows, of which each has `each`.
+
+    Raises:
+        ValueError: they are not whole units. `name` is the argument that says how many there are.
+    """
+    units, rest = divmod(rows, each)
+    if rest:
+        fits = f"{units * each} or {units * each + each}" if units else each
+        raise ValueError(
+            f"{name} is {rows}, and a batch holds {each} rows of each unit: give {fits}"
+        )
+    return units
+
+
 def fill_of(rows: Sequence[int], size: int, views: int = 1) -> Tensor | None:
     """Returns which rows of a batch only fill up a unit, bool; None: each unit has k examples.
 

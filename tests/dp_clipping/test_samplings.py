@@ -249,9 +249,8 @@ def test_a_step_out_of_order_is_refused_and_changes_nothing(name):
     x, y = next(batches)
     run.model.train()
     before = state(run)
-    run.criterion(run.model(x), y).backward()
-    with pytest.raises(RuntimeError, match=r"has batch 1 of the loader.* yields batch 0"):
-        run.optimizer.step()
+    with pytest.raises(RuntimeError, match=r"of batch 1 of the loader.* has used batch 0"):
+        run.criterion(run.model(x), y).backward()
     run.optimizer.zero_grad()
     assert state(run) == before
     assert run.optimizer.steps == 0

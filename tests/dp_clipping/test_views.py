@@ -273,7 +273,7 @@ class TestRefused:
             run.model(x[:4])
         with pytest.raises(ValueError, match=r"forward of 6 examples, .* has yielded 27"):
             run.model(x[:6])
-        with pytest.raises(ValueError, match=r"3 views of each example: give 3 or 6$"):
+        with pytest.raises(ValueError, match=r"a batch holds 3 rows of each unit: give 3 or 6$"):
             in_parts(run, 4)
 
 

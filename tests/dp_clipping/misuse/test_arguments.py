@@ -142,8 +142,8 @@ LOADERS: list[Row] = [
 UNITS: list[Row] = [
     ({"examples_per_unit": 0}, "examples_per_unit is 0: give a whole number of 1 or more"),
     ({"examples_per_unit": 2.0}, "examples_per_unit is 2.0"),
-    ({"examples_per_unit": 4}, "data_loader has batch_size 6, .* give it batch_size 4 or 8"),
-    ({"examples_per_unit": 4} | loaded(2), "data_loader has batch_size 2, .* batch_size 4$"),
+    ({"examples_per_unit": 4}, "data_loader's batch_size is 6, .* give 4 or 8"),
+    ({"examples_per_unit": 4} | loaded(2), "data_loader's batch_size is 2, .* give 4$"),
     ({"examples_per_unit": 4} | loaded(batch_sampler=[[*range(i, i + 4)] for i in range(0, 24, 4)]),
      r"no batch_size, .* give sample_rate="),
     ({"views": 0}, "views is 0: give a whole number of 1 or more: how many rows"),
