@@ -16,8 +16,7 @@ another reason (changed by hand, or by other code) cannot be seen here.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -237,22 +236,6 @@ class Account:
         self._reconcile(may_lack=True)
         if not self._is_direct:
             self.refuse_direct(computes=self.computes)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Surrounds the user's hooks. Undoes steps that they count here; raises RuntimeError."""
-        before = list(self.history)
-        try:
-            yield
-        finally:
-            changed = list(self.history) != before
-            self.accountant.history = before
-        if changed:
-            raise RuntimeError(
-                "a step hook has counted the step in engine.accountant, where the engine counts "
-                "every step by itself: remove the hook (accountant.get_optimizer_hook_fn(..)), or "
-                "let it count in an accountant of its own"
-            )
 
     # ---- steps ----------------------------------------------------------------------------------
 

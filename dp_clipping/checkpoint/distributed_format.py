@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dp_clipping.checkpoint.file_format import DETAILS, damaged, digest_of, write
 from dp_clipping.checkpoint.run import PrivateRun, Snapshot
-from dp_clipping.distributed.agreement import gathered
 from dp_clipping.files import flush_to_disk
 from dp_clipping.noise.keys import from_rank_0
 
@@ -95,12 +94,6 @@ def write_part(run: PrivateRun, folder: Path, tensors: dict[str, Tensor]) -> dic
     except (Exception, dcp.CheckpointException) as error:
         message = f"{folder.parent} could not be written: {_reason(error)}"
         raise RuntimeError(message) from error
-
-
-def of_all_ranks(run: PrivateRun, digests: dict[str, str]) -> dict[str, str]:
-    """Returns the digests of all ranks' files."""
-    of_ranks = [digests] if run.group is None else gathered(digests, run.group)
-    return {name: digest for of_rank in of_ranks for name, digest in of_rank.items()}
 
 
 def write_run(snapshot: Snapshot, contents: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ undone: until all ranks have succeeded, each keeps its old state, parameters and
 on the CPU, the rest by reference.
 """
 
-import hashlib
 import warnings
 from collections import deque
 from copy import deepcopy
@@ -26,7 +25,8 @@ from dp_clipping.checkpoint.file_format import (
     OPTIMIZER,
     RESERVED,
 )
-from dp_clipping.checkpoint.run import PrivateRun, Snapshot, agree, set_random_state
+from dp_clipping.checkpoint.random_states import set_states
+from dp_clipping.checkpoint.run import PrivateRun, Snapshot, agree
 from dp_clipping.distributed.dtensor import is_fsdp1, local
 from dp_clipping.noise.keys import Keys, fresh_keys
 from dp_clipping.noise.secure.certificate import Certificate
@@ -57,13 +57,6 @@ class Resume:
     @property
     def details(self) -> dict[str, Any]:
         return self.saved[DETAILS]
-
-    def digest(self) -> bytes:
-        """Returns a digest that is equal on two ranks that read the same checkpoint."""
-        details = {k: v for k, v in self.details.items() if k != "random"}
-        history = self.saved[ACCOUNTANT]["history"]
-        what = repr((details, history, self.keys is None)).encode()
-        return hashlib.blake2b(what, digest_size=31).digest()
 
 
 def check_save(run: PrivateRun) -> None:
@@ -119,7 +112,9 @@ def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
         raise
     if run.model.policy is not None:
         run.model.clear_gradients()
-    set_random_state(run, resume.details["random"])
+    states = resume.details["random"]
+    if len(states) == run.world_size:  # otherwise no rank is the one that it was
+        set_states(states[run.rank], run.device)
     steps = sum(count(part) for _, part in resume.unsaved.values())
     if steps:
         warnings.warn(

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dp_clipping.accounting.ledger import Account
 from dp_clipping.accounting.target_epsilon import Plan
-from dp_clipping.checkpoint.random_states import set_states, states_of
 from dp_clipping.distributed.agreement import gathered
 from dp_clipping.distributed.dtensor import size_of
 from dp_clipping.noise.keys import Keys
@@ -143,34 +141,20 @@ class Snapshot:
     weights: str = "all"
 
 
-def random_states(run: PrivateRun) -> list[dict[str, Tensor]]:
-    """Returns the random states of each rank, so that dropout and augmentation go on as they were.
-
-    Not that of a generator of the user's own.
-    """
-    return _of_ranks(run, states_of(run.device))
-
-
-def set_random_state(run: PrivateRun, states: list[dict[str, Tensor]]) -> None:
-    """Restores this rank's random states, if they were saved from as many ranks as are there."""
-    if len(states) == run.world_size:
-        set_states(states[run.rank], run.device)
-
-
 # ---- agreement -----------------------------------------------------------------------------------
 
 
 def agree(
-    run: PrivateRun, what: str, problem: BaseException | None, content: bytes = b"",
+    run: PrivateRun, what: str, problem: BaseException | None, content: Any = None,
     kind: type[Exception] = RuntimeError,
 ) -> None:  # fmt: skip
     """Returns on all ranks, or raises on all.
 
     Args:
         problem: why this rank could not do `what`; other ranks raise `kind` with its number.
-        content: a digest of what this rank has read.
+        content: identifies what this rank has read.
     """
-    of_ranks = _of_ranks(run, (problem is None, content))
+    of_ranks = of_all_ranks(run, (problem is None, content))
     if problem is not None:
         raise problem
     failed = [rank for rank, (succeeded, _) in enumerate(of_ranks) if not succeeded]
@@ -191,7 +175,7 @@ def together(run: PrivateRun, what: str, action: Callable[[], Any]) -> Any:
     return result
 
 
-def _of_ranks(run: PrivateRun, value: Any) -> list[Any]:
+def of_all_ranks(run: PrivateRun, value: Any) -> list[Any]:
     """Returns the values of all ranks; RuntimeError if some rank is not here."""
     if run.group is None:
         return [value]

@@ -45,6 +45,7 @@ A sharded model is saved as a folder: see distributed_format.py. A load takes ei
 model that it is for.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from functools import partial
@@ -56,6 +57,7 @@ from dp_clipping.checkpoint.compatibility import check_fits
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
     DETAILS,
+    DIGEST,
     MODULE,
     OPTIMIZER,
     VERSION,
@@ -65,6 +67,7 @@ from dp_clipping.checkpoint.file_format import (
     scheduler_state,
     write,
 )
+from dp_clipping.checkpoint.random_states import states_of
 from dp_clipping.checkpoint.restore import (
     LEFT_BY_SCHEDULERS,
     Resume,
@@ -77,7 +80,7 @@ from dp_clipping.checkpoint.run import (
     PrivateRun,
     Snapshot,
     agree,
-    random_states,
+    of_all_ranks,
     together,
 )
 from dp_clipping.checkpoint.tensors import (
@@ -113,7 +116,7 @@ def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
 
 def _save_file(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     run, path = snapshot.run, snapshot.path
-    random = random_states(run)
+    random = of_all_ranks(run, states_of(run.device))  # not of a generator of the user's own
     # Every rank asks for it: where each steps a part of the parameters, it is a collective call.
     state = run.optimizer.original_optimizer.state_dict() if snapshot.with_optimizer else {}
 
@@ -131,7 +134,7 @@ def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     from dp_clipping.checkpoint import distributed_format as folder_format  # takes a second
 
     run, path = snapshot.run, snapshot.path
-    random = random_states(run)
+    random = of_all_ranks(run, states_of(run.device))  # not of a generator of the user's own
     name = folder_format.new_name(run)
 
     def prepare() -> tuple[State, dict[str, Tensor]]:
@@ -153,7 +156,7 @@ def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     contents, tensors = together(run, f"save {path}", prepare)
     write_part = partial(folder_format.write_part, run, path / name, tensors)
     digests = together(run, f"write its part of {path}", write_part)
-    contents[DETAILS][folder_format.FILES] = folder_format.of_all_ranks(run, digests)
+    contents[DETAILS][folder_format.FILES] = dict(ChainMap(*of_all_ranks(run, digests)))
     together(run, f"write {path}", write_run)
 
 
@@ -224,7 +227,7 @@ def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
             problem = error
         except Exception as error:
             problem = refusal(path, error)
-        content = b"" if resume is None else resume.digest()
+        content = resume and (resume.details[DIGEST], resume.keys is None)
         agree(run, f"load {path}", problem, content, kind=ValueError)
         assert resume is not None
         if fill is not None:

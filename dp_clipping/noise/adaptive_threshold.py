@@ -143,10 +143,6 @@ class AdaptiveThreshold:
             raise RuntimeError(
                 f"the threshold's count of step {step} was released already: update once per step"
             )
-        if len(squares) != len(self.clip_norms):
-            raise ValueError(
-                f"norms of {len(squares)} clipping groups for {len(self.clip_norms)} thresholds"
-            )
         self.next_step = step + 1
         stream = NoiseStream.derive(noise_key, step=step, parameter=STREAM, share=0)
         # On the CPU, so that the device has no say in the bits.

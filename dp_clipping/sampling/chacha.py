@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-KEY_BYTES = 32
 WORDS = 16  # of a block
 DOUBLE_ROUNDS = 10
 CHUNK = 1 << 13  # blocks made at once: a row of the state fits the second-level cache
@@ -26,12 +25,7 @@ def blocks(key: bytes, counters: np.ndarray, nonce: tuple[int, int] = (0, 0)) ->
         counters: [n], uint64. The low half is the block counter of RFC 8439, section 2.3, and the
             high half the first word of its nonce, so one key has 2⁶⁴ blocks.
         nonce: the other two words of the nonce.
-
-    Raises:
-        ValueError: for a key of another length.
     """
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"a key of ChaCha20 has {KEY_BYTES} bytes, not {len(key)}")
     found: Words = np.empty((WORDS, len(counters)), np.uint32)
     for begin in range(0, len(counters), CHUNK):
         part = slice(begin, begin + CHUNK)

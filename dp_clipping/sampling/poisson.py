@@ -25,7 +25,6 @@ from dp_clipping.sampling import chacha
 from dp_clipping.sampling.units import Units, fill_of
 from dp_clipping.sampling.words import words
 
-KEY_BYTES = 32
 OVER = (
     "another iteration of this loader, or load_state_dict, has ended this one: use one at a time, "
     "the last that was begun"
@@ -47,10 +46,8 @@ def included(
 
     Entry i is a function of (key, step, i) and the rate alone. The probability is `sample_rate`
     rounded down to a multiple of 2⁻⁶⁴, so never above the accountant's. With `secure` the words
-    are ChaCha20's, else Philox's. Raises ValueError for a key of other than 32 bytes, a negative
-    step, fewer than one sample and a rate outside (0, 1].
+    are ChaCha20's, else Philox's.
     """
-    _check_sampling(key, step, num_samples, sample_rate)
     limit = int(sample_rate * 2**64)
     if secure:
         return torch.from_numpy(_securely(key, step, num_samples, limit))
@@ -161,13 +158,6 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
         units: Units | None = None,
         scheme: Scheme | None = None,
     ) -> None:
-        _check_sampling(key, 0, num_samples, sample_rate)
-        if steps < 1:
-            raise ValueError(f"steps is {steps}: give 1 or more")
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}: give 1 or more")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}: give 0 to {world_size - 1}, below world_size")
         self.num_samples = num_samples
         self.sample_rate = sample_rate
         self.steps = steps
@@ -231,16 +221,4 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
         Args:
             start: the number of the batch at which that key came into use.
         """
-        _check_sampling(key, 0, self.num_samples, self.sample_rate)
         self._key, self.start = key, start
-
-
-def _check_sampling(key: bytes, step: int, num_samples: int, sample_rate: float) -> None:
-    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-        raise ValueError(f"key is not {KEY_BYTES} bytes: give secrets.token_bytes({KEY_BYTES})")
-    if step < 0:
-        raise ValueError(f"step is {step}: steps are counted from 0, give 0 or more")
-    if num_samples < 1:
-        raise ValueError(f"num_samples is {num_samples}: give 1 or more")
-    if not 0 < sample_rate <= 1:
-        raise ValueError(f"sample_rate is {sample_rate}: give a probability above 0, at most 1")

@@ -343,16 +343,6 @@ def test_steps_of_a_key_stay_through_changes_of_the_noise():
     assert run.engine.privacy_statement(1e-3).account["histories"] == [[[*e] for e in expected]]
 
 
-def test_a_step_that_a_hook_counts_is_taken_back():
-    account = Account(RDPAccountant())
-    account.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
-    with account.unchanged():
-        pass
-    with pytest.raises(RuntimeError, match="a step hook has counted"), account.unchanged():
-        account.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
-    assert account.history == [(1.0, 0.1, 1)]
-
-
 def test_steps_of_a_key_are_made_again_only_before_its_last_one():
     account = Account(RDPAccountant())
     for number in (4, 5):

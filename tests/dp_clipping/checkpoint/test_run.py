@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dp_clipping.checkpoint.run import agree, random_states, set_random_state
+from dp_clipping.checkpoint.run import agree, of_all_ranks
 from dp_clipping.distributed.agreement import agree_on_settings
 from tests.support.on_ranks import on_ranks
 from tests.support.saved_runs import build
@@ -21,32 +21,13 @@ def test_settings_that_a_load_compares():
     assert found["noise_multiplier"] == 0.8
 
 
-def test_random_numbers_go_on_where_they_were():
-    run = build().engine._runs[0]
-    states = random_states(run)
-    first = torch.rand(3)
-    set_random_state(run, states)
-    assert torch.equal(torch.rand(3), first)
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    set_random_state(run, states * 2)  # of two ranks: no rank is the one that it was
-    assert torch.equal(torch.rand(3), expected)
-
-
 @on_ranks(2)
 def test_ranks_go_on_together_or_not_at_all(context) -> None:
     run = SimpleNamespace(
         group=context.group, device=context.device, rank=context.rank, world_size=2
     )
     first, mine = context.rank == 0, KeyError("mine")
-    torch.manual_seed(context.rank)
-    states = random_states(run)
-    torch.manual_seed(9)
-    set_random_state(run, states)
-    found = torch.rand(2)
-    torch.manual_seed(context.rank)
-    assert torch.equal(torch.rand(2), found)
+    assert of_all_ranks(run, context.rank) == [0, 1]
 
     agree_on_settings({"sigma": 1}, context.group)
     with pytest.raises(ValueError, match=r"ranks differ in sigma .*: give the same on all"):

@@ -28,11 +28,6 @@ def test_a_key_is_not_printed():
     assert repr(ONE) == "Keys(fixed=False)"
 
 
-def test_keys_have_a_length():
-    with pytest.raises(ValueError, match="a key has 32 bytes, not 31"):
-        Keys(bytes(31))
-
-
 def test_fresh_keys_are_new_and_fixed_ones_are_of_the_seed():
     device = torch.device("cpu")
     assert fresh_keys(None, device) != fresh_keys(None, device)
