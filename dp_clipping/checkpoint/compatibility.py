@@ -4,7 +4,6 @@ Everything here reads and compares; nothing is changed.
 """
 
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +142,6 @@ def _check_adaptive(saved: dict | None, adaptive: AdaptiveThreshold | None, path
             f"{path}: {there} adaptive_threshold in the checkpoint and {here} adaptive_threshold "
             "in this run: resume with the settings of the saved run"
         )
-    if adaptive is not None:
-        deepcopy(adaptive).load_state_dict(saved)
 
 
 def _check_same(name: str, there: Any, here: Any, path: Path, instead: str = "") -> None:

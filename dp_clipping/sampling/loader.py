@@ -275,25 +275,24 @@ def expected_batch_size_of(
     loader: DataLoader, world_size: int, examples_per_unit: int = 1
 ) -> float:
     """Returns the units of a batch of the loader, times the ranks if each has its own data."""
-    batch_size = batch_size_of(loader)
-    if batch_size is None:
-        raise ValueError("the loader has no batch_size: give expected_batch_size=")
-    units = units_in("data_loader's batch_size", batch_size, examples_per_unit)
+    units = _units_in_batch(loader, examples_per_unit, "expected_batch_size=")
     return float(units * (world_size if _distributed_sampler_of(loader) else 1))
 
 
 def batches_of(loader: DataLoader, units: int, examples_per_unit: int) -> int:
     """Returns the number of batches per epoch of `units` units."""
-    batch_size = batch_size_of(loader)
-    if batch_size is None:
-        raise ValueError(
-            "the loader has no batch_size, from which the sample rate of units would follow: give "
-            "sample_rate=, the probability of each unit to be in a batch"
-        )
     sampler = _distributed_sampler_of(loader)
     each = -(-units // (1 if sampler is None else sampler.num_replicas))
-    full, rest = divmod(each, units_in("data_loader's batch_size", batch_size, examples_per_unit))
+    instead = "sample_rate=, the probability of each unit to be in a batch"
+    full, rest = divmod(each, _units_in_batch(loader, examples_per_unit, instead))
     return max(1, full + bool(rest and not loader.drop_last))
+
+
+def _units_in_batch(loader: DataLoader, examples_per_unit: int, instead: str) -> int:
+    size = batch_size_of(loader)
+    if size is None:
+        raise ValueError(f"the loader has no batch_size: give {instead}")
+    return units_in("data_loader's batch_size", size, examples_per_unit)
 
 
 def _distributed_sampler_of(loader: DataLoader) -> DistributedSampler | None:
@@ -302,8 +301,6 @@ def _distributed_sampler_of(loader: DataLoader) -> DistributedSampler | None:
 
 
 def _check_loader(loader: DataLoader, world_size: int) -> None:
-    if isinstance(loader, PoissonLoader):
-        raise ValueError("data_loader does Poisson sampling already: give the one it was made from")
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(

@@ -60,8 +60,9 @@ class MicrobatchSampler(Sampler[list[int]]):
 
 @dataclass(eq=False)
 class Position:
-    """The position of an iteration: number of its batch, and its remaining microbatches."""
+    """The position of an iteration: its batches, the number of one, and microbatches left of it."""
 
+    epoch: range | None
     number: int
     left: deque[Drawn] = field(default_factory=deque)
 
@@ -142,7 +143,6 @@ class BatchMemoryManager(Uncopied, DataLoader):
         self._rows = max_physical_batch_size if pad_batches else None
         self._loader, self._optimizer = data_loader, optimizer
         self._place: Position | None = None  # of the iteration in progress
-        self._epoch: range | None = None  # of the iteration in progress
 
     def __enter__(self) -> Self:
         return self
@@ -156,8 +156,7 @@ class BatchMemoryManager(Uncopied, DataLoader):
         self.leave()
         poisson = self._poisson
         epoch = poisson.start_epoch() if poisson else range(0)
-        self._epoch = epoch if poisson else None
-        place = self._place = Position(epoch.start)
+        place = self._place = Position(epoch if poisson else None, epoch.start)
         # Of this iteration alone: one that was left early cannot disturb it.
         yielded = self.batch_sampler.yielded = deque()
         try:
@@ -203,9 +202,8 @@ class BatchMemoryManager(Uncopied, DataLoader):
         current = self._place
         if current is None or place not in (None, current):
             return
-        epoch, poisson, half_way = self._epoch, self._poisson, bool(current.left)
-        self._place = self._epoch = None
-        if poisson and not half_way and poisson.batch_sampler.epoch is not epoch:
+        self._place, poisson, half_way = None, self._poisson, bool(current.left)
+        if poisson and not half_way and poisson.batch_sampler.epoch is not current.epoch:
             return  # its microbatches are done, and those of a newer iteration are under way
         if self._optimizer.leave_microbatches(half_way):
             warnings.warn(
@@ -227,7 +225,8 @@ class BatchMemoryManager(Uncopied, DataLoader):
             raise TypeError(
                 "its microbatches are not known: use len() of the loader before the split"
             )
-        shares = map(sampler.batch_sampler.shares, self._epoch or poisson.coming_epoch())
+        epoch = poisson.coming_epoch() if self._place is None else self._place.epoch
+        shares = map(sampler.batch_sampler.shares, epoch)
         return sum(sampler.count(max(map(len, share))) for share in shares)
 
 
