@@ -25,7 +25,7 @@ from torch.utils.data import (
 from dp_clipping.kinds import is_count
 from dp_clipping.sampling.collate import CollateWithEmpty
 from dp_clipping.sampling.collate_check import CheckedCollate, sending
-from dp_clipping.sampling.poisson import OVER, Drawn, PoissonSampler, Scheme, Uncopied
+from dp_clipping.sampling.poisson import Drawn, PoissonSampler, Scheme, Uncopied
 from dp_clipping.sampling.units import Units, units_in
 from dp_clipping.sampling.usage import SampleUsage, Ticket
 from dp_clipping.trials.randomness import same_randomness, seed_all
@@ -33,6 +33,10 @@ from dp_clipping.trials.randomness import same_randomness, seed_all
 ENDED = (
     "no batch is left: the steps that target_epsilon is for are taken, and stop=True ends the "
     "training there"
+)
+OVER = (
+    "another iteration of this loader, or load_state_dict, has ended this one: use one at a time, "
+    "the last that was begun"
 )
 PREPARED = (
     "what make_private returns needs no accelerator.prepare(), which would deal out Poisson "

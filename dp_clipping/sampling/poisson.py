@@ -25,10 +25,6 @@ from dp_clipping.sampling import chacha
 from dp_clipping.sampling.units import Units, fill_of
 from dp_clipping.sampling.words import words
 
-OVER = (
-    "another iteration of this loader, or load_state_dict, has ended this one: use one at a time, "
-    "the last that was begun"
-)
 ANOTHER = (
     "another loader takes this one's batches (Opacus's BatchMemoryManager?), and would not say "
     "which part of a batch a step has: use dp_clipping.BatchMemoryManager"
@@ -140,8 +136,8 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
 
     Attributes:
         start: the number of the batch at which the key came into use.
-        epoch: the numbers of the batches that the loader asks for. An iteration ends, with an
-            error, when this is another object. None: the loader has no place yet.
+        epoch: the numbers of the batches that the loader asks for. An iteration of the loader ends,
+            with an error, when this is another object. None: none has begun.
         yielded: where the loader that asks for the next iteration gets what is known of its
             batches. It may prefetch them.
     """
@@ -187,11 +183,7 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
 
     def batches(self) -> Iterator[list[list[int]]]:
         """Yields the batches of `epoch`, each as `shares` returns it."""
-        epoch = self.epoch
-        for number in epoch or ():
-            if self.epoch is not epoch:
-                raise RuntimeError(OVER)
-            yield self.shares(number)
+        yield from map(self.shares, self.epoch or ())
 
     def shares(self, step: int) -> list[list[int]]:
         """Returns batch `step` as one ascending list of indices for each rank."""

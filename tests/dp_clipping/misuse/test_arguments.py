@@ -290,7 +290,7 @@ def test_make_private_with_epsilon(name, values):
 
 @rows([
     (CORRELATED, "no account of correlated noise|CorrelatedNoise"),
-    ({"sampling": "cyclic", "alphas": [2.0]}, "alphas are for accountants of Opacus"),
+    ({"sampling": "cyclic", "alphas": [2.0]}, 'alphas are for accountant "rdp"'),
     ({"noise_mechanism": "mine"}, r"call make_private\(noise_multiplier=\.\., noise_mech"),
     ({"epochs": None}, "epochs is missing: give epochs=, or steps="),
 ])  # fmt: skip

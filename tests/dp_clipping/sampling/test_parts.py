@@ -1,5 +1,7 @@
 """Parts of a batch are known to have different rows if they are slices of one tensor."""
 
+import math
+
 import pytest
 import torch
 
@@ -67,6 +69,28 @@ def test_a_tensor_that_was_filled_again_has_other_rows_or_the_same_ones():
     before = part(buffer[:2])
     buffer.copy_(torch.ones(4, 2))
     assert not apart(before, part(buffer[2:]))
+
+
+def test_parts_that_are_apart_have_no_element_in_common():
+    """Slices of a tensor, which may begin anywhere in memory."""
+    random = torch.Generator().manual_seed(0)
+
+    def number(high):
+        return int(torch.randint(high, (), generator=random))
+
+    memory, found = torch.arange(100.0), 0
+    for _ in range(4000):
+        shape, dim, views = [1 + number(4) for _ in range(3)], number(3), []
+        cut = [(number(n), 1 + number(n)) for n in shape]
+        for _ in range(2):
+            cut[dim] = number(shape[dim]), 1 + number(shape[dim])
+            x = memory[(start := number(9)) : start + math.prod(shape)].view(shape)
+            views.append(x[tuple(slice(begin, begin + length) for begin, length in cut)])
+        one, other = (slices_of([(x, dim)], [0]) for x in views)
+        if apart(one, other):
+            found += 1
+            assert not set(views[0].flatten().tolist()) & set(views[1].flatten().tolist())
+    assert found > 100
 
 
 def test_memory_of_a_part_is_not_given_to_another_tensor():

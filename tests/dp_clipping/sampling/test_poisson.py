@@ -124,15 +124,6 @@ class TestSampler:
         assert batches == [sampler.shares(3)[0], sampler.shares(4)[0]]
         assert list(yielded) == [Drawn(len(batch), None) for batch in batches]
 
-    def test_an_iteration_ends_where_another_begins(self):
-        sampler = self.sampler()
-        sampler.epoch = range(6)
-        older = sampler.batches()
-        next(older)
-        sampler.epoch = range(6, 12)
-        with pytest.raises(RuntimeError, match="another iteration"):
-            next(older)
-
     def test_parts_and_ranks_have_seeds_of_their_own(self):
         ranks = [self.sampler(rank=rank, world_size=2) for rank in range(2)]
         assert len({one.seed(3, part) for one in ranks for part in range(3)}) == 6
