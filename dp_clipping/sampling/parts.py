@@ -46,20 +46,20 @@ def _slice_of(x: Tensor, dim: int, version: int) -> Slice | None:
     if type(x) is not Tensor or x.layout is not torch.strided or not x.numel():
         return None
     storage, offset, stride = x.untyped_storage(), int(x.storage_offset()), x.stride(dim)
-    steps = [(step, n) for step, n in zip(x.stride(), x.shape, strict=True) if n > 1]
-    outer = min([step for step, _ in steps if step > stride], default=None)  # holds all rows
     if not stride:
         return None
+    rows, others = x.shape[dim], [(x.stride(d), n) for d, n in enumerate(x.shape) if d != dim]
+    # Of the dimension that holds all rows.
+    outer = min([step for step, n in others if n > 1 and step >= stride], default=None)
     first = (offset if outer is None else offset % outer) // stride
-    rows = range(first, first + x.shape[dim])
-    if outer is not None and rows.stop > outer // stride:
+    if outer is not None and first + rows > outer // stride:
         return None
-    sizes = tuple(n for d, n in enumerate(x.shape) if d != dim)
-    begin = offset - first * stride
-    last, size = offset + sum(step * (n - 1) for step, n in steps), x.dtype.itemsize
+    sizes, begin = tuple(n for _, n in others), offset - first * stride
+    last = offset + sum(step * (n - 1) for step, n in [(stride, rows), *others])
+    size = x.dtype.itemsize
     return Slice(
-        storage, (storage.data_ptr(), x.dtype, x.stride(), sizes, dim, begin, version), rows,
-        range(size * offset, size * (last + 1)),
+        storage, (storage.data_ptr(), x.dtype, x.stride(), sizes, dim, begin, version),
+        range(first, first + rows), range(size * offset, size * (last + 1)),
     )  # fmt: skip
 
 
