@@ -125,7 +125,6 @@ class Account:
         self._counted: History | None = None  # the history after the last step
         self._loaded_for: object = None
         self._run_of: dict[str, object] = {}  # the one that makes steps with a key
-        self._heirs: dict[str, object] = {}  # and the one that has loaded it since
         self._is_direct = self.computes = True
         self.other_batches = 0
         self.certificate: Any = None
@@ -199,7 +198,7 @@ class Account:
             may_lack: the history is about to be replaced. Otherwise RuntimeError if it lacks steps
                 that were counted.
         """
-        if self.history == self._counted:
+        if self.accountant.history == self._counted:
             return
         counted: Counter[tuple[float, float]] = Counter()
         for _, part in self._parts.values():
@@ -240,16 +239,11 @@ class Account:
     # ---- steps ----------------------------------------------------------------------------------
 
     def hand_over(self, fingerprint: str, run: object) -> None:
-        """Records that this run has loaded a key, and goes on with it from its next step."""
-        self._heirs[fingerprint] = run
+        """Records that this run has loaded a key, and goes on with it."""
+        self._run_of[fingerprint] = run
 
     def refuse_other_run(self, fingerprint: str, run: object) -> None:
-        """Raises RuntimeError if another run of the engine goes on with this run's key.
-
-        A run that was loaded, and makes no step, leaves the key to the one that had it.
-        """
-        if self._heirs.get(fingerprint) is run:
-            self._run_of[fingerprint] = self._heirs.pop(fingerprint)
+        """Raises RuntimeError if another run of the engine goes on with this run's key."""
         if self._run_of.setdefault(fingerprint, run) is not run:
             raise RuntimeError(
                 "another run of this engine has loaded a checkpoint of this one and goes on with "

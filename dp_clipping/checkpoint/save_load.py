@@ -34,7 +34,7 @@ published, their privacy losses compose, and neither account has the other's ste
 made in one engine: a load keeps the steps that its engine has counted beyond the checkpoint, and a
 step that is made again from the saved key with another σ, C, learning rate or criterion, or of
 another batch, is refused (see ledger.py). Of two runs of an engine only the one that was loaded
-last goes on with a key, from its first step on.
+last goes on with a key.
 
 Both are tied together and verified as a whole: `PATH` ends with the SHA-256 of its content and an
 HMAC of that digest under a key derived from the run's (file_format.py). What does not agree is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def add_noise_to_all(
                 torch.div(total, divisor, out=result)
         elif values is GAUSSIAN and kernels.serves(sums[0]):
             make = None if table is None else partial(table.take, numbers)
-            own_places = [places[i] for i in numbers]
+            own_places: Any = None if are_whole else [places[i] for i in numbers]
             with torch.cuda.device_of(sums[0]):
                 kernels.add_noise_kernel_launch(
                     sums, noisy, own, own_places, std, divisor, make, more

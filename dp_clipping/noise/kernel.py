@@ -91,7 +91,7 @@ def _earlier_words(earlier: Earlier) -> list[list[int]]:
 
 def add_noise_kernel_launch(
     totals: list[Tensor], outs: list[Tensor], streams: Sequence[Stream],
-    places: Sequence[Place | None], std: float, divisor: float,
+    places: Sequence[Place] | None, std: float, divisor: float,
     make_table: Callable[[list[list[int]]], Tensor] | None = None, earlier: Earlier = (),
 ) -> None:  # fmt: skip
     """Launches `out ← (total + std·(z + Σ w·z')) / divisor`, cast last, for many tensors.
@@ -108,31 +108,30 @@ def add_noise_kernel_launch(
     Args:
         totals: tensors of any sizes, float32, contiguous, on one device.
         outs: tensors of one dtype, contiguous; each may be its total itself.
-        places: where each total lies in its parameter; None: it is the whole.
+        places: where each total lies in its parameter; None: all are whole parameters.
         make_table: takes the rows of whole parameters to the device; default: copies them.
         earlier: further noise, which is generated in the same registers and added with its weight.
     """
-    words = _words_in_rows(streams)
+    words, device, dtype = _words_in_rows(streams), totals[0].device, outs[0].dtype
     behind = _earlier_words(earlier) if earlier else [[]] * len(totals)
-    sums, results = ([x.data_ptr() for x in tensors] for tensors in (totals, outs))
-    wholes = [i for i, place in enumerate(places) if place is None]
-    sizes = [totals[i].numel() for i in wholes]
-    rows = [[sums[i], results[i], n, *words[i], *behind[i]]
-            for i, n in zip(wholes, sizes, strict=True)]  # fmt: skip
-    _launch(totals[0].device, outs[0].dtype, "whole", rows, sizes, std, divisor, len(earlier),
-            make_table)  # fmt: skip
-    if len(wholes) == len(totals):
+    if places is None:
+        sizes = [total.numel() for total in totals]
+        rows = [
+            [total.data_ptr(), out.data_ptr(), n, *own, *more]
+            for total, out, n, own, more in zip(totals, outs, sizes, words, behind, strict=True)
+        ]
+        _launch(device, dtype, "whole", rows, sizes, std, divisor, len(earlier), make_table)
         return
     for kind in ("aligned", "rows"):
         rows, sizes = [], []
         for i, place in enumerate(places):
-            for run in place or ():
+            for run in place:
                 if _is_aligned(run) != (kind == "aligned"):
                     continue
                 width = ceil_div(run.length + (0 if kind == "aligned" else 3), 4)
                 rows.append([*run_row(totals[i], outs[i], run, width, words[i]), *behind[i]])
                 sizes.append(4 * run.count * width)
-        _launch(totals[0].device, outs[0].dtype, kind, rows, sizes, std, divisor, len(earlier))
+        _launch(device, dtype, kind, rows, sizes, std, divisor, len(earlier))
 
 
 def run_row(total: Tensor, out: Tensor, run: Span, width: int, words: Iterable[int]) -> list[int]:

@@ -1,7 +1,8 @@
 """Sources of noise: where the noise on the clipped sums of a step comes from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,15 @@ from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.gaussian import GAUSSIAN, NoiseStream, Values
 from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.noise.mechanisms import mechanism_of
-from dp_clipping.noise.secure.source import SecureNoise
+
+
+class NoiseSource(Protocol):
+    """What adds the noise of a step: `AddressedNoise`, `noise.secure.source.SecureNoise`."""
+
+    spans_steps: bool
+
+    @property
+    def add(self) -> Callable[..., list[Tensor]]: ...
 
 
 class AddressedNoise:
@@ -58,9 +67,6 @@ class AddressedNoise:
             totals, streams(step=step), std=std, divisor=divisor, dtypes=dtypes, places=places,
             table=table, values=self.values, earlier=earlier,
         )  # fmt: skip
-
-
-NoiseSource = AddressedNoise | SecureNoise
 
 
 def source_of(noise_mechanism: str | CorrelatedNoise) -> NoiseSource:

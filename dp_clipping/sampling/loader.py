@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.utils.data import (
 from dp_clipping.kinds import is_count
 from dp_clipping.sampling.collate import CollateWithEmpty
 from dp_clipping.sampling.collate_check import CheckedCollate, sending
-from dp_clipping.sampling.poisson import Drawn, PoissonSampler, Scheme, Uncopied
+from dp_clipping.sampling.poisson import PoissonSampler, Scheme, Uncopied
 from dp_clipping.sampling.units import Units, units_in
 from dp_clipping.sampling.usage import SampleUsage, Ticket
 from dp_clipping.trials.randomness import same_randomness, seed_all
@@ -205,13 +206,13 @@ class PoissonLoader(Uncopied, DataLoader):
         return epoch
 
     def hand_over(
-        self, number: int, drawn: Drawn, batch: Any, alone: Any, *, first: bool = True,
+        self, number: int, ticket: Ticket, batch: Any, alone: Any, *, first: bool = True,
         rows: int | None = None, largest: int | None = None,
     ) -> None:  # fmt: skip
         """Announces batch `number`, or a microbatch of it (the `first`?), before it is yielded.
 
         Args:
-            drawn: its samples; without any it is a made-up one, if `rand_on_empty`.
+            ticket: its samples; without any it is a made-up one, if `rand_on_empty`.
             batch: what is yielded.
             alone: samples of it that were collated alone; None: there are none.
             rows, largest: as of `Ticket`.
@@ -224,9 +225,10 @@ class PoissonLoader(Uncopied, DataLoader):
                 "the rest: call optimizer.step() once after each microbatch, it skips all but the "
                 "last"
             )
-        self.usage.hand_over(Ticket(
-            drawn.rows, number, rows, drawn.fill, self.rand_on_empty and not drawn.rows, largest,
-            None if alone is None else (batch, alone),
+        self.usage.hand_over(replace(
+            ticket, number=number, rows=rows, largest=largest,
+            is_dummy=self.rand_on_empty and not ticket.samples,
+            alone=None if alone is None else (batch, alone),
         ))  # fmt: skip
 
     def state_dict(self) -> dict[str, int | float]:

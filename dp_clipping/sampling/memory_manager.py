@@ -14,7 +14,7 @@ from dp_clipping.kinds import instance_of, whole
 from dp_clipping.sampling.collate import PaddedCollate
 from dp_clipping.sampling.collate_check import sending
 from dp_clipping.sampling.loader import PoissonLoader, kept_options
-from dp_clipping.sampling.poisson import Drawn, PoissonSampler, Uncopied
+from dp_clipping.sampling.poisson import PoissonSampler, Uncopied
 from dp_clipping.sampling.units import fill_of, units_in
 from dp_clipping.sampling.usage import Ticket
 from dp_clipping.trials.randomness import same_randomness
@@ -34,14 +34,15 @@ class MicrobatchSampler(Sampler[list[int]]):
         self.batch_sampler = batch_sampler
         self.max_size = max_size
         self.examples_per_unit, self.views = examples_per_unit, views
-        self.yielded: deque[deque[Drawn]] = deque()
+        self.yielded: deque[deque[Ticket]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         yielded, each = self.yielded, self.examples_per_unit
         for indices, largest in self._batches():
             pieces = split(indices, self.count(largest), each)
-            fills = (fill_of(piece, each, self.views) for piece in pieces)
-            yielded.append(deque(map(Drawn, map(len, pieces), fills)))
+            yielded.append(
+                deque(Ticket(len(rows), fill=fill_of(rows, each, self.views)) for rows in pieces)
+            )
             yield from pieces
 
     def count(self, largest: int) -> int:
@@ -64,7 +65,7 @@ class Position:
 
     epoch: range | None
     number: int
-    left: deque[Drawn] = field(default_factory=deque)
+    left: deque[Ticket] = field(default_factory=deque)
 
 
 class BatchMemoryManager(Uncopied, DataLoader):
@@ -141,7 +142,7 @@ class BatchMemoryManager(Uncopied, DataLoader):
         )
         self.real = 0
         self._rows = max_physical_batch_size if pad_batches else None
-        self._loader, self._optimizer = data_loader, optimizer
+        self._loader, self.optimizer = data_loader, optimizer
         self._place: Position | None = None  # of the iteration in progress
 
     def __enter__(self) -> Self:
@@ -150,7 +151,7 @@ class BatchMemoryManager(Uncopied, DataLoader):
     def __exit__(self, *_: object) -> None:
         self.leave()
         if self._rows is not None:
-            self._optimizer.step_state.usage.end_padding()
+            self.optimizer.step_state.usage.end_padding()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.leave()
@@ -177,11 +178,11 @@ class BatchMemoryManager(Uncopied, DataLoader):
                         place.number, left[0], batch, alone, first=first,
                         rows=self._rows, largest=self.batch_sampler.max_size,
                     )  # fmt: skip
-                self.real = left.popleft().rows
+                self.real = left.popleft().samples
                 if not poisson and self._rows is not None:
-                    self._optimizer.step_state.usage.ticket = Ticket(self.real, rows=self._rows)
+                    self.optimizer.step_state.usage.ticket = Ticket(self.real, rows=self._rows)
                 place.left = left
-                self._optimizer.signal_skip_step(do_skip=bool(left))
+                self.optimizer.signal_skip_step(do_skip=bool(left))
                 yield batch
                 if self._place is not place:
                     raise RuntimeError("this iteration was left: begin another")
@@ -189,7 +190,7 @@ class BatchMemoryManager(Uncopied, DataLoader):
                     poisson.check_last(epoch)
                 place.number += not left
             if self._rows is not None:  # the last microbatch is done
-                self._optimizer.step_state.usage.end_padding()
+                self.optimizer.step_state.usage.end_padding()
         finally:
             self.leave(place)
 
@@ -205,7 +206,7 @@ class BatchMemoryManager(Uncopied, DataLoader):
         self._place, poisson, half_way = None, self._poisson, bool(current.left)
         if poisson and not half_way and poisson.batch_sampler.epoch is not current.epoch:
             return  # its microbatches are done, and those of a newer iteration are under way
-        if self._optimizer.leave_microbatches(half_way):
+        if self.optimizer.leave_microbatches(half_way):
             warnings.warn(
                 f"Poisson batch {current.number} was left after some of its microbatches: what "
                 "they added to the gradients is dropped, and no step was made of it",

@@ -14,7 +14,7 @@ Whoever has the key can compute the batches. `schemes` has other ways to choose 
 import hashlib
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.utils.data import Sampler
 
 from dp_clipping.sampling import chacha
 from dp_clipping.sampling.units import Units, fill_of
+from dp_clipping.sampling.usage import Ticket
 from dp_clipping.sampling.words import words
 
 ANOTHER = (
@@ -108,13 +109,6 @@ class Poisson(Scheme):
         return [units[units % ranks == rank] for rank in range(ranks)]
 
 
-class Drawn(NamedTuple):
-    """Rows of a batch, or of a part of it; `fill` marks rows that only fill up a unit."""
-
-    rows: int
-    fill: Tensor | None = None
-
-
 class Uncopied:
     """Refuses copies: the batches of a copy would be in another step too."""
 
@@ -163,7 +157,7 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
         self.scheme = Poisson(num_samples, sample_rate) if scheme is None else scheme
         self.start = 0
         self.epoch: range | None = None
-        self.yielded: deque[Drawn] | None = None
+        self.yielded: deque[Ticket] | None = None
         self._key = key
 
     def __len__(self) -> int:
@@ -178,8 +172,9 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
         if yielded is None:
             raise RuntimeError(ANOTHER)
         for shares in self.batches():
-            yielded.append(self.drawn(shares[self.rank]))
-            yield shares[self.rank]
+            rows, views = shares[self.rank], 1 if self.units is None else self.units.views
+            yielded.append(Ticket(len(rows), fill=fill_of(rows, self.rows_per_unit, views)))
+            yield rows
 
     def batches(self) -> Iterator[list[list[int]]]:
         """Yields the batches of `epoch`, each as `shares` returns it."""
@@ -201,11 +196,6 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
     @property
     def rows_per_unit(self) -> int:
         return 1 if self.units is None else self.units.rows
-
-    def drawn(self, rows: list[int]) -> Drawn:
-        """Returns the facts about a batch, or a part of one, that the loader needs later."""
-        views = 1 if self.units is None else self.units.views
-        return Drawn(len(rows), fill_of(rows, self.rows_per_unit, views))
 
     def rekey(self, key: bytes, start: int = 0) -> None:
         """Samples all later batches with another key, as a resumed run does.

@@ -679,9 +679,7 @@ def check_streams() -> None:
 
     def launch(make_table=None, step=0):
         outs = [torch.empty(n) for n in sizes]
-        add_noise_kernel_launch(
-            totals, outs, streams(step), [None] * len(totals), 2.0, 3.0, make_table
-        )
+        add_noise_kernel_launch(totals, outs, streams(step), None, 2.0, 3.0, make_table)
         return outs
 
     taken = []
@@ -699,9 +697,7 @@ def check_streams() -> None:
         expected = launch(step=step)
         outs = [torch.empty(n) for n in sizes]
         rows[:, 1] = torch.tensor([out.data_ptr() for out in outs])
-        add_noise_kernel_launch(
-            totals, outs, streams(0), [None] * len(totals), 2.0, 3.0, lambda _, r=rows: r
-        )
+        add_noise_kernel_launch(totals, outs, streams(0), None, 2.0, 3.0, lambda _, r=rows: r)
         assert all(map(torch.equal, outs, expected))
 
 

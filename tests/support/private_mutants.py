@@ -656,7 +656,7 @@ ROWS = [
     ("steps before a resume are forgotten", "checkpoint/restore.py",
      "run.account.cover(Certificate(*details[\"certificate\"]))", "pass", CERTIFICATE),
     ("a batch may be in two steps", "sampling/loader.py",
-     'if state["position"] < self.usage.unused_from:', "if False:", BATCHES_ONCE),
+     'if state["position"] < self.position:', "if False:", BATCHES_ONCE),
     ("loaders can be copied", "sampling/poisson.py",
      "raise TypeError(COPIED.format(name=type(self).__name__))",
      "return super().__reduce_ex__(protocol)", BATCHES_ONCE),

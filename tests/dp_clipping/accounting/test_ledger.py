@@ -193,16 +193,6 @@ class TestAccount:
         with pytest.raises(RuntimeError, match=r"load_checkpoint\(\.\., new_keys=True\)"):
             train(other, 1)
 
-    def test_a_run_that_was_only_looked_at_takes_no_key(self, path):
-        dataset = data()
-        one = build(dataset=dataset)
-        train(one, 2)
-        save(one, path)
-        other = build(engine=one.engine, dataset=dataset)
-        load(other, path)
-        train(one, 2)
-        assert steps_of(one) == 4
-
     def test_what_a_run_that_was_set_back_saves(self, path):
         run = build()
         train(run, 1)

@@ -158,7 +158,7 @@ UNITS: list[Row] = [
     ({"examples_per_step": 1.0, "unit_ids": OF_THREE}, "examples_per_step is 1.0"),
     ({"examples_per_step": 1}, "here a unit is one example: give unit_ids"),
     ({"examples_per_step": 4, "examples_per_unit": 3}, "examples_per_step=4 is more than examples"),
-    ({"examples_per_step": 4, "unit_ids": OF_THREE}, "batch_size 6, .* 4 rows of each unit: give"),
+    ({"examples_per_step": 4, "unit_ids": OF_THREE}, "batch_size is 6, .* 4 rows of each unit"),
     ({"examples_per_step": 1, "examples_per_unit": 2, "unit_ids": OF_THREE}, "or leave it out and"),
     ({"examples_per_step": 1, "examples_per_unit": 3, "poisson_sampling": False},
      "examples_per_step is drawn where units are"),

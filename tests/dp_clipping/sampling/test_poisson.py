@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from dp_clipping.sampling.poisson import Drawn, PoissonSampler, included
+from dp_clipping.sampling.poisson import PoissonSampler, included
+from dp_clipping.sampling.usage import Ticket
 from tests.support.draws import KEY, OTHER_KEY, joined
 
 FROZEN = [6, 26, 46, 54, 57]  # draw 5 of 60 samples at rate 0.1
@@ -122,7 +123,7 @@ class TestSampler:
         sampler.yielded = yielded
         batches = list(sampler)
         assert batches == [sampler.shares(3)[0], sampler.shares(4)[0]]
-        assert list(yielded) == [Drawn(len(batch), None) for batch in batches]
+        assert list(yielded) == [Ticket(len(batch)) for batch in batches]
 
     def test_parts_and_ranks_have_seeds_of_their_own(self):
         ranks = [self.sampler(rank=rank, world_size=2) for rank in range(2)]
