@@ -1,17 +1,18 @@
-"""Adds the noise to clipped sums: by Triton kernels on a GPU, else by their reference."""
+"""Adds the noise of a step to clipped sums: by Triton kernels on a GPU, else by their reference."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dp_clipping.distributed.placement import Place
 from dp_clipping.noise import kernel as kernels
+from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.gaussian import (
     CHUNK,
     GAUSSIAN,
@@ -20,6 +21,7 @@ from dp_clipping.noise.gaussian import (
     add_noise_plain,
     add_noise_to_short,
 )
+from dp_clipping.noise.mechanisms import mechanism_of
 
 SHORT = TOGETHER = 4 * CHUNK  # elements of a tensor, and of several, that get noise at once
 
@@ -119,3 +121,69 @@ def check_scales(std: float, divisor: float) -> None:
         raise ValueError(f"std must be finite and not negative, got {std}")
     if not (math.isfinite(divisor) and divisor > 0):
         raise ValueError(f"divisor must be finite and positive, got {divisor}")
+
+
+class NoiseSource(Protocol):
+    """What adds the noise of a step: `AddressedNoise`, `noise.secure.source.SecureNoise`."""
+
+    spans_steps: bool
+
+    @property
+    def add(self) -> Callable[..., list[Tensor]]: ...
+
+
+class AddressedNoise:
+    """Noise of `NoiseStream`s: that of a step alone, or with the noise of earlier steps.
+
+    Nothing is kept from one step to the next. The noise of an element is a function of the key, the
+    step, the parameter and the element's place in it alone, so shards, replicas and resumed runs
+    agree on it.
+
+    Args:
+        values: how random words become noise; default: normal numbers.
+        correlated: how many earlier steps' noise is generated again, and with which weights.
+
+    Attributes:
+        spans_steps: noise of earlier steps is in that of a step, so σ and C must never change.
+    """
+
+    def __init__(
+        self, values: Values = GAUSSIAN, correlated: CorrelatedNoise | None = None
+    ) -> None:
+        self.values, self.correlated = values, correlated
+        self.spans_steps = correlated is not None
+
+    def add(
+        self, totals: list[Tensor], parameters: Sequence[str], *, key: bytes, step: int, std: float,
+        divisor: float, dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
+        table: kernels.StreamTable | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Returns (total + std·Σ_j w_j z_{step-j}) / divisor of each total; one pass over them.
+
+        Args:
+            parameters: the full name of the parameter that each total belongs to.
+            key: the noise key of the run, 32 bytes.
+            step: the optimizer step, from 0.
+            totals, std, divisor, dtypes, places, table: as of `add_noise_to_all`.
+        """
+        streams = partial(NoiseStream.derive_all, key, parameters=parameters, share=0)
+        earlier = []
+        if self.correlated is not None:
+            _, *weights = self.correlated.weights(step + 1)
+            earlier = [(weight, streams(step=step - j)) for j, weight in enumerate(weights, 1)]
+        return add_noise_to_all(
+            totals, streams(step=step), std=std, divisor=divisor, dtypes=dtypes, places=places,
+            table=table, values=self.values, earlier=earlier,
+        )  # fmt: skip
+
+
+def source_of(noise_mechanism: str | CorrelatedNoise) -> NoiseSource:
+    """Returns the source of a noise mechanism's noise.
+
+    Raises:
+        ValueError: for a mechanism that was not registered.
+    """
+    if isinstance(noise_mechanism, CorrelatedNoise):
+        return AddressedNoise(correlated=noise_mechanism)
+    mechanism = mechanism_of(noise_mechanism)
+    return AddressedNoise(GAUSSIAN if mechanism is None else mechanism.values)

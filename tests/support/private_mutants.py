@@ -466,7 +466,7 @@ ROWS = [
     # ---- correlated noise
     ("earlier noise has no weight", "noise/gaussian.py", ".mul_(weights[:, None])", "",
      CORRELATED),
-    ("earlier noise is that of this step", "noise/sources.py", "step=step - j", "step=step",
+    ("earlier noise is that of this step", "noise/add_noise.py", "step=step - j", "step=step",
      CORRELATED),
     ("the kernel leaves out an earlier step", "noise/registers.py",
      "for i in range(n_earlier):", "for i in range(1, n_earlier):",

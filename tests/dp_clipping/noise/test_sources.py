@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dp_clipping.distributed.placement import spans_of
+from dp_clipping.noise.add_noise import AddressedNoise, source_of
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
-from dp_clipping.noise.sources import AddressedNoise, source_of
 
 KEY = bytes(range(32))
 HOW = {"key": KEY, "std": 2.0, "divisor": 4.0}
