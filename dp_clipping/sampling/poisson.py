@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from dp_clipping.sampling import chacha
 from dp_clipping.sampling.units import Units, fill_of
 from dp_clipping.sampling.usage import Ticket
-from dp_clipping.sampling.words import words
+from dp_clipping.sampling.words import blocks, secure_words, words
 
 ANOTHER = (
     "another loader takes this one's batches (Opacus's BatchMemoryManager?), and would not say "
@@ -62,10 +61,10 @@ def _securely(key: bytes, step: int, count: int, limit: int) -> np.ndarray:
         derived = hashlib.blake2b(message, key=key, person=b"secure sampling", digest_size=32)
         return derived.digest()
 
-    first = chacha.words(own(b"first"), count, 16)
+    first = secure_words(own(b"first"), count, 16)
     mask = first < limit >> 48
     (open_,) = np.nonzero(first == limit >> 48)
-    rest = chacha.blocks(own(b"rest"), open_.astype(np.uint64))[:2].astype(np.uint64)
+    rest = blocks(own(b"rest"), open_.astype(np.uint64))[:2].astype(np.uint64)
     mask[open_] = (rest[0] << 16 | rest[1] & 0xFFFF) < limit & ((1 << 48) - 1)
     return mask
 

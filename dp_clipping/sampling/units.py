@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from dp_clipping.kinds import WrongType, shown
-from dp_clipping.sampling import chacha
+from dp_clipping.sampling import words
 
-WORDS = chacha.WORDS // 2  # of 64 bits, in a block
+WORDS = words.WORDS // 2  # of 64 bits, in a block
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +97,10 @@ def _chosen(
     blocks = -(-size // WORDS)
     counters = units.numpy().astype(np.uint64)[:, None] * np.uint64(blocks)
     counters = (counters + np.arange(blocks, dtype=np.uint64)).ravel()
-    stream = np.ascontiguousarray(chacha.blocks(derived.digest(), counters).T)
-    words = stream.astype("<u4", copy=False).view("<u8").reshape(len(units), -1)[:, :size]
+    stream = np.ascontiguousarray(words.blocks(derived.digest(), counters).T)
+    numbers = stream.astype("<u4", copy=False).view("<u8").reshape(len(units), -1)[:, :size]
     found = []
-    for count, own in zip(counts, words.tolist(), strict=True):
+    for count, own in zip(counts, numbers.tolist(), strict=True):
         moved: dict[int, int] = {}  # entries of 0, 1, ..., count - 1 that were exchanged
         chosen = []
         for i, word in enumerate(own):

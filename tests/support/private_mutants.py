@@ -620,9 +620,9 @@ ROWS = [
      "plain.clone(memory_format=torch.contiguous_format).reshape", "plain.contiguous().reshape",
      "tests/dp_clipping/trials/test_values.py", "leave_memory"),
     # ---- secure noise
-    ("ChaCha20 has eight double rounds", "sampling/chacha.py",
+    ("ChaCha20 has eight double rounds", "sampling/words.py",
      "DOUBLE_ROUNDS = 10", "DOUBLE_ROUNDS = 8", CHACHA),
-    ("a ChaCha20 key counts up to 32 bits", "sampling/chacha.py",
+    ("a ChaCha20 key counts up to 32 bits", "sampling/words.py",
      "state[3, 1] = counters >> np.uint64(32)", "state[3, 1] = 0", CHACHA),
     ("secure noise does not know the step", "noise/secure/source.py",
      'step.to_bytes(8, "little"), parameters', 'b"", parameters', SECURE),
