@@ -7,7 +7,7 @@ from typing import Any
 REGISTERED = "registered"
 """In place of the name of a function, mechanism or layer of the user's own."""
 
-SAMPLINGS = {
+SAMPLINGS: dict[Any, str | None] = {
     "poisson": "gaussian_poisson", "truncated_poisson": "truncated_poisson",
     "balls_in_bins": "balls_in_bins",
 }  # fmt: skip

@@ -149,8 +149,8 @@ def _launch(
     make_table: Callable[[list[list[int]]], Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Launches the kernel for rows of one kind, of which each has so many values."""
-    pieces = pieces_of(tuple(sizes), device) if sizes else ()
-    if not len(pieces):
+    pieces = pieces_of(tuple(sizes), device) if sizes else None
+    if pieces is None or not len(pieces):
         return
     launch(
         _add_noise_kernel, (len(pieces),),

@@ -63,7 +63,7 @@ class MicrobatchSampler(Sampler[list[int]]):
 class Position:
     """The position of an iteration: its batches, the number of one, and microbatches left of it."""
 
-    epoch: range | None
+    epoch: range
     number: int
     left: deque[Ticket] = field(default_factory=deque)
 
@@ -157,7 +157,7 @@ class BatchMemoryManager(Uncopied, DataLoader):
         self.leave()
         poisson = self._poisson
         epoch = poisson.start_epoch() if poisson else range(0)
-        place = self._place = Position(epoch if poisson else None, epoch.start)
+        place = self._place = Position(epoch, epoch.start)
         # Of this iteration alone: one that was left early cannot disturb it.
         yielded = self.batch_sampler.yielded = deque()
         try:
