@@ -89,7 +89,7 @@ def test_the_noise_is_for_the_rate_of_units(tmp_path):
 
 def test_microbatches_of_parts_of_units_are_refused(tmp_path):
     trainer = trainer_of("gpt2", tmp_path, privacy={"examples_per_unit": 3})
-    with pytest.raises(ValueError, match="batch_size is 4, .* give 3 or 6"):
+    with pytest.raises(ValueError, match=r"batch_size is 4, .* give 3 or 6"):
         trainer.train()
 
 
