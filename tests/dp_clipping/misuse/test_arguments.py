@@ -145,7 +145,7 @@ UNITS: list[Row] = [
     ({"examples_per_unit": 4}, "data_loader's batch_size is 6, .* give 4 or 8"),
     ({"examples_per_unit": 4} | loaded(2), "data_loader's batch_size is 2, .* give 4$"),
     ({"examples_per_unit": 4} | loaded(batch_sampler=[[*range(i, i + 4)] for i in range(0, 24, 4)]),
-     r"no batch_size, .* give sample_rate="),
+     "no batch_size: give sample_rate="),
     ({"views": 0}, "views is 0: give a whole number of 1 or more: how many rows"),
     ({"views": 2, "poisson_sampling": False}, "views=2 is for Poisson sampling"),
     ({"views": 2, "rand_on_empty": True}, "leave rand_on_empty out"),
