@@ -1,9 +1,8 @@
 """Adds, cuts and compares histories of steps, in the form of Opacus's accountants."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import takewhile
-from typing import Any
 
 History = list[tuple[float, float, int]]
 """(noise multiplier, sample rate, number of steps), in the order in which they were counted."""
@@ -45,17 +44,6 @@ def joined(first: History, second: History) -> History:
             steps += whole.pop()[2]
         whole.append((sigma, rate, steps))
     return whole
-
-
-def parts_of(saved: Mapping[str, Any], history: History) -> Parts:
-    """Returns the steps by key of a saved account; without that entry all may be of the saved key.
-
-    Args:
-        saved: the details in a checkpoint.
-        history: the history of its accountant.
-    """
-    whole = saved["steps"] - count(history), history
-    return saved.get("account", {saved["key_fingerprint"]: whole})
 
 
 def totals_of(history: History) -> Counter[tuple[float, float]]:

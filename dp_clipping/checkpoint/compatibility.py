@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dp_clipping.accounting.history import Parts, count, joined, parts_of
+from dp_clipping.accounting.history import Parts, count, joined
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
     DETAILS,
@@ -51,7 +51,7 @@ def _check_account(snapshot: Snapshot, saved: dict[str, Any]) -> Parts:
     """Returns steps of this engine that the saved account lacks."""
     account = snapshot.run.account
     history = saved[ACCOUNTANT]["history"]
-    unsaved = account.beyond(parts_of(saved[DETAILS], history), snapshot.run)
+    unsaved = account.beyond(saved[DETAILS]["account"], snapshot.run)
     for _, part in unsaved.values():
         history = joined(history, part)
     if account.computes and account.accountant.mechanism() == "gdp" and len(history) > 1:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.accounting.history import Parts, count, parts_of
+from dp_clipping.accounting.history import Parts, count
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
     ALWAYS,
@@ -184,7 +184,7 @@ def _apply(snapshot: Snapshot, resume: Resume, keys: Keys) -> None:
     run, saved, details = snapshot.run, resume.saved, resume.details
     optimizer = run.optimizer
     account = saved[ACCOUNTANT]
-    run.account.load(account, parts_of(details, account["history"]), resume.unsaved, run)
+    run.account.load(account, details["account"], resume.unsaved, run)
     run.model.network.load_state_dict(saved[MODULE], **snapshot.module_kwargs)
     if snapshot.with_optimizer and OPTIMIZER in saved:
         optimizer.load_state_dict(saved[OPTIMIZER])
