@@ -76,15 +76,10 @@ class SecureNoise:
         kinds = [(result.dtype, result.device) for result in results]
         for kind in dict.fromkeys(kinds):
             own = [i for i, other in enumerate(kinds) if other == kind]
-            if triton is not None and totals[own[0]].is_cuda:  # float64 too
-                with torch.cuda.device_of(totals[own[0]]):
-                    add_integers_kernel_launch(
-                        [totals[i] for i in own], [results[i] for i in own],
-                        [keys[i] for i in own], [places[i] for i in own], grid, std / grid, divisor,
-                    )  # fmt: skip
-                continue
-            for i in own:
-                add_plain(totals[i], results[i], keys[i], places[i], grid, std / grid, divisor)
+            _add(
+                [totals[i] for i in own], [results[i] for i in own], [keys[i] for i in own],
+                [places[i] for i in own], grid, std / grid, divisor,
+            )  # fmt: skip
         return results
 
 
@@ -99,6 +94,19 @@ def stream_keys(secret: bytes, step: int, parameters: Sequence[str]) -> list[byt
         parameters: their full names, the same on every rank.
     """
     return digests_of(secret, step.to_bytes(8, "little"), parameters, 32, b"secure noise")
+
+
+def _add(
+    totals: list[Tensor], outs: list[Tensor], keys: list[bytes], places: list[Place | None],
+    grid: float, scale: float, divisor: float,
+) -> None:  # fmt: skip
+    """Adds the noise to sums of one dtype on one device, by the kernel or its reference."""
+    if triton is not None and totals[0].is_cuda:  # float64 too
+        with torch.cuda.device_of(totals[0]):
+            add_integers_kernel_launch(totals, outs, keys, places, grid, scale, divisor)
+        return
+    for total, out, key, place in zip(totals, outs, keys, places, strict=True):
+        add_plain(total, out, key, place, grid, scale, divisor)
 
 
 def add_plain(

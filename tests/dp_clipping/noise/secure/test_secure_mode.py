@@ -51,7 +51,7 @@ def test_the_kernel_has_the_sums_on_a_gpu_of_each_dtype(monkeypatch, is_cuda, dt
     monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
     monkeypatch.setattr(source, "add_integers_kernel_launch", lambda *_: ran.append("kernel"))
     monkeypatch.setattr(source, "add_plain", lambda *_: ran.append("reference"))
-    source.add_plain(total, total, KEY, None, 1.0, 1.0, 1.0)
+    source._add([total], [total], [KEY], [None], 1.0, 1.0, 1.0)
     assert ran == ["kernel" if is_cuda else "reference"]
 
 
