@@ -12,7 +12,6 @@ from dp_clipping.accounting.ledger import Account, Release
 from tests.support.saved_runs import (
     build,
     data,
-    edit,
     load,
     save,
     state,
@@ -269,15 +268,6 @@ class TestAccount:
         self.load(other, path, 2)
         with pytest.raises(RuntimeError, match=r"step 0 was made before, .* or the criterion"):
             train(other, 1)
-
-    def test_a_checkpoint_that_does_not_tell_keys_apart(self, path):
-        run = build()
-        train(run, 2)
-        save(run, path)
-        edit(run, path, lambda saved: saved["dp_clipping"].pop("account"))
-        train(run, 1)
-        self.load(run, path, 1, new_keys=True)
-        assert steps_of(run) == 3
 
     def test_an_account_of_one_noise_only_cannot_hold_both(self, path):
         warnings.filterwarnings("ignore", message="GDP accounting is experimental")
