@@ -67,13 +67,9 @@ def test_a_loop_cannot_choose_among_batches():
     run = make()
     for _ in range(3):
         step(run, next(iter(run.loader)))
-    batches = [next(iter(run.loader))[0] for _ in range(100)]  # it waits for another batch
+    batches = [next(iter(run.loader))[0] for _ in range(3)]  # it waits for another batch
     assert all(torch.equal(batch, batches[0]) for batch in batches)
-    with pytest.raises(
-        RuntimeError, match="100 iterations of the loader in a row began with batch 3"
-    ):
-        next(iter(run.loader))
-    assert (run.loader.position, run.optimizer.steps) == (4, 3)
+    assert (run.loader.position, run.optimizer.steps) == (3, 3)
     for batch in run.loader:
         step(run, batch)
     assert run.loader.position == run.optimizer.steps == 3 + len(run.loader)
@@ -88,24 +84,20 @@ def test_prefetched_batches_are_not_chosen_among_either():
 def test_nor_among_those_that_the_memory_manager_splits():
     run = make()
     with warnings.catch_warnings(action="ignore"), in_parts(run, 1) as loader:
-        for _ in range(100):
-            next(iter(loader))
-        with pytest.raises(RuntimeError, match="in a row began with batch 0"):
-            next(iter(loader))
+        pieces = [next(iter(loader))[0] for _ in range(3)]
+    assert all(torch.equal(piece, pieces[0]) for piece in pieces)
 
 
 def test_nor_in_evaluation():
     run = make()
     run.model.eval()
-    batches = [next(iter(run.loader))[0] for _ in range(100)]
+    batches = [next(iter(run.loader))[0] for _ in range(3)]
     assert all(torch.equal(batch, batches[0]) for batch in batches)
-    with pytest.raises(RuntimeError, match="100 iterations of the loader in a row"):
-        next(iter(run.loader))
     iteration = iter(run.loader)
     for _ in range(3):
         batch = next(iteration)
     run.model.train()
-    with pytest.raises(RuntimeError, match="after others of this iteration that were passed over"):
+    with pytest.raises(RuntimeError, match="no step has used batch 0, which was passed over"):
         backward(run, batch)
     step(run, next(iter(run.loader)))
 
@@ -126,7 +118,7 @@ def test_a_batch_that_was_left_comes_again_after_an_evaluation_and_a_load():
     batches = iter(run.loader)
     next(batches), next(batches)
     run.model.train()
-    assert not torch.equal(next(iter(run.loader))[0], left), "what was passed over is not used"
+    assert run.loader.position == 1, "what was passed over comes again"
 
 
 def test_one_that_was_left_after_its_backward_is_no_batch_of_the_next_iteration():
@@ -265,47 +257,16 @@ def test_a_microbatch_counts_once():
 def test_a_made_up_sample_is_none():
     run = make(data_loader=DataLoader(data(6), batch_size=1), rand_on_empty=True)
     for batch in run.loader:
-        dummy = run.loader.holds_dummy
+        dummy = run.loader.usage.ticket.is_dummy
         assert run.model.step_state.usage.handed == (0 if dummy else len(batch[0]))
         step(run, batch)
 
 
-def test_batches_that_opacus_takes_are_not_counted():
+def test_batches_that_opacus_would_take_are_refused():
     run = make()
-    _, batch = first_draw(run)
-    step(run, batch)
-    with in_parts(run, 2, OpacusBatchMemoryManager) as loader:
-        for batch in loader:
-            step(run, batch)
-    _, batch = first_draw(run)
-    step(run, batch)
-    assert run.loader.position == run.optimizer.steps, "each step has a draw of its own"
-    with pytest.raises(RuntimeError, match=TWICE):
-        backward(run, batch)
-
-
-def test_two_batches_that_opacus_takes_are_not_one_step():
-    run = make()
-    with in_parts(run, 100, OpacusBatchMemoryManager) as loader:
-        batches = iter(loader)
-        backward(run, next(batches))
-        with pytest.raises(RuntimeError, match=SECOND_DRAW):
-            next(batches)
-
-
-@pytest.mark.parametrize(
-    ("loader", "options", "instead"),
-    [
-        (dict(num_workers=1), {}, "num_workers=0"),
-        ({}, dict(rand_on_empty=True), "rand_on_empty=False"),
-    ],
-)
-def test_batches_that_opacus_would_mix_up_are_refused(loader, options, instead):
-    """It skips steps as it fetches, ahead of them, and does not know what is made up."""
-    run = make(data_loader=DataLoader(data(), batch_size=3, **loader), **options)
     with (
         in_parts(run, 2, OpacusBatchMemoryManager) as pieces,
-        pytest.raises(RuntimeError, match=f"use dp_clipping.BatchMemoryManager, or {instead}"),
+        pytest.raises(RuntimeError, match=r"another loader takes .* use dp_clipping\.BatchMem"),
     ):
         next(iter(pieces))
 
