@@ -290,6 +290,14 @@ def layer(name: str, *sizes: int):
     return trial
 
 
+def split() -> None:
+    from opacus.utils.batch_memory_manager import wrap_data_loader
+
+    run = Run()
+    pieces = wrap_data_loader(data_loader=run.loader, max_batch_size=3, optimizer=run.optimizer)
+    assert run.step(pieces) == len(run.loader)
+
+
 def fixed() -> None:
     from opacus.validators import ModuleValidator
 
@@ -323,6 +331,7 @@ TRIALS = {
     **{name: layer(name, 4, 5) for name in ("DPLSTM", "DPGRU", "DPRNN")},
     "DPMultiheadAttention": layer("DPMultiheadAttention", 4, 2),
     "SequenceBias": layer("SequenceBias", 4),
+    "wrap_data_loader": split,
     "ModuleValidator": fixed,
     "register_module_validator": own_fix, "register_module_fixer": own_fix,
 }  # fmt: skip

@@ -35,6 +35,10 @@ ENDED = (
     "no batch is left: the steps that target_epsilon is for are taken, and stop=True ends the "
     "training there"
 )
+ANOTHER = (
+    "another loader takes this one's batches (Opacus's BatchMemoryManager?), and {what}: use "
+    "dp_clipping.BatchMemoryManager, or {instead}"
+)
 OVER = (
     "another iteration of this loader, or load_state_dict, has ended this one: use one at a time, "
     "the last that was begun"
@@ -124,6 +128,7 @@ class PoissonLoader(Uncopied, DataLoader):
         self.on_batch: Callable[[int], object] = lambda number: None
         self.usage = SampleUsage()
         self.is_over: Callable[[], bool] = lambda: False
+        sampler.to_another = self._to_another
         self._epoch_end = 0  # of the last iteration that was begun
 
     @property
@@ -158,6 +163,27 @@ class PoissonLoader(Uncopied, DataLoader):
                 return
             self.hand_over(number, yielded.popleft(), batch, alone)
             yield batch
+            self.check_last(epoch)
+
+    def _to_another(self) -> Iterator[list[int]]:
+        """Yields this rank's part of each batch to a loader that splits it by `signal_skip_step`.
+
+        Opacus's `BatchMemoryManager` does, as it fetches.
+        """
+        rows_per_unit, workers = self.batch_sampler.rows_per_unit, self.num_workers
+        if workers:
+            what = f"num_workers={workers} would fetch ahead of the steps"
+            raise RuntimeError(ANOTHER.format(what=what, instead="num_workers=0"))
+        if rows_per_unit > 1:
+            what = f"it would split units of {rows_per_unit} rows"
+            raise RuntimeError(ANOTHER.format(what=what, instead="examples_per_unit=1 and views=1"))
+        epoch = self.start_epoch()
+        for number, shares in zip(epoch, self.batch_sampler.batches(), strict=True):
+            if self.is_over():
+                return
+            rows = shares[self.batch_sampler.rank]
+            self.hand_over(number, Ticket(len(rows), same_parts=False), None, None)
+            yield rows
             self.check_last(epoch)
 
     @contextmanager

@@ -13,7 +13,7 @@ Whoever has the key can compute the batches. `schemes` has other ways to choose 
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,6 @@ from dp_clipping.sampling.units import Units, fill_of
 from dp_clipping.sampling.usage import Ticket
 from dp_clipping.sampling.words import blocks, secure_words, words
 
-ANOTHER = (
-    "another loader takes this one's batches (Opacus's BatchMemoryManager?), and would not say "
-    "which part of a batch a step has: use dp_clipping.BatchMemoryManager"
-)
 COPIED = (
     "a {name} holds the key of its batches, and a copy would yield the same ones for other steps: "
     "use the one that make_private returned; engine.save_checkpoint saves where it is"
@@ -133,6 +129,7 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
             with an error, when this is another object. None: none has begun.
         yielded: where the loader that asks for the next iteration gets what is known of its
             batches. It may prefetch them.
+        to_another: yields this rank's parts of batches to any other loader; the owner sets it.
     """
 
     def __init__(
@@ -157,19 +154,17 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
         self.start = 0
         self.epoch: range | None = None
         self.yielded: deque[Ticket] | None = None
+        self.to_another: Callable[[], Iterator[list[int]]] = lambda: iter(())
         self._key = key
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields this rank's part of each batch.
-
-        Raises RuntimeError for a loader that does not say which part of a batch it yields.
-        """
         yielded, self.yielded = self.yielded, None
         if yielded is None:
-            raise RuntimeError(ANOTHER)
+            yield from self.to_another()
+            return
         for shares in self.batches():
             rows, views = shares[self.rank], 1 if self.units is None else self.units.views
             yielded.append(Ticket(len(rows), fill=fill_of(rows, self.rows_per_unit, views)))

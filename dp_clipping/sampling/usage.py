@@ -31,6 +31,7 @@ class Ticket:
             splits it; None: it is not split, or not by that.
         alone: the (micro)batch, and samples of it that were collated alone (a
             `collate_check.Alone`); None: their lengths are those of the batch, or are not due.
+        same_parts: all ranks have the batch in as many parts; Opacus's manager does not see to it.
     """
 
     samples: int = 0
@@ -40,6 +41,7 @@ class Ticket:
     is_dummy: bool = False
     largest: int | None = None
     alone: tuple[Any, Any] | None = None
+    same_parts: bool = True
 
     def real_of(self, rows: int) -> int:
         """Returns the number of a batch's rows that are samples, which come first.
@@ -171,7 +173,8 @@ class SampleUsage:
             )
         too_many = samples > self.left
         is_again = bool(samples) and not self._are_apart(slices)
-        elsewhere = bool(self.uses) and on_any_rank(too_many or is_again)
+        ask = on_any_rank if self.ticket.same_parts else bool
+        elsewhere = bool(self.uses) and ask(too_many or is_again)
         if too_many or elsewhere:
             raise RuntimeError(self._twice(samples, too_many, is_again))
         self.uses += 1

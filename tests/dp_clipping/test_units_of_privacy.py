@@ -280,6 +280,11 @@ class TestRefused:
                 run.model(x[:4])
             break
 
+    def test_another_loader_over_the_sampler(self):
+        run = build()
+        with pytest.raises(RuntimeError, match="it would split units of 4 rows: use dp_clipping"):
+            next(iter(run.loader.batch_sampler))
+
     def test_other_units_in_one_account(self):
         engine = PrivacyEngine(accountant="rdp")
         build(engine)

@@ -262,11 +262,59 @@ def test_a_made_up_sample_is_none():
         step(run, batch)
 
 
-def test_batches_that_opacus_would_take_are_refused():
+@pytest.mark.parametrize("rand_on_empty", [False, True])
+def test_batches_that_opacus_takes_count(rand_on_empty):
+    run = make(rand_on_empty=rand_on_empty)
+    _, batch = first_draw(run)
+    step(run, batch)
+    with in_parts(run, 2, OpacusBatchMemoryManager) as loader:
+        sizes = [len(batch[0]) for batch in loader if step(run, batch) or True]
+    assert max(sizes) == 2
+    _, batch = first_draw(run)
+    step(run, batch)
+    assert run.loader.position == run.optimizer.steps == 2 + len(run.loader), "a step has a batch"
+    with pytest.raises(RuntimeError, match=TWICE):
+        backward(run, batch)
+
+
+def test_steps_on_batches_that_opacus_takes_are_those_of_whole_ones():
+    whole, parts = make(rand_on_empty=True), make(rand_on_empty=True)
+    for batch in whole.loader:
+        step(whole, batch)
+    with in_parts(parts, 2, OpacusBatchMemoryManager) as loader:
+        for batch in loader:
+            step(parts, batch)
+    assert parts.optimizer.steps == whole.optimizer.steps
+    torch.testing.assert_close(
+        dict(parts.model.named_parameters()), dict(whole.model.named_parameters())
+    )
+
+
+def test_parts_that_opacus_takes_count_once():
+    run = make(sample_rate=1.0, steps=2)
+    with in_parts(run, 2, OpacusBatchMemoryManager) as loader:
+        batch = next(iter(loader))
+        backward(run, batch)
+        with pytest.raises(RuntimeError, match=TWICE):
+            backward(run, batch)
+
+
+def test_two_batches_that_opacus_takes_are_not_one_step():
     run = make()
+    with in_parts(run, 100, OpacusBatchMemoryManager) as loader:
+        batches = iter(loader)
+        backward(run, next(batches))
+        with pytest.raises(RuntimeError, match=SECOND_DRAW):
+            next(batches)
+
+
+def test_batches_that_opacus_would_mix_up_are_refused():
+    """It skips steps as it fetches, ahead of them."""
+    run = make(data_loader=DataLoader(data(), batch_size=3, num_workers=1))
+    match = "use dp_clipping.BatchMemoryManager, or num_workers=0"
     with (
         in_parts(run, 2, OpacusBatchMemoryManager) as pieces,
-        pytest.raises(RuntimeError, match=r"another loader takes .* use dp_clipping\.BatchMem"),
+        pytest.raises(RuntimeError, match=match),
     ):
         next(iter(pieces))
 
