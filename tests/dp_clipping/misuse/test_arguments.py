@@ -83,7 +83,7 @@ MODES: list[Row] = [
     ({"grad_sample_mode": "hook"}, r"'hook' is unknown: choose one of no_dp, per_sample"),
     ({"norm_reduction": "lazy"}, "'lazy' is unknown: choose one of sync, async, layerwise"),
     ({"clipping": "layers"}, "'layers' is unknown: choose one of flat, per_layer"),
-    ({"clipping_function": "x"}, "'x' is unknown: .* of abadi, automatic, or call dp_clipping.reg"),
+    ({"clipping_function": "x"}, "'x' is unknown: .* of abadi, automatic,.* or call dp_clip"),
     ({"loss_reduction": "sum"}, "loss_reduction is 'sum' and criterion.reduction 'mean'"),
     ({"loss_reduction": "none"}, "'none' is unknown: choose one of mean, sum"),
 ]

@@ -105,6 +105,35 @@ class TestLoader:
         expected = [loader.batch_sampler.shares(draw)[0] for draw in announced]
         assert [batch.tolist() for (batch,) in seen] == expected
 
+    def test_batches_that_another_loader_takes_count(self):
+        loader, announced = poisson(), []
+        loader.on_batch = announced.append
+        sampler = loader.batch_sampler
+        one, other = iter(sampler), iter(sampler)
+        seen = [next(one), next(other)]
+        with pytest.raises(RuntimeError, match="another iteration"):
+            next(one)
+        older = iter(loader)
+        seen += [next(other), next(older)[0].tolist(), next(iter(sampler))]
+        for late in (other, older):
+            with pytest.raises(RuntimeError, match="another iteration"):
+                next(late)
+        assert announced == [0, 1, 2, 3, 4]
+        assert loader.position == 5
+        resumed = poisson()
+        resumed.load_state_dict(loader.state_dict())
+        rest = list(resumed.batch_sampler)
+        assert len(rest) == 14 - 5, "the rest of the epoch that was begun"
+        assert seen + rest == [sampler.shares(draw)[0] for draw in range(len(seen + rest))]
+        assert resumed.position == len(seen + rest)
+        late = iter(sampler)
+        next(late)
+        loader.load_state_dict(loader.state_dict())
+        with pytest.raises(RuntimeError, match="load_state_dict"):
+            next(late)
+        loader.is_over = lambda: True
+        assert list(sampler) == []
+
 
 class TestResume:
     @pytest.mark.parametrize("workers", [0, 2])

@@ -337,6 +337,14 @@ def test_a_refusal_tells_too_many_samples_from_those_of_another_rank():
         usage.use(0, lambda here: True)
 
 
+def test_ranks_that_have_other_numbers_of_parts_do_not_wait_for_each_other():
+    usage = SampleUsage()
+    usage.hand_over(Ticket(3, same_parts=False))
+    for _ in range(3):
+        usage.use(1, lambda _: pytest.fail("another rank is asked"))
+        usage.end_part()
+
+
 def test_a_step_in_each_part_of_a_batch_is_refused_by_what_to_do():
     run = make(batch_size=6, sample_rate=0.9, steps=2)
     _, (x, y) = first_draw(run)
