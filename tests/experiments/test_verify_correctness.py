@@ -145,11 +145,10 @@ def scaled(factor: float) -> Callable:
 
 
 def without_the_first(right: Callable) -> Callable:
-    """Of the parameters, those whose norms come first."""
+    """Of the parameters whose norms come together, the first."""
 
     def add_rows(self, records, squares, *rest):
-        squares = squares if len(self) else 0 * squares
-        right(self, records, squares, *rest)
+        right(self, records, torch.cat((0 * squares[:1], squares[1:])), *rest)
 
     return add_rows
 
