@@ -8,11 +8,10 @@ pointers), the dtype, the number of layers in the launch, and the dimensions, ea
 to a power of two: batches and lengths that vary fall into few classes. Each costs the compilation
 of all candidates and a few launches of each.
 
-Measurements are kept in files in `$XDG_CACHE_HOME/dp_clipping` (`~/.cache/dp_clipping` without that
-variable), by device, torch and Triton: tiles in `tiles.json`, rates (`planning.calibration`) in
-`rates.json`. A file that cannot be read, or that holds something else, counts as none. Later
-processes read the tiles once, with or without the variable; then a launch is one look in a
-dictionary. Deleting the file forgets all. `tile_size` comes before any choice.
+Tiles are kept in `$XDG_CACHE_HOME/dp_clipping/tiles.json` (`~/.cache/dp_clipping` without that
+variable), by device, torch and Triton. A file that cannot be read, or that holds something else,
+counts as none. Later processes read the tiles once, with or without the variable; then a launch is
+one look in a dictionary. Deleting the file forgets all. `tile_size` comes before any choice.
 
 Neither tuned nor looked up: on the CPU, in Triton's interpreter, while `torch.compile` traces. Not
 tuned, but a later launch is: while a CUDA graph is captured. Tiles differ in the order of their
