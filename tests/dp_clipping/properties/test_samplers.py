@@ -65,8 +65,7 @@ def test_ranks_together_have_the_examples_of_a_batch(run, key, size, ranks, rest
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    for number in range(3):
-        shares = [one.shares(number)[one.rank] for one in samplers]
+    for number, shares in enumerate(zip(*samplers, strict=True)):
         drawn = scheme(run).batch(key, number).tolist()
         rows = [row for share in shares for row in share]
         assert len(rows) == size * len(drawn)
