@@ -88,7 +88,10 @@ class ConvolutionFactors:
     def keep(self, gradients: Sequence[Tensor]) -> None:
         """Keeps G [B · groups, ..] of each run in place of the operands."""
         self.values, self.pairs, self.summands = (), [], []
-        self.gradients = [g.view(self.batch_size, -1, g.shape[2]) for g in gradients]
+        groups = self._geometry.groups
+        self.gradients = [
+            g.view(self.batch_size, groups * g.shape[1], g.shape[2]) for g in gradients
+        ]
 
     def take_norms_of_pieces(self) -> Tensor:
         """Returns squared norms [runs, B] and keeps G; some samples after others are packed."""

@@ -51,7 +51,7 @@ def norm_of(use: ConvolutionFactors, keep: bool = True) -> tuple[Tensor, bool]:
 
 def kept(use: ConvolutionFactors) -> tuple[Tensor, bool]:
     """Takes the norm and keeps G, also where operands are smaller."""
-    use.samples = use.batch_size
+    use.samples = max(1, use.batch_size)
     return norm_of(use)
 
 
