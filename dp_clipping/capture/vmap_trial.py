@@ -44,7 +44,7 @@ from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.routing import Routing
 
 Found = tuple[list[Tensor], dict[str, Tensor | None]]
-"""What a module returns, and a gradient of each of its parameters; None: it depends on none."""
+"""Holds what a module returns, and a gradient of each parameter; None: it depends on none."""
 
 MOST = 16  # operators one after another of parameters and tensors that all samples share
 

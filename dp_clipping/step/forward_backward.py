@@ -170,12 +170,9 @@ class ForwardBackward:
         self.capture.arithmetic.refuse_changes()
 
     def _run(
-        self,
-        module: nn.Module,
-        inputs: Inputs,
-        objects: Objects | None,
+        self, module: nn.Module, inputs: Inputs, objects: Objects | None,
         sync: AbstractContextManager,
-    ) -> tuple[PrivateStep, Any, Mark]:
+    ) -> tuple[PrivateStep, Any, Mark]:  # fmt: skip
         """Calls the module in a private step; returns that, the outputs, and the state before.
 
         Where a layer is called as it never was, its samples are looked for and the network is

@@ -36,7 +36,7 @@ OF_ZEROS = (
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What is known of a forward in training before the network runs.
+    """Holds what is known of a forward in training before the network runs.
 
     Attributes:
         args, kwargs: what the network gets. A row of zeros stands in for an empty batch.

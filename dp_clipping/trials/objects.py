@@ -1,4 +1,4 @@
-"""What a network, another object, or arguments of a call hold, to be compared and put back.
+"""Finds what a network, an object or a call's arguments hold, to compare it and put it back.
 
 It is held in parameters, buffers and attributes of modules, and in them lists, dicts, sets,
 dataclasses, caches, and objects with attributes or slots.
@@ -267,7 +267,7 @@ class Places:
 
 
 class Snapshot:
-    """What places hold at one moment. Each step makes some, and compares them.
+    """Holds what places held at one moment. Each step makes some, and compares them.
 
     Attributes:
         values: what the dicts held; see `Places.values`.

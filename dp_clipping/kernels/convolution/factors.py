@@ -21,7 +21,6 @@ from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.convolution import gram, packing
 from dp_clipping.kernels.convolution.geometry import Layout, Packed
 from dp_clipping.kernels.convolution.layout import (
-    Pair,
     folded,
     layout_of,
     memory_of_gradients,
@@ -30,6 +29,7 @@ from dp_clipping.kernels.convolution.layout import (
 )
 from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.gradient import gradients_and_squares
+from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import ceil_div
 
 LEAST_PROGRAMS = 192  # of a launch, if samples are divided: fewer leave processors idle
@@ -127,7 +127,8 @@ class ConvolutionFactors:
         groups = self._geometry.groups
         if groups > 1:
             squares = squares.unflatten(1, (self.batch_size, groups)).sum(2)
-        return squares if self.scale is None else squares * (self.scale * self.scale)
+        # One after the other: the square of a small scale would be zero.
+        return squares if self.scale is None else squares * self.scale * self.scale
 
 
 Rows = tuple[Tensor, Tensor | None, float, float]

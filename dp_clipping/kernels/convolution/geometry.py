@@ -109,7 +109,7 @@ class Packed(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where the operands of a convolution lie; follows from shapes.
+    """Says where the operands of a convolution lie, which follows from their shapes.
 
     Attributes:
         geometry: after `folds`.

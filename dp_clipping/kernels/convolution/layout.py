@@ -1,4 +1,4 @@
-"""Convolutions as linear layers: per tap one, on a view of the packed input.
+"""Lays out the operands of a convolution as those of linear layers, one for each tap.
 
     G_i[:, k] = Σ_r y_i[r] ⊗ x_i[r + place(k)]
 
@@ -26,10 +26,10 @@ from dp_clipping.kernels.convolution.geometry import (
     grid_of,
     runs_of,
 )
+from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import ALIGNMENT, ceil_div
 
 FEW = 8  # input channels, below which those under the taps of a row are packed as channels
-Pair = tuple[Tensor, Tensor]
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Clipped sums on the fused kernels, of which a launch serves many parameters."""
+"""Forms clipped sums on the fused kernels; a launch serves many parameters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import sum_of_one_token
 from dp_clipping.kernels.convolution.layout import weight_of
 from dp_clipping.kernels.embedding import TokenSums
+from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import on_device, tile_of
 from dp_clipping.kernels.sorted_coefficients import Coefficients, SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
@@ -21,7 +22,6 @@ from dp_clipping.layers.embedding.factors import TableGradients
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.profiling.profile import NOTHING
 
-Pair = tuple[Tensor, Tensor]
 Label = Callable[[str, Iterable[Trainable]], AbstractContextManager]
 
 

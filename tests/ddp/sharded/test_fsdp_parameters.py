@@ -224,7 +224,7 @@ def inner_gradient(context: Context) -> None:
 
 
 def looks(context: Context) -> None:
-    """What needs no values is as ever, and what does is refused, on one rank alone too."""
+    """Allows what needs no values, and refuses what does, on one rank alone too."""
     torch.manual_seed(0)
     pair = Pair(context, Network())
     step(pair, 0)

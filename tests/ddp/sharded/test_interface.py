@@ -37,7 +37,7 @@ def test_clipping_takes_the_norm_over_all_ranks(cpu_ranks):
 @pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
 @on_ranks(2)
 def test_clipping_by_pytorch_is_refused_with_what_to_call(context: Context, name: str) -> None:
-    """What it says is right, and nothing has changed before; nor is a gradient read or copied."""
+    """Checks that what is said is right, and that no gradient was changed, read or copied."""
     pair = Beside(context, name, Chain(), **small_buckets(name))
     pair.backward(chain_loss(0))
     pair.finish()

@@ -149,7 +149,7 @@ def test_what_a_step_notes_in_a_group_stays(context: Context) -> None:
 
 
 class Own(torch.optim.SGD):
-    """Of which nobody has said that it treats elements alone."""
+    """Steps as SGD does, and does not say that it treats elements alone."""
 
 
 def built(context: Context, cls: type[torch.optim.Optimizer]) -> None:

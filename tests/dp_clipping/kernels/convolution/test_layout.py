@@ -114,6 +114,16 @@ def test_what_is_normed_is_what_is_summed(place: Place) -> None:
             torch.testing.assert_close(norms[i].double(), found, rtol=1e-6, atol=0)
 
 
+@on_kernels(dtypes=(), tf32=True)
+def test_small_numbers(place: Place) -> None:
+    """Norms of samples whose scale has a square below float32's least number."""
+    case = WIDE[0]
+    x, y, right = operands(case, torch.float32, place.device)
+    norms, _ = kept(factors(x * 2.0**-24, y * 2.0**-26, case))
+    expected = right.square().sum((1, 2, 3)) * 2.0**-100
+    torch.testing.assert_close(norms.double(), expected, rtol=2 * TF32, atol=0)
+
+
 @on_kernels()
 def test_pieces(place: Place) -> None:
     """Packed one sample after another, large operands have the same G and norms.
