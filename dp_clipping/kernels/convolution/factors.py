@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import SUM_ROUNDING, stored_dtype
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.convolution import gram, packing
-from dp_clipping.kernels.convolution.geometry import Layout, Packed
+from dp_clipping.kernels.convolution.geometry import Geometry, Layout, Packed
 from dp_clipping.kernels.convolution.layout import (
     folded,
     layout_of,
     memory_of_gradients,
-    pairs_of,
+    pair_of,
     pairs_of_groups,
 )
 from dp_clipping.kernels.convolution.packing import pack
@@ -47,9 +47,8 @@ class ConvolutionFactors:
         samples: how many are packed at a time, if G is kept in their place; 0: it is larger.
         values: the packed operands' tensors, of which the sum will be formed.
         scale: [B] float32, by which gradients and products of `values` are multiplied, or None.
-        pairs: `values` as operands of linear layers [B · groups, T, ..], one of each run.
-        summands: the same [B, T, ..], one of each run and group.
-        gradients: G of each run [B, ..], or None.
+        pair: `values` as operands of linear layers, groups as samples, or None.
+        gradients: G [B, groups, runs, O, taps · C], or None.
     """
 
     held = attrgetter("values")
@@ -61,40 +60,41 @@ class ConvolutionFactors:
         wide = use.x.dtype == torch.float32
         self._tf32 = wide and cudnn.conv.fp32_precision == "tf32"
         self.dtype = torch.float16 if self._tf32 else use.x.dtype
-        pictures = max(1, use.x.shape[0] // max(1, self.batch_size))
-        given = use.x.shape, use.y.shape
-        self.layout = layout_of(*given, self.dtype.itemsize, pictures, use.geometry)
-        self.samples = samples_at_a_time(
-            self.layout, self.dtype, self.batch_size, packing.PACKED_BYTES
-        )
+        self.layout, self.samples = _plan_of(
+            use.x.shape, use.y.shape, self.dtype, self.batch_size, use.geometry,
+            packing.PACKED_BYTES,
+        )  # fmt: skip
         self.values: tuple[Tensor, ...] = ()  # may be the layer's own
         self.scale: Tensor | None = None
-        self.pairs: list[Pair] = []
-        self.summands: list[Pair] = []
-        self.gradients: list[Tensor] | None = None
+        self.pair: Pair | None = None
+        self.gradients: Tensor | None = None
 
     def pack(self) -> Packed:
         """Packs all samples, in place of what they are packed from."""
         use, self.use = self.use, None
-        layout = self.layout
-        x = folded(use.x, self._geometry, layout) if layout.folds else use.x
-        found = pack(x, use.y, layout.to_x, layout.to_y, self._tf32)
-        self.values, self.scale = found[:2], found.scale
-        self.pairs = self.summands = pairs_of(found, layout)
-        if layout.geometry.groups > 1:
-            self.summands = pairs_of_groups(self.pairs, layout.geometry.groups)
+        found = self._packed(use.x, use.y)
+        self.values, self.scale, self.pair = found[:2], found.scale, pair_of(found, self.layout)
         return found
 
-    def keep(self, gradients: Sequence[Tensor]) -> None:
-        """Keeps G [B · groups, ..] of each run in place of the operands."""
-        self.values, self.pairs, self.summands = (), [], []
-        groups = self._geometry.groups
-        self.gradients = [
-            g.view(self.batch_size, groups * g.shape[1], g.shape[2]) for g in gradients
-        ]
+    @property
+    def summands(self) -> list[Pair]:
+        """Returns `values` as operands of linear layers, one entry of each group of channels."""
+        return [] if self.pair is None else pairs_of_groups(self.pair, self.layout)
+
+    def _packed(self, x: Tensor, y: Tensor) -> Packed:
+        layout = self.layout
+        x = folded(x, self._geometry, layout) if layout.folds else x
+        return pack(x, y, layout.to_x, layout.to_y, self._tf32)
+
+    def keep(self, gradients: Tensor) -> None:
+        """Keeps G [B · groups, ..] in place of the operands."""
+        self.values, self.pair = (), None
+        self.gradients = gradients.view(
+            self.batch_size, self._geometry.groups, *gradients.shape[1:]
+        )
 
     def take_norms_of_pieces(self) -> Tensor:
-        """Returns squared norms [runs, B] and keeps G; some samples after others are packed."""
+        """Returns squared norms [1, B · groups] and keeps G; pieces of the batch are packed."""
         size, layout, samples = self.batch_size, self.layout, self.samples
         pictures, groups = layout.to_x.pictures, self._geometry.groups
         use, self.use = self.use, None
@@ -105,74 +105,102 @@ class ConvolutionFactors:
         scales: list[Any] = []
         for first in range(0, size, samples):
             rows = slice(first * pictures, (first + samples) * pictures)
-            own = slice(first * groups, (first + samples) * groups)
-            own_x = folded(x[rows], self._geometry, layout) if layout.folds else x[rows]
-            piece = pack(own_x, y[rows], layout.to_x, layout.to_y, self._tf32)
-            del own_x
+            own = gradients[first * groups : (first + samples) * groups]
+            piece = self._packed(x[rows], y[rows])
             if first + samples >= size:
                 del x, y  # nobody else may have them
-            found = gradients_and_squares(
-                pairs_of(piece, layout), None, [g[own] for g in gradients]
-            )
-            squares.append(torch.stack([one for _, one in found]))
+            squares.append(gradients_and_squares([pair_of(piece, layout)], None, [own])[1])
             scales.append(piece.scale)
             del piece  # before others are packed
         if scales[0] is not None:
             self.scale = torch.cat(scales)
         self.keep(gradients)
-        return self.of_samples(torch.cat(squares, 1))
-
-    def of_samples(self, squares: Tensor) -> Tensor:
-        """Returns squared norms [runs, B] from those of groups of scaled operands."""
-        groups = self._geometry.groups
-        if groups > 1:
-            squares = squares.unflatten(1, (self.batch_size, groups)).sum(2)
-        # One after the other: the square of a small scale would be zero.
-        return squares if self.scale is None else squares * self.scale * self.scale
+        return torch.cat(squares, 1)
 
 
-Rows = tuple[Tensor, Tensor | None, float, float]
-"""Squared norms [n, B], whose sum is a parameter's, and the rest as in `Norms.add_rows`."""
+class Rows(NamedTuple):
+    """Norms of some uses, as `Norms.add_rows` takes them.
+
+    Attributes:
+        uses: their numbers.
+        squares: [uses, B].
+        scales: [uses, B], what errors are relative to; None: norms are exact.
+        gram_error, sum_error: relative to `scales`.
+    """
+
+    uses: Sequence[int]
+    squares: Tensor
+    scales: Tensor | None = None
+    gram_error: float = 0.0
+    sum_error: float = 0.0
 
 
 def take_norms(uses: Sequence[ConvolutionFactors], keep: bool) -> list[Rows]:
-    """Returns norms of each use; with `keep`, G is stored where it is smaller than operands.
+    """Returns norms of all uses; with `keep`, G is stored where it is smaller than operands.
 
     Few launches serve those that are packed at once.
     """
-    found: list[Any] = [None] * len(uses)
-    together: dict[bool, list[int]] = {}
+    found: list[Rows] = []
+    together: dict[tuple[bool, int], tuple[list[int], list[Pair]]] = {}
     for n, use in enumerate(uses):
-        stores = keep and use.samples > 0
+        layout, stores = use.layout, keep and use.samples > 0
         if stores and use.samples < use.batch_size:
-            found[n] = use.take_norms_of_pieces(), None, 0.0, 0.0
+            found.append(Rows((n,), _of_samples([use], use.take_norms_of_pieces())))
             continue
         operands = use.pack()
-        if not stores and gram.pays(use.layout, use.dtype.itemsize):
-            squares, scales = gram.gram_squares(operands, use.layout)
-            positions = use.layout.to_x.pictures * prod(use.layout.positions)
+        if not stores and gram.pays(layout, use.dtype.itemsize):
+            squares, scales = gram.gram_squares(operands, layout)
+            positions = layout.to_x.pictures * prod(layout.positions)
             error = positions * SUM_ROUNDING[torch.float32]
-            found[n] = squares[None], scales[None], GRAM_ROUNDING, error
-        else:
-            together.setdefault(stores, []).append(n)
-    for stores, numbers in together.items():
-        pairs: list[Pair] = []
-        for n in numbers:
-            pairs += uses[n].pairs
-        results = gradients_and_squares(pairs, None, stores)
-        for n in numbers:
-            use = uses[n]
-            own, results = results[: len(use.pairs)], results[len(use.pairs) :]
-            gradients: Any
-            norms: Any
-            gradients, norms = zip(*own, strict=True)
-            found[n] = use.of_samples(torch.stack(norms)), None, 0.0, 0.0
-            if stores:
-                use.keep(gradients)
+            found.append(Rows((n,), squares[None], scales[None], GRAM_ROUNDING, error))
+            continue
+        numbers, pairs = together.setdefault((stores, layout.geometry.groups), ([], []))
+        numbers.append(n)
+        pairs.append(use.pair)  # type: ignore[arg-type]
+    for (stores, _), (numbers, pairs) in together.items():
+        own = [uses[n] for n in numbers]
+        gradients, squares = gradients_and_squares(pairs, None, stores)
+        found.append(Rows(numbers, _of_samples(own, squares)))
+        if stores:
+            for use, one in zip(own, gradients, strict=True):
+                use.keep(one)  # type: ignore[arg-type]
     return found
 
 
+def _of_samples(uses: Sequence[ConvolutionFactors], squares: Tensor) -> Tensor:
+    """Returns squared norms [uses, B] from those of groups of scaled operands [uses, B · groups].
+
+    Args:
+        uses: of one number of groups.
+    """
+    groups = uses[0].layout.geometry.groups
+    if groups > 1:
+        squares = squares.unflatten(1, (-1, groups)).sum(2)
+    if all(use.scale is None for use in uses):
+        return squares
+    scales = torch.stack([
+        torch.ones_like(row) if use.scale is None else use.scale
+        for use, row in zip(uses, squares, strict=True)
+    ])  # fmt: skip
+    # One after the other: the square of a small scale would be zero.
+    return squares * scales * scales
+
+
 @lru_cache(maxsize=1024)
+def _plan_of(
+    x: torch.Size, y: torch.Size, dtype: torch.dtype, batch_size: int, geometry: Geometry,
+    most: int,
+) -> tuple[Layout, int]:  # fmt: skip
+    """Returns the layout of operands of such shapes, and `samples_at_a_time`.
+
+    Args:
+        dtype: of packed operands.
+    """
+    pictures = max(1, x[0] // max(1, batch_size))
+    layout = layout_of(x, y, dtype.itemsize, pictures, geometry)
+    return layout, samples_at_a_time(layout, dtype, batch_size, most)
+
+
 def samples_at_a_time(layout: Layout, dtype: torch.dtype, batch_size: int, most: int) -> int:
     """Returns how many samples are packed at a time, if G is smaller; 0: it is not.
 

@@ -124,13 +124,13 @@ def best_for_pairs(
 @lru_cache(maxsize=4096)
 def _class_of(
     kernel: str, dtype: torch.dtype, device: torch.device, batch_size: int, tokens: int,
-    shapes: tuple[tuple[int, int], ...], tiles: tuple[Tile, ...],
+    shapes: tuple[tuple[int, int, int], ...], tiles: tuple[Tile, ...],
 ) -> tuple[tuple[Tile, ...], tuple]:  # fmt: skip
     """Returns the tiles for a launch, the default first, and its class."""
     covered = {
         tile: sum(
-            ceil(d / tile.rows) * tile.rows * ceil(p / tile.columns) * tile.columns
-            for d, p in shapes
+            n * ceil(d / tile.rows) * tile.rows * ceil(p / tile.columns) * tile.columns
+            for n, d, p in shapes
         )
         for tile in tiles
     }
@@ -138,7 +138,7 @@ def _class_of(
     default = next(tile for tile in tiles if covered[tile] <= least)
     if default != tiles[0]:  # of one class of sizes not all have the same default
         kernel += f" in tiles of {default.rows} x {default.columns}"
-    outputs, inputs = max(d for d, _ in shapes), max(p for _, p in shapes)
+    outputs, inputs = max(d for _, d, _ in shapes), max(p for _, _, p in shapes)
     key = _key(kernel, dtype, (len(shapes), batch_size, tokens, outputs, inputs), device)
     return (default, *[tile for tile in tiles if tile != default]), key
 

@@ -73,8 +73,8 @@ def clipped_sums(
                 row = count + len(scaled) - 1
             for pair in one.summands:
                 products.append((n, row, pair))
-            for gradients in one.gradients or ():
-                kept.append((n, row, gradients))
+            if one.gradients is not None:
+                kept.append((n, row, one.gradients))
             parts[n] = []
         else:
             alone.append(n)

@@ -198,13 +198,13 @@ class Fused(Work):
         if convolutions:
             with NOTHING if label is None else label("norm/factors", of_convolutions):
                 norms = take_norms(convolutions, keep=not self.two_passes)
-            for record, norm in zip(of_convolutions, norms, strict=True):
-                squares, scales, gram_error, sum_error = norm
+            for numbers, squares, scales, gram_error, sum_error in norms:
+                own = [of_convolutions[n] for n in numbers]
                 if scales is None:
-                    records += [record] * squares.shape[0]
+                    records += own
                     rows.append(squares)
                 else:
-                    table.add_rows([record], squares, scales, gram_error, sum_error)
+                    table.add_rows(own, squares, scales, gram_error, sum_error)
             if self.two_passes:
                 self.recomputed += of_convolutions
             else:
@@ -239,10 +239,10 @@ class Fused(Work):
         pairs = [pair for _, pair in several]
         with NOTHING if label is None else label(f"norm/{algorithm}", records):
             tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
-            results = gradients_and_squares(pairs, tile, store=algorithm == INSTANTIATE)
-        table.add_rows(records, torch.stack([own for _, own in results]))
+            gradients, rows = gradients_and_squares(pairs, tile, store=algorithm == INSTANTIATE)
+        table.add_rows(records, rows)
         if algorithm == INSTANTIATE:
-            self.keep(zip(records, [gradients for gradients, _ in results], strict=True))
+            self.keep(zip(records, gradients, strict=True))
 
     def _multiply_grams(self, mine: list[tuple[Trainable, Pair, Left]]) -> None:
         """Multiplies Gram matrices. Layers that read one input share its matrix, and one norm."""
