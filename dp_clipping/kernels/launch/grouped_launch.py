@@ -79,7 +79,8 @@ def operands_of(pairs: Sequence[Pair]) -> Operands:
     Reads size, address and strides of each operand once, because a step has hundreds of them.
     """
     size = pairs[0][0].element_size()
-    ready, places, shapes, results, tokens = [], [], [], [], []
+    ready, places, shapes, tokens = [], [], [], []
+    results: list[tuple[int, ...]] = []
     addresses: list[int] = []
     strides: list[int] = []  # of samples and tokens
     described = True

@@ -239,8 +239,8 @@ class Fused(Work):
         pairs = [pair for _, pair in several]
         with NOTHING if label is None else label(f"norm/{algorithm}", records):
             tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
-            gradients, rows = gradients_and_squares(pairs, tile, store=algorithm == INSTANTIATE)
-        table.add_rows(records, rows)
+            gradients, squares = gradients_and_squares(pairs, tile, algorithm == INSTANTIATE)
+        table.add_rows(records, squares)
         if algorithm == INSTANTIATE:
             self.keep(zip(records, gradients, strict=True))
 
