@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class ConvolutionFactors:
         values: the packed operands' tensors, of which the sum will be formed.
         scale: [B] float32, by which gradients and products of `values` are multiplied, or None.
         pair: `values` as operands of linear layers, groups as samples, or None.
+        summands: the same with one entry of each group.
         gradients: G [B, groups, runs, O, taps · C], or None.
     """
 
@@ -67,28 +68,22 @@ class ConvolutionFactors:
         self.values: tuple[Tensor, ...] = ()  # may be the layer's own
         self.scale: Tensor | None = None
         self.pair: Pair | None = None
+        self.summands: list[Pair] = []
         self.gradients: Tensor | None = None
 
     def pack(self) -> Packed:
         """Packs all samples, in place of what they are packed from."""
         use, self.use = self.use, None
-        found = self._packed(use.x, use.y)
-        self.values, self.scale, self.pair = found[:2], found.scale, pair_of(found, self.layout)
+        layout, groups = self.layout, self._geometry.groups
+        x = folded(use.x, self._geometry, layout) if layout.folds else use.x
+        found = pack(x, use.y, layout.to_x, layout.to_y, self._tf32)
+        self.values, self.scale, self.pair = found[:2], found.scale, pair_of(found, layout)
+        self.summands = [self.pair] if groups == 1 else pairs_of_groups(self.pair, layout)
         return found
-
-    @property
-    def summands(self) -> list[Pair]:
-        """Returns `values` as operands of linear layers, one entry of each group of channels."""
-        return [] if self.pair is None else pairs_of_groups(self.pair, self.layout)
-
-    def _packed(self, x: Tensor, y: Tensor) -> Packed:
-        layout = self.layout
-        x = folded(x, self._geometry, layout) if layout.folds else x
-        return pack(x, y, layout.to_x, layout.to_y, self._tf32)
 
     def keep(self, gradients: Tensor) -> None:
         """Keeps G [B · groups, ..] in place of the operands."""
-        self.values, self.pair = (), None
+        self.values, self.pair, self.summands = (), None, []
         self.gradients = gradients.view(
             self.batch_size, self._geometry.groups, *gradients.shape[1:]
         )
@@ -106,7 +101,9 @@ class ConvolutionFactors:
         for first in range(0, size, samples):
             rows = slice(first * pictures, (first + samples) * pictures)
             own = gradients[first * groups : (first + samples) * groups]
-            piece = self._packed(x[rows], y[rows])
+            own_x = folded(x[rows], self._geometry, layout) if layout.folds else x[rows]
+            piece = pack(own_x, y[rows], layout.to_x, layout.to_y, self._tf32)
+            del own_x
             if first + samples >= size:
                 del x, y  # nobody else may have them
             squares.append(gradients_and_squares([pair_of(piece, layout)], None, [own])[1])
@@ -118,21 +115,8 @@ class ConvolutionFactors:
         return torch.cat(squares, 1)
 
 
-class Rows(NamedTuple):
-    """Norms of some uses, as `Norms.add_rows` takes them.
-
-    Attributes:
-        uses: their numbers.
-        squares: [uses, B].
-        scales: [uses, B], what errors are relative to; None: norms are exact.
-        gram_error, sum_error: relative to `scales`.
-    """
-
-    uses: Sequence[int]
-    squares: Tensor
-    scales: Tensor | None = None
-    gram_error: float = 0.0
-    sum_error: float = 0.0
+Rows = tuple[Sequence[int], Tensor, Tensor | None, float, float]
+"""The numbers of some uses, their squared norms [n, B], and the rest as in `Norms.add_rows`."""
 
 
 def take_norms(uses: Sequence[ConvolutionFactors], keep: bool) -> list[Rows]:
@@ -141,29 +125,33 @@ def take_norms(uses: Sequence[ConvolutionFactors], keep: bool) -> list[Rows]:
     Few launches serve those that are packed at once.
     """
     found: list[Rows] = []
-    together: dict[tuple[bool, int], tuple[list[int], list[Pair]]] = {}
+    together: dict[tuple[bool, bool, int], tuple[list, list, list[Pair]]] = {}
     for n, use in enumerate(uses):
         layout, stores = use.layout, keep and use.samples > 0
         if stores and use.samples < use.batch_size:
-            found.append(Rows((n,), _of_samples([use], use.take_norms_of_pieces())))
+            squares = _of_samples([use], use.take_norms_of_pieces())
+            found.append(((n,), squares, None, 0.0, 0.0))
             continue
         operands = use.pack()
         if not stores and gram.pays(layout, use.dtype.itemsize):
             squares, scales = gram.gram_squares(operands, layout)
             positions = layout.to_x.pictures * prod(layout.positions)
             error = positions * SUM_ROUNDING[torch.float32]
-            found.append(Rows((n,), squares[None], scales[None], GRAM_ROUNDING, error))
+            found.append(((n,), squares[None], scales[None], GRAM_ROUNDING, error))
             continue
-        numbers, pairs = together.setdefault((stores, layout.geometry.groups), ([], []))
+        key = stores, use.scale is None, layout.geometry.groups
+        numbers, own, pairs = together.setdefault(key, ([], [], []))
         numbers.append(n)
+        own.append(use)
         pairs.append(use.pair)  # type: ignore[arg-type]
-    for (stores, _), (numbers, pairs) in together.items():
-        own = [uses[n] for n in numbers]
+    for (stores, *plain), (numbers, own, pairs) in together.items():
         gradients, squares = gradients_and_squares(pairs, None, stores)
-        found.append(Rows(numbers, _of_samples(own, squares)))
+        if plain != [True, 1]:
+            squares = _of_samples(own, squares)
+        found.append((numbers, squares, None, 0.0, 0.0))
         if stores:
             for use, one in zip(own, gradients, strict=True):
-                use.keep(one)  # type: ignore[arg-type]
+                use.keep(one)
     return found
 
 
@@ -171,17 +159,14 @@ def _of_samples(uses: Sequence[ConvolutionFactors], squares: Tensor) -> Tensor:
     """Returns squared norms [uses, B] from those of groups of scaled operands [uses, B · groups].
 
     Args:
-        uses: of one number of groups.
+        uses: of one number of groups, all of them scaled or none.
     """
     groups = uses[0].layout.geometry.groups
     if groups > 1:
         squares = squares.unflatten(1, (-1, groups)).sum(2)
-    if all(use.scale is None for use in uses):
+    if uses[0].scale is None:
         return squares
-    scales = torch.stack([
-        torch.ones_like(row) if use.scale is None else use.scale
-        for use, row in zip(uses, squares, strict=True)
-    ])  # fmt: skip
+    scales = torch.stack([use.scale for use in uses])  # type: ignore[misc]
     # One after the other: the square of a small scale would be zero.
     return squares * scales * scales
 

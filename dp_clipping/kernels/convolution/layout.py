@@ -82,8 +82,6 @@ def pair_of(packed: Packed, layout: Layout) -> Pair:
 def pairs_of_groups(pair: Pair, layout: Layout) -> list[Pair]:
     """Returns y [B, T, O] and x [B, T, taps · C] of each group, with the places of all runs."""
     groups = layout.geometry.groups
-    if groups == 1:
-        return [pair]
     y, x = pair[:2]
     return [(y[group::groups], x[group::groups], layout.places) for group in range(groups)]
 

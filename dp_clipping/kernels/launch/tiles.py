@@ -28,7 +28,6 @@ except ImportError:  # no Triton on this platform: reference implementations ser
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes, of addresses and strides that the bulk copy engine takes
 LARGEST_STRIDE = 1 << 40  # bytes
-AT_ONCE = 1 << 23  # bytes of pictures that nothing else holds: norms of more do not wait for others
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of tensors on the host that kernels run on: the interpreter's products in bfloat16 are wrong.
 HOST_DTYPES = (torch.float32, torch.float16) if INTERPRETED else ()

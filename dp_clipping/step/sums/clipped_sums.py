@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import sum_of_one_token
+from dp_clipping.kernels.convolution.factors import ConvolutionFactors
 from dp_clipping.kernels.convolution.layout import weight_of
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.launch.grouped_launch import Pair
@@ -64,10 +65,10 @@ def clipped_sums(
             kept.append((n, rows[n], one.gradients))
         elif isinstance(one, Table):
             tables.setdefault(one.sums, []).append(n)
-        elif hasattr(one, "summands"):
-            row = rows[n]
+        elif isinstance(one, ConvolutionFactors):
             if not one.values and one.gradients is None:  # of a second backward
                 one.pack()
+            row = rows[n]
             if one.scale is not None:
                 scaled.append((row, one.scale))
                 row = count + len(scaled) - 1

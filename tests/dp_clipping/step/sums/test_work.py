@@ -197,7 +197,7 @@ def test_no_more_waits_than_a_share_of_what_the_forward_saved(monkeypatch, saved
     """A small network's ordinary step holds little; 0: it is not known. In units of one use."""
     monkeypatch.setattr(work, "PENDING_BYTES", 8 * EACH)
     monkeypatch.setattr(work, "PENDING_SHARE", 3)
-    monkeypatch.setattr(work, "AT_ONCE", 0)
+    monkeypatch.setattr(work, "LEAST_PENDING_BYTES", 0)
     monkeypatch.setattr(work, "allocated", lambda device: 0)
     step = Step(two_passes=True, saved=saved * EACH)
     number = 0
@@ -227,18 +227,10 @@ def test_what_is_kept_for_its_sum_waits_in_any_case(little):
 def test_factors_on_kernels_wait_while_they_fit(little):
     """They are packed then, or let go of: nothing else would hold them."""
     step = Step()
-    step.take("dc", FACTORS)
+    step.take("d", FACTORS)
     assert step.events == []
-    step.take("b", FACTORS)
-    assert step.events == [("norms", "dcb")]
-
-
-def test_large_factors_are_normed_at_once(monkeypatch):
-    """Packing takes as much again as they hold, which all that wait would take together."""
-    monkeypatch.setattr(work, "AT_ONCE", EACH - 1)
-    step = Step()
-    step.take("dc", FACTORS)
-    assert step.events == [("norms", "d"), ("norms", "c")]
+    step.take("c", FACTORS)  # packing takes as much again as they hold
+    assert step.events == [("norms", "dc")]
     assert step.work.pending == 0
 
 
@@ -517,7 +509,7 @@ def check_large_pictures() -> None:
     model.skip_checks()
     batch = torch.randn(3, 2, 4, 4), torch.randn(3, 8)
     together = clipped_sums(model, batch)
-    with patch.object(work, "AT_ONCE", 0):
+    with patch.object(work, "PENDING_BYTES", 0), patch.object(work, "MOST_PENDING_BYTES", 0):
         at_once = clipped_sums(model, batch)
     torch.testing.assert_close(at_once, together)
 
