@@ -40,6 +40,7 @@ class ConvolutionFactors:
 
     Args:
         use: x and y, the parameter's shape and geometry, as `layers.convolution.Factors` has them.
+        most: bytes that are packed at a time, if G is kept in their place.
 
     Attributes:
         shape: of the parameter.
@@ -54,7 +55,7 @@ class ConvolutionFactors:
 
     held = attrgetter("values")
 
-    def __init__(self, use: Any):
+    def __init__(self, use: Any, most: int = packing.PACKED_BYTES):
         self.use = use
         self.shape, self._geometry, self.batch_size = use.shape, use.geometry, use.batch_size
         cudnn: Any = torch.backends.cudnn
@@ -62,9 +63,8 @@ class ConvolutionFactors:
         self._tf32 = wide and cudnn.conv.fp32_precision == "tf32"
         self.dtype = torch.float16 if self._tf32 else use.x.dtype
         self.layout, self.samples = _plan_of(
-            use.x.shape, use.y.shape, self.dtype, self.batch_size, use.geometry,
-            packing.PACKED_BYTES,
-        )  # fmt: skip
+            use.x.shape, use.y.shape, self.dtype, self.batch_size, use.geometry, most
+        )
         self.values: tuple[Tensor, ...] = ()  # may be the layer's own
         self.scale: Tensor | None = None
         self.pair: Pair | None = None

@@ -28,7 +28,8 @@ from dp_clipping.kernels.launch.tiles import (
 EXPONENT = 14  # of the largest value in float16
 SMALLEST = -100  # exponent of a sample's largest value, below which it is scaled no further
 BLOCK = 64  # channels and pixels that a program packs
-PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them
+PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them,
+MOST_PACKED_BYTES = 1 << 28  # and the same in memory that backward has freed
 UNSPECIALIZED = [
     f"{name}_{operand}"
     for operand in "xy"
@@ -77,6 +78,18 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
             SCALED=is_scaled, **work.constants, num_warps=4,
         )  # fmt: skip
     return tuple.__new__(Packed, (*results, scale))  # `Packed(..)` would call a function in Python
+
+
+def packed_at_a_time(freed: int) -> int:
+    """Returns how many bytes of operands are packed at a time, if nothing else keeps them.
+
+    They are a power of two: the division of a batch into pieces is looked up by them.
+
+    Args:
+        freed: bytes that backward has freed, of which they may take half.
+    """
+    half = 1 << max(0, freed // 2).bit_length() >> 1
+    return min(MOST_PACKED_BYTES, max(PACKED_BYTES, half))
 
 
 class _Work(NamedTuple):

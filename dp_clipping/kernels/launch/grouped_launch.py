@@ -11,7 +11,7 @@ product's time on an H200).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,19 +135,20 @@ def table(
 
 def launches(
     pairs: Sequence[Pair], large: float, longest_first: bool = False
-) -> Iterator[tuple[Sequence[int], bool]]:
-    """Yields the pairs of each launch, of one B and dtype, and whether it is one large product.
+) -> list[tuple[Sequence[int], bool]]:
+    """Returns the pairs of each launch, of one B and dtype, and whether it is one large product.
 
     Args:
         large: operations from which on a product has a launch of its own.
         longest_first: those with most tokens come first, for programs that read all samples.
     """
+    found: list[tuple[Sequence[int], bool]] = []
     small: dict[tuple, list[tuple[int, int]]] = {}
     for number, pair in enumerate(pairs):
         left = pair[0]
         batch_size, tokens, width = left.shape
         if len(pair) == 2 and 2.0 * batch_size * tokens * width * pair[1].shape[2] >= large:
-            yield [number], True
+            found.append(([number], True))
             continue
         key = (batch_size, left.dtype)
         if key not in small:
@@ -158,7 +159,8 @@ def launches(
             several.sort()
         _, numbers = zip(*several, strict=True)
         for first in range(0, len(numbers), MOST_ROWS):
-            yield numbers[first : first + MOST_ROWS], False
+            found.append((numbers[first : first + MOST_ROWS], False))
+    return found
 
 
 def describe(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.convolution import factors as of_factors
-from dp_clipping.kernels.convolution import packing
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
 from dp_clipping.kernels.convolution.geometry import Geometry, Packed
 from dp_clipping.kernels.convolution.layout import folded, layout_of, pair_of, weight_of
-from dp_clipping.kernels.convolution.packing import pack
+from dp_clipping.kernels.convolution.packing import pack, packed_at_a_time
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
@@ -23,11 +22,13 @@ from tests.support.convolution_cases import DTYPES, TF32, WIDE, operands
 from tests.support.kernel_cases import Place, on_kernels
 
 
-def factors(x: Tensor, y: Tensor, case: tuple, tf32: bool = True) -> ConvolutionFactors:
+def factors(
+    x: Tensor, y: Tensor, case: tuple, tf32: bool = True, most: int = 1 << 26
+) -> ConvolutionFactors:
     size, _, channels, outputs, _, geometry = case
     shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
     with nullcontext() if tf32 else full_float32(layers=True):
-        return ConvolutionFactors(Factors(x, y, shape, size, geometry, transposed=False))
+        return ConvolutionFactors(Factors(x, y, shape, size, geometry, transposed=False), most)
 
 
 def total_of(use: ConvolutionFactors, c: Tensor) -> Tensor:
@@ -142,11 +143,10 @@ def test_pieces(place: Place) -> None:
     for most, programs in ((1 << 26, 1), (1, 1), (1, 10)):
         of_factors._plan_of.cache_clear()
         with (
-            patch.object(packing, "PACKED_BYTES", most),
             patch.object(of_factors, "LEAST_PROGRAMS", programs),
             patch.object(of_factors, "pack", counting),
         ):
-            use = factors(x, y, case)
+            use = factors(x, y, case, most=most)
             squares, _ = norm_of(use)
             found.append((squares, total_of(use, torch.ones(3, device=place.device))))
     of_factors._plan_of.cache_clear()
@@ -157,6 +157,12 @@ def test_pieces(place: Place) -> None:
     bound = TF32 if place.dtype == torch.float32 else DTYPES[place.dtype]  # PyTorch's default
     error = (found[1][1].flatten(2).double() - right.sum(0)).abs().max()
     assert error <= bound * right.abs().max()
+
+
+def test_pieces_grow_with_the_memory_that_is_freed():
+    """In MiB: half of it, a power of two, and never less than what may be packed in any case."""
+    for freed, packed in ((-1, 64), (0, 64), (255, 64), (256, 128), (511, 128), (9999, 256)):
+        assert packed_at_a_time(freed << 20) == packed << 20
 
 
 @on_kernels(tf32=True)
