@@ -11,18 +11,27 @@ product's time on an H200).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import is_aligned, kept_table_on, readable, tl, triton
+from dp_clipping.kernels.launch.tiles import (
+    Tile,
+    default_tile,
+    is_aligned,
+    kept_table_on,
+    readable,
+    tl,
+    triton,
+)
 
 if triton is not None:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_ROWS = 128
+SMALL = 1e10  # operations, below which a product is in a launch of any tile
 # Of a row: left, right, result; rows and columns; strides of left and right; group; T; the number
 # of products, and where their places are in the table.
 WORDS = 13
@@ -134,26 +143,43 @@ def table(
 
 
 def launches(
-    pairs: Sequence[Pair], large: float, longest_first: bool = False
-) -> list[tuple[Sequence[int], bool]]:
+    pairs: Sequence[Pair], large: float, tiles: Mapping[int, tuple[Tile, ...]],
+    longest_first: bool = False,
+) -> list[tuple[Sequence[int], bool]]:  # fmt: skip
     """Returns the pairs of each launch, of one B and dtype, and whether it is one large product.
+
+    Products of another default tile have launches of their own, unless they are small.
 
     Args:
         large: operations from which on a product has a launch of its own.
+        tiles: the kernel's tiles by the bytes of an element; none: all have the same.
         longest_first: those with most tokens come first, for programs that read all samples.
     """
     found: list[tuple[Sequence[int], bool]] = []
     small: dict[tuple, list[tuple[int, int]]] = {}
+    joined: dict[tuple, tuple] = {}  # by products of any tile
     for number, pair in enumerate(pairs):
         left = pair[0]
         batch_size, tokens, width = left.shape
-        if len(pair) == 2 and 2.0 * batch_size * tokens * width * pair[1].shape[2] >= large:
+        columns = pair[1].shape[2]
+        operations = 2.0 * batch_size * tokens * width * columns
+        count = 1
+        if len(pair) == 3:
+            count = len(pair[2])
+        elif operations >= large:
             found.append(([number], True))
             continue
-        key = (batch_size, left.dtype)
+        tile = None
+        if tiles and count * operations >= SMALL:
+            tile = default_tile(((1, width, columns),), tiles[left.element_size()])
+            joined.setdefault((batch_size, left.dtype), (batch_size, left.dtype, tile))
+        key = (batch_size, left.dtype, tile)
         if key not in small:
             small[key] = []
         small[key].append((-tokens, number))
+    for key in tuple(small):
+        if key[2] is None and key[:2] in joined:
+            small[joined[key[:2]]] += small.pop(key)
     for several in small.values():
         if longest_first:
             several.sort()

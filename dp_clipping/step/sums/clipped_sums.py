@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import sum_of_one_token
-from dp_clipping.kernels.convolution.factors import ConvolutionFactors
 from dp_clipping.kernels.convolution.layout import weight_of
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.launch.grouped_launch import Pair
@@ -65,7 +64,7 @@ def clipped_sums(
             kept.append((n, rows[n], one.gradients))
         elif isinstance(one, Table):
             tables.setdefault(one.sums, []).append(n)
-        elif isinstance(one, ConvolutionFactors):
+        elif hasattr(one, "summands"):
             if not one.values and one.gradients is None:  # of a second backward
                 one.pack()
             row = rows[n]
