@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.kernels.convolution.factors import ConvolutionFactors
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
 from dp_clipping.profiling.timer import Timer
 from dp_clipping.step.state import BatchNorms
@@ -516,6 +517,30 @@ def check_large_pictures() -> None:
 
 def test_large_pictures_are_summed_as_they_arrive(interpreter):
     interpreter.run(check_large_pictures)
+
+
+def check_pieces() -> None:
+    """Half of what backward has freed may be packed at a time."""
+    network = zoo.seeded(lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten()))
+    model = private(network, "flash_bookkeeping")
+    model.skip_checks()
+    most = []
+
+    def made(use: Any, bytes_at_a_time: int) -> Any:
+        most.append(bytes_at_a_time)
+        return ConvolutionFactors(use, bytes_at_a_time)
+
+    freed = 2 * 1 << 27
+    with (
+        patch.object(fused, "allocated", lambda device: -freed),
+        patch.object(fused, "ConvolutionFactors", made),
+    ):
+        clipped_sums(model, (torch.randn(3, 4, 4, 4), torch.randn(3, 32)))
+    assert most == [1 << 27]
+
+
+def test_pieces_grow_as_backward_frees_memory(interpreter):
+    interpreter.run(check_pieces)
 
 
 def check_tf32() -> None:
