@@ -74,15 +74,11 @@ def noise_multiplier_for(
     """
     options: dict[str, Any] = {}
     if alphas is not None:
-        if mechanism.epsilon is not None:
+        if accountant != "rdp" or mechanism.epsilon is not None:
+            here = f'"{accountant}"' if mechanism.epsilon is None else mechanism.accountant
             raise ValueError(
-                f"alphas are for accountants of Opacus, and ε is that of {mechanism.accountant}: "
-                "leave them out"
-            )
-        if accountant != "rdp":
-            raise ValueError(
-                f'alphas are for accountant "rdp", and the engine has "{accountant}": leave them '
-                'out, or build PrivacyEngine(accountant="rdp")'
+                f'alphas are for accountant "rdp", and ε is that of {here}: leave them out, or '
+                'build PrivacyEngine(accountant="rdp")'
             )
         options["alphas"] = list(alphas)
     positive("a finite number above 0").check("epsilon_tolerance", epsilon_tolerance)

@@ -34,6 +34,11 @@ PRIVATE_SIZE = (
     "if it is private, give {} (docs/sharp_edges.md says how)"
 )
 TO_STEP = 7  # frames from `_count` to the user's call of `optimizer.step()`
+COUNTED_BY_A_HOOK = (
+    "a step hook has counted the step in engine.accountant, where the engine counts every step by "
+    "itself: remove the hook (accountant.get_optimizer_hook_fn(..)), or let it count in an "
+    "accountant of its own"
+)
 OTHER_BATCH = (
     "the batch of this step did not come from the data_loader that make_private returned with this "
     "model: it is no Poisson batch, and the ε that the accountant states does not hold; use the "
@@ -245,12 +250,15 @@ class Accounts:
         if is_private:
             if not run.keys.fixed:
                 self._account.refuse_other_run(fingerprint, run)
-            run.refuse_batch(self._mechanism.sampler, in_order=self._mechanism.in_order)
+            run.refuse_batch(self._mechanism.sampler)
             if run.plan is not None:
                 self._look_at_plan(run, run.plan)
         if optimizer.hooks:
-            with self._account.unchanged():
-                optimizer.run_step_hooks()
+            before = list(self._account.history)
+            optimizer.run_step_hooks()
+            if self._account.history != before:
+                self._account.accountant.history = before
+                raise RuntimeError(COUNTED_BY_A_HOOK)
         step = Release(
             fingerprint,
             optimizer.steps,
@@ -268,8 +276,6 @@ class Accounts:
             self._account.cover(certificate)
         self._account.count(step, key_is_fixed=run.keys.fixed)
         run.certificate = certificate
-        if step.batch_number is not None:
-            run.unused_from = step.batch_number + 1
 
     def _look_at_plan(self, run: PrivateRun, plan: Plan) -> None:
         """Warns, once, of a step that a target was not computed for.

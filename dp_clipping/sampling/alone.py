@@ -3,8 +3,8 @@
 See `guard.lengths`.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy as copied
 from dataclasses import is_dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -203,26 +203,3 @@ def size_of(sample: Any) -> int:
     if is_dataclass(sample) and not isinstance(sample, type):
         return sum(map(size_of, vars(sample).values()))
     return 1
-
-
-def copied(sample: Any) -> Any:
-    """Returns a sample whose containers, tensors and arrays are others; the rest is shared."""
-    if isinstance(sample, Tensor):
-        return sample.clone()
-    if isinstance(sample, np.ndarray):
-        return sample.copy()
-    if type(sample) in (list, tuple, set):
-        return type(sample)(map(copied, sample))
-    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        return type(sample)(*map(copied, sample))
-    if isinstance(sample, MutableMapping):
-        made = copy.copy(sample)
-        for key, value in sample.items():
-            made[key] = copied(value)
-        return made
-    if is_dataclass(sample) and not isinstance(sample, type):
-        other = copy.copy(sample)
-        for name, value in vars(sample).items():
-            object.__setattr__(other, name, copied(value))
-        return other
-    return sample

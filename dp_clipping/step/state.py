@@ -220,10 +220,4 @@ class StepState:
                 "BatchMemoryManager, and to leave the loader's iteration begin another, after "
                 "optimizer.zero_grad()"
             )
-        pending = self.usage.pending
-        if in_training and self.usage.is_firm and number != pending:
-            raise RuntimeError(
-                f"batch {number} of the loader begins, and no step has used batch {pending}, which "
-                "was left in training: begin another iteration, which yields that batch"
-            )
         self.batch_number = number

@@ -186,7 +186,6 @@ def test_one_step_of_an_engine_passes_through_all_phases():
     assert optimizer.step_state is state
     note = lambda: phases.append(state.phase)  # noqa: E731
     note()
-    model.step_state.usage.forget()
     criterion(model(dataset.tensors[0][:4]), dataset.tensors[1][:4]).backward()
     note()
     optimizer.pre_step()
