@@ -154,6 +154,7 @@ def build_model(
     if poisson is None:
         model.step_state.usage.batch_size = batch_size_of(loader)
     else:
+        poisson.is_training = lambda: model.training
         poisson.on_batch = lambda number: model.step_state.begin_batch(number, model.training)
     return model
 

@@ -64,8 +64,8 @@ class Agreement:
                 if of_rank.get(REFUSAL) is not None:
                     raise ValueError(f"on rank {rank}: {of_rank[REFUSAL]}")
             raise RuntimeError(
-                f"step {step} is not taken: {differences(of_ranks)}: change settings "
-                "on every rank alike, such as by scheduler.step() on all ranks"
+                f"step {step} is not taken: {differences(of_ranks)}: change settings, and iterate "
+                "over the loader, on every rank alike, such as by scheduler.step() on all ranks"
             )
 
     def sums(self, counts: list[int]) -> list[int]:

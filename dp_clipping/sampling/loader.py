@@ -54,10 +54,12 @@ PREPARED = (
 class PoissonLoader(Uncopied, DataLoader):
     """The user's loader with Poisson batches, or those of another scheme, in place of its own.
 
-    Each iteration begins at the first batch that no step has used: a loop could otherwise choose
-    among batches, as by their size, and ε does not cover a choice. `hand_over` reports each batch
-    before it is yielded: to `on_batch`, which refuses a second batch before the step of the first,
-    and to `usage`, which the model checks before each backward. A checkpoint saves `state_dict()`.
+    Each iteration begins at the first batch that was never yielded. In training a batch that was
+    yielded for a step which was not made comes again: a loop could otherwise choose among batches,
+    as by their size, and ε does not cover a choice. Where a scheme's batches are in order, training
+    begins at the first one that no step has used. `hand_over` reports each batch before it is
+    yielded: to `on_batch`, which refuses a second batch before the step of the first, and to
+    `usage`, which the model checks before each backward. A checkpoint saves `state_dict()`.
 
     Args:
         loader: the user's; what is not named here stays as it is there, but for `drop_last`, which
@@ -75,6 +77,7 @@ class PoissonLoader(Uncopied, DataLoader):
     Attributes:
         on_batch: called with the number of a batch just before its (first) part is yielded, in the
             main process; what it raises is raised instead of yielding the batch.
+        is_training: returns whether what is yielded is for a step.
         is_over: returns whether the training has ended, so that no batch follows.
         usage: which samples of the last batch no backward has used.
         checked: the user's collate function, as it is called.
@@ -127,6 +130,7 @@ class PoissonLoader(Uncopied, DataLoader):
         self.rand_on_empty = rand_on_empty
         self.on_batch: Callable[[int], object] = lambda number: None
         self.usage = SampleUsage()
+        self.is_training: Callable[[], bool] = lambda: False
         self.is_over: Callable[[], bool] = lambda: False
         sampler.to_another = self._to_another
         self._epoch_end = 0  # of the last iteration that was begun
@@ -137,8 +141,10 @@ class PoissonLoader(Uncopied, DataLoader):
 
     @property
     def position(self) -> int:
-        """Returns the number of the first batch that no step has used, over all epochs."""
-        return self.usage.unused_from
+        """Returns the number of the batch that an iteration in training would begin with."""
+        usage = self.usage
+        is_next = usage.is_owed or self.batch_sampler.scheme.in_order
+        return usage.due if is_next else usage.shown
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -214,11 +220,12 @@ class PoissonLoader(Uncopied, DataLoader):
 
     def coming_epoch(self) -> range:
         """Returns the batch numbers of the next iteration: the rest of a loaded epoch, or one."""
-        position, epoch = self.position, self.batch_sampler.epoch
-        if epoch is not None and position == epoch.start:
+        start = self.position if self.is_training() else self.usage.shown
+        epoch = self.batch_sampler.epoch
+        if epoch is not None and start == epoch.start:
             return epoch  # nothing of it was used
-        is_rest = epoch is None and position < self._epoch_end
-        return range(position, self._epoch_end if is_rest else position + len(self))
+        is_rest = epoch is None and start < self._epoch_end
+        return range(start, self._epoch_end if is_rest else start + len(self))
 
     def start_epoch(self) -> range:
         """Begins an iteration where the user is, whatever was prefetched; returns its batches."""
@@ -226,7 +233,8 @@ class PoissonLoader(Uncopied, DataLoader):
         # Another object also if it is equal: it tells this iteration from others.
         epoch = self.batch_sampler.epoch = range(coming.start, coming.stop)
         self._epoch_end = epoch.stop
-        self.usage.is_unused = False  # the last batch of an iteration that was ended early
+        if self.is_training():
+            self.usage.due = epoch.start
         if self._owns_generator:
             self.generator.manual_seed(self.batch_sampler.seed(epoch.start))
         return epoch
@@ -245,7 +253,8 @@ class PoissonLoader(Uncopied, DataLoader):
         """
         if first:
             self.on_batch(number)
-        if not first and not self.usage.is_unused:
+            self.usage.begin(number, self.is_training())
+        if not first and number < self.usage.due:
             raise RuntimeError(
                 f"a step has used a part of Poisson batch {number} and would be followed by one on "
                 "the rest: call optimizer.step() once after each microbatch, it skips all but the "
@@ -267,18 +276,19 @@ class PoissonLoader(Uncopied, DataLoader):
         }
 
     def load_state_dict(self, state: Mapping[str, int | float]) -> None:
-        """Continues after the last batch that a step has used, with the rest of that epoch.
+        """Continues where the state was saved, with the rest of that epoch.
 
         With the same key the same batches follow.
 
         Raises:
-            ValueError: for the state of before a batch that a step has used.
+            ValueError: for the state of before a batch that a step has used or passed over.
         """
-        if state["position"] < self.position:
+        due = self.usage.due
+        if state["position"] < due:
             raise ValueError(
-                f"data_loader would be set back to batch {state['position']}, and steps have used "
-                f"those before batch {self.position}, which are in one step only: leave it where "
-                "it is; engine.load_checkpoint sets a run back, with its steps"
+                f"data_loader would be set back to batch {state['position']}, and steps have used, "
+                f"or passed over, those before batch {due}, which no other may have: leave it "
+                "where it is; engine.load_checkpoint sets a run back, with its steps"
             )
         self._epoch_end = state["epoch_end"]
         self.usage.restart(state["position"])

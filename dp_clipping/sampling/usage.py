@@ -84,9 +84,9 @@ class SampleUsage:
         handed: samples of the (micro)batch that was yielded last; None without a Poisson loader.
         left: those of them that no backward has used.
         uses: backwards since they were handed out; all ranks count alike.
-        unused_from: the number of the batch after the last one that is in a step: that of the next
-            step, since ε does not cover a choice among batches.
-        is_unused: a batch of the iteration in progress was yielded and is in no step yet.
+        due: the number of the batch that the next step must have, as ε does not cover a choice.
+        is_owed: that batch was yielded in training: it comes again until a step has used it.
+        shown: the number of the first batch that was never yielded.
         ticket: what the loader says of the batch that it has yielded last.
     """
 
@@ -98,13 +98,23 @@ class SampleUsage:
         self._more_to_come = False
         self._parts: list[Sequence[Slice | None]] = []  # of the batch, that backwards have used
         self.uses = 0
-        self.unused_from = 0
-        self.is_unused = False
+        self.due = self.shown = 0
+        self.is_owed = False
         self.ticket = Ticket()
 
     def restart(self, position: int) -> None:
         """Records that batch `position` is the next one, whatever was yielded before."""
-        self.ticket, self.unused_from, self.is_unused = Ticket(), position, False
+        self.ticket, self.is_owed = Ticket(), False
+        self.due = self.shown = position
+
+    def begin(self, number: int, in_training: bool) -> None:
+        """Records that batch `number` is about to be yielded.
+
+        In evaluation a loop may pass over batches, which it has looked at: no step follows on one
+        that comes after them, unless another iteration has begun in training (`due`).
+        """
+        self.shown = max(self.shown, number + 1)
+        self.is_owed = self.is_owed or (in_training and number == self.due)
 
     def hand_over(self, ticket: Ticket) -> None:
         """Records a batch that a Poisson loader is about to yield."""
@@ -112,7 +122,6 @@ class SampleUsage:
         self.handed = self.left = ticket.samples
         self._parts = []
         self.uses = 0
-        self.is_unused = True
 
     def end_padding(self) -> None:
         """Declares all rows as samples from here on."""
@@ -164,10 +173,10 @@ class SampleUsage:
             self._use_of_batch(samples, part)
             return
         number = self.ticket.number
-        if number is not None and number > self.unused_from:
+        if number is not None and number > self.due:
             raise RuntimeError(
                 f"backward of batch {number} of the loader, and no step has used batch "
-                f"{self.unused_from}, which was passed over while the model was in evaluation: ε "
+                f"{self.due}, which was passed over while the model was in evaluation: ε "
                 "does not cover a choice among batches, so begin another iteration to train, "
                 "for x, y in loader:, after model.train()"
             )
@@ -241,7 +250,7 @@ class SampleUsage:
     def close(self) -> None:
         """Records that a step is about to be released: its batch cannot be used again."""
         if self.ticket.number is not None:
-            self.unused_from = self.ticket.number + 1
+            self.due, self.is_owed = self.ticket.number + 1, False
         self.take_back()
 
     def take_back(self) -> None:
@@ -250,4 +259,3 @@ class SampleUsage:
         self._parts = []
         if self.handed is not None:
             self.handed = self.left = 0
-        self.is_unused = False

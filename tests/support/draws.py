@@ -18,19 +18,7 @@ def numbers(count: int) -> TensorDataset:
 
 def poisson(count=60, batch_size=6, *, key=KEY, rank=0, world_size=1, **options) -> PoissonLoader:
     loader = DataLoader(numbers(count), batch_size=batch_size, **options)
-    return used_at_once(PoissonLoader(loader, key=key, rank=rank, world_size=world_size))
-
-
-def used_at_once(loader: PoissonLoader) -> PoissonLoader:
-    """Counts each batch as one that is in a step from when it is yielded on."""
-    hand_over = loader.usage.hand_over
-
-    def used(ticket):
-        hand_over(ticket)
-        loader.usage.close()
-
-    loader.usage.hand_over = used
-    return loader
+    return PoissonLoader(loader, key=key, rank=rank, world_size=world_size)
 
 
 def drawn(loader) -> list[list[int]]:

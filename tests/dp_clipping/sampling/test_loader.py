@@ -16,7 +16,7 @@ from torch.utils.data import (
 from dp_clipping.sampling.loader import PoissonLoader, batches_of, expected_batch_size_of
 from dp_clipping.sampling.memory_manager import BatchMemoryManager
 from dp_clipping.sampling.poisson import PoissonSampler
-from tests.support.draws import KEY, drawn, joined, numbers, poisson, used_at_once
+from tests.support.draws import KEY, drawn, joined, numbers, poisson
 
 
 class TestLoader:
@@ -206,10 +206,8 @@ class TestSeeds:
     def test_what_samples_draw_follows_from_the_key(self, workers):
         def epochs(seed, key):
             self.seed(seed)
-            loader = used_at_once(
-                PoissonLoader(
-                    DataLoader(RandomNumbers(), batch_size=4, num_workers=workers), key=key
-                )
+            loader = PoissonLoader(
+                DataLoader(RandomNumbers(), batch_size=4, num_workers=workers), key=key
             )
             before = self.states()
             found = [
@@ -243,7 +241,10 @@ class TestSeeds:
 
     def test_a_batch_that_comes_again_draws_the_same(self):
         loader = PoissonLoader(DataLoader(RandomNumbers(), batch_size=4), key=KEY, sample_rate=1.0)
+        again = PoissonLoader(DataLoader(RandomNumbers(), batch_size=4), key=KEY, sample_rate=1.0)
+        loader.is_training = again.is_training = lambda: True
         assert torch.equal(next(iter(loader)), next(iter(loader)))
+        assert torch.equal(next(iter(loader)), next(iter(again)))
 
 
 class RandomNumbers(Dataset):

@@ -25,7 +25,6 @@ from dp_clipping.sampling.loader import PoissonLoader
 from dp_clipping.sampling.memory_manager import BatchMemoryManager, split
 from dp_clipping.sampling.usage import Ticket
 from tests.support import zoo
-from tests.support.draws import used_at_once
 from tests.support.engine import in_parts
 from tests.support.replicas import build, parameters, train
 
@@ -121,7 +120,7 @@ class TestPoisson:
 
     def test_second_epoch_and_position(self):
         loader = poisson()
-        whole = [batch.tolist() for _ in range(2) for (batch,) in used_at_once(loader)]
+        whole = [batch.tolist() for _ in range(2) for (batch,) in loader]
         again = poisson()
         assert [joined(p) for _ in range(2) for p in draws_of(again, 5)] == whole
         assert again.position == 10

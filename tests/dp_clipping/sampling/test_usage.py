@@ -1,12 +1,14 @@
 """What the loader hands out is in one sum of one step, once."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchMemoryManager
 from torch.utils.data import DataLoader
 
+from dp_clipping import BatchMemoryManager
 from dp_clipping.sampling.usage import SampleUsage, Ticket
 from tests.support.engine import backward, build, data, fixed, in_parts, step
 
@@ -88,27 +90,64 @@ def test_nor_among_those_that_the_memory_manager_splits():
     assert all(torch.equal(piece, pieces[0]) for piece in pieces)
 
 
-def test_nor_in_evaluation():
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_nor_in_evaluation(iterations):
+    """It may take the first batch of each iteration, or several of one."""
     run = make()
     run.model.eval()
-    batches = [next(iter(run.loader))[0] for _ in range(3)]
-    assert all(torch.equal(batch, batches[0]) for batch in batches)
-    iteration = iter(run.loader)
-    for _ in range(3):
-        batch = next(iteration)
+    for _ in range(iterations):
+        batches = iter(run.loader)
+        for _ in range(4 - iterations):
+            batch = next(batches)
     run.model.train()
     with pytest.raises(RuntimeError, match="no step has used batch 0, which was passed over"):
         backward(run, batch)
     step(run, next(iter(run.loader)))
+    assert run.loader.usage.ticket.number == 3
+
+
+def numbers_of_pass(run, loader=None):
+    """The numbers of the batches of a pass in evaluation, and how often each was yielded."""
+    run.model.eval()
+    found = [run.loader.usage.ticket.number for _ in loader or run.loader]
+    run.model.train()
+    return found
+
+
+@pytest.mark.parametrize("manager", [None, BatchMemoryManager, OpacusBatchMemoryManager])
+@pytest.mark.parametrize("is_left", [False, True])
+def test_each_pass_in_evaluation_has_new_batches(manager, is_left):
+    """Steps go on after them, with a batch that was `left` in training before."""
+    run = make(sample_rate=0.5, steps=4)
+    left = next(iter(run.loader))[0] if is_left else None
+    seen = [0] * is_left
+    with nullcontext() if manager is None else in_parts(run, 2, manager) as loader:
+        for _ in range(3):
+            found = sorted(set(numbers_of_pass(run, loader)))
+            assert found == list(range(len(seen), len(seen) + len(run.loader)))
+            seen += found
+    batch = next(iter(run.loader))
+    assert run.loader.usage.ticket.number == (0 if is_left else len(seen))
+    assert left is None or torch.equal(batch[0], left)
+    step(run, batch)
+    assert run.loader.position == len(seen) + (not is_left)
+
+
+def test_a_loop_that_trains_in_a_batch_of_evaluation_goes_on():
+    """One whose body ends in evaluation, as on a test set, and begins with `model.train()`."""
+    run = make()
+    for _ in range(2):
+        for batch in run.loader:
+            run.model.train()
+            step(run, batch)
+            run.model.eval()
+    assert run.loader.position == run.optimizer.steps == 2 * len(run.loader)
 
 
 def test_a_batch_that_was_left_comes_again_after_an_evaluation_and_a_load():
     run = make()
     left = next(iter(run.loader))[0]
-    run.model.eval()
-    for _ in run.loader:
-        pass
-    run.model.train()
+    numbers_of_pass(run)
     assert torch.equal(next(iter(run.loader))[0], left)
     run.loader.load_state_dict(run.loader.state_dict())
     again = next(iter(run.loader))
@@ -118,7 +157,7 @@ def test_a_batch_that_was_left_comes_again_after_an_evaluation_and_a_load():
     batches = iter(run.loader)
     next(batches), next(batches)
     run.model.train()
-    assert run.loader.position == 1, "what was passed over comes again"
+    assert not torch.equal(next(iter(run.loader))[0], left), "what was passed over is not used"
 
 
 def test_one_that_was_left_after_its_backward_is_no_batch_of_the_next_iteration():

@@ -142,7 +142,9 @@ class TestSamples:
 
     def test_a_draw_may_stay_unused_in_evaluation(self):
         state = StepState()
-        state.usage.hand_over(Ticket(4))
+        state.usage.begin(0, in_training=False)
+        state.begin_batch(1, in_training=False)
+        state.usage.begin(0, in_training=True)
         with pytest.raises(RuntimeError, match="batch 1 of the loader begins before"):
             state.begin_batch(1, in_training=True)
         state.begin_batch(1, in_training=False)
