@@ -44,6 +44,27 @@ class Plan:
     noise_multiplier: float
     stop: bool
 
+    def missed_by(self, steps: int, noise_multiplier: float) -> tuple[str, str]:
+        """Returns why a step after `steps` others misses the target, and what to do; "" if not.
+
+        Raises:
+            RuntimeError: for one more than were planned, with `stop`.
+        """
+        if steps >= self.steps:
+            what = f"the {self.steps} steps that target_epsilon={self.epsilon:g} is for are taken"
+            if self.stop:
+                raise RuntimeError(
+                    f"{what}, and stop=True ends the training there: take batches from the "
+                    "data_loader that make_private_with_epsilon returned, which yields no more"
+                )
+            return what, "give the epochs of the whole training, or stop=True to end it there"
+        if noise_multiplier < self.noise_multiplier:
+            return (
+                f"noise_multiplier is below the {self.noise_multiplier:.4g} that target_epsilon="
+                f"{self.epsilon:g} needs in each step", "leave it as it is",
+            )  # fmt: skip
+        return "", ""
+
 
 def noise_multiplier_for(
     *,

@@ -17,8 +17,6 @@ from dp_clipping.noise.keys import Keys
 from dp_clipping.noise.secure.certificate import Certificate
 from dp_clipping.sampling.loader import PoissonLoader
 
-POISSON = "poisson"
-
 
 @dataclass
 class PrivateRun:
@@ -86,19 +84,6 @@ class PrivateRun:
     @property
     def world_size(self) -> int:
         return size_of(self.group)
-
-    def refuse_batch(self, sampling: str) -> None:
-        """Raises RuntimeError if the account of a sampling does not cover the step's batch.
-
-        What did not come from the loader at all is not refused with Poisson sampling. Batches of
-        the loader are in one step each, in order (`SampleUsage`).
-        """
-        if self.model.step_state.batch_number is None and sampling != POISSON:
-            raise RuntimeError(
-                f"the batch of this step did not come from the data_loader that make_private "
-                f"returned, and ε of sampling={sampling!r} covers no other: use the returned one, "
-                "for x, y in loader:"
-            )
 
     def describe(self) -> dict[str, Any]:
         """Returns the public settings; a load compares all of them but the mode."""

@@ -7,7 +7,6 @@ Traffic: n float32 values are read once and n of the output's dtype written.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,7 +50,8 @@ def add_integers_kernel_launch(
         scale: the standard deviation of the integers.
     """
     device = totals[0].device
-    scales = table_on(device, [_bits(1 / grid), _bits(scale), _bits(grid / divisor)])
+    # As bits of float64: a launch would pass float32.
+    scales = table_on(device, np.array([1 / grid, scale, grid / divisor]).view("<i8").tolist())
     for has_rows in (False, True):
         rows = [
             row
@@ -81,11 +81,6 @@ def _runs_of(
         width = ceil_div(run.length + (0 if is_aligned else GROUP - 1), GROUP)
         found.append(run_row(total, out, run, width, np.frombuffer(key, dtype="<i8").tolist()))
     return found
-
-
-def _bits(x: float) -> int:
-    """Returns the bits of a float64, which a launch would pass as float32."""
-    return struct.unpack("<q", struct.pack("<d", x))[0]
 
 
 if triton is not None:
