@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from dp_clipping.accounting import pld
@@ -125,7 +125,7 @@ class Accounts:
         if self._mechanism.epsilon is not None:
             return self._mechanism.epsilon(histories, delta)
         account, certificate = account or self._account.of_history, self._account.certificate
-        history = reduce(joined, histories, [])
+        history = joined([], [entry for part in histories for entry in part])
         if certificate is None:
             return account(history, delta)
         if not certificate.additions:  # before the first step nothing is known of its parts
