@@ -32,7 +32,7 @@ USED = {
         "DPLossFastGradientClipping": "criterion is one of Opacus: give criterion.criterion",
     },
     "data_loader": dict.fromkeys(
-        ("PoissonLoader", "MicrobatchLoader"),
+        ("PoissonLoader", "BatchMemoryManager"),
         "data_loader does Poisson sampling or is split already: give the one it was made from",
     )
     | {

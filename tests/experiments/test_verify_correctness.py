@@ -44,7 +44,7 @@ from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.gradient_reduce import ShardedSums
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.distributed.split_norms import SplitNorms
-from dp_clipping.noise import sources
+from dp_clipping.noise import add_noise
 from dp_clipping.profiling.profile import SWITCH
 from dp_clipping.step import private_step
 from dp_clipping.step.sums import plain
@@ -163,7 +163,7 @@ WRONG = {  # what is replaced, by what, and what is said
     "not a number": (plain, "coefficients", scaled(float("nan")), "one sample adds inf C"),
     "a parameter is missed": (Norms, "add_rows", without_the_first, "one sample adds 1."),
     "half of a sum": (plain, "weighted_sum", scaled(0.5), "the clipped gradient of"),
-    "divided by more": (sources, "add_noise_to_all", divided_by_more, "is off by 9.9e-03"),
+    "divided by more": (add_noise, "add_noise_to_all", divided_by_more, "is off by 9.9e-03"),
 }
 
 
