@@ -48,7 +48,6 @@ class PrivateCriterion(nn.Module):
         self._carried = Carried(criterion, self._again, batch_first=True)
         self._shapes = Shapes()
         self._is_opened = False  # what it was given last had packed sequences
-        self._largest = 0  # batch that has been looked at, all of it
 
     def __call__(
         self, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any
@@ -90,10 +89,7 @@ class PrivateCriterion(nn.Module):
                 self.model.batch_first, self._shapes,
             )  # fmt: skip
             if private_step.watched is not None:
-                is_whole = expected > self._largest
-                self._largest = max(self._largest, expected)
-                number = private_step.watched.number
-                private_step.checks.append(partial(again.check, number, is_whole))
+                private_step.checks.append(partial(again.check, private_step.watched.number))
             private_step.look_at(losses, again.of_sample)
         self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
