@@ -311,7 +311,7 @@ class Criterion:
         return found
 
     def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
-        """Returns summaries of losses, and of gradients of the arguments by likely layouts."""
+        """Returns summaries of losses, and of gradients by the layouts that they may have."""
         rows = self._rows if perturbed is None else self._rows[perturbed.rows]
         size = len(rows)
         losses, leaves, is_random = self._losses(
@@ -326,8 +326,9 @@ class Criterion:
                 losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
             )
             for n, gradient in zip(leaves, gradients, strict=True):
-                if layout := self._given.get(n):
-                    seen.summaries[n,] = summary(gradient, layout, size)
+                for layout in self._places.get(n, ()):
+                    if perturbed is None or layout == self._given.get(n):
+                        seen.summaries[n, layout] = summary(gradient, layout, size)
         return seen
 
     def _losses(
