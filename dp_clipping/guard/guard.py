@@ -339,11 +339,11 @@ class LayoutDiscovery:
         # Not on sharded ranks, of which one may have no samples.
         carries = (lambda: self.carried.refuse(batch.with_samples(FEW))) if alone else None
         with Restored(self.carried.state, carries, is_of_runs=alone):
-            number = self._schedule.next_check(batch.size)
+            number, is_whole = self._schedule.next_check(batch.size)
             if places:
                 self._check_places(batch)
             else:
-                self._company.check_batch(batch, number)
+                self._company.check_batch(batch, number, is_whole)
         return number if batch.size >= FEW else None
 
     def _check_places(self, batch: Batch) -> None:

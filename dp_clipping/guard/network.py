@@ -18,6 +18,7 @@ from dp_clipping.trials.probe import Probe, Subject
 from dp_clipping.trials.seen import Seen
 
 PLACES = 3  # different samples of the first batch, each exchanged in turn
+PART = 8  # samples of a check in between
 CAUSES = {
     "input": "what {layer} sees of a sample depends on the other samples of the batch, or on "
     "how many there are (a mean over the batch, for example), so the sample has no gradient of its "
@@ -75,13 +76,20 @@ class Company:
         with without_dropout(self._capture.network):  # one more would draw other numbers
             self._check(batch, rows, changes)
 
-    def check_batch(self, batch: Batch, number: int) -> None:
+    def check_batch(self, batch: Batch, number: int, is_whole: bool) -> None:
         """Exchanges about half of the samples: which ones differs from check to check.
+
+        All samples take part in a whole check, at most `PART` in others.
 
         Raises:
             ValueError: naming the first layer that sees a sample differently.
         """
-        self._check(batch, range(batch.size), [halves(batch.size, number // 2)[number % 2]])
+        size = batch.size
+        if not is_whole:
+            size = min(size, max(2, min(PART, size // 4)))
+        start = (number * PART) % (batch.size - size + 1)
+        exchange = halves(size, number // 2)[number % 2]
+        self._check(batch, range(start, start + size), [exchange])
 
     def _check(self, batch: Batch, rows: Sequence[int], changes: list[Perturbed]) -> None:
         probe = Probe(self._observed(batch, rows), self._on_any_rank)

@@ -9,7 +9,7 @@ class Schedule:
     Attributes:
         count: calls so far.
         checks: checks so far.
-        largest: the size of the largest batch that was checked.
+        largest: the size of the largest batch of which all samples were checked.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,13 @@ class Schedule:
         """Counts this number of calls as seen."""
         self.count += calls
 
-    def next_check(self, size: int) -> int:
-        """Counts a check of a batch of this size; returns its number, from 0."""
+    def next_check(self, size: int) -> tuple[int, bool]:
+        """Counts a check.
+
+        Returns:
+            Its number, from 0, and whether all samples take part: no batch as large was checked.
+        """
+        number, is_whole = self.checks, size > self.largest
         self.checks += 1
         self.largest = max(self.largest, size)
-        return self.checks - 1
+        return number, is_whole

@@ -27,7 +27,8 @@ def test_what_is_not_counted_stays_due():
     assert [n for n in range(6, 20) if schedule.next_is_due()] == [8, 16]
 
 
-def test_checks_are_numbered():
+def test_the_largest_batch_so_far_is_checked_whole():
     schedule = Schedule()
-    assert [schedule.next_check(size) for size in (4, 4, 8)] == [0, 1, 2]
-    assert schedule.largest == 8
+    assert [schedule.next_check(size) for size in (4, 4, 8, 6, 9)] == [
+        (0, True), (1, False), (2, True), (3, False), (4, True),
+    ]  # fmt: skip
