@@ -8,7 +8,6 @@ norm.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -105,8 +104,8 @@ class Search:
         Raises:
             ValueError: naming the layer whose input or output has no layout.
         """
-        known = -1
-        while known != (known := self._count_shared()):
+        known = None
+        while known != (known := self.capture.shared_layers()):
             if known:
                 refuse_expansion()
             routing = Routing(few, FEW)
@@ -169,13 +168,6 @@ class Search:
             )
             for record in joint.records:
                 record.joint = joint
-
-    def _count_shared(self) -> int:
-        known = chain.from_iterable(
-            (*handle.layouts.values(), *handle.output_layouts.values())
-            for handle in self.capture.handles
-        )
-        return sum(layout.kind == "shared" for layouts in known for layout in layouts)
 
     def learn_outputs(self, few: list[Tensor], more: list[Tensor], other: list[Tensor]) -> None:
         """Returns where the samples are in the network's outputs."""

@@ -196,6 +196,16 @@ class CapturedNetwork(ABC):
             return {handle.name: {} for handle in self.handles}
         return {handle.name: private_step.slots_of(handle) for handle in self.handles}
 
+    def shared_layers(self) -> list[str]:
+        """Returns the layer of each input or output that is known to be expanded to the batch."""
+        return [
+            handle.name
+            for handle in self.handles
+            for layouts in (*handle.layouts.values(), *handle.output_layouts.values())
+            for layout in layouts
+            if layout.kind == "shared"
+        ]
+
     @property
     def apart(self) -> list[LayerState]:
         """Returns the vectorized modules whose child layers are captured themselves."""

@@ -165,10 +165,6 @@ class LayoutDiscovery:
         due = self._schedule.is_due(size) or (not self._is_settled and size >= PLACES)
         return due or self._looked_at < FEW
 
-    def count(self, size: int) -> None:
-        """Counts a batch that is not checked."""
-        self._schedule.next_is_due(size)
-
     def look(self, batch: Batch) -> None:
         """Finds where the samples are, on this rank."""
         for first in range(PLACES):

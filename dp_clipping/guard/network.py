@@ -19,23 +19,24 @@ from dp_clipping.trials.seen import Seen
 
 PLACES = 3  # different samples of the first batch, each exchanged in turn
 PART = 8  # samples of a check in between
+CAUSE = (
+    "{what} depends on the other samples of the batch, or on how many there are ({example}, for "
+    "example), so the sample has no gradient of its own; use statistics of the sample, or fixed "
+    "ones"
+)
+MEAN = "a mean over the batch"
 CAUSES = {
-    "input": "what {layer} sees of a sample depends on the other samples of the batch, or on "
-    "how many there are (a mean over the batch, for example), so the sample has no gradient of its "
-    "own; use statistics of the sample, or fixed ones",
-    "output": "what the end of the network sees of a sample depends on the other samples of the "
-    "batch, or on how many there are (a mean over the batch, for example), so the sample has no "
-    "gradient of its own; use statistics of the sample, or fixed ones",
-    "gradient": "the gradient that {layer} is given for a sample depends on the other samples of "
-    "the batch, or on how many there are (outputs centred over the batch, or a hook that "
-    "normalises gradients over it, for example), so the sample has no gradient of its own; use "
-    "statistics of the sample, or fixed ones",
+    "input": CAUSE.format(what="what {layer} sees of a sample", example=MEAN),
+    "output": CAUSE.format(what="what the end of the network sees of a sample", example=MEAN),
+    "gradient": CAUSE.format(
+        what="the gradient that {layer} is given for a sample",
+        example="outputs centred over the batch, or a hook that normalises gradients over it",
+    ),
 }
 OWN = ("operand", "result")  # of a module's own parameters, on the whole batch
-CAUSES |= dict.fromkeys(
-    OWN,
+OF_OWN = (
     "what {layer} computes with parameters of its own has samples in another order than the batch, "
-    "or depends on others of them: keep their order there, or make the network private unsharded",
+    "or depends on others of them: keep their order there, or make the network private unsharded"
 )
 
 
@@ -136,4 +137,4 @@ def _cause(key: tuple[str, str, int], base: Seen, beside: Seen) -> str:
     layer, what, _ = key
     if base.summaries[key].shape != beside.summaries[key].shape:
         return f"{what} of {layer or 'the network'} {TRIMMED}"
-    return CAUSES[what].format(layer=layer or "the network")
+    return CAUSES.get(what, OF_OWN).format(layer=layer or "the network")
