@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.samples.batch import hold_objects, tensors_of
+from dp_clipping.capture.samples.batch import Batch, hold_objects, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in
 from dp_clipping.guard.carried import Carried
 from dp_clipping.guard.losses import Criterion, Shapes
+from dp_clipping.guard.state import State
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.trials.randomness import same_randomness
@@ -45,7 +46,8 @@ class PrivateCriterion(nn.Module):
         super().__init__()
         self.criterion, self.loss_reduction = criterion, reduction
         self.__dict__["model"] = model
-        self._carried = Carried(criterion, self._again, batch_first=True)
+        of_rows = partial(Batch, batch_first=True)
+        self._carried = Carried(State(criterion), self._again, of_rows)
         self._shapes = Shapes()
         self._is_opened = False  # what it was given last had packed sequences
 

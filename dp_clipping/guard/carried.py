@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from dp_clipping.capture.checks.summaries import SIGNS, summary
 from dp_clipping.capture.samples.batch import Batch
-from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.guard.state import Mark, State
 from dp_clipping.layers.batch_layout import FEW, Layout
@@ -102,31 +101,16 @@ class Carried:
     """Refuses state that a network or a criterion carries from one batch to the next.
 
     Args:
-        root: the network or criterion.
+        state: that of the network or criterion. Of a sharded network `check` looks at parameters
+            and buffers only, since other ranks could not run another forward then.
         run: called with args and kwargs; gives its outputs.
-        batch_first: the first dimension of tensors counts the samples, else the second.
-        is_sharded: see `State`; `check` then looks at parameters and buffers only, since other
-            ranks could not run another forward then.
-        known_bags: the known bags of the network's arguments.
-        state: that of the root, if there is one.
+        batch_of: args and kwargs of a call -> a batch.
     """
 
     def __init__(
-        self,
-        root: Any,
-        run: Callable[..., Any],
-        batch_first: bool,
-        is_sharded: bool = False,
-        known_bags: KnownBags | None = None,
-        state: State | None = None,
+        self, state: State, run: Callable[..., Any], batch_of: Callable[[tuple, dict], Batch]
     ):
-        self.state = State(root, is_sharded) if state is None else state
-        self._run, self._batch_first, self._known_bags = run, batch_first, known_bags
-
-    def batch_of(self, args: tuple, kwargs: dict) -> Batch:
-        """Returns a call's arguments as a batch."""
-        bags = () if self._known_bags is None else self._known_bags.of(args, kwargs) or ()
-        return Batch(args, kwargs, self._batch_first, bags)
+        self.state, self._run, self.batch_of = state, run, batch_of
 
     def check(
         self, mark: Mark, batch: Batch, when: str, samples: int = FEW,

@@ -85,14 +85,7 @@ class LayoutDiscovery:
         self._bags = KnownBags(network)
         if capture.state is None:
             capture.state = State(network, sharding is not None)
-        self.carried = Carried(
-            network,
-            self._forward_and_backward,
-            batch_first,
-            is_sharded=sharding is not None,
-            known_bags=self._bags,
-            state=capture.state,
-        )
+        self.carried = Carried(capture.state, self._forward_and_backward, self._batch)
         self._search = Search(capture, joins_all)
         self._company = Company(capture, partial(Observer, capture, self._search.layouts_of))
         self._schedule = Schedule()
@@ -111,15 +104,18 @@ class LayoutDiscovery:
         """
         if hold_objects(args, kwargs):
             refuse_iterators("", args, kwargs)
-        known = self._bags.of(args, kwargs)
-        batch = Batch(args, kwargs, self._batch_first, known or ())
-        if self._sharding is not None or known is not None:
+        batch = self._batch(args, kwargs)
+        if self._sharding is not None or self._bags.of(args, kwargs) is not None:
             return batch
         if not batch.size:
             args, kwargs = batch.with_a_row_of_zeros()
         with Restored(self.carried.state):
             self._bags.learn(args, kwargs, self._run, is_empty=not batch.size)
-        return self.carried.batch_of(batch.args, batch.kwargs)
+        return self._batch(batch.args, batch.kwargs)
+
+    def _batch(self, args: tuple, kwargs: dict) -> Batch:
+        """Returns the arguments of a forward as a batch, with the bags that are known."""
+        return Batch(args, kwargs, self._batch_first, self._bags.of(args, kwargs) or ())
 
     def ensure(self, batch: Batch) -> int | None:
         """Finds the samples unless they are known. All ranks of a sharded model call it together.
@@ -324,7 +320,7 @@ class LayoutDiscovery:
                 if self._sharding is not None:
                     raise ValueError(ON_OTHER_RANKS) from error
                 given = error.arguments
-                self.look(batch if given is None else self.carried.batch_of(*given))
+                self.look(batch if given is None else self._batch(*given))
         return self._check(batch)
 
     def _check(self, batch: Batch) -> int | None:

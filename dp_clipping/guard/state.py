@@ -77,7 +77,7 @@ class State:
 
     @contextmanager
     def rewound(self, *given: Any, only_given: bool = False) -> Iterator[None]:
-        """Restores what the body replaces, and adds it to `changes` for the enclosing `restored`.
+        """Restores what the body replaces, and adds it to `changes` for the enclosing `Restored`.
 
         Args:
             given: arguments of a call. What they and objects in them hold is restored too.

@@ -1,5 +1,7 @@
 """State that is carried from one batch to the next is refused by name."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -50,7 +52,7 @@ class Hooked(Network):
 
 
 def step(network: nn.Module) -> None:
-    carried = Carried(network, network, batch_first=True)
+    carried = Carried(State(network), network, partial(Batch, batch_first=True))
     x = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
     mark = carried.state.mark()
     network(x)
