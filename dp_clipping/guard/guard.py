@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dp_clipping.capture.callers import Uses
 from dp_clipping.capture.checks.expansion import refuse_other_results
@@ -23,7 +23,6 @@ from dp_clipping.capture.samples.batch import Batch, hold_objects, refuse_iterat
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
 from dp_clipping.capture.vmap_trial import unfit_modules
-from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.guard.carried import Carried, Restored
 from dp_clipping.guard.left import LeftInArguments
 from dp_clipping.guard.lengths import DependsOnLength, Lengths
@@ -72,16 +71,9 @@ class LayoutDiscovery:
     together, since a check may require another search.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        capture: CapturedNetwork,
-        sharding: Sharding | None,
-        batch_first: bool,
-        joins_all: bool = False,
-    ):
-        self._network, self._capture, self._sharding = network, capture, sharding
-        self._batch_first = batch_first
+    def __init__(self, capture: CapturedNetwork, batch_first: bool, joins_all: bool = False):
+        network, sharding = capture.network, capture.sharding
+        self._capture, self._batch_first, self._sharding = capture, batch_first, sharding
         self._bags = KnownBags(network)
         if capture.state is None:
             capture.state = State(network, sharding is not None)
@@ -294,7 +286,7 @@ class LayoutDiscovery:
         try:
             refuse_expansion = partial(refuse_other_results, capture, few)
             self._search.establish(few, more, other, refuse_expansion)
-            return unfit_modules(capture, few, more, bool(self._search.routing), self._search.moves)
+            return unfit_modules(capture, few, more, self._search.routing)
         except CalledDifferently:
             raise
         except ValueError as error:

@@ -66,9 +66,8 @@ class ForwardBackward:
         self.network, self.capture = context.capture.network, context.capture
         self.padding: Tensor | None = None
         self._establishment = LayoutDiscovery(
-            self.network, self.capture, context.sharding, context.batch_first,
-            joins_all=context.policy.dense_always,
-        )  # fmt: skip
+            self.capture, context.batch_first, joins_all=context.policy.dense_always
+        )
         self._carried = self._establishment.carried
         self.reader = InputReader(context, state, self._establishment, self.recover)
         self._normalizations = normalizations(self.network)

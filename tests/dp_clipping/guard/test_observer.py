@@ -12,7 +12,7 @@ from tests.dp_clipping.conftest import private
 
 def observed(network: nn.Module, x: torch.Tensor, **options):
     capture = private(network, "bookkeeping").capture
-    discovery = LayoutDiscovery(network, capture, None, True)
+    discovery = LayoutDiscovery(capture, True)
     discovery.look(Batch((x,), {}, True))
     batch = Batch((x,), {}, True)
     return Observer(capture, discovery._search.layouts_of, batch, range(3)).run(**options)
