@@ -7,6 +7,7 @@ the network does: see `carried`.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class LeftInArguments:
     """
 
     def __init__(self, run: Callable[[tuple, dict], AbstractContextManager] | None):
-        self._run = run
+        self._run: Any = run
         self.noted: list[weakref.ref[Tensor]] = []
 
     def note(self, args: tuple, kwargs: dict, before: Objects) -> None:
