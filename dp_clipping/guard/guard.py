@@ -96,8 +96,9 @@ class LayoutDiscovery:
         """
         if hold_objects(args, kwargs):
             refuse_iterators("", args, kwargs)
-        batch = self._batch(args, kwargs)
-        if self._sharding is not None or self._bags.of(args, kwargs) is not None:
+        known = self._bags.of(args, kwargs)
+        batch = Batch(args, kwargs, self._batch_first, known or ())
+        if self._sharding is not None or known is not None:
             return batch
         if not batch.size:
             args, kwargs = batch.with_a_row_of_zeros()
