@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.samples.batch import hold_objects, tensors_of
+from dp_clipping.capture.samples.batch import Batch, hold_objects, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in
 from dp_clipping.guard.carried import Carried
 from dp_clipping.guard.losses import Criterion, Shapes
+from dp_clipping.guard.state import State
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.trials.randomness import same_randomness
@@ -45,10 +46,10 @@ class PrivateCriterion(nn.Module):
         super().__init__()
         self.criterion, self.loss_reduction = criterion, reduction
         self.__dict__["model"] = model
-        self._carried = Carried(criterion, self._again, batch_first=True)
+        of_rows = partial(Batch, batch_first=True)
+        self._carried = Carried(State(criterion), self._again, of_rows)
         self._shapes = Shapes()
         self._is_opened = False  # what it was given last had packed sequences
-        self._largest = 0  # batch that has been looked at, all of it
 
     def __call__(
         self, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any
@@ -90,10 +91,7 @@ class PrivateCriterion(nn.Module):
                 self.model.batch_first, self._shapes,
             )  # fmt: skip
             if private_step.watched is not None:
-                is_whole = expected > self._largest
-                self._largest = max(self._largest, expected)
-                number = private_step.watched.number
-                private_step.checks.append(partial(again.check, number, is_whole))
+                private_step.checks.append(partial(again.check, private_step.watched.number))
             private_step.look_at(losses, again.of_sample)
         self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)

@@ -8,7 +8,6 @@ norm.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -62,9 +61,7 @@ class Search:
     def __init__(self, capture: CapturedNetwork, joins_all: bool = False):
         self.capture, self._joins_all = capture, joins_all
         self._uses: dict[Trainable, int] = {}
-        self.routing: set[str] = set()  # operators that pick or sort rows by their values
-        self.moves = False  # some rows of samples were picked or sorted by values of samples
-        self._routing = Routing()  # of the forward in which they are looked for
+        self.routing = Routing()  # of the forward in which it is looked for
         self.differentiated: set[LayerState] = set()  # by the network's own forward
         self.packs = False  # sequences, for a recurrent layer
         self.checks_values = False  # a GPU may stop at numbers that are out of range
@@ -105,16 +102,14 @@ class Search:
         Raises:
             ValueError: naming the layer whose input or output has no layout.
         """
-        known = -1
-        while known != (known := self._count_shared()):
+        known = None
+        while known != (known := self.capture.shared_layers()):
             if known:
                 refuse_expansion()
-            routing = Routing(few, FEW)
-            self.routing, self._routing = routing.operators, routing
-            with routing:
+            self.routing = Routing(few, FEW)
+            with self.routing:
                 runs = [self.observe(*few, FEW)]
-            self.checks_values |= routing.checks_values
-            self.moves = routing.moves
+            self.checks_values |= self.routing.checks_values
             try:
                 runs += [self.observe(*more, MORE), self.observe(*other, FEW)]
             except RuntimeError as error:
@@ -169,13 +164,6 @@ class Search:
             )
             for record in joint.records:
                 record.joint = joint
-
-    def _count_shared(self) -> int:
-        known = chain.from_iterable(
-            (*handle.layouts.values(), *handle.output_layouts.values())
-            for handle in self.capture.handles
-        )
-        return sum(layout.kind == "shared" for layouts in known for layout in layouts)
 
     def learn_outputs(self, few: list[Tensor], more: list[Tensor], other: list[Tensor]) -> None:
         """Returns where the samples are in the network's outputs."""
@@ -234,7 +222,7 @@ class Search:
                     for n, (a, b, c) in enumerate(zip(*tensors, strict=True))
                 )
             except ValueError as error:
-                if not self.routing and not isinstance(error, FitsBothOrders):
+                if not self.routing.operators and not isinstance(error, FitsBothOrders):
                     raise
                 raise NeedsVmap(handle.name, str(error)) from error
             _refuse_routed(handle.name, name, layouts, routed)
@@ -280,8 +268,8 @@ class Search:
             self.packs |= any(isinstance(x, PackedSequence) for x in args)
             dtype = product_dtype(inputs[0]) if inputs else None
             shapes = [_if_flattened(x, batch_size, handle) for x in inputs]
-            has_moved = any(map(self._routing.has_moved, inputs))
-            call = LayerCall(shapes, [], dtype, has_moved, frozenset(self.routing))
+            has_moved = any(map(self.routing.has_moved, inputs))
+            call = LayerCall(shapes, [], dtype, has_moved, frozenset(self.routing.operators))
             calls.setdefault(handle.name, []).append(call)
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
             return expanded_input(handle, layouts, inputs, batch_size)
@@ -291,7 +279,7 @@ class Search:
             if is_in_backward():
                 return output
             call = calls[handle.name][-1]
-            call.routed_after = frozenset(self.routing)
+            call.routed_after = frozenset(self.routing.operators)
             self._note_backwards(handle, tensors_of(output), hooks)  # of packed sequences, too
             outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
             call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]

@@ -196,6 +196,16 @@ class CapturedNetwork(ABC):
             return {handle.name: {} for handle in self.handles}
         return {handle.name: private_step.slots_of(handle) for handle in self.handles}
 
+    def shared_layers(self) -> list[str]:
+        """Returns the layer of each input or output that is known to be expanded to the batch."""
+        return [
+            handle.name
+            for handle in self.handles
+            for layouts in (*handle.layouts.values(), *handle.output_layouts.values())
+            for layout in layouts
+            if layout.kind == "shared"
+        ]
+
     @property
     def apart(self) -> list[LayerState]:
         """Returns the vectorized modules whose child layers are captured themselves."""
@@ -235,13 +245,14 @@ class CapturedNetwork(ABC):
         return self._zeros[dtype]
 
     @contextmanager
-    def tried(self, args: tuple, kwargs: dict) -> Iterator[Any]:
+    def tried(self, args: tuple, kwargs: dict, keeps_state: bool = False) -> Iterator[Any]:
         """Runs a forward that is only tried, and yields its outputs.
 
-        At the end the network, and objects in the arguments, hold what they held before. On ranks
-        that share the network's parameters only the arguments do: FSDP keeps state of its own.
+        At the end the network, and objects in the arguments, hold what they held before. With
+        `keeps_state`, and on ranks that share the network's parameters, only the arguments do:
+        FSDP keeps state of its own.
         """
-        only_given, state = self.sharding is not None, self.state
+        only_given, state = keeps_state or self.sharding is not None, self.state
         with nullcontext() if state is None else state.rewound(args, kwargs, only_given=only_given):
             yield self.network(*args, **kwargs)
 
@@ -312,6 +323,7 @@ def trials(handles: list[LayerState], trial: Callable[..., Any]) -> Iterator[Non
 def plain_run(
     capture: CapturedNetwork, args: tuple, kwargs: dict, before: Callable[..., Any] = _nothing,
     after: Callable[..., Any] | None = None, has_graph: bool | None = None,
+    keeps_state: bool = False,
 ) -> Iterator[Any]:  # fmt: skip
     """Runs a forward that is only tried, without dropout; yields its outputs.
 
@@ -321,10 +333,12 @@ def plain_run(
         before, after: hooks around each captured module.
         has_graph: a graph is recorded; None: unless the network is sharded, as FSDP would wait for
             its backward.
+        keeps_state: what the forward leaves in the network stays there.
     """
     has_graph = capture.sharding is None if has_graph is None else has_graph
     with (
         capture.looked_at(before, after), without_dropout(capture.network),
-        torch.set_grad_enabled(has_graph), capture.tried(args, kwargs) as outputs,
+        torch.set_grad_enabled(has_graph),
+        capture.tried(args, kwargs, keeps_state) as outputs,
     ):  # fmt: skip
         yield outputs

@@ -50,18 +50,14 @@ MOST = 16  # operators one after another of parameters and tensors that all samp
 
 
 def unfit_modules(
-    capture: CapturedNetwork,
-    few: Arguments,
-    more: Arguments,
-    routes: bool = False,
-    moves: bool = False,
+    capture: CapturedNetwork, few: Arguments, more: Arguments, routing: Routing
 ) -> list[LayerState]:
     """Returns the modules that must run otherwise than they are captured.
 
     Args:
         few, more: arguments of forwards of `FEW` and of `MORE` samples.
-        routes: rows are picked by their values, so that flattened samples may fit by chance.
-        moves: some rows that samples have are picked or sorted by values of samples.
+        routing: of a forward. Where rows are picked by their values, flattened samples may fit by
+            chance.
     """
     found: list[LayerState] = [handle for handle in capture.inner if handle.is_misfit]
     modules: list[Any] = [m for m in capture.network.modules() if "_private" in vars(m)]
@@ -74,12 +70,12 @@ def unfit_modules(
     for _ in range(MOST):
         if not unsettled:
             break
-        small = _Trial(capture, few, FEW).note(moves)
+        small = _Trial(capture, few, FEW).note(routing.moves)
         large = _Trial(capture, more, MORE).note()
         unsettled = [
             handle
             for handle in unsettled
-            if not _learns(handle, small.get(handle, []), large.get(handle, []), routes)
+            if not _learns(handle, small.get(handle, []), large.get(handle, []), routing)
         ]
     for handle in unsettled:
         handle.whole_because = "it has many operators of parameters and tensors without samples"
@@ -430,7 +426,7 @@ def _or_zeros(gradient: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _learns(
-    handle: LayerState, few: list[list[Noted]], more: list[list[Noted]], routes: bool
+    handle: LayerState, few: list[list[Noted]], more: list[list[Noted]], routing: Routing
 ) -> bool:
     """Learns the operators of a module's calls; returns whether no other run is needed for it."""
     known = handle.operations
@@ -439,7 +435,9 @@ def _learns(
     try:
         if len(few) != len(more):
             raise UnknownOperation("it is called more often for some samples than for others")
-        return all(learn(known, *pair, routes) for pair in zip(few, more, strict=True))
+        return all(
+            learn(known, *pair, bool(routing.operators)) for pair in zip(few, more, strict=True)
+        )
     except UnknownOperation as error:
         handle.whole_because = _why(error)
     return True

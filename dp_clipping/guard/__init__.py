@@ -4,9 +4,9 @@
 shows of the samples that stay. These are the subjects:
 
     guard                 when the samples are looked for and checked, and with whose samples
-    network               subject: a network, beside other samples and among one more
-    observer              one run of a network: what each layer sees of each sample
-    losses                subject: a criterion; and the graph of its losses
+    network               a network, beside other samples and among one more
+    observer              subject: a network, and what each layer in it sees of each sample
+    losses                subjects: a criterion, and the graph of its losses
     lengths               subject: a sample with and without its padding
     carried               subject: state that carries data from one batch to the next
     left                  subject: objects in arguments, with what earlier forwards left in them

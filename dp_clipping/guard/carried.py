@@ -10,8 +10,8 @@ and state must be the same afterwards.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from dp_clipping.capture.checks.summaries import SIGNS, summary
 from dp_clipping.capture.samples.batch import Batch
-from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.guard.state import Mark, State
 from dp_clipping.layers.batch_layout import FEW, Layout
@@ -47,44 +46,7 @@ def refuse_changes(changes: list[Change], when: str = "a forward in training") -
 
 
 class Restored:
-    """Records what a body in `restored` does to a state, until it is put back.
-
-    Attributes:
-        changes: what it has changed; known once it is done.
-        values: of tensors before it.
-    """
-
-    def __init__(self, state: State, is_of_runs: bool = False):
-        state.walk()
-        state.changes = self.changes = []
-        self.mark = state.mark()
-        tensors = [named.tensor for named in self.mark.tensors]
-        self.values = Values(tensors, with_parameters=not is_of_runs)
-        self._may_keep_logs = not isinstance(state.root, nn.Module)  # a criterion, for its user
-
-    def left(self) -> dict[str, int]:
-        """Returns name -> a number that is equal for equal values, of what has changed so far."""
-        found: dict[str, int] = {}
-        for change in self.mark.replaced():
-            value = change.place.value(change.key)
-            if not (self._may_keep_logs and isinstance(value, list | deque)):
-                _collect(found, change.name, value, 0)
-        for named in map(self.mark.tensors.__getitem__, self.values.changed()):
-            _collect(found, named.place.change(named.key).name, named.tensor, 0)
-        return found
-
-    def put_back(self) -> None:
-        self.changes += self.mark.replaced()
-        self.mark.put_back()
-        written = map(self.mark.tensors.__getitem__, self.values.put_back())
-        self.changes += [named.place.change(named.key) for named in written]
-
-
-@contextmanager
-def restored(
-    state: State, carries: Callable[[], Any] | None = None, is_of_runs: bool = False
-) -> Iterator[Restored]:
-    """Restores what the body changes, also if the body raises.
+    """A context that restores what its body changes of a state, also if the body raises.
 
     With `is_of_runs` the body computes in `State.rewound` only, again and again from one state.
     Then parameters are not copied: one that was written to is refused, and keeps its values.
@@ -92,52 +54,63 @@ def restored(
     `carries` is called afterwards where working state has changed, and raises if that carries data.
     What is found here is raised in place of the body's own error, which may come of it.
 
+    Attributes:
+        changes: what the body has changed; known once it is done.
+
     Raises:
         ValueError: naming parameters and persistent buffers that the body has changed.
     """
-    body, error = Restored(state, is_of_runs), None
-    try:
-        yield body
-    except Exception as raised:
-        error = raised
-    finally:
-        body.put_back()
-    refuse_changes(body.changes)
-    if body.changes and carries is not None:
-        carries()
-    if error is not None:
-        raise error
+
+    def __init__(
+        self, state: State, carries: Callable[[], Any] | None = None, is_of_runs: bool = False
+    ):
+        self._state, self._carries, self._is_of_runs = state, carries, is_of_runs
+        self._may_keep_logs = not isinstance(state.root, nn.Module)  # a criterion, for its user
+
+    def __enter__(self) -> "Restored":
+        self._state.walk()
+        self._state.changes = self.changes = []
+        self._mark = self._state.mark()
+        tensors = [named.tensor for named in self._mark.tensors]
+        self._values = Values(tensors, with_parameters=not self._is_of_runs)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.changes += self._mark.replaced()
+        self._mark.put_back()
+        written = map(self._mark.tensors.__getitem__, self._values.put_back())
+        self.changes += [named.place.change(named.key) for named in written]
+        if error is None or isinstance(error, Exception):
+            refuse_changes(self.changes)
+            if self.changes and self._carries is not None:
+                self._carries()
+
+    def left(self) -> dict[str, int]:
+        """Returns name -> a number that is equal for equal values, of what has changed so far."""
+        found: dict[str, int] = {}
+        for change in self._mark.replaced():
+            value = change.place.value(change.key)
+            if not (self._may_keep_logs and isinstance(value, list | deque)):
+                _collect(found, change.name, value, 0)
+        for named in map(self._mark.tensors.__getitem__, self._values.changed()):
+            _collect(found, named.place.change(named.key).name, named.tensor, 0)
+        return found
 
 
 class Carried:
     """Refuses state that a network or a criterion carries from one batch to the next.
 
     Args:
-        root: the network or criterion.
+        state: that of the network or criterion. Of a sharded network `check` looks at parameters
+            and buffers only, since other ranks could not run another forward then.
         run: called with args and kwargs; gives its outputs.
-        batch_first: the first dimension of tensors counts the samples, else the second.
-        is_sharded: see `State`; `check` then looks at parameters and buffers only, since other
-            ranks could not run another forward then.
-        known_bags: the known bags of the network's arguments.
-        state: that of the root, if there is one.
+        batch_of: args and kwargs of a call -> a batch.
     """
 
     def __init__(
-        self,
-        root: Any,
-        run: Callable[..., Any],
-        batch_first: bool,
-        is_sharded: bool = False,
-        known_bags: KnownBags | None = None,
-        state: State | None = None,
+        self, state: State, run: Callable[..., Any], batch_of: Callable[[tuple, dict], Batch]
     ):
-        self.state = State(root, is_sharded) if state is None else state
-        self._run, self._batch_first, self._known_bags = run, batch_first, known_bags
-
-    def batch_of(self, args: tuple, kwargs: dict) -> Batch:
-        """Returns a call's arguments as a batch."""
-        bags = () if self._known_bags is None else self._known_bags.of(args, kwargs) or ()
-        return Batch(args, kwargs, self._batch_first, bags)
+        self.state, self._run, self.batch_of = state, run, batch_of
 
     def check(
         self, mark: Mark, batch: Batch, when: str, samples: int = FEW,
@@ -165,10 +138,33 @@ class Carried:
                 around[number] = hook
 
     def refuse(self, few: tuple[tuple, dict]) -> None:
-        """Calls `refuse_carried` with a call's first sample alone, and with its second."""
+        """Runs a batch of a call's first sample, and one of its second, after each of the two.
+
+        Either comes last in turn, since an extreme that the last batch reaches itself forgets the
+        one before. If the two are distinct, so that this tells, what has changed is harmless from
+        then on.
+
+        Raises:
+            ValueError: naming what is other after the last one, or that its outputs are.
+        """
         batch = self.batch_of(*few)
-        first, second = (batch.with_rows([n] * batch.size) for n in range(2))
-        refuse_carried(self.state, lambda x: self._run(*x[0], **x[1]), first, second)
+        batches = [batch.with_rows([n] * batch.size) for n in range(2)]
+        if all(map(equal, *map(tensors_in, batches))):
+            return
+        for last in range(2):
+            subject = _AfterAnother(self.state, self._run, batches, last)
+            differing = Probe(subject).differing(Perturbed(torch.tensor([1]), torch.tensor([True])))
+            if differing:
+                names = sorted(key[1] for key in differing if key[0] is NAMES and len(key) > 1)
+                names = names or sorted({change.name for change in subject.changes})
+                raise ValueError(
+                    "what was seen of one batch is carried into the next, in "
+                    f"{', '.join(names[:5])}: gradients then depend on samples of earlier steps; "
+                    "let a batch depend on itself alone, or set the value before make_private from "
+                    "public data"
+                )
+            changed = {(id(c.place.values), c.key): c.place.values for c in subject.changes}
+            self.state.harmless |= changed
 
     def check_call(self, mark: Mark, args: tuple, kwargs: dict, when: str) -> None:
         """Checks state that has changed since the mark before a call, by a second call.
@@ -187,8 +183,8 @@ class _AfterAnother:
     before, `perturbed` puts another one.
 
     Args:
-        run: called with one of the batches, which have equal shapes.
-        batches: the batches before.
+        run: called with args and kwargs, with the same random numbers each time.
+        batches: args and kwargs of equal shapes: the batches before.
         last: the number of the one whose outputs are compared.
 
     Attributes:
@@ -198,16 +194,18 @@ class _AfterAnother:
     repeats = 1  # with random numbers of generators of its own
 
     def __init__(
-        self, state: State, run: Callable[[Any], Any], batches: tuple[Any, ...], last: int
+        self, state: State, run: Callable[..., Any], batches: list[tuple[tuple, dict]], last: int
     ):
         self._state, self._run, self._batches, self._last = state, run, batches, last
         self.device = next(x.device for x in tensors_in(batches))
         self.changes: list[Change] = []
 
     def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
-        with restored(self._state) as body:
-            self._run(self._batches[perturbed.rows[0] if perturbed else 0])
-            outputs = tensors_in(self._run(self._batches[self._last]))
+        args, kwargs = self._batches[perturbed.rows[0] if perturbed else 0]
+        with Restored(self._state) as body:
+            self._run(*args, **kwargs)
+            args, kwargs = self._batches[self._last]
+            outputs = tensors_in(self._run(*args, **kwargs))
             left = body.left()
         self.changes += body.changes
         names = (tuple(sorted(left)), *(y.shape for y in outputs))
@@ -225,35 +223,6 @@ class _AfterAnother:
         values = torch.zeros(1, SIGNS + 1, dtype=torch.float64, device=self.device)
         values[0, 0] = value % (1 << 52)
         return Summary(values, 0.0)
-
-
-def refuse_carried(state: State, run: Callable[[Any], Any], first: Any, second: Any) -> None:
-    """Runs a batch after the first and after the second, which are that batch in turn.
-
-    In turn, since an extreme that the last batch reaches itself forgets the one before. If the two
-    are distinct, so that this tells, what has changed is harmless from then on.
-
-    Args:
-        run: called with one of them, of equal shapes; gives outputs, with the same random numbers
-            each time.
-
-    Raises:
-        ValueError: naming what is other after the third, or that its outputs are.
-    """
-    if all(map(equal, tensors_in(first), tensors_in(second))):
-        return
-    for last in range(2):
-        subject = _AfterAnother(state, run, (first, second), last)
-        differing = Probe(subject).differing(Perturbed(torch.tensor([1]), torch.tensor([True])))
-        if differing:
-            names = sorted(key[1] for key in differing if key[0] is NAMES and len(key) > 1)
-            names = names or sorted({change.name for change in subject.changes})
-            raise ValueError(
-                f"what was seen of one batch is carried into the next, in {', '.join(names[:5])}: "
-                "gradients then depend on samples of earlier steps; let a batch depend on itself "
-                "alone, or set the value before make_private from public data"
-            )
-        state.harmless |= {(id(c.place.values), c.key): c.place.values for c in subject.changes}
 
 
 def _collect(found: dict[str, int], name: str, value: Any, depth: int) -> None:

@@ -5,13 +5,14 @@ another. This file decides when to run them, and on whose samples. All ranks of 
 the same forwards, whatever their own batches, because they gather parameters together.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dp_clipping.capture.callers import Uses
 from dp_clipping.capture.checks.expansion import refuse_other_results
@@ -22,9 +23,7 @@ from dp_clipping.capture.samples.batch import Batch, hold_objects, refuse_iterat
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
 from dp_clipping.capture.vmap_trial import unfit_modules
-from dp_clipping.clipping.accumulation import full_float32
-from dp_clipping.distributed.sharding import Sharding
-from dp_clipping.guard.carried import Carried, restored
+from dp_clipping.guard.carried import Carried, Restored
 from dp_clipping.guard.left import LeftInArguments
 from dp_clipping.guard.lengths import DependsOnLength, Lengths
 from dp_clipping.guard.network import PLACES, Company
@@ -33,10 +32,34 @@ from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, CalledDifferently, Layout, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.sampling.alone import Alone
-from dp_clipping.torch_compat import every_module, flush_ready_nodes, tensors_in, tree_map
-from dp_clipping.trials.draws import without_dropout
-from dp_clipping.trials.randomness import RandomStates, same_randomness, seed_all
+from dp_clipping.torch_compat import flush_ready_nodes, tensors_in, tree_map
+from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.trials.schedule import Schedule
+
+UNEQUAL_BAGS = (
+    "the network cannot run with other numbers of samples than the batch has, as it is to see "
+    "where they are ({error}): give nn.EmbeddingBag one bag for each sample, and several bags of a "
+    "sample as arguments of their own, as def forward(self, ids, offsets, others, starts)"
+)
+BESIDE_BAGS = (
+    "{error} (ids with offsets are for nn.EmbeddingBag alone: a module that has parameters of its "
+    "own and is given them too runs under torch.vmap, where each tensor needs a row for each "
+    "sample; let those parameters be in a module that is given what nn.EmbeddingBag returns)"
+)
+SORTED = (
+    "the network packs sequences that must be sorted by length, and batches with other samples in "
+    "some places are run to find samples that depend on each other: call "
+    "pack_padded_sequence(x, lengths, enforce_sorted=False)"
+)
+PACKED = (
+    "{error} (sequences that were packed are padded to the longest one of the batch: if outputs of "
+    "the network or arguments of a layer have that length, call "
+    "pad_packed_sequence(y, batch_first=True, total_length=x.shape[1]))"
+)
+ON_OTHER_RANKS = (
+    "the network returns other tensors than in the first batch, and other ranks cannot repeat the "
+    "search now: call model.reset_batch_layouts() on every rank before a forward that differs"
+)
 
 
 class LayoutDiscovery:
@@ -48,34 +71,20 @@ class LayoutDiscovery:
     together, since a check may require another search.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        capture: CapturedNetwork,
-        sharding: Sharding | None,
-        batch_first: bool,
-        joins_all: bool = False,
-    ):
-        self._network, self._capture, self._sharding = network, capture, sharding
-        self._batch_first = batch_first
+    def __init__(self, capture: CapturedNetwork, batch_first: bool, joins_all: bool = False):
+        network, sharding = capture.network, capture.sharding
+        self._capture, self._batch_first, self._sharding = capture, batch_first, sharding
         self._bags = KnownBags(network)
         if capture.state is None:
             capture.state = State(network, sharding is not None)
-        self.carried = Carried(
-            network,
-            self._forward_and_backward,
-            batch_first,
-            is_sharded=sharding is not None,
-            known_bags=self._bags,
-            state=capture.state,
-        )
+        self.carried = Carried(capture.state, self._forward_and_backward, self._batch)
         self._search = Search(capture, joins_all)
-        self._company = Company(capture, Observer(capture).run, self._search.layouts_of)
+        self._company = Company(capture, partial(Observer, capture, self._search.layouts_of))
         self._schedule = Schedule()
         self._forecaster = Forecaster(capture, self._search.observe)
-        self._is_known = self._is_provisional = False
+        self._looked_at = 0  # samples of the batch of the search; of one, it is provisional
         self._is_settled = False  # a batch with `PLACES` different samples has been checked
-        self.left = LeftInArguments(self._run, is_sharded=sharding is not None)
+        self.left = LeftInArguments(None if sharding is not None else self._plain)
 
     def batch_of(self, args: tuple, kwargs: dict) -> Batch:
         """Returns the arguments of a forward as a batch.
@@ -93,15 +102,13 @@ class LayoutDiscovery:
             return batch
         if not batch.size:
             args, kwargs = batch.with_a_row_of_zeros()
-        with (
-            restored(self.carried.state),
-            self.carried.state.rewound(args, kwargs, only_given=True),
-            self._capture.looked_at(lambda *_: None),
-            without_dropout(self._network),
-            torch.enable_grad(),  # which it may need in forward
-        ):
-            self._bags.learn(args, kwargs, self._network, is_empty=not batch.size)
-        return self.carried.batch_of(batch.args, batch.kwargs)
+        with Restored(self.carried.state):
+            self._bags.learn(args, kwargs, self._run, is_empty=not batch.size)
+        return self._batch(batch.args, batch.kwargs)
+
+    def _batch(self, args: tuple, kwargs: dict) -> Batch:
+        """Returns the arguments of a forward as a batch, with the bags that are known."""
+        return Batch(args, kwargs, self._batch_first, self._bags.of(args, kwargs) or ())
 
     def ensure(self, batch: Batch) -> int | None:
         """Finds the samples unless they are known. All ranks of a sharded model call it together.
@@ -116,43 +123,27 @@ class LayoutDiscovery:
         """
         try:
             return self._ensure(batch)
-        except RuntimeError as error:
-            if batch.bags:
-                raise ValueError(
-                    "the network cannot run with other numbers of samples than the batch has, as "
-                    f"it is to see where they are ({str(error).partition(chr(10))[0]}): give "
-                    "nn.EmbeddingBag one bag for each sample, and several bags of a sample as "
-                    "arguments of their own, as def forward(self, ids, offsets, others, starts)"
-                ) from error
-            if "enforce_sorted" not in str(error):
+        except (RuntimeError, ValueError) as error:
+            meaning = self._meaning(error, batch)
+            if meaning is None:
                 raise
-            raise ValueError(
-                "the network packs sequences that must be sorted by length, and batches with other "
-                "samples in some places are run to find samples that depend on each other: call "
-                "pack_padded_sequence(x, lengths, enforce_sorted=False)"
-            ) from error
-        except ValueError as error:
-            if batch.bags:
-                raise ValueError(
-                    f"{error} (ids with offsets are for nn.EmbeddingBag alone: a module that has "
-                    "parameters of its own and is given them too runs under torch.vmap, where each "
-                    "tensor needs a row for each sample; let those parameters be in a module that "
-                    "is given what nn.EmbeddingBag returns)"
-                ) from error
-            if not self._search.packs:
-                raise
-            raise ValueError(
-                f"{error} (sequences that were packed are padded to the longest one of the batch: "
-                "if outputs of the network or arguments of a layer have that length, call "
-                "pad_packed_sequence(y, batch_first=True, total_length=x.shape[1]))"
-            ) from error
+            raise ValueError(meaning.format(error=str(error).partition("\n")[0])) from error
+
+    def _meaning(self, error: Exception, batch: Batch) -> str | None:
+        """Returns what an error says of bags or sequences among the arguments, if anything."""
+        is_refusal = isinstance(error, ValueError)
+        if batch.bags:
+            return BESIDE_BAGS if is_refusal else UNEQUAL_BAGS
+        if is_refusal:
+            return PACKED if self._search.packs else None
+        return SORTED if "enforce_sorted" in str(error) else None
 
     def _ensure(self, batch: Batch) -> int | None:
         alone = self._sharding is None
         is_due = self._schedule.next_is_due(batch.size if alone else 0)
         if not alone:
             self._ensure_together(batch)
-        elif not self._is_known or (batch.size >= FEW and self._is_provisional):
+        elif self._looked_at < min(FEW, max(1, batch.size)):
             self.look(batch)
         if is_due or (alone and not self._is_settled and batch.size >= PLACES):
             return self._check_again_if_unknown(batch)
@@ -161,11 +152,7 @@ class LayoutDiscovery:
     def is_due(self, size: int) -> bool:
         """Returns whether `ensure` will check the next batch if it has `size` samples."""
         due = self._schedule.is_due(size) or (not self._is_settled and size >= PLACES)
-        return due or not self._is_known or self._is_provisional
-
-    def count(self, size: int) -> None:
-        """Counts a batch that is not checked."""
-        self._schedule.next_is_due(size)
+        return due or self._looked_at < FEW
 
     def look(self, batch: Batch) -> None:
         """Finds where the samples are, on this rank."""
@@ -179,7 +166,7 @@ class LayoutDiscovery:
 
     def forget(self) -> None:
         """Discards all findings: the next batch is examined again."""
-        self._is_known = self._is_settled = False
+        self._looked_at, self._is_settled = 0, False
         self._schedule = Schedule()
         self._search.forget()
         self._forecaster.forget()
@@ -205,7 +192,7 @@ class LayoutDiscovery:
             return []
         try:
             return [
-                Lengths(padded, batch, self._network, self._run, self._search.layouts_of)
+                Lengths(padded, batch, self._capture, self._plain, self._search.layouts_of)
                 for padded in padded_samples(whole, alone, rows)
             ]
         except DependsOnLength:
@@ -213,20 +200,18 @@ class LayoutDiscovery:
         except Exception:  # of tensors that cannot be compared, say
             return []
 
-    def _run(
-        self, args: tuple, kwargs: dict, look: Callable[[Any, bool], Any], seed: int | None = None
-    ) -> Any:
-        """Runs the plain network without dropout; returns what `look` returns of its outputs."""
+    @contextmanager
+    def _plain(self, args: tuple, kwargs: dict) -> Iterator[Any]:
+        """Runs the plain network without dropout, and yields its outputs; nothing is left of it."""
         with (
-            restored(self.carried.state),
-            full_float32(layers=True),
-            same_randomness(device=self._capture.trigger.device),
+            Restored(self.carried.state),
+            plain_run(self._capture, args, kwargs, has_graph=True) as outputs,
         ):
-            if seed is not None:
-                seed_all(seed)
-            states = RandomStates(every_module(self._network), self._capture.trigger.device)
-            with plain_run(self._capture, args, kwargs, has_graph=True) as outputs:
-                return look(outputs, states.have_moved)
+            yield outputs
+
+    def _run(self, *args: Any, **kwargs: Any) -> None:
+        with plain_run(self._capture, args, kwargs):
+            pass
 
     def forecast(self, batch: Batch) -> CompiledShapes:
         """Returns the expected inputs of linear layers, which compiled code needs beforehand."""
@@ -250,12 +235,12 @@ class LayoutDiscovery:
 
     def _look(self, arguments: list[tuple], size: int) -> None:
         """Examines a batch of `size` samples, with the arguments of forwards made from it."""
-        if self._is_provisional or size < FEW:
+        if 0 < self._looked_at < FEW or size < FEW:
             self._search.forget()
             self._forecaster.forget()
-        with restored(self.carried.state, lambda: self.carried.refuse(arguments[0])):
+        with Restored(self.carried.state, lambda: self.carried.refuse(arguments[0])):
             self._establish(arguments)
-        self._is_known, self._is_provisional = True, size < FEW
+        self._looked_at = max(1, size)
 
     def _establish(self, arguments: list[tuple]) -> None:
         """Finds the layouts, and how modules run that compute with parameters of their own.
@@ -302,7 +287,7 @@ class LayoutDiscovery:
         try:
             refuse_expansion = partial(refuse_other_results, capture, few)
             self._search.establish(few, more, other, refuse_expansion)
-            return unfit_modules(capture, few, more, bool(self._search.routing), self._search.moves)
+            return unfit_modules(capture, few, more, self._search.routing)
         except CalledDifferently:
             raise
         except ValueError as error:
@@ -326,13 +311,9 @@ class LayoutDiscovery:
                 return self._check(batch)
             except LayoutUnknown as error:
                 if self._sharding is not None:
-                    raise ValueError(
-                        "the network returns other tensors than in the first batch, and other "
-                        "ranks cannot repeat the search now: call model.reset_batch_layouts() on "
-                        "every rank before a forward that differs"
-                    ) from error
+                    raise ValueError(ON_OTHER_RANKS) from error
                 given = error.arguments
-                self.look(batch if given is None else self.carried.batch_of(*given))
+                self.look(batch if given is None else self._batch(*given))
         return self._check(batch)
 
     def _check(self, batch: Batch) -> int | None:
@@ -342,7 +323,7 @@ class LayoutDiscovery:
         places, alone = not self._is_settled, self._sharding is None
         # Not on sharded ranks, of which one may have no samples.
         carries = (lambda: self.carried.refuse(batch.with_samples(FEW))) if alone else None
-        with restored(self.carried.state, carries, is_of_runs=alone):
+        with Restored(self.carried.state, carries, is_of_runs=alone):
             number, is_whole = self._schedule.next_check(batch.size)
             if places:
                 self._check_places(batch)
@@ -368,13 +349,7 @@ class LayoutDiscovery:
 
     def _forward_and_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns outputs of a plain step and, unless ranks compute them together, gradients."""
-        with (
-            self._capture.looked_at(lambda *_: None),
-            without_dropout(self._network),
-            torch.set_grad_enabled(self._sharding is None),
-            self.carried.state.rewound(args, kwargs, only_given=True),
-        ):
-            outputs = self._network(*args, **kwargs)
+        with plain_run(self._capture, args, kwargs, keeps_state=True) as outputs:
             ends = [y.float().square().sum() for y in tensors_in(outputs) if y.requires_grad]
             return outputs, self._gradients(sum(ends)) if ends else ()
 
@@ -390,12 +365,12 @@ class LayoutDiscovery:
 
         Once all have done so with a batch of some samples no rank asks the others again.
         """
-        if self._is_known and not self._is_provisional:
+        if self._looked_at >= FEW:
             return
         everyone = self._sharding.everyone
         sizes = self._company.of_all_ranks(batch.size)
         largest = max(sizes)
-        if self._is_known and largest < FEW:
+        if self._looked_at and largest < FEW:
             return
         source = sizes.index(largest)
         given = [None]

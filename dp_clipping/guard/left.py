@@ -6,7 +6,7 @@ the network does: see `carried`.
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,15 +27,15 @@ class LeftInArguments:
     """Tensors that forwards have left in objects of their arguments.
 
     Args:
-        run: `run(args, kwargs, look)` calls the plain network, and returns `look(outputs, ..)`.
-        is_sharded: other ranks do not run with this one, so nothing is looked for.
+        run: a context in which the plain network has run with args and kwargs; yields its outputs.
+            None: other ranks do not run with this one, so nothing is looked for.
 
     Attributes:
         noted: what earlier forwards have left.
     """
 
-    def __init__(self, run: Callable[..., Any], is_sharded: bool):
-        self._run, self._is_sharded = run, is_sharded
+    def __init__(self, run: Callable[[tuple, dict], AbstractContextManager] | None):
+        self._run: Any = run
         self.noted: list[weakref.ref[Tensor]] = []
 
     def note(self, args: tuple, kwargs: dict, before: Objects) -> None:
@@ -54,7 +54,7 @@ class LeftInArguments:
             ValueError: this forward reads it. That is tried with other values.
         """
         noted = {id(x()) for x in self.noted} - {id(None)}
-        objects = Objects(args, kwargs) if noted and not self._is_sharded else None
+        objects = Objects(args, kwargs) if noted and self._run is not None else None
         left = [] if objects is None else [x for x in objects.tensors if id(x) in noted]
         if objects is None or not left:
             yield args
@@ -70,14 +70,14 @@ class LeftInArguments:
     def _refuse_read(self, objects: Objects, left: list[Tensor], args: tuple, kwargs: dict) -> None:
         others = {id(x): _with_others(x) for x in left}
         try:
-            found = self._run(args, kwargs, _values)
+            found = self._values(args, kwargs)
         except Exception as error:  # it does not fit this batch
             if any(x.dim() and not len(x) for x in tensors_in((args, kwargs))):
                 return
             raise ValueError(REFUSAL) from error
         objects.show(others)
         try:
-            changed = self._run(exchanged(args, others), kwargs, _values)
+            changed = self._values(exchanged(args, others), kwargs)
         except Exception as error:  # other values do not fit: they are read
             raise ValueError(REFUSAL) from error
         finally:
@@ -85,9 +85,9 @@ class LeftInArguments:
         if not all(map(torch.equal, found, changed)):
             raise ValueError(REFUSAL)
 
-
-def _values(outputs: Any, is_random: bool) -> list[Tensor]:
-    return [y.detach().nan_to_num() for y in tensors_of(outputs)]
+    def _values(self, args: tuple, kwargs: dict) -> list[Tensor]:
+        with self._run(args, kwargs) as outputs:
+            return [y.detach().nan_to_num() for y in tensors_of(outputs)]
 
 
 def _with_others(x: Tensor) -> Tensor:

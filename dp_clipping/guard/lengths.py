@@ -16,16 +16,18 @@ What differs is repeated in float64, and with other random numbers if the networ
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dp_clipping.capture.checks.summaries import summary
+from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.samples.batch import Batch, map_tensors, tensors_of
 from dp_clipping.capture.samples.padded import Padded, cut, sizes_of
-from dp_clipping.clipping.accumulation import doubled, network_in_float64
+from dp_clipping.clipping.accumulation import doubled, full_float32, network_in_float64
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.torch_compat import every_module
+from dp_clipping.trials.randomness import RandomStates, same_randomness, seed_all
 from dp_clipping.trials.tolerances import SHORTER, SHORTER_IN_FLOAT64, TIMES
 
 UNCONFIRMED = 10  # times a tolerance, where the network does not run in float64
@@ -37,8 +39,8 @@ CURE = (
     "the sample's first token)"
 )
 CHANGED = (
-    "the {what} of a sample changes {change} when it is padded to the length of another one, from "
-    "{alone} to {beside}, " + CURE
+    "the {what} of a sample changes by {change} when it is padded to the length of another one, "
+    "from {alone} to {beside}, " + CURE
 )
 AT_PADDING = (
     "the loss of a sample uses what the network returns for padding, where the sample is padded to "
@@ -50,9 +52,6 @@ TRUNCATED = (
     "set's __getitem__"
 )
 
-Run = Callable[..., Any]
-"""`run(args, kwargs, look, seed=None)`: calls the network, and returns `look(outputs, has_drawn)`.
-Random numbers are those that the network would draw next, or begin at `seed`."""
 LossOf = Callable[..., float | None]
 """`losses.Criterion.of_sample`."""
 
@@ -96,8 +95,8 @@ class Lengths:
     Args:
         padded: the sample.
         batch: arguments of the forward; what is needed of them is copied.
-        network: the plain network.
-        run: runs it, without dropout.
+        capture: the network.
+        run: a context in which it has run, plain and without dropout; yields its outputs.
         layouts_of: its output tensors -> their layouts.
 
     Attributes:
@@ -106,15 +105,16 @@ class Lengths:
     """
 
     def __init__(
-        self, padded: Padded, batch: Batch, network: nn.Module, run: Run,
+        self, padded: Padded, batch: Batch, capture: CapturedNetwork,
+        run: Callable[[tuple, dict], AbstractContextManager],
         layouts_of: Callable[[list[Tensor]], Sequence[Layout | None]],
     ):  # fmt: skip
         part = padded.part()
         if part is not None:
             raise DependsOnLength(TRUNCATED.format(alone=part[1], beside=part[0]))
-        self._padded, self._network, self._run = padded, network, run
+        self._padded, self._capture, self._run = padded, capture, run
         self._layouts_of, self._size = layouts_of, batch.size
-        self._parameters = [p for p in network.parameters() if p.requires_grad]
+        self._parameters = [p for p in capture.network.parameters() if p.requires_grad]
         rows = [padded.row, *padded.company]
         self._rows, self._beside = len(rows), batch.with_rows(rows)
         self._alone = padded.arguments(batch) if padded.is_padded else []
@@ -156,29 +156,32 @@ class Lengths:
             base = self._observe(self._beside, self._rows)
         except Exception:  # it does not run with other numbers of samples: nothing can be told
             return
-        self._compare(base, loss_of)
-
-    def _compare(self, base: Observed, loss_of: LossOf | None) -> None:
-        """Compares with each of the arguments without padding, until one agrees."""
-        refusal, one = None, None
-        for arguments in self._alone:
-            try:
-                alone = self._observe(arguments, 2)
-                found = self._difference(arguments, base, alone, loss_of)
-            except Exception:  # it does not take such arguments
-                continue
-            one = one or alone
-            if found is None:
-                refusal = None
-                break
-            refusal = refusal or found
-        if refusal is None and one is not None and loss_of is not None:
-            refusal = self._difference_of_losses(base, one, loss_of)
+        refusal, alone = self._compared(base)
+        if refusal is None and alone is not None and loss_of is not None:
+            refusal = self._difference_of_losses(base, alone, loss_of)
         if refusal is not None:
             raise DependsOnLength(refusal)
 
+    def _compared(self, base: Observed) -> tuple[str | None, Observed | None]:
+        """Compares with each of the arguments without padding, until one agrees.
+
+        Returns:
+            What to say of the first one if none does, and a run without padding.
+        """
+        refusal, alone = None, None
+        for arguments in self._alone:
+            try:
+                alone = self._observe(arguments, 2)
+                found = self._difference(arguments, base, alone)
+            except Exception:  # it does not take such arguments
+                continue
+            if found is None:
+                return None, alone
+            refusal = refusal or found
+        return refusal, alone
+
     def _difference(
-        self, arguments: tuple[tuple, dict], base: Observed, alone: Observed, loss_of: LossOf | None
+        self, arguments: tuple[tuple, dict], base: Observed, alone: Observed
     ) -> str | None:
         """Returns what to say of a run without padding that differs; None: it does not."""
         tolerance = self._tolerance(base)
@@ -187,66 +190,55 @@ class Lengths:
         change = base.change(alone, self._padded.at_end)
         if not change > tolerance or not self._is_confirmed(arguments, base, change, tolerance):
             return None
-        before, after = self._losses(base, alone, loss_of)
-        if before is None or after is None or f"{before:.6g}" == f"{after:.6g}":
-            return CHANGED.format(
-                what="gradient", change=f"by {100 * change:.2g} %", **self._lengths()
-            )
-        return self._changed_loss(before, after)
-
-    def _losses(
-        self, base: Observed, alone: Observed, loss_of: LossOf | None
-    ) -> tuple[float | None, float | None]:
-        """Returns the loss in the batch and that of the sample alone; None: not known."""
-        if loss_of is None:
-            pairs = zip(base.outputs, alone.outputs, strict=True)
-            return next(((float(x), float(y)) for x, y in pairs if x.numel() == 1), (None, None))
-        sizes = self._sizes(base, alone)
-        before = loss_of(self._padded.row, self._with_outputs(base, {}))
-        return before, loss_of(self._padded.row, self._with_outputs(alone, sizes), sizes)
-
-    def _changed_loss(self, before: float, after: float) -> str:
-        change = f"from {after:.6g} to {before:.6g}"
-        return CHANGED.format(what="loss", change=change, **self._lengths())
+        return CHANGED.format(what="gradient", change=f"{100 * change:.3g} %", **self._lengths())
 
     def _difference_of_losses(self, base: Observed, alone: Observed, loss_of: LossOf) -> str | None:
         """Returns what to say of a loss that changes with the length of the criterion's arguments.
 
         Where two dimensions of an argument have the size of a length, nothing can be told.
         """
-        sizes = self._sizes(base, alone)
+        pairs = zip(base.outputs, alone.outputs, strict=True)
+        sizes = self._padded.sizes | dict(p for x, y in pairs for p in sizes_of(x, y).values())
         cuts: list[int] = []
 
-        def changed(x: Tensor, own: Tensor) -> Tensor:
-            found = _cut_lengths(own, sizes, self._padded.at_end)
-            cuts.append(len(sizes_of(own, found)))
-            return found
+        def shorter(own: Tensor) -> Tensor:
+            lengths = {d: (n, sizes[n]) for d, n in enumerate(own.shape) if d and n in sizes}
+            cuts.append(len(lengths))
+            return cut(own, lengths, self._padded.at_end)
 
-        before = loss_of(self._padded.row, lambda x, own: own)
-        after = loss_of(self._padded.row, changed, sizes)
+        before = loss_of(self._padded.row, lambda own: own)
+        after = loss_of(self._padded.row, shorter, sizes)
         if before is None or after is None or max(cuts, default=0) != 1:
             return None
-        room = self._tolerance(base) * max(abs(before), abs(after)) + 1e-6
-        return self._changed_loss(before, after) if abs(before - after) > room else None
+        change, size = abs(before - after), max(abs(before), abs(after))
+        if change <= self._tolerance(base) * size + 1e-6:
+            return None
+        return CHANGED.format(what="loss", change=f"{100 * change / size:.3g} %", **self._lengths())
 
     def _observe(
         self, arguments: tuple[tuple, dict], count: int, seed: int | None = None
     ) -> Observed:
-        """Runs `count` samples, and backward from the loss of the first."""
+        """Runs `count` samples without dropout, and backward from the loss of the first.
 
-        def look(outputs: Any, is_random: bool) -> Observed:
-            tensors = tensors_of(outputs)
-            layouts = self._layouts_of(tensors)
-            ys = [layouts[n].batch_first(tensors[n], count)[:1] for n in self._starts]
-            starts = [
-                cut(start, sizes_of(start, y), self._padded.at_end).to(y)
-                for start, y in zip(self._starts.values(), ys, strict=True)
-            ]
-            gradients = self._gradients(ys, starts)
-            return Observed([y.detach() for y in ys], starts, gradients, is_random)
-
-        with self.around():
-            return self._run(*arguments, look, seed)
+        Random numbers are those that the network would draw next, or begin at `seed`.
+        """
+        device, modules = self._capture.trigger.device, every_module(self._capture.network)
+        with (
+            self.around(), full_float32(layers=True), same_randomness(device=device),
+        ):  # fmt: skip
+            if seed is not None:
+                seed_all(seed)
+            states = RandomStates(modules, device)
+            with self._run(*arguments) as outputs:
+                is_random, tensors = states.have_moved, tensors_of(outputs)
+                layouts = self._layouts_of(tensors)
+                ys = [layouts[n].batch_first(tensors[n], count)[:1] for n in self._starts]
+                starts = [
+                    cut(start, sizes_of(start, y), self._padded.at_end).to(y)
+                    for start, y in zip(self._starts.values(), ys, strict=True)
+                ]
+                gradients = self._gradients(ys, starts)
+                return Observed([y.detach() for y in ys], starts, gradients, is_random)
 
     def _gradients(self, ys: list[Tensor], starts: list[Tensor]) -> Tensor:
         """Returns a summary of each parameter's gradient, none of which is kept."""
@@ -279,33 +271,12 @@ class Lengths:
             if change <= TIMES * max(base.change(one, at_end) for one in again):
                 return False
         try:
-            with network_in_float64(self._network):
+            with network_in_float64(self._capture.network):
                 whole, short = (map_tensors(doubled, x) for x in (self._beside, arguments))
                 exact = self._observe(whole, self._rows)
                 return exact.change(self._observe(short, 2), at_end) > SHORTER_IN_FLOAT64
         except Exception:  # say, a table or a cast in float32
             return change > UNCONFIRMED * tolerance
-
-    def _with_outputs(
-        self, seen: Observed, sizes: dict[int, int]
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Returns what puts a sample's outputs, and lengths alone, into a criterion's arguments."""
-        own_outputs = {
-            (self.outputs[n].data_ptr(), self.outputs[n].shape): y
-            for n, y in zip(self._starts, seen.outputs, strict=True)
-        }
-
-        def changed(x: Tensor, own: Tensor) -> Tensor:
-            found = own_outputs.get((x.data_ptr(), x.shape))
-            found = _cut_lengths(own, sizes, self._padded.at_end) if found is None else found
-            return found.to(own.dtype)
-
-        return changed
-
-    def _sizes(self, base: Observed, alone: Observed) -> dict[int, int]:
-        """Returns length in the batch -> length alone, of outputs too."""
-        pairs = zip(base.outputs, alone.outputs, strict=True)
-        return self._padded.sizes | dict(p for x, y in pairs for p in sizes_of(x, y).values())
 
     def _lengths(self) -> dict[str, int]:
         n, m = max(self._padded.sizes.items(), key=lambda pair: pair[0] - pair[1])
@@ -314,11 +285,6 @@ class Lengths:
     def _tolerance(self, base: Observed) -> float:
         dtypes = {y.dtype for y in base.outputs} | {p.dtype for p in self._parameters}
         return SHORTER.of(*dtypes)
-
-
-def _cut_lengths(own: Tensor, sizes: dict[int, int], at_end: bool) -> Tensor:
-    """Returns a criterion's argument [1, ..] of the sample without padding."""
-    return cut(own, {d: (n, sizes[n]) for d, n in enumerate(own.shape) if d and n in sizes}, at_end)
 
 
 def _part_outside(whole: list[Tensor], within: list[Tensor]) -> float:

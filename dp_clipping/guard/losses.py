@@ -16,13 +16,13 @@ from torch import Tensor
 
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.samples.batch import hold_objects, map_tensors, tensors_of
-from dp_clipping.guard.carried import restored
+from dp_clipping.guard.carried import Restored
 from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.trials.perturb import SIDES, Perturbed, halves, one_more, one_source
+from dp_clipping.trials.perturb import SIDES, Perturbed, halves, one_more
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.randomness import same_randomness
-from dp_clipping.trials.seen import Seen, Summary, differ
+from dp_clipping.trials.seen import Seen
 
 REMEDY = "per-sample gradients need a loss for each sample alone"
 OF_OUTPUTS = (
@@ -34,9 +34,7 @@ OF_SIZE = (
     "division by the size of the batch, for example): per-sample gradients need a loss for each "
     "sample alone; return that, and the mean is taken by loss_reduction='mean'"
 )
-PART = 8  # samples of a check in between
 CALLS = 16  # shapes of arguments that are remembered
-LOSSES = ("losses",)
 
 
 def viewed(outputs: Any) -> Any:
@@ -45,7 +43,10 @@ def viewed(outputs: Any) -> Any:
 
 
 class Watched:
-    """Outputs of one forward that are watched on their way to the losses.
+    """Outputs of one forward on their way to the losses: a `probe.Subject`.
+
+    It shows the derivatives of the losses by each sample's outputs. Where samples do not stay, a
+    multiple of their losses is derived.
 
     Args:
         outputs: what the network has returned.
@@ -58,11 +59,17 @@ class Watched:
             take a look at a gradient for a backward.
     """
 
+    repeats = 0
+
     def __init__(self, outputs: Any, layouts: Sequence[Layout | None], number: int):
         self.number = number
         self.outputs = viewed(outputs)
         found = zip(tensors_of(self.outputs), layouts, strict=True)
-        self._pairs = [(y, layout) for y, layout in found if y.requires_grad]
+        pairs = [(y, layout) for y, layout in found if y.requires_grad]
+        self._of_batch = [y for y, layout in pairs if layout is None or layout.kind == "shared"]
+        self._of_samples = [
+            (y, layout) for y, layout in pairs if layout is not None and layout.kind != "shared"
+        ]
 
     def check_graph(self, losses: Tensor) -> None:
         """Follows the autograd graph from the losses [B] back to the outputs.
@@ -71,62 +78,39 @@ class Watched:
             ValueError: if a sample's loss depends on another one's outputs, or on one that has no
                 sample.
         """
-        if not losses.requires_grad or not self._pairs:
+        if not losses.requires_grad:
             return
-        size = len(losses)
-        if self.number and self._are_apart(losses):
-            return
-        base = self._gradients(losses, torch.ones_like(losses))
-        for (y, layout), gradient in zip(self._pairs, base, strict=True):
-            if _is_of_all(layout) and gradient is not None:
+        self._losses, self.device = losses, losses.device
+        found = self._derivatives(self._of_batch, torch.ones_like(losses))
+        for y, gradient in zip(self._of_batch, found, strict=True):
+            if bool((gradient != 0).any()):
                 raise ValueError(
                     f"the loss uses an output of the network of shape {tuple(y.shape)} in which no "
                     f"dimension counts the samples (a term of the whole batch): {REMEDY}; return "
                     "one value per sample"
                 )
-        patterns = halves(size, self.number)
-        for stays in patterns if self.number == 0 else patterns[:1]:
-            stays = stays.to(losses.device)
-            weights = torch.where(stays, 1.0, -3.0).to(losses.dtype)
-            both = zip(base, self._gradients(losses, weights), strict=True)
-            if any(differ([pair for pair in both if None not in pair], stays)):
+        exchanges = halves(len(losses), self.number)
+        probe = Probe(self)
+        for one in exchanges if self.number == 0 else exchanges[:1]:
+            if probe.differing(one):
                 raise ValueError(OF_OUTPUTS)
 
-    def _are_apart(self, losses: Tensor) -> bool:
-        """Returns whether losses of half of the samples have no derivative for the others' outputs.
+    def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
+        weights = torch.ones_like(self._losses)
+        if perturbed is not None:
+            weights = weights.where(perturbed.stays.to(self.device), -3.0)
+        found = self._derivatives([y for y, _ in self._of_samples], weights)
+        pairs = enumerate(zip(found, self._of_samples, strict=True))
+        size = len(weights)
+        return Seen({(n,): summary(gradient, own[1], size) for n, (gradient, own) in pairs})
 
-        One backward tells. A derivative that only cancels is no zero, and is compared.
-        """
-        if any(_is_of_all(layout) for _, layout in self._pairs):
-            return False
-        stays = halves(len(losses), self.number)[0].to(losses.device)
-        gradients = self._of_outputs(losses, torch.where(stays, 0.0, 1.0).to(losses.dtype))
-        sizes = losses.new_zeros(len(losses), dtype=torch.float32)
-        for gradient, (_, layout) in zip(gradients, self._pairs, strict=True):
-            rows = layout.batch_first(gradient, len(losses)).reshape(len(losses), -1)
-            sizes += torch.linalg.vector_norm(rows, 1, 1).to(sizes)  # of no numbers: 0
-        return bool((sizes.where(stays, 0.0) == 0).all())
-
-    def _of_outputs(self, losses: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-        ys = [y for y, _ in self._pairs]
+    def _derivatives(self, ys: list[Tensor], weights: Tensor) -> tuple[Tensor, ...]:
+        """Returns gradients of the weighted losses by some of the outputs."""
+        if not ys:
+            return ()
         return torch.autograd.grad(
-            losses, ys, weights, retain_graph=True, allow_unused=True, materialize_grads=True
+            self._losses, ys, weights, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-
-    def _gradients(self, losses: Tensor, weights: Tensor) -> list[Summary | None]:
-        """Returns summaries of the gradients of the outputs; None: zero, of one without samples."""
-        summaries = []
-        found = self._of_outputs(losses, weights)
-        for gradient, (_, layout) in zip(found, self._pairs, strict=True):
-            if _is_of_all(layout):
-                summaries.append(Summary(gradient, 1.0) if bool((gradient != 0).any()) else None)
-            else:
-                summaries.append(summary(gradient, layout, len(losses)))
-        return summaries
-
-
-def _is_of_all(layout: Layout | None) -> bool:
-    return layout is None or layout.kind == "shared"
 
 
 class Shapes:
@@ -216,66 +200,47 @@ class Criterion:
         self._given: dict[int, Layout] = {}  # where samples are exchanged
         self._rows = torch.arange(size)
 
-    def check(self, number: int, is_whole: bool = True) -> None:
+    def check(self, number: int) -> None:
         """Raises ValueError if a sample's loss depends on others.
 
-        All samples take part in a whole check, at most `PART` in others. Where they do not agree,
-        they are looked at together.
+        Two parts of the batch are looked at, whose losses take no more memory than its own beside
+        its outputs: a run has a copy of a part with one sample more. Where they do not agree, all
+        samples are looked at together.
         """
-        parts = self._parts(number, is_whole)
+        size = self._size
+        most = min(size, max(2, (size + 1) // 2, 3 * size // 4 - 1))
+        parts = torch.arange(most), torch.arange(size - most, size)
         if not self._ragged and all(self._agree(rows, number) for rows in parts):
             return
-        self._given, self._rows = {}, torch.arange(self._size)
+        self._given, self._rows = {}, torch.arange(size)
         probe, places = Probe(self), self._likeliest
-        for which, stays in enumerate(halves(self._size, number)):
-            perturbed = one_source(stays, number + which)
+        for perturbed in halves(size, number):
             if self._agrees(probe, self._likeliest, perturbed) is not True:
-                places = self._find(probe, perturbed.rows)
+                places = self._find(probe, perturbed)
         is_found = bool(places) and not self._ragged
-        for more in one_more(self._size) if is_found else ():
+        for more in one_more(size) if is_found else ():
             if self._agrees(probe, places, more) is False:
                 raise ValueError(OF_SIZE)
 
     def of_sample(
-        self, row: int, change: Callable[[Tensor, Tensor], Tensor],
+        self, row: int, change: Callable[[Tensor], Tensor],
         sizes: Mapping[int, int] = MappingProxyType({}),
     ) -> float | None:  # fmt: skip
         """Returns the loss of one sample, from arguments that are changed; None: not known.
 
         Args:
-            change: takes an argument, and the sample's part of it [1, ..]; returns another part.
+            change: takes the sample's part of an argument [1, ..]; returns another part.
             sizes: dimensions of `shape` of the size that is a key get another one.
         """
         if self._ragged or not self._places:
             return None
-
-        def changed(n: int, x: Tensor) -> Tensor:
-            layout = self._likeliest.get(n)
-            if layout is None:
-                return x
-            own = layout.batch_first(x, self._size)[row : row + 1]
-            return layout.restore(change(self._tensors[n], own))
-
+        self._given = self._likeliest
         shape = self._shape and (1, *(sizes.get(n, n) for n in self._shape[1:]))
-        with torch.no_grad():
-            try:
-                losses, _, is_random = self._losses(changed, shape)
-            except Exception:
-                return None
-        return None if is_random or losses.shape != (1,) else float(losses)
-
-    def _parts(self, number: int, is_whole: bool) -> list[Tensor]:
-        """Returns parts of the batch, so small that their losses take no more memory than its own.
-
-        A run has a copy of a part with one sample more, beside the batch's own outputs.
-        """
-        size = self._size
-        most = min(size, max(2, (size + 1) // 2, 3 * size // 4 - 1))
-        if is_whole:
-            return [torch.arange(most), torch.arange(size - most, size)]
-        most = min(most, PART)
-        start = (number * PART) % (size - most + 1)
-        return [torch.arange(start, start + most)]
+        try:
+            losses, _, is_random = self._losses(lambda rows: change(rows[row : row + 1]), shape)
+        except Exception:
+            return None
+        return None if is_random or losses.shape != (1,) else float(losses.detach())
 
     def _agree(self, rows: Tensor, number: int) -> bool:
         """Returns whether losses of these samples are the same beside others, and among more."""
@@ -284,15 +249,14 @@ class Criterion:
             probe = Probe(self)
         except Exception:  # it does not take so few
             return False
-        for which, stays in enumerate(halves(size, number)):
-            perturbed = one_source(stays, number + which).among_more(SIDES[which % 2])
+        for which, one in enumerate(halves(size, number)):
+            perturbed = one.among_more(SIDES[which % 2])
             if self._agrees(probe, self._likeliest, perturbed) is not True:
                 return False
         return True
 
-    def _find(self, probe: Probe, rows: Tensor) -> dict[int, Layout]:
+    def _find(self, probe: Probe, perturbed: Perturbed) -> dict[int, Layout]:
         """Returns the layout of each argument, not only likely ones; {} if one is unclear."""
-        perturbed = Perturbed(rows, rows == torch.arange(len(rows)))
         if not self._agrees(probe, {}, perturbed):
             return {}  # it draws numbers of its own
         chosen: dict[int, Layout] = {}
@@ -323,19 +287,14 @@ class Criterion:
         )
 
     def _agrees(self, probe: Probe, places: dict[int, Layout], perturbed: Perturbed) -> bool | None:
-        """Returns whether losses agree, and gradients by a layout that their tensor may have.
+        """Returns whether losses agree, and gradients where samples are exchanged.
 
         Returns:
             None: the criterion does not take such samples together.
         """
         self._given = places
         changed = probe.differing(perturbed._replace(may_fail=True))
-        if changed is None:
-            return None
-        gradients: dict[int, list[bool]] = {}
-        for key in probe.base.summaries.keys() & probe.beside.summaries.keys() - {LOSSES}:
-            gradients.setdefault(key[0], []).append(key not in changed)
-        return LOSSES not in changed and all(map(any, gradients.values()))
+        return None if changed is None else not changed
 
     def _candidates(self, n: int) -> list[Layout]:
         """Returns the possible layouts of its samples, the likeliest first; [] if it has none."""
@@ -352,37 +311,33 @@ class Criterion:
         return found
 
     def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
-        """Returns summaries of losses, and of gradients by each layout that they may have."""
+        """Returns summaries of losses, and of gradients by the layouts that they may have."""
         rows = self._rows if perturbed is None else self._rows[perturbed.rows]
         size = len(rows)
-
-        def changed(n: int, x: Tensor) -> Tensor:
-            layout = self._given.get(n)
-            if layout is None:
-                return x
-            own = layout.batch_first(x, self._size)
-            return layout.restore(own.index_select(0, rows.to(x.device)))
-
-        shape = self._shape and (size, *self._shape[1:])
-        with torch.enable_grad():
-            losses, leaves, is_random = self._losses(changed, shape)
-            if losses.shape != (size,):
-                raise ValueError(f"{tuple(losses.shape)} losses of {size} samples")
-            seen = Seen({LOSSES: summary(losses.detach(), Layout(), size)}, is_random)
-            if losses.requires_grad and leaves:
-                gradients = torch.autograd.grad(
-                    losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
-                )
-                for n, gradient in zip(leaves, gradients, strict=True):
-                    given = self._given.get(n)
-                    for layout in self._places.get(n, ()) if given is None else (given,):
+        losses, leaves, is_random = self._losses(
+            lambda own: own.index_select(0, rows.to(own.device)),
+            self._shape and (size, *self._shape[1:]),
+        )
+        if losses.shape != (size,):
+            raise ValueError(f"{tuple(losses.shape)} losses of {size} samples")
+        seen = Seen({("losses",): summary(losses.detach(), Layout(), size)}, is_random)
+        if losses.requires_grad and leaves:
+            gradients = torch.autograd.grad(
+                losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+            for n, gradient in zip(leaves, gradients, strict=True):
+                for layout in self._places.get(n, ()):
+                    if perturbed is None or layout == self._given.get(n):
                         seen.summaries[n, layout] = summary(gradient, layout, size)
         return seen
 
     def _losses(
-        self, change: Callable[[int, Tensor], Tensor], shape: tuple[int, ...] | None
+        self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None
     ) -> tuple[Tensor, dict[int, Tensor], bool]:
-        """Calls the criterion with changed tensors, and puts its state back.
+        """Calls the criterion with other samples where they are given, and puts its state back.
+
+        Args:
+            change: takes an argument with the samples in front; returns it with others.
 
         Returns:
             Its losses, number of a tensor -> leaf of the graph, and whether it drew numbers.
@@ -391,14 +346,16 @@ class Criterion:
         leaves: dict[int, Tensor] = {}
 
         def changed(x: Tensor) -> Tensor:
-            n = next(numbers)
-            x = change(n, x.detach())
-            if self._tensors[n].requires_grad and torch.is_grad_enabled():
-                leaves[n] = x = x.detach().requires_grad_()
-            return x.clone()  # which the criterion may change in place
+            n, own = next(numbers), x.detach()
+            if layout := self._given.get(n):
+                own = layout.restore(change(layout.batch_first(own, self._size)))
+            if x.requires_grad:
+                leaves[n] = own = own.detach().requires_grad_()
+            return own.clone()  # which the criterion may change in place
 
         with (
-            restored(self._state), same_randomness(device=self.device) as states, self._autocast(),
+            torch.enable_grad(), Restored(self._state), self._autocast(),
+            same_randomness(device=self.device) as states,
         ):  # fmt: skip
             args, kwargs = map_tensors(changed, self._arguments)
             losses = self._call(*args, shape=shape, **kwargs)

@@ -7,55 +7,50 @@ network that centres its inputs by the batch's mean violates this, and no module
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.samples.batch import Batch
-from dp_clipping.layers.batch_layout import TRIMMED, Layout, LayoutUnknown
+from dp_clipping.layers.batch_layout import TRIMMED, LayoutUnknown
 from dp_clipping.trials.draws import without_dropout
-from dp_clipping.trials.perturb import LARGE, SIDES, Perturbed, enlarged, half, one_more, thirds
-from dp_clipping.trials.probe import Probe
+from dp_clipping.trials.perturb import Perturbed, enlarged, halves, one_more, thirds
+from dp_clipping.trials.probe import Probe, Subject
 from dp_clipping.trials.seen import Seen
 
 PLACES = 3  # different samples of the first batch, each exchanged in turn
 PART = 8  # samples of a check in between
-FACTORS = (4.0, -2.0, 0.25, -1.0)  # of gradients of samples that do not stay
+CAUSE = (
+    "{what} depends on the other samples of the batch, or on how many there are ({example}, for "
+    "example), so the sample has no gradient of its own; use statistics of the sample, or fixed "
+    "ones"
+)
+MEAN = "a mean over the batch"
 CAUSES = {
-    "input": "what {layer} sees of a sample depends on the other samples of the batch, or on "
-    "how many there are (a mean over the batch, for example), so the sample has no gradient of its "
-    "own; use statistics of the sample, or fixed ones",
-    "output": "what the end of the network sees of a sample depends on the other samples of the "
-    "batch, or on how many there are (a mean over the batch, for example), so the sample has no "
-    "gradient of its own; use statistics of the sample, or fixed ones",
-    "gradient": "the gradient that {layer} is given for a sample depends on the other samples of "
-    "the batch, or on how many there are (outputs centred over the batch, or a hook that "
-    "normalises gradients over it, for example), so the sample has no gradient of its own; use "
-    "statistics of the sample, or fixed ones",
+    "input": CAUSE.format(what="what {layer} sees of a sample", example=MEAN),
+    "output": CAUSE.format(what="what the end of the network sees of a sample", example=MEAN),
+    "gradient": CAUSE.format(
+        what="the gradient that {layer} is given for a sample",
+        example="outputs centred over the batch, or a hook that normalises gradients over it",
+    ),
 }
 OWN = ("operand", "result")  # of a module's own parameters, on the whole batch
-CAUSES |= dict.fromkeys(
-    OWN,
+OF_OWN = (
     "what {layer} computes with parameters of its own has samples in another order than the batch, "
-    "or depends on others of them: keep their order there, or make the network private unsharded",
+    "or depends on others of them: keep their order there, or make the network private unsharded"
 )
-
-LayoutsOf = Callable[[list[Tensor]], Sequence[Layout | None]]
 
 
 class Company:
     """Checks batches of a captured network beside batches with exchanged samples.
 
     Args:
-        observe: runs the network forward and backward (`observer.Observer.run`).
-        layouts_of: output tensors of the network -> where the samples are in each.
+        observed: a batch and some of its rows -> the network with these samples, an `Observer`.
     """
 
     def __init__(
-        self, capture: CapturedNetwork, observe: Callable[..., Seen], layouts_of: LayoutsOf
+        self, capture: CapturedNetwork, observed: Callable[[Batch, Sequence[int]], Subject]
     ):
-        self._capture, self._observe, self._layouts_of = capture, observe, layouts_of
+        self._capture, self._observed = capture, observed
 
     def check_places(self, batch: Batch, distinct: list[int], extremes: bool) -> None:
         """Exchanges each third of the samples in turn, for a sample of another third.
@@ -82,7 +77,7 @@ class Company:
         with without_dropout(self._capture.network):  # one more would draw other numbers
             self._check(batch, rows, changes)
 
-    def check_batch(self, batch: Batch, number: int, whole: bool) -> None:
+    def check_batch(self, batch: Batch, number: int, is_whole: bool) -> None:
         """Exchanges about half of the samples: which ones differs from check to check.
 
         All samples take part in a whole check, at most `PART` in others.
@@ -91,14 +86,14 @@ class Company:
             ValueError: naming the first layer that sees a sample differently.
         """
         size = batch.size
-        if not whole:
+        if not is_whole:
             size = min(size, max(2, min(PART, size // 4)))
         start = (number * PART) % (batch.size - size + 1)
-        self._check(batch, torch.arange(start, start + size), [half(size, number)])
+        exchange = halves(size, number // 2)[number % 2]
+        self._check(batch, range(start, start + size), [exchange])
 
-    def _check(self, batch: Batch, rows: Sequence[int] | Tensor, changes: list[Perturbed]) -> None:
-        network = _Rows(self._capture, self._observe, self._layouts_of, batch, rows)
-        probe = Probe(network, self._on_any_rank)
+    def _check(self, batch: Batch, rows: Sequence[int], changes: list[Perturbed]) -> None:
+        probe = Probe(self._observed(batch, rows), self._on_any_rank)
         for perturbed in changes:
             changed = probe.differing(perturbed) or []
             others = [key for key in changed if key[1] not in OWN]
@@ -138,44 +133,8 @@ class Company:
         return found
 
 
-class _Rows:
-    """A network with some samples of a batch: a `probe.Subject`.
-
-    Args:
-        rows: of the batch, the samples of the first run.
-    """
-
-    repeats = 5
-
-    def __init__(
-        self, capture: CapturedNetwork, observe: Callable[..., Seen], layouts_of: LayoutsOf,
-        batch: Batch, rows: Sequence[int] | Tensor,
-    ):  # fmt: skip
-        self.device = capture.trigger.device
-        self._observe, self._layouts_of = observe, layouts_of
-        self._batch, self._rows = batch, torch.as_tensor(rows)
-
-    def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
-        rows, batch, first = self._rows, self._batch, 1
-        drawn = len(rows) + len(SIDES)  # gradients: the same for a sample that has other places
-        scale = torch.ones(len(rows))
-        if perturbed is not None:
-            rows = rows[perturbed.rows]
-            first = 0 if perturbed.more == "front" else 1
-            others = torch.tensor(FACTORS).repeat(len(rows) // len(FACTORS) + 1)[: len(rows)]
-            scale = torch.where(perturbed.same, 1.0, others)
-            if perturbed.larger is not None:
-                batch = batch.with_factor(int(rows[perturbed.larger]), LARGE)
-        given, scale = batch.with_rows(rows), scale.to(self.device)
-        try:
-            return self._observe(given, len(rows), self._layouts_of, scale, seed, drawn, first)
-        except LayoutUnknown as error:
-            error.arguments = given
-            raise
-
-
 def _cause(key: tuple[str, str, int], base: Seen, beside: Seen) -> str:
     layer, what, _ = key
     if base.summaries[key].shape != beside.summaries[key].shape:
         return f"{what} of {layer or 'the network'} {TRIMMED}"
-    return CAUSES[what].format(layer=layer or "the network")
+    return CAUSES.get(what, OF_OWN).format(layer=layer or "the network")

@@ -12,10 +12,10 @@ from torch.nn.utils.rnn import PackedSequence
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.checks.terms import leaves_of
 from dp_clipping.capture.network import Arguments, CapturedNetwork, trials
-from dp_clipping.capture.samples.batch import tensors_of
+from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded, owner_of
-from dp_clipping.layers.batch_layout import Layout, all_tokens
+from dp_clipping.layers.batch_layout import Layout, LayoutUnknown, all_tokens
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.own import UnknownOperation
@@ -28,47 +28,76 @@ from dp_clipping.torch_compat import (
     tree_map,
     version_of,
 )
+from dp_clipping.trials.perturb import LARGE, SIDES, Perturbed
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.seen import Seen, Summary
 
+FACTORS = (4.0, -2.0, 0.25, -1.0)  # of gradients of samples that do not stay
+LayoutsOf = Callable[[list[Tensor]], Sequence[Layout | None]]
+
 
 class Observer:
-    """Runs a captured network as it is, with the random numbers that it would draw next.
+    """A captured network with some samples of a batch: a `probe.Subject`.
 
-    Each run starts from the same state of the network and of all generators, which are put back.
+    It runs as it is, with the random numbers that it would draw next: one forward, and one backward
+    from random output gradients. Each run starts from the same state of the network and of all
+    generators, which are put back. Where samples do not stay, their gradients are others too.
+
+    Args:
+        layouts_of: the network's output tensors -> their layouts; None: it has no samples, and is
+            given no gradient.
+        rows: of the batch, the samples of the first run.
     """
 
-    def __init__(self, capture: CapturedNetwork):
-        self._capture = capture
+    repeats = 5
+
+    def __init__(
+        self, capture: CapturedNetwork, layouts_of: LayoutsOf, batch: Batch, rows: Sequence[int]
+    ):
+        self._capture, self._layouts_of, self._batch = capture, layouts_of, batch
+        self._rows, self.device = torch.tensor(rows), capture.trigger.device
         self._last_input: tuple[tuple, Tensor, Summary] | None = None
         self._anchors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def run(
-        self,
-        arguments: Arguments,
-        batch_size: int,
-        layouts_of: Callable[[list[Tensor]], Sequence[Layout | None]],
-        scale: Tensor,
-        seed: int | None = None,
-        drawn: int = 0,
-        first: int = 0,
-    ) -> Seen:
-        """Observes one forward, and one backward from random output gradients.
+    def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
+        """Observes a run.
 
         Args:
-            layouts_of: the network's output tensors -> their layouts; None: it has no samples, and
-                is given no gradient.
-            scale: [B], what each sample's gradients are multiplied by.
             seed: seed of the errors, of the size of rounding, that are added to the network's
                 arguments, to inputs and outputs of layers, and to gradients; None: none are added.
-            drawn: the number of samples to draw gradients for, if that is more.
-            first: of them, the first one that is used.
         """
-        seen, device = Seen(), self._capture.trigger.device
-        alone = self._capture.sharding is None
-        modules = every_module(self._capture.network) if alone else ()
-        rounding = None if seed is None else torch.Generator(device).manual_seed(seed)
-        states = RandomStates(modules, device)
+        batch, rows, first = self._batch, self._rows, 1
+        drawn = len(rows) + len(SIDES)  # gradients: the same for a sample that has other places
+        scale = torch.ones(len(rows))
+        if perturbed is not None:
+            rows = rows[perturbed.rows]
+            first = 0 if perturbed.more == "front" else 1
+            others = torch.tensor(FACTORS).repeat(len(rows) // len(FACTORS) + 1)[: len(rows)]
+            scale = torch.where(perturbed.same, 1.0, others)
+            if perturbed.larger is not None:
+                batch = batch.with_factor(int(rows[perturbed.larger]), LARGE)
+        given, chosen = batch.with_rows(rows), slice(first, first + len(rows))
+        rounding = None if seed is None else torch.Generator(self.device).manual_seed(seed)
+        try:
+            return self._observed(given, scale.to(self.device), drawn, chosen, rounding)
+        except LayoutUnknown as error:
+            error.arguments = given
+            raise
+
+    def _observed(
+        self, arguments: Arguments, scale: Tensor, drawn: int, chosen: slice,
+        rounding: torch.Generator | None,
+    ) -> Seen:  # fmt: skip
+        """Observes a run with these arguments.
+
+        Args:
+            scale: [B], what each sample's gradients are multiplied by.
+            drawn: the number of samples to draw gradients for, or B if that is more.
+            chosen: of them, those that are used.
+        """
+        seen, batch_size = Seen(), len(scale)
+        modules = every_module(self._capture.network) if self._capture.sharding is None else ()
+        states = RandomStates(modules, self.device)
         arguments = tree_map(
             lambda x: _rounded(_apart(x), rounding) if isinstance(x, Tensor) else x, arguments
         )
@@ -80,16 +109,16 @@ class Observer:
         ):
             outputs = tensors_of(outputs)
             starts = []
-            for output, layout in zip(outputs, layouts_of(outputs), strict=True):
+            for output, layout in zip(outputs, self._layouts_of(outputs), strict=True):
                 if layout is None or layout.kind == "shared":
                     continue
                 y = local(output)
                 seen.add("", "output", summary(y, layout, batch_size))
                 if output.requires_grad and y.is_floating_point():
-                    gradient = self._gradient(output, y, layout, scale, drawn, first)
+                    gradient = self._gradient(output, y, layout, scale, drawn, chosen)
                     starts.append((output, _rounded(gradient, rounding)))
             if starts:
-                self._backward(starts, [*triggers, self._anchor(torch.float32, device)])
+                self._backward(starts, [*triggers, self._anchor(torch.float32, self.device)])
             seen.is_random = states.have_moved
         return seen
 
@@ -101,7 +130,7 @@ class Observer:
         a leaf alone. A private step would not reach it, and its layers would not train: it is
         refused here.
         """
-        sharding, device = self._capture.sharding, self._capture.trigger.device
+        sharding, device = self._capture.sharding, self.device
         ys, gradients = zip(*starts, strict=True)
         leaves = set[Tensor]().union(*map(leaves_of, ys))
         others = [x for x in leaves if not isinstance(x, nn.Parameter)]
@@ -251,7 +280,7 @@ class Observer:
         return self._anchors[dtype, device]
 
     def _gradient(
-        self, output: Tensor, y: Tensor, layout: Layout, scale: Tensor, drawn: int, first: int
+        self, output: Tensor, y: Tensor, layout: Layout, scale: Tensor, drawn: int, chosen: slice
     ) -> Tensor:
         """Returns random numbers of the output's shape, the same in each run, of norm 1."""
         draw = torch.Generator(y.device).manual_seed(0)
@@ -259,7 +288,7 @@ class Observer:
         shape = layout.batch_first(y.detach(), size).shape[1:]
         shape = (max(size, drawn), *shape)
         rows = torch.randn(shape, generator=draw, device=y.device, dtype=torch.float32)
-        rows = rows[first : first + size]
+        rows = rows[chosen]
         factors = scale.to(rows).view(-1, *[1] * (rows.dim() - 1))
         rows.mul_(factors / max(1, rows[0].numel()) ** 0.5)
         gradient = layout.restore(rows).to(y.dtype)

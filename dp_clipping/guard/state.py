@@ -77,7 +77,7 @@ class State:
 
     @contextmanager
     def rewound(self, *given: Any, only_given: bool = False) -> Iterator[None]:
-        """Restores what the body replaces, and adds it to `changes` for the enclosing `restored`.
+        """Restores what the body replaces, and adds it to `changes` for the enclosing `Restored`.
 
         Args:
             given: arguments of a call. What they and objects in them hold is restored too.
@@ -143,8 +143,7 @@ class Mark(Snapshot):
         A forward that registers hooks may note in an attribute that it has (Hugging Face's, for
         hidden states), and would register them again and again if that alone were put back.
         """
-        for place, copy in self.differing():
-            place.put_back(copy)
+        super().put_back()
         root = self.state.root
         if hooks_so_far() == self._hooks or not isinstance(root, nn.Module):
             return []

@@ -25,7 +25,7 @@ from dp_clipping.sampling.alone import (
     collated_alone,
     copied,
 )
-from dp_clipping.trials.perturb import Perturbed, replaced, swapped
+from dp_clipping.trials.perturb import Perturbed, replaced
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.schedule import Schedule
 from dp_clipping.trials.values import copied_bytes
@@ -211,9 +211,9 @@ class _Check:
             raise ValueError(HIDDEN)
         self.parts = [part for part in steady if not _counts(whole[part])]
         count = len(self.samples)
-        others = [replaced(count, place) for place in range(count)]
+        others = [replaced(count, {place: (place + 1) % count}) for place in range(count)]
         if self.collate.in_order:
-            others += [swapped(count, place) for place in range(count - 1)]
+            others += [_swapped(count, place) for place in range(count - 1)]
         for other in others:
             for _ in range(LOOKS):  # a generator that is not set back may change rows by chance
                 found = self._look(other)
@@ -253,7 +253,7 @@ class _Check:
         if not self.state.has_drawn:
             return False
         places = [i for i in range(len(self.samples) - 1) if self.alone[i] != self.alone[i + 1]]
-        pairs = (self._compared(swapped(len(self.samples), place)) for place in places)
+        pairs = (self._compared(_swapped(len(self.samples), place)) for place in places)
         return any(before and before == after for before, after in pairs)
 
     def _compared(self, other: Perturbed) -> tuple[list[tuple], list[tuple]]:
@@ -262,7 +262,7 @@ class _Check:
         Those of all parts of a batch together. Both are empty if they cannot be compared, as some
         are left out, are padded to another length, or got other random numbers.
         """
-        found = self._rows(other.of(self.samples))
+        found = self._rows([self.samples[i] for i in other.rows.tolist()])
         before, after, again = (
             [rows.get(part, []) for part in self.parts] for rows in (self.whole, found, self.again)
         )
@@ -303,6 +303,10 @@ class _Check:
                 continue
             return one, two
         return None
+
+
+def _swapped(count: int, place: int) -> Perturbed:
+    return replaced(count, {place: place + 1, place + 1: place})
 
 
 def _one_each(whole: Rows, alone: list[Rows]) -> list[str]:

@@ -66,9 +66,8 @@ class ForwardBackward:
         self.network, self.capture = context.capture.network, context.capture
         self.padding: Tensor | None = None
         self._establishment = LayoutDiscovery(
-            self.network, self.capture, context.sharding, context.batch_first,
-            joins_all=context.policy.dense_always,
-        )  # fmt: skip
+            self.capture, context.batch_first, joins_all=context.policy.dense_always
+        )
         self._carried = self._establishment.carried
         self.reader = InputReader(context, state, self._establishment, self.recover)
         self._normalizations = normalizations(self.network)
@@ -296,7 +295,7 @@ class ForwardBackward:
         """Opens a step whose sums a CUDA graph forms, as forward and backward of a batch would."""
         self._refuse_other_settings()
         samples = self.state.ticket.samples
-        self._establishment.count(samples)
+        self._establishment.skip_checks(1)
         self._drop_pending()
         self.state.usage.use(samples, self._is_so_on_any_rank)
         self._open(clip_norms)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.samples.batch import Batch, tensors_of
-from dp_clipping.guard.carried import restored
+from dp_clipping.guard.carried import Restored
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import StepState
 from dp_clipping.torch_compat import flush_ready_nodes, is_passed_on
@@ -204,7 +204,7 @@ class InputReader:
         """
         try:
             with (
-                restored(self.establishment.carried.state),
+                Restored(self.establishment.carried.state),
                 self.capture.looked_at(lambda *_: None),
             ):
                 ends = [y for y in tensors_of(self.network(*args, **kwargs)) if y.requires_grad]

@@ -304,6 +304,11 @@ class Snapshot:
             return []
         return [(place, copy) for place, copy in self.pairs() if not place.is_as(copy)]
 
+    def put_back(self) -> Any:
+        """Gives the places what they held."""
+        for place, copy in self.differing():
+            place.put_back(copy)
+
 
 class Objects(Snapshot):
     """A snapshot of what is held by the objects that are reachable from some roots.
@@ -324,9 +329,7 @@ class Objects(Snapshot):
         self._values = [(x, version_of(x), x.detach().clone()) for x in kept]
 
     def put_back(self) -> None:
-        """Gives the objects what they held."""
-        for place, copy in self.differing():
-            place.put_back(copy)
+        super().put_back()
         with torch.no_grad():
             for x, version, value in self._values:
                 if version_of(x) != version:

@@ -4,7 +4,7 @@ The checks of networks, criterions and collate functions exchange samples in the
 have thousands of samples, so places are tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,10 +31,6 @@ class Perturbed(NamedTuple):
     more: str = ""
     may_fail: bool = False
 
-    def of(self, samples: Sequence) -> list:
-        """Returns these samples in their places."""
-        return [samples[row] for row in self.rows.tolist()]
-
     def among_more(self, where: str) -> "Perturbed":
         """Returns the same with one sample more.
 
@@ -52,17 +48,14 @@ class Perturbed(NamedTuple):
         return torch.cat(ends[self.more])
 
 
-def replaced(size: int, place: int) -> Perturbed:
-    """Puts its neighbour in the place of one sample."""
-    rows = torch.arange(size)
-    rows[place] = (place + 1) % size
-    return Perturbed(rows, torch.arange(size) != place)
+def replaced(size: int, others: Mapping[int, int]) -> Perturbed:
+    """Puts other samples in some places.
 
-
-def swapped(size: int, place: int) -> Perturbed:
-    """Exchanges a sample and its neighbour."""
+    Args:
+        others: place -> sample.
+    """
     rows = torch.arange(size)
-    rows[[place, place + 1]] = rows[[place + 1, place]]
+    rows[list(others)] = torch.tensor(list(others.values()), dtype=torch.long)
     return Perturbed(rows, rows == torch.arange(size))
 
 
@@ -75,7 +68,12 @@ def enlarged(size: int, place: int) -> Perturbed:
 def one_more(size: int) -> Iterator[Perturbed]:
     """Yields all among one sample more, in front of them and behind."""
     for where in SIDES:
-        yield Perturbed(torch.arange(size), torch.ones(size, dtype=torch.bool)).among_more(where)
+        yield replaced(size, {}).among_more(where)
+
+
+def one_source(stays: Tensor, source: int) -> Perturbed:
+    """Puts copies of one sample in the places of all that do not stay."""
+    return Perturbed(torch.where(stays, torch.arange(len(stays)), source), stays)
 
 
 def thirds(rows: Sequence[int], distinct: Sequence[int], count: int) -> Iterator[Perturbed]:
@@ -91,45 +89,24 @@ def thirds(rows: Sequence[int], distinct: Sequence[int], count: int) -> Iterator
     third = torch.empty(len(rows), dtype=torch.long)
     third[order] = torch.arange(len(rows)) % parts
     for number in range(count):
-        own, source = number % parts, order[(number + 1) % parts]
-        stays = third != own
-        yield Perturbed(torch.where(stays, torch.arange(len(rows)), source), stays)
+        yield one_source(third != number % parts, order[(number + 1) % parts])
 
 
-def half(size: int, number: int) -> Perturbed:
-    """Puts copies of samples that stay in the places of about half of them, others in each check.
+def halves(size: int, number: int) -> list[Perturbed]:
+    """Returns exchanges of a half of the samples for one of those that stay.
 
-    The copies come from all over the half that stays, so that extremes of the others are absent.
+    At first all that together separate every two samples, both ways round, and later two of them,
+    others in each check. An extreme sample is absent from one of two halves.
     """
-    places, stays = torch.arange(size), split(size, number % splits(size))
-    sources = places[stays] if bool(stays.any()) else places
-    rows = torch.where(stays, places, sources[(places + number) // 2 % len(sources)])
-    return Perturbed(rows, stays)
-
-
-def one_source(stays: Tensor, number: int) -> Perturbed:
-    """Puts copies of one sample that stays in the places of all others.
-
-    An extreme sample of the batch is absent from one of two halves.
-    """
-    (candidates,) = stays.nonzero(as_tuple=True)
-    source = candidates[-1 - number % len(candidates)]
-    return Perturbed(torch.where(stays, torch.arange(len(stays)), source), stays)
-
-
-def halves(size: int, number: int) -> list[Tensor]:
-    """Returns which samples stay: at first in all halves, later in the two of one way."""
-    count = splits(size)
+    count = 2 * max(1, (size - 1).bit_length())
     first = 2 * (number % (count // 2))
-    return [split(size, n) for n in (range(count) if number == 0 else (first, first + 1))]
+    numbers = range(count) if number == 0 else (first, first + 1)
+    return [_half(size, n, number + place) for place, n in enumerate(numbers)]
 
 
-def splits(size: int) -> int:
-    """Returns how many halves of a batch together separate every two samples, both ways round."""
-    return 2 * max(1, (size - 1).bit_length())
-
-
-def split(size: int, number: int) -> Tensor:
-    """Returns which samples stay in one of these halves: bool [size]."""
+def _half(size: int, number: int, source: int) -> Perturbed:
     bit, side = divmod(number, 2)
-    return (torch.arange(size) >> bit) % 2 == side
+    places = torch.arange(size)
+    stays = (places >> bit) % 2 == side
+    sources = places[stays] if bool(stays.any()) else places  # of one sample
+    return one_source(stays, int(sources[-1 - source % len(sources)]))

@@ -45,6 +45,8 @@ ALONE = Tolerance(5e-2, 1e-3, 1e-6)
 NORM = Tolerance(6e-2, 1e-4, 1e-4)
 SUM = Tolerance(1e-1, 2e-4, 2e-4)
 FLOOR = Tolerance(1e-2, 1e-3, 1e-3)  # a smaller part of the largest value may be rounding alone
+# Times the error of one sample's own backward: kernels of batches round otherwise.
+OF_BATCHES = Tolerance(5, 10, 10)
 
 # A difference is a finding if it is so many times larger than those that errors of the size of
 # rounding, or other random numbers, cause.

@@ -27,6 +27,7 @@ from dp_clipping.layers.recorder import Trainable
 from dp_clipping.planning.cost_model import GRAM
 from dp_clipping.sampling.usage import Ticket
 from dp_clipping.trials.randomness import same_randomness
+from dp_clipping.trials.tolerances import FLOOR, ITEMSIZE, NORM, OF_BATCHES, SUM
 from dp_clipping.verification.one_by_one import (
     Reference,
     Setting,
@@ -36,18 +37,9 @@ from dp_clipping.verification.one_by_one import (
     random_sample,
     tensors_of,
 )
-from dp_clipping.verification.report import (
-    TOLERANCES,
-    Check,
-    Tolerance,
-    gradient_errors,
-    norm_errors,
-)
+from dp_clipping.verification.report import Bounds, Check, gradient_errors, norm_errors
 from dp_clipping.verification.user_loss import Loss, loss_of
 
-ROUNDING = {2: 5, 4: 10}
-"""By the bytes of a number, times the error of one sample's own backward: what the private step may
-be off by. Kernels of batches round otherwise than those of one sample."""
 CANCELLED = 0.1
 """A sum shorter than so much of Σ_i c_i‖g_i‖ / √B, the length of a sum of unrelated gradients, is
 judged by that length: rounding errors are relative to what was summed."""
@@ -140,18 +132,15 @@ def compare(run: PrivateRun, batch: Any, loss: Loss | None = None) -> Check:
         setting = _setting(stage, batch, lambda batch: of_batch(batch).loss_per_sample)
         reference = one_by_one(setting)
         shortest = _shortest(stage.module, reference)
-        size = max(2, min(4, shortest))
-        tolerance = TOLERANCES[size]
-        tolerance = replace(tolerance, gradient=tolerance.gradient + allowance)
-        verdict = _verdict(stage, reference, tolerance)
+        verdict = _verdict(stage, reference, shortest, allowance)
         if verdict.faults:
-            sample = random_sample(setting, RANDOM * tolerance.norm)
+            sample = random_sample(setting, RANDOM * NORM.of(shortest))
             if sample is not None:
                 return replace(verdict, random_sample=sample)
             # What one sample's own backward rounds away is not the private step's fault.
-            exact = None if shortest > 4 else in_float64(stage.module, setting)
+            exact = None if shortest.itemsize > 4 else in_float64(stage.module, setting)
             if exact is not None:
-                verdict = _verdict(stage, exact, tolerance, reference, ROUNDING[size])
+                verdict = _verdict(stage, exact, shortest, allowance, reference)
     return verdict
 
 
@@ -218,33 +207,33 @@ def _bags_in(batch: Any, given: Batch) -> tuple[Bags, ...]:
     return tuple(one.at(places) for one in given.bags)
 
 
-def _shortest(network: nn.Module, reference: Reference) -> int:
-    """Returns the bytes of the shortest dtype among parameters and computed values."""
+def _shortest(network: nn.Module, reference: Reference) -> torch.dtype:
+    """Returns the shortest dtype among parameters and computed values."""
     dtypes = {p.dtype for p in network.parameters() if p.is_floating_point()}
-    return min(reference.shortest, *(dtype.itemsize for dtype in dtypes))
+    return min(reference.shortest, *dtypes, key=ITEMSIZE)
 
 
 def _verdict(
-    stage: Stage,
-    reference: Reference,
-    tolerance: Tolerance,
+    stage: Stage, reference: Reference, shortest: torch.dtype, allowance: float,
     beside: Reference | None = None,
-    times: int = 0,
-) -> Check:
+) -> Check:  # fmt: skip
     """Returns the comparison of the private step with a reference.
 
     Args:
+        shortest: of what the network computes with.
+        allowance: for the rounding of Gram matrices, beyond the tolerance of a sum.
         beside: the same in the network's own numbers, where the reference is in float64. What it
-            is off by, the private step may be off by so many `times`.
+            is off by, the private step may be off by so many times.
     """
     model, capture, clip_norms = stage.model, stage.capture, stage.clip_norms.tolist()
-    floor, norm, norms = tolerance.floor, tolerance.norm, reference.norms
-    shortest = CANCELLED / norms.shape[1] ** 0.5
-    scales = {p: shortest * scale for p, scale in reference.scales.items()}
+    floor, norm, norms = FLOOR.of(shortest), NORM.of(shortest), reference.norms
+    least = CANCELLED / norms.shape[1] ** 0.5
+    scales = {p: least * scale for p, scale in reference.scales.items()}
     margins = {p: MARGIN[torch.float32] * scale for p, scale in reference.scales.items()}
     errors = gradient_errors(stage.sums, reference.sums, floor, scales, margins)
-    allowed = dict.fromkeys(errors, tolerance.gradient)
+    allowed = dict.fromkeys(errors, SUM.of(shortest) + allowance)
     if beside is not None:
+        times = OF_BATCHES.of(shortest)
         rounding = gradient_errors(beside.sums, reference.sums, floor, scales)
         allowed = {p: max(allowed[p], times * rounding[p]) for p in errors}
         lost = norm_errors(beside.norms, norms, stage.clip_norms, floor)
@@ -258,7 +247,7 @@ def _verdict(
         worst_parameter=capture.names[worst],
         clipped=norm_statistics(stage.group_norms.square(), clip_norms).clipped_fraction,
         expected_clipped=norm_statistics(norms.square(), clip_norms).clipped_fraction,
-        tolerance=replace(tolerance, norm=norm, gradient=allowed[worst]),
+        tolerance=Bounds(norm, allowed[worst]),
         setting=f"{model.mode}, {model.clipping}, {norms.shape[1]} samples",
     )
 

@@ -26,6 +26,7 @@ from dp_clipping.capture.samples.packed import opened, packed
 from dp_clipping.clipping import accumulation
 from dp_clipping.clipping.coefficients import registered
 from dp_clipping.torch_compat import tree_leaves
+from dp_clipping.trials.tolerances import ITEMSIZE
 
 RUNS = 4  # number of samples, and of runs of each, that are compared to find randomness
 
@@ -68,7 +69,8 @@ class Setting:
 
         tensors = tensors_of(self.batch, self.batch_first)
         places = iter(range(len(tensors)))
-        of_bags = {n: x for one in self.bags for n, x in _bag(one, tensors, number).items()}
+        own = torch.tensor([number])
+        of_bags = {n: x for one in self.bags for n, x in one.take(tensors, own).items()}
         return changed(
             self.batch,
             lambda x: of_bags[n] if (n := next(places)) in of_bags else pick(x),
@@ -95,23 +97,13 @@ class Reference:
         norms: [K, B].
         sums: parameter -> its clipped sum.
         scales: parameter -> Σ_i c_i ‖g_i‖, what its sum is of: rounding is relative to that.
-        shortest: bytes of the shortest floating-point number that a sample was computed with.
+        shortest: dtype of the shortest floating-point number that a sample was computed with.
     """
 
     norms: Tensor
     sums: dict[Parameter, Tensor]
     scales: dict[Parameter, float]
-    shortest: int
-
-
-def _bag(bags: Bags, tensors: list[Tensor], number: int) -> dict[int, Tensor]:
-    """Returns tensor's number -> what it is for one sample, whose ids are slices."""
-    offsets = tensors[bags.offsets].tolist()
-    ends = [*offsets, len(tensors[bags.ids])]
-    own = slice(offsets[number], ends[number + 1])
-    found = {n: tensors[n][own] for n in bags.of_ids}
-    starts = [0, len(found[bags.ids])] if bags.has_last else [0]
-    return found | {bags.offsets: tensors[bags.offsets].new_tensor(starts)}
+    shortest: torch.dtype
 
 
 def one_by_one(setting: Setting) -> Reference:
@@ -163,18 +155,18 @@ def _coefficients(norms: Tensor, setting: Setting) -> Tensor:
 
 
 class _Dtypes(TorchFunctionMode):
-    """Notes the shortest floating-point number that operations inside return.
+    """Notes the shortest floating-point dtype that operations inside return.
 
     Under autocast, inside the network or around it, that is another one than the parameters'.
     """
 
-    shortest = torch.float64.itemsize
+    shortest = torch.float64
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and x.is_floating_point():
-                self.shortest = min(self.shortest, x.dtype.itemsize)
+                self.shortest = min(self.shortest, x.dtype, key=ITEMSIZE)
         return result
 
 

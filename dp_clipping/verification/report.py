@@ -2,38 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.table import aligned
-from dp_clipping.trials.tolerances import FLOOR, NORM, SUM
 
 SHOWN = 8  # samples, in print
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """Bounds of relative rounding errors, of a sample's norm and of a parameter's clipped sum.
+class Bounds(NamedTuple):
+    """The largest relative errors that rounding may cause.
 
     Attributes:
         norm: of a sample's norm.
         gradient: of a parameter's clipped sum.
-        floor: a value below this part of the largest one may consist of rounding alone. Its error
-            is taken relative to the floor.
     """
 
     norm: float
     gradient: float
-    floor: float
-
-
-TOLERANCES = {
-    2: Tolerance(NORM.two, SUM.two, FLOOR.two),
-    4: Tolerance(NORM.four, SUM.four, FLOOR.four),
-}
-"""Tolerances by the size in bytes of the shortest numbers that the network computes with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +52,7 @@ class Check:
     worst_parameter: str
     clipped: float
     expected_clipped: float
-    tolerance: Tolerance
+    tolerance: Bounds
     setting: str
     random_sample: int | None = None
 
@@ -85,23 +74,18 @@ class Check:
                 "sample: the network or the criterion is random in evaluation too, say by "
                 "torch.rand, so norms cannot be compared; let it draw only if self.training"
             ]
-        tolerance, sample = self.tolerance, int(self.norm_errors.argmax())
         found = []
-        if not self.norm_error <= tolerance.norm:
+        if not self.norm_error <= self.tolerance.norm:
             found.append(
-                f"the norm of sample {sample} is off by {self.norm_error:.1e} "
-                f"(at most {tolerance.norm:.1e})"
+                f"the norm of sample {int(self.norm_errors.argmax())} is off by "
+                f"{self.norm_error:.1e} (at most {self.tolerance.norm:.1e})"
             )
-        if not self.gradient_error <= tolerance.gradient:
+        if not self.gradient_error <= self.tolerance.gradient:
             found.append(
                 f"the clipped sum of {self.worst_parameter} is off by {self.gradient_error:.1e} "
-                f"(at most {tolerance.gradient:.1e})"
+                f"(at most {self.tolerance.gradient:.1e})"
             )
         return found
-
-    def _praise(self) -> str:
-        norm, gradient = self.tolerance.norm, self.tolerance.gradient
-        return f"ok: norms agree within {norm:.1e}, clipped sums within {gradient:.1e}"
 
     def __str__(self) -> str:
         worst = self.norm_errors.argsort(descending=True, stable=True)[:SHOWN].sort().values
@@ -115,12 +99,16 @@ class Check:
             ["clipped sum, worst parameter", "", "", f"{self.gradient_error:.1e}"],
         ]  # fmt: skip
         left_out = len(self.norms) - len(worst)
+        praise = (
+            f"ok: norms agree within {self.tolerance.norm:.1e}, "
+            f"clipped sums within {self.tolerance.gradient:.1e}"
+        )
         title = self.setting + (f"; {left_out} norms that are closer left out" if left_out else "")
         return "\n".join([
             title, "", *aligned(rows, [False, True, True, True]), "",
             f"worst parameter: {self.worst_parameter}",
             *(f"FAIL: {fault}" for fault in self.faults),
-            *([self._praise()] if self.ok else []),
+            *([praise] if self.ok else []),
             "Dropout was off. Not covered by ε: for you to look at, not to publish.",
         ])  # fmt: skip
 

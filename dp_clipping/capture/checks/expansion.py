@@ -43,7 +43,7 @@ def refuse_other_results(
         NeedsVmap: naming the layers with whose expanded outputs the network computes something
             else, or cannot run.
     """
-    shared = [handle.name for handle in capture.handles if _is_shared(handle)]
+    shared = list(dict.fromkeys(capture.shared_layers()))
     if not shared:
         return
     with full_float32(layers=True):
@@ -56,7 +56,8 @@ def refuse_other_results(
             if _is_rounding(capture, few, shared):
                 return
         except FAILURES as error:
-            why = f"cannot run with that ({_first_line(error)})"
+            first = str(error).partition("\n")[0] or type(error).__name__
+            why = f"cannot run with that ({first})"
         found = [name for name in shared if not _runs_alike(capture, few, name, plain)] or shared
     refusal = NeedsVmap(
         found[0],
@@ -69,12 +70,6 @@ def refuse_other_results(
     )
     refusal.layers.update(found)
     raise refusal
-
-
-def _is_shared(handle: LayerState) -> bool:
-    """Returns whether an input or output of the layer is expanded to the batch."""
-    known = (*handle.layouts.values(), *handle.output_layouts.values())
-    return any(layout.kind == "shared" for layouts in known for layout in layouts)
 
 
 def _is_rounding(capture: CapturedNetwork, few: Arguments, shared: list[str]) -> bool:
@@ -101,10 +96,6 @@ def _runs_alike(capture: CapturedNetwork, few: Arguments, name: str, plain: "_Ru
         return _Run(capture, few, [name], plain).is_like(plain)
     except FAILURES:
         return False
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class _Run:

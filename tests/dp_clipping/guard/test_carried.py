@@ -1,11 +1,13 @@
 """State that is carried from one batch to the next is refused by name."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from dp_clipping.capture.samples.batch import Batch
-from dp_clipping.guard.carried import Carried, restored
+from dp_clipping.guard.carried import Carried, Restored
 from dp_clipping.guard.state import State
 
 
@@ -50,7 +52,7 @@ class Hooked(Network):
 
 
 def step(network: nn.Module) -> None:
-    carried = Carried(network, network, batch_first=True)
+    carried = Carried(State(network), network, partial(Batch, batch_first=True))
     x = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
     mark = carried.state.mark()
     network(x)
@@ -74,7 +76,7 @@ def test_a_buffer_that_changes_is_refused():
 
 def test_a_body_leaves_nothing_behind():
     network = KeepsTheLast()
-    with restored(State(network, False)) as own:
+    with Restored(State(network, False)) as own:
         network(torch.ones(1, 2))
     assert network.last is None
     assert [change.name for change in own.changes] == ["last"]
@@ -82,7 +84,7 @@ def test_a_body_leaves_nothing_behind():
 
 def test_an_error_in_a_body_is_raised_when_all_is_put_back():
     network = KeepsTheLast()
-    with pytest.raises(RuntimeError, match="shapes"), restored(State(network, False)):
+    with pytest.raises(RuntimeError, match="shapes"), Restored(State(network, False)):
         network(torch.ones(1, 3))
     assert network.last is None
 
@@ -91,7 +93,7 @@ def test_hooks_are_put_back_with_what_notes_them():
     network = Hooked()
     network.layer.register_forward_hook(lambda *_: None)
     for _ in range(2):
-        with restored(State(network, False)):
+        with Restored(State(network, False)):
             network(torch.ones(1, 2))
         assert len(network.layer._forward_hooks) == 1
     step(network)
@@ -105,7 +107,7 @@ def test_hooks_are_put_back_with_what_notes_them():
 def test_values_whose_memory_was_given_back_are_not_read():
     """As FSDP2 leaves the weights that `nn.LSTM` keeps in a list."""
     network = Network()
-    with restored(State(network)) as body:
+    with Restored(State(network)) as body:
         network.last = gathered = torch.ones(2)
         gathered.untyped_storage().resize_(0)
         left = body.left()

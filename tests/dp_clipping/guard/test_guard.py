@@ -16,7 +16,7 @@ from tests.support import zoo
 def discovery() -> tuple[LayoutDiscovery, nn.Module]:
     network = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
     model = private(network, "bookkeeping")
-    return LayoutDiscovery(network, model.capture, None, True), network
+    return LayoutDiscovery(model.capture, True), network
 
 
 def batch_of(count: int) -> Batch:
@@ -184,7 +184,7 @@ def test_a_mask_that_is_there_for_some_samples_only(padded):
     """Whichever sample is padded, one of the first ones among others."""
     network = LeavesOut()
     model = private(network, "bookkeeping")
-    found = LayoutDiscovery(network, model.capture, None, True)
+    found = LayoutDiscovery(model.capture, True)
     mask = torch.ones(4, 5)
     mask[padded, 3:] = 0
     batch = Batch((torch.randn(4, 5, 3), mask), {}, True)

@@ -504,9 +504,11 @@ def test_batches_of_one_length_cost_nothing(monkeypatch):
     assert fixed < count(pad) <= fixed + 3 * 2 * 3  # in batches 1, 2 and 4, two samples each
 
 
-def test_the_message_says_the_lengths_and_both_losses():
-    with pytest.raises(ValueError, match=r"changes from [\d.]+ to [\d.]+ when .* from 2 to 9, so"):
+def test_the_message_says_the_lengths_and_how_much_changes():
+    with pytest.raises(ValueError, match=r"gradient .* by [\d.]+ % when .* from 2 to 9, so"):
         train(Reader("mean"))
+    with pytest.raises(ValueError, match=r"loss .* changes by [\d.]+ % when"):
+        WRONG["loss divided by the length"]()
 
 
 def test_the_message_says_that_outputs_at_padding_are_used():

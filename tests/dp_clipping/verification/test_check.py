@@ -16,8 +16,8 @@ from dp_clipping import MODES, PrivacyEngine
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.step.sums import plain
 from dp_clipping.step.sums.plain import Plain
+from dp_clipping.trials.tolerances import NORM, SUM, Tolerance
 from dp_clipping.verification import check
-from dp_clipping.verification import report as check_report
 from dp_clipping.verification.report import Check
 from tests.dp_clipping.sampling.test_memory_manager import Bags
 from tests.support import replicas, zoo
@@ -159,12 +159,12 @@ def test_the_tolerance_is_that_of_what_layers_compute_in():
     run = private(InnerAutocast(), nn.CrossEntropyLoss())
     report = run.engine.check(run.model, (torch.randn(8, 6), torch.arange(8) % 3))
     assert report.ok, report
-    assert report.tolerance == check_report.TOLERANCES[2]
+    assert report.tolerance.norm == NORM.two
+    assert report.tolerance.gradient == SUM.two
 
 
 def test_rounding_of_16_bit_numbers_is_measured_where_it_exceeds_the_tolerance(monkeypatch):
-    tight = check_report.Tolerance(norm=6e-2, gradient=1e-4, floor=1e-2)
-    monkeypatch.setitem(check.TOLERANCES, 2, tight)
+    monkeypatch.setattr(check, "SUM", Tolerance(1e-4, 1e-4, 1e-4))
     run = private(mlp())
     with torch.autocast("cpu", torch.bfloat16):
         report = run.engine.check(run.model, mlp_batch())
@@ -238,7 +238,8 @@ def test_other_numbers(dtype):
     for name in ("transformer", "padding_idx_tied"):
         report = check_case(zoo.BY_NAME[name], dtype)
         assert report.ok, report
-        assert report.tolerance == check_report.TOLERANCES[2 if dtype.itemsize == 2 else 4]
+        assert report.tolerance.norm == NORM.of(dtype)
+        assert report.tolerance.gradient == SUM.of(dtype)
 
 
 @pytest.mark.parametrize("case", zoo.parameters("group_norm", "llama_lm"))
@@ -257,14 +258,14 @@ def test_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         report = run.engine.check(run.model, mlp_batch())
     assert report.ok, report
-    assert report.tolerance == check_report.TOLERANCES[2]
+    assert report.tolerance.norm == NORM.two
+    assert report.tolerance.gradient == SUM.two
     assert report.norm_error > 1e-5  # of 16-bit products
 
 
 def test_tolerances_are_those_of_verify_correctness():
     for dtype, theirs in findings.TOLERANCES.items():
-        own = check_report.TOLERANCES[dtype.itemsize]
-        assert (own.norm, own.gradient) == (theirs.norm, theirs.gradient)
+        assert (NORM.of(dtype), SUM.of(dtype)) == (theirs.norm, theirs.gradient)
 
 
 def test_a_sample_that_is_not_finite_adds_nothing():
@@ -343,7 +344,7 @@ def check_kernels() -> None:
         report = check_case(case, grad_sample_mode=mode, **options)
         assert report.ok, report
         width = "norm_algorithm" in options
-        room = report.tolerance.gradient - check_report.TOLERANCES[4].gradient
+        room = report.tolerance.gradient - SUM.four
         assert room == (pytest.approx(6 * check.GRAM_ROUNDING) if width else 0)
         assert (report.gradient_error > 1e-5) == width
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from dp_clipping.verification import report as check_report
-from dp_clipping.verification.report import Check, gradient_errors, norm_errors
+from dp_clipping.trials.tolerances import NORM, SUM
+from dp_clipping.verification.report import Bounds, Check, gradient_errors, norm_errors
 
 
 def report_of(size: int, **changes) -> Check:
@@ -13,7 +13,8 @@ def report_of(size: int, **changes) -> Check:
         norms=torch.ones(size), expected_norms=torch.ones(size, dtype=torch.float64),
         norm_errors=torch.arange(size).flip(0) * 1e-6, gradient_error=1e-5,
         worst_parameter="blocks.0.attention.query.weight", clipped=0.5, expected_clipped=0.5,
-        tolerance=check_report.TOLERANCES[4], setting=f"ghost, flat, {size} samples",
+        tolerance=Bounds(NORM.four, SUM.four),
+        setting=f"ghost, flat, {size} samples",
     )  # fmt: skip
     return Check(**values | changes)
 
