@@ -272,32 +272,6 @@ def test_ordinary_training_behind_private(context: Context, variant: str) -> Non
     assert torch.equal(*of_ranks)
 
 
-@pytest.mark.parametrize("variant", ["ddp_bucketed", "torch_ddp"])
-@on_ranks(2)
-def test_gradients_are_means_again_behind_private(context: Context, variant: str) -> None:
-    """Ordinary gradients are the means, in the type, that a wrapper without this past gives."""
-    found = []
-    for was_private in (True, False):
-        pair = Beside(context, variant, dtype=torch.bfloat16, tolerance=3e-2)
-        wrapper = pair.model.module
-        if was_private:
-            pair.check_step((3, 1))
-            network = pair.model.to_standard_module()
-        else:
-            network = zoo.BY_NAME["transformer"].build().to(torch.bfloat16)
-            options = small_buckets(variant, BUCKET_MB)
-            wrapper = wrap(variant, network, process_group=context.group, **options)
-        inputs, targets = oracle.pick(pair.batch, part((3, 1), context.rank))
-        pair.per_sample_loss(wrapper(inputs), targets).mean().backward()
-        wrapper.finish_gradient_synchronization()
-        found.append({name: p.grad for name, p in network.named_parameters()})
-    afterwards, untouched = found
-    assert list(afterwards) == list(untouched)
-    for name, gradient in untouched.items():
-        assert afterwards[name].dtype == gradient.dtype
-        torch.testing.assert_close(afterwards[name], gradient, rtol=1e-2, atol=1e-4)
-
-
 # ---- a rank that dies ----------------------------------------------------------------------------
 
 DIES_IN_THE_NORM_PASS = """

@@ -8,12 +8,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.detect import sharding_of
-from tests.dp_clipping.conftest import private, private_loss
+from tests.dp_clipping.conftest import private_loss
 from tests.support import zoo
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import fsdp1, fsdp2
 from tests.support.sharded_steps import (
-    LIMIT,
     failed_steps,
     one_step,
     ordinary_collectives,
@@ -39,39 +38,6 @@ def test_collectives(context: Context) -> None:
         assert counted.reductions == units
         # The root stays whole after a forward, for the first backward.
         assert counted.gathers == units + passes * (units - 1) + passes - 1, (mode, counted.calls)
-
-
-def gathered(context: Context, strategy) -> None:
-    """A block's whole parameters are gone when backward is in the block before it."""
-    batch = zoo.tokens(2, 6)
-    for mode, passes in (("bookkeeping", 1), ("ghost", 2)):
-        model = private(fsdp1(context, transformer(), strategy=strategy), mode, LIMIT)
-        first, second = model.network.module.blocks
-        there: list[list[int]] = []
-
-        def sizes(_, units=(first, second), there=there) -> None:
-            flat = [unit._handle.flat_param._full_param_padded for unit in units]
-            there.append([bool(x.untyped_storage().size()) for x in flat])
-
-        def watch(module, args, output, sizes=sizes) -> None:
-            if output.requires_grad:
-                output.register_hook(sizes)
-
-        hook = first.module.feed_forward.register_forward_hook(watch)
-        model.skip_checks()
-        for _ in range(2):  # in the first samples are found
-            there.clear()
-            model.clear_gradients()
-            one_step(model, batch, zoo.cross_entropy)
-        hook.remove()
-        assert there == [[True, False]] * passes, (mode, there)
-        sizes(None)
-        assert there[-1] == [False, False]
-
-
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=lambda s: s.name)
-def test_gathered_parameters_go(cpu_ranks, strategy):
-    cpu_ranks.run(2, gathered, strategy)
 
 
 @pytest.mark.parametrize(("strategy", "mode"), [(FULL, "bookkeeping"), (GRAD_OP, "ghost")])

@@ -81,22 +81,6 @@ def test_norms_of_different_samples_are_not_summed(context: Context) -> None:
     assert torch.equal(reducer.reduce(own).wait(), own)
 
 
-def test_one_process_takes_the_same_path():
-    own = torch.rand(2, 1, 3)
-    for mode in NORM_REDUCTIONS:
-        reducer = NormReducer(mode=mode)
-        sums = reducer.layerwise("ab", lambda keys: own * len(keys) / 2, every=1)
-        sums.add("b")
-        assert sums.launched == 0
-        sums.add("a")
-        assert sums.launched == 2
-        for total in (reducer.reduce(own).wait(), sums.wait()):
-            torch.testing.assert_close(total, own)
-        norms = GlobalNorms(reducer, own[0])
-        assert norms.sizes == [3]
-        torch.testing.assert_close(norms.wait(), own[0])
-
-
 @pytest.mark.parametrize("every", [1, 3, 4, 99])
 @on_ranks(2)
 def test_chunks_do_not_depend_on_what_arrives(context: Context, every: int) -> None:
@@ -147,15 +131,6 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank(context: Context) -> None
 
 
 # ---- the global vector ---------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_reading_is_up_to_each_rank(context: Context) -> None:
-    reducer = reducer_of(context, "data", dtype=torch.float32)
-    steps = [GlobalNorms(reducer, torch.full((1, 2), float(n))) for n in range(3)]
-    if context.rank == 0:
-        assert steps[1].wait().tolist() == [[1.0] * 4]
-    dist.barrier(context.group)
 
 
 @on_ranks(4)

@@ -65,9 +65,8 @@ def check_mlp(module: nn.Module | None = None, **options) -> Check:
 @pytest.mark.parametrize(
     "case",
     zoo.parameters(
-        "transformer_tied", "reused", "half_frozen", "unused", "time_major_flattened",
-        "padding_idx_tied", "positions_one_axis_t_is_b", "group_norm", "conv2d_groups",
-        "multihead_attention", "llama_labels", "lora_labels",
+        "transformer_tied", "half_frozen", "unused", "time_major_flattened", "padding_idx_tied",
+        "group_norm", "multihead_attention", "lora_labels",
     ),
 )  # fmt: skip
 def test_networks(case):
@@ -194,19 +193,6 @@ def test_randomness_is_named():
     assert "torch.rand" in fault
 
 
-@pytest.mark.slow
-@zoo.every_case
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.parametrize("mode", ["per_sample", "ghost", "bookkeeping"])
-def test_every_network(case, clipping, mode):
-    try:
-        report = check_case(case, grad_sample_mode=mode, clipping=clipping)
-    except (ValueError, RuntimeError):
-        assert case.or_refused
-    else:
-        assert report.ok, report
-
-
 @pytest.mark.parametrize("mode", PRIVATE)
 def test_modes(mode):
     for clipping in ("flat", "per_layer"):
@@ -239,17 +225,6 @@ def test_other_numbers(dtype):
         report = check_case(zoo.BY_NAME[name], dtype)
         assert report.ok, report
         assert report.tolerance == check_report.TOLERANCES[2 if dtype.itemsize == 2 else 4]
-
-
-@pytest.mark.parametrize("case", zoo.parameters("group_norm", "llama_lm"))
-def test_rounding_to_16_bit_halves_nobody(case):
-    """Few entries of a sample have most of its norm in a layer, and may all be rounded up."""
-    for limit in (0.3, C, 0.8):
-        report = check_case(
-            case, torch.bfloat16, grad_sample_mode="bookkeeping", clipping="per_layer",
-            max_grad_norm=limit,
-        )  # fmt: skip
-        assert report.ok, report
 
 
 def test_autocast():
@@ -308,24 +283,15 @@ def test_hugging_face():
     assert torch.equal(norms[0], norms[2])
 
 
-@pytest.mark.parametrize("length", [6, SIZE])
-def test_batch_first_false(length):
-    """Inputs [T, B, p]; targets [B], and [T, B, d]."""
-    inputs = torch.randn(length, SIZE, 5, generator=torch.Generator().manual_seed(1))
+def test_batch_first_false():
+    """Inputs [T, B, p] of as many tokens as samples; targets [B]."""
+    inputs = torch.randn(SIZE, SIZE, 5, generator=torch.Generator().manual_seed(1))
     classes = torch.arange(SIZE) % 3
     run = private(
         zoo.seeded(lambda: zoo.two_linears(lambda net, x: net.b(torch.tanh(net.a(x)).mean(0)))),
         nn.CrossEntropyLoss(), batch_first=False,
     )  # fmt: skip
     report = run.engine.check(run.model, (inputs, classes))
-    assert report.ok, report
-    network = zoo.seeded(lambda: zoo.two_linears(lambda net, x: net.b(torch.tanh(net.a(x)))))
-    run = private(network, batch_first=False)
-
-    def loss(model, criterion, batch):
-        return criterion(model(batch[0]).transpose(0, 1), batch[1].transpose(0, 1))
-
-    report = run.engine.check(run.model, (inputs, inputs[..., :3]), loss=loss)
     assert report.ok, report
 
 
@@ -409,14 +375,6 @@ def test_a_sum_that_is_two_percent_too_large(monkeypatch, mode):
     assert report.norm_error < report.tolerance.norm
     (fault,) = report.faults
     assert fault == "the clipped sum of 0.bias is off by 2.0e-02 (at most 2.0e-04)"
-
-
-def test_coefficients_that_are_too_large(monkeypatch):
-    coefficients = plain.coefficients
-    monkeypatch.setattr(plain, "coefficients", lambda *a: 1.01 * coefficients(*a))
-    report = check_mlp()
-    assert not report.ok
-    assert report.gradient_error == pytest.approx(0.01, rel=0.02)
 
 
 def test_a_norm_without_biases(monkeypatch):
@@ -644,22 +602,6 @@ def test_training_does_not_notice(mode):
     expected, run, seen = train(build()), build(), []
     assert train(run, look) == expected
     assert len(set(seen)) == 5
-
-
-def test_profiles_are_of_training_only(monkeypatch):
-    monkeypatch.setenv("DP_CLIPPING_PROFILE", "1")
-    run, other = replicas.build(), replicas.build()
-    train(run, lambda place: run.engine.check(run.model, zoo.classes(5, 6)))
-    train(other)
-    calls, expected = (
-        [
-            {name: times["calls"] for name, times in step["ranges"].items()}
-            for step in each.model.profile.steps()
-        ]
-        for each in (run, other)
-    )
-    assert calls == expected
-    assert len(calls) == 3
 
 
 def test_a_network_in_evaluation_stays_there():
