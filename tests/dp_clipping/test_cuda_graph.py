@@ -194,30 +194,6 @@ def test_twenty_steps_are_those_of_an_eager_run(kind, dtype, zero_first, options
         assert all(p.grad is not None for p in runs[0].model.network.parameters())
 
 
-class Masked(nn.Module):
-    """Makes a mask of its inputs only where nothing may look at them, as transformers does."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
-        self.masks = 0
-
-    def forward(self, x):
-        y = self.tokens(x)
-        if torch.cuda.is_current_stream_capturing():
-            self.__dict__["masks"] = torch.as_tensor(self.masks) + 1  # a tensor
-            y = y * (x > 0)[..., None]
-        return self.head(y)
-
-
-@gpu
-def test_an_eager_step_is_told_what_the_capture_will_be():
-    run = build(Masked())
-    seen = [seen for *_, seen in train(run, 12, True)]
-    assert any(seen)
-    assert run.model.network.masks == seen.index(True) + 1, "eager steps, and the capture"
-
-
 def test_the_body_of_an_eager_step_is_told_of_the_capture():
     real, seen = torch.cuda.is_current_stream_capturing, []
 
@@ -248,24 +224,6 @@ def test_packed_sequences_are_refused_by_the_line_that_waits():
     torch.rand(3, device="cuda")  # generators are not left as in a capture
     torch.cuda.empty_cache()
     assert any(seen for *_, seen in train(build_kind("bags"), 20, True))
-
-
-@gpu
-def test_the_noise_of_a_replay_is_that_of_its_step():
-    """Without a gradient the steps of SGD are the noise alone."""
-
-    def scaled():
-        run = build(network := transformer(), noise_multiplier=5.0, loss_reduction="sum",
-                    optimizer=torch.optim.SGD(network.parameters(), lr=1.0))  # fmt: skip
-        run.criterion.criterion.per_sample_loss = lambda y, t: 0 * zoo.cross_entropy(y, t)
-        run.model.train()
-        return run
-
-    one, other = scaled(), scaled()
-    replays = [seen for *_, seen in train(one, 12, True)]
-    train(other, 12, False)
-    assert sum(replays) >= 4
-    assert torch.equal(weights(one), weights(other))
 
 
 @gpu

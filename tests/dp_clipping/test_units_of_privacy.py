@@ -127,12 +127,6 @@ class TestSteps:
         assert found.ok, found
         assert found.norms.shape == (3,)
 
-    def test_an_empty_batch_is_a_step(self):
-        run = build(sample_rate=1e-9, steps=3, noise_multiplier=1.0)
-        for x, _, _ in steps(run):
-            assert len(x) == 0
-        assert run.optimizer.steps == 3
-
     def test_a_non_private_step_leaves_fill_out(self):
         run = build(grad_sample_mode="no_dp", sample_rate=1.0, steps=1)
         plain = network()
@@ -185,15 +179,6 @@ class TestDrawnExamples:
                 for p, expected in zip(parameters, clipped_sum(x, m), strict=True):
                     torch.testing.assert_close(p.grad, expected)
         assert len(seen) > len(set(IDS)), "other examples in other steps"
-
-    def test_consecutive_units(self):
-        run = build(examples_per_step=2, batch_size=4, sample_rate=1.0, steps=3)
-        for x, _, _ in steps(run):
-            units = members_of(x, 2)
-            assert [own[0] // MOST for own in units] == [*range(6)]
-            assert [len(own) for own in units] == [2] * 6
-            found = [p.grad for p in run.model.parameters()]
-            torch.testing.assert_close(found, clipped_sum(x, 2))
 
     @pytest.mark.parametrize(
         ("options", "unit"),
@@ -306,18 +291,6 @@ class TestRefused:
 
 
 class TestCheckpoints:
-    def test_a_resume_goes_on_with_the_same_units(self, path):
-        run = build(noise_multiplier=1.0)
-        for _ in steps(run):
-            pass
-        save(run, path)
-        again = build(noise_multiplier=1.0)
-        load(again, path)
-        assert again.loader.position == run.loader.position
-        samplers = run.loader.batch_sampler, again.loader.batch_sampler
-        for step in range(3, 9):
-            assert samplers[0].shares(step) == samplers[1].shares(step)
-
     @pytest.mark.parametrize("new_keys", [False, True])
     def test_other_units_are_refused(self, path, new_keys):
         run = build()
