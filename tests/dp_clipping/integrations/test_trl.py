@@ -336,19 +336,6 @@ def test_an_evaluation_is_that_of_trl(make, tmp_path):
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.slow
-def test_a_model_generates_and_is_saved(tmp_path):
-    trainer = sft(tmp_path, max_steps=1)
-    trainer.train()
-    ids = torch.tensor([[5, 6]])
-    found = trainer.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
-    assert found.shape[1] > 2
-    trainer.save_model(str(tmp_path / "saved"))
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    for name, x in loaded.state_dict().items():
-        assert torch.equal(x, trainer.model.state_dict()[name]), name
-
-
 # ---- refusals ------------------------------------------------------------------------------------
 
 REFUSED = [

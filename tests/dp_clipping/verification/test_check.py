@@ -343,7 +343,7 @@ def test_on_a_gpu(dtype):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        for name in ("transformer_tied", "conv2d_groups", "llama_lm"):
+        for name in ("transformer_tied", "wide", "llama_lm"):
             for clipping in ("flat", "per_layer"):
                 report = check_case(zoo.BY_NAME[name], dtype, "cuda", clipping=clipping)
                 assert report.ok, report
