@@ -1,7 +1,6 @@
 """Norms over ranks: where they add up, where they must not, and that every rank has the same."""
 
 import math
-import os
 import random
 from datetime import timedelta
 from functools import cache
@@ -13,10 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ddp_by_hand.lm.rank_pool import Context, RankPool
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer, refuse_split_samples
-from tests.support import seeds
 from tests.support.on_ranks import on_ranks
 
 GROUPS = 2  # clipping groups
@@ -203,24 +201,6 @@ def late(context: Context) -> None:
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(own_ranks):
     own_ranks.run(4, late)
-
-
-def dies(context: Context) -> None:
-    reducer = NormReducer(data_parallel_group=context.group, mode="async")
-    GlobalNorms(reducer, torch.ones(1, 2)).wait()
-    if context.rank == 1:
-        os._exit(3)
-    GlobalNorms(reducer, torch.ones(1, 2)).wait()
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_stops_the_others():
-    pool = RankPool(3, prepare=seeds.replace_entropy, **seeds.ON_RANKS)
-    with pytest.raises(AssertionError) as failed:
-        pool.run(3, dies)
-    text = str(failed.value)
-    assert "the process died (exit code 3)" in text
-    assert text.count("over the data axis (3 ranks) failed") >= 1
 
 
 def test_arguments():

@@ -364,10 +364,6 @@ def test_what_a_newcomer_gives(tmp_path, caplog):
         TypeError, match=r"PrivateSFTTrainer\(args=SFTConfig\(output_dir='..'\), ..\)"
     ):
         sft(tmp_path, trainer={"args": transformers.TrainingArguments(str(tmp_path), use_cpu=True)})
-    with pytest.raises(TypeError, match=r"from_pretrained\('my/model'\)"):
-        dpo(tmp_path, trainer={"model": "my/model"})
-    with pytest.raises(TypeError, match="privacy=PrivacyArguments"):
-        dpo(tmp_path, trainer={"privacy": None})
     with pytest.raises(TypeError, match="train_dataset has no length"):
         sft(tmp_path, completions(4).to_iterable_dataset())
     with pytest.raises(NotImplementedError, match="train_dataset has images"):

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import rnn
 
-from dp_clipping.layers.batch_layout import FEW, MORE, Layout, all_tokens, find_layout, first_tokens
+from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
 from tests.dp_clipping.conftest import (
     assert_step,
     clipped_sums,
@@ -182,17 +181,3 @@ def test_functional_dropout_before_a_flattened_layer(attention):
         torch.manual_seed(seed)
         model = private(net_of(function))
         assert model(torch.randn(3, T * P)).shape == (3, T, P)
-
-
-def test_the_tokens_of_packed_sequences():
-    sequences = [torch.arange(n)[:, None] + 10.0 * n for n in (2, 3, 1)]
-    for ordered in (False, True):
-        if ordered:
-            sequences.sort(key=len, reverse=True)
-        packed = rnn.pack_sequence(sequences, enforce_sorted=ordered)
-        padded = all_tokens(packed)
-        assert padded.shape == (3, 3, 1, 1)
-        for one, sequence in zip(padded, sequences, strict=True):
-            assert torch.equal(one[: len(sequence), 0], sequence)
-            assert not one[len(sequence) :].any()
-        assert torch.equal(first_tokens(packed), padded[:, :1])

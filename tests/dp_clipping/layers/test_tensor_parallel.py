@@ -102,91 +102,6 @@ def check_parts(
             torch.testing.assert_close(total.sqrt(), oracle.norms(expected), rtol=tolerance, atol=0)
 
 
-# ---- whole networks -----------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_a_tied_transformer(context: Context) -> None:
-    """Of one block; norms and sums of untied ones are in tests/dp_clipping/ranks."""
-    mesh, changes = tensor_mesh(context), {"num_layers": 1, "tie_embeddings": True}
-    build = lambda: zoo.seeded(lambda: zoo.transformer(**changes)).double()  # noqa: E731
-    check_parts(
-        context, build, lambda network: parallelize(network, mesh), zoo.tokens(3, 6),
-        zoo.cross_entropy, tolerance=FLOAT32,
-    )  # fmt: skip
-
-
-def hugging_face(context: Context, kind: str, changes: dict) -> None:
-    mesh = tensor_mesh(context)
-    classes = 3 if "Classification" in kind else None
-    check_parts(
-        context,
-        lambda: zoo.seeded(lambda: zoo.llama(kind, **changes)).double(),
-        lambda network: parallelize(network, mesh),
-        zoo.keywords(3, 6, classes),
-        zoo.cross_entropy,
-        ("per_sample", "bookkeeping"),
-        tolerance=FLOAT32,
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        pytest.param("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True},
-                     marks=pytest.mark.slow),
-        pytest.param("LlamaForCausalLM", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
-        ("LlamaForSequenceClassification", {"attention_bias": True, "mlp_bias": True}),
-    ],
-)  # fmt: skip
-def test_llama(cpu_ranks, kind, changes):
-    pytest.importorskip("transformers")
-    cpu_ranks.run(2, hugging_face, kind, changes)
-
-
-def adapted(context: Context) -> None:
-    """The base is split and frozen; of a split layer's two adapters one is split as it is."""
-    mesh = tensor_mesh(context)
-
-    def split(network: nn.Module) -> nn.Module:
-        plan = {}
-        for i in range(network.config.num_hidden_layers):
-            at = f"base_model.model.model.layers.{i}"
-            for name in ("q_proj", "k_proj", "v_proj"):
-                plan[f"{at}.self_attn.{name}"] = ColwiseParallel()
-            plan[f"{at}.self_attn.o_proj"] = RowwiseParallel()
-            for name in ("gate_proj", "up_proj"):
-                plan[f"{at}.mlp.{name}"] = ColwiseParallel()
-            plan[f"{at}.mlp.down_proj"] = RowwiseParallel()
-            for name in ("self_attn.q_proj", "self_attn.v_proj"):
-                plan[f"{at}.{name}.base_layer"] = plan.pop(f"{at}.{name}")
-                plan[f"{at}.{name}.lora_B.default"] = ColwiseParallel()
-            for name in ("self_attn.o_proj", "mlp.down_proj"):
-                plan[f"{at}.{name}.base_layer"] = plan.pop(f"{at}.{name}")
-                plan[f"{at}.{name}.lora_A.default"] = RowwiseParallel()
-        return parallelize_module(network, mesh, plan)
-
-    modules = ["q_proj", "v_proj", "o_proj", "down_proj"]
-    check_parts(
-        context,
-        lambda: zoo.seeded(lambda: zoo.lora("LlamaForCausalLM", "CAUSAL_LM", modules)).double(),
-        split,
-        zoo.keywords(3, 6, None),
-        zoo.cross_entropy,
-        ("per_sample", "bookkeeping"),
-        tolerance=FLOAT32,
-    )
-
-
-@pytest.mark.slow
-def test_lora(cpu_ranks):
-    pytest.importorskip("peft")
-    cpu_ranks.run(2, adapted)
-
-
-# ---- single layers ------------------------------------------------------------------------------
-
-
 class Layers(nn.Module):
     """One of each kind, with biases, and sizes of which ranks get unequal parts."""
 
@@ -245,6 +160,37 @@ def partly_frozen() -> nn.Module:
             ("wide.bias", "narrow.bias", "last.bias")
         )
     return network
+
+
+def tied_transformer() -> nn.Module:
+    changes = {"num_layers": 1, "tie_embeddings": True}
+    return zoo.seeded(lambda: zoo.transformer(**changes)).double()
+
+
+def llama() -> nn.Module:
+    changes = {"attention_bias": True, "mlp_bias": True}
+    return zoo.seeded(lambda: zoo.llama("LlamaForSequenceClassification", **changes)).double()
+
+
+NETWORKS = {  # as `ddp_by_hand.lm.parallel` divides them; norms and sums are in ranks/test_steps.py
+    "tied transformer": (tied_transformer, lambda: zoo.tokens(3, 6), MODES),
+    "llama": (llama, lambda: zoo.keywords(3, 6, 3), ("per_sample", "bookkeeping")),
+}
+
+
+def parallel(context: Context, name: str) -> None:
+    (build, batch, modes), mesh = NETWORKS[name], tensor_mesh(context)
+    check_parts(
+        context, build, lambda network: parallelize(network, mesh), batch(), zoo.cross_entropy,
+        modes, tolerance=FLOAT32,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_whole_networks(cpu_ranks, name):
+    if name == "llama":
+        pytest.importorskip("transformers")
+    cpu_ranks.run(2, parallel, name)
 
 
 def every_layer(context: Context) -> None:

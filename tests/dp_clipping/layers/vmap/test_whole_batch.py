@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.vmap import whole_batch
 from dp_clipping.layers.vmap.own import UnknownOperation, laid_beside
-from dp_clipping.layers.vmap.whole_batch import Call, Noted, learn
+from dp_clipping.layers.vmap.whole_batch import Noted, learn
 from tests.dp_clipping.conftest import MODES, assert_step, clipped_sums, private
 from tests.support import zoo
 from tests.support.turns import in_turn
@@ -316,27 +316,6 @@ def test_a_difference_in_gradients_alone_is_noticed(row):
         private(network, "bookkeeping", 0.5)(torch.randn(SAMPLES, 5, 5))
 
 
-def test_other_uses_of_a_parameter_are_left_out_of_the_comparison():
-    """It is tied to a layer, the module is called twice, and keeps a state of the first call."""
-
-    def run(net: Net, x: Tensor) -> Tensor:
-        net.state = net.linear(x) @ net.w + (0 if net.state is None else net.state)
-        return net.state
-
-    def forward(net: Net, x: Tensor) -> Tensor:
-        y = net.last(net.inner(net.inner(x)))
-        net.inner.state = None
-        return y
-
-    def build() -> nn.Module:
-        inner = Net(run, linear=nn.Linear(5, 5), w=bare(5, 5))
-        inner.linear.weight, inner.state = inner.w, None
-        return Net(forward, inner=inner, last=nn.Linear(5, 2))
-
-    (handle,) = check(*twins(build), (4, 5), "bookkeeping")
-    assert handle.operations
-
-
 class Changing(nn.Module):
     """Computes otherwise from some call on, which the network's own clock says."""
 
@@ -489,28 +468,6 @@ UNSEEN = {
 }
 
 
-class Signs(torch.autograd.Function):
-    """Computes with operators, without gradients, and has a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx, w):
-        return w.sign() + 0
-
-    @staticmethod
-    def backward(ctx, gradients):
-        return gradients
-
-
-def test_what_a_function_makes_of_a_parameter_has_no_copies():
-    copies = torch.randn(5).expand(2, 5).requires_grad_()
-    net, x = Net(lambda n, x: Signs.apply(n.w) * x, w=bare(5)), torch.zeros(2, 5)
-    with (
-        Call("a net", 2, {}, has_moved=lambda x: False).of(net, {"w": copies}),
-        pytest.raises(UnknownOperation, match=r"autograd\.Function"),
-    ):
-        net(x)
-
-
 class Hiding(nn.Module):
     def __init__(self, run):
         super().__init__()
@@ -543,18 +500,3 @@ def test_dropout_of_a_parameter_differs_between_samples():
     found = network.scale.grad  # the number of samples in which it was kept, times two
     assert set(found.tolist()) <= {2.0 * n for n in range(10)}
     assert len(found.unique()) > 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_number_changes_no_dtype(dtype):
-    dtypes = []
-
-    def run(net: Net, x: Tensor) -> Tensor:
-        dtypes.append((x * net.scale).dtype)
-        return (x * net.scale).float()
-
-    network = Net(run, scale=nn.Parameter(torch.tensor(1.5, dtype=torch.float64)))
-    model = private(network, "bookkeeping", 0.5)
-    clipped_sums(model, (torch.randn(SAMPLES, 5, dtype=dtype), torch.randn(SAMPLES, 5)))
-    assert model.capture.handles[0].operations
-    assert set(dtypes) == {dtype}
