@@ -1,10 +1,8 @@
-"""The front door: Opacus's names and answers, and what is refused, on one line."""
+"""The front door: what is refused, on one line, and what warns; names are in test_from_opacus.py."""
 
 import contextlib
-import inspect
 import math
 
-import opacus
 import pytest
 import torch
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
@@ -41,25 +39,7 @@ pytestmark = [
 ]
 
 
-class TestSignatures:
-    @pytest.mark.parametrize(
-        "method",
-        ["__init__", "make_private", "make_private_with_epsilon", "get_epsilon", "is_compatible",
-         "validate", "get_compatible_module", "save_checkpoint", "load_checkpoint"],
-    )  # fmt: skip
-    def test_every_name_of_opacus_is_accepted(self, method):
-        theirs = inspect.signature(getattr(opacus.PrivacyEngine, method)).parameters
-        ours = inspect.signature(getattr(PrivacyEngine, method)).parameters
-        accepted = set(ours)
-        if method == "make_private_with_epsilon":  # hands the rest on
-            accepted |= set(inspect.signature(PrivacyEngine.make_private).parameters)
-        names = [n for n, p in theirs.items() if p.kind is not p.VAR_KEYWORD and n != "self"]
-        assert set(names) <= accepted
-        for name in set(names) & set(ours) - {"grad_sample_mode", "criterion", "accountant"}:
-            default = theirs[name].default
-            if default is not inspect.Parameter.empty:
-                assert ours[name].default == default, name
-
+class TestModules:
     def test_compatible_modules(self):
         bad = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8))
         assert not PrivacyEngine.is_compatible(module=bad)

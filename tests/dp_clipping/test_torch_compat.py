@@ -125,9 +125,6 @@ def test_gradients_by_the_engine_and_without_it(monkeypatch, tells_modes):
     assert x.grad is None
 
 
-# ---- modules -------------------------------------------------------------------------------------
-
-
 # ---- compilation and profiling -------------------------------------------------------------------
 
 

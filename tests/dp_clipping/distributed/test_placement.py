@@ -89,17 +89,6 @@ def test_runs_of_every_box(shape):
         assert torch.equal(elements(spans_of(box, shape)), part.flatten()), box
 
 
-def test_common_layouts_are_one_run():
-    assert spans_of(((2, 2), (0, 6)), (8, 6)) == (Span(0, 12, 12, 12, 1),)
-    assert spans_of(((0, 8), (3, 3)), (8, 6)) == (Span(0, 3, 3, 6, 8),)
-    assert spans_of(((4, 2), (3, 3)), (8, 6)) == (Span(0, 27, 3, 6, 2),)
-    assert spans_of(((5, 1), (3, 3)), (8, 6)) == (Span(0, 33, 3, 3, 1),)
-    assert spans_of(((0, 2), (0, 3), (2, 4)), (2, 3, 6)) == (Span(0, 2, 4, 6, 6),)
-    assert len(spans_of(((0, 2), (0, 2), (2, 4)), (2, 3, 6))) == 2
-    assert spans_of(((8, 0), (0, 6)), (8, 6)) == ()
-    assert spans_of((), ()) == (Span(0, 0, 1, 1, 1),)
-
-
 # ---- placements ----------------------------------------------------------------------------------
 
 

@@ -67,33 +67,9 @@ def scaled_block() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 2, 2), block(mix=inner), nn.Flatten(), nn.Linear(64, 3))
 
 
-def rows(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """[B, 3, 8, 8] through layers that get flattened, time-major and first-unbatched tensors."""
-    tokens = x.flatten(2)  # [B, 3, 64]
-    flat = net.narrow(tokens.flatten(0, 1)).unflatten(0, (len(x), 3)) * net.scale
-    timed = net.mix(flat.transpose(0, 1)).transpose(0, 1)
-    places = torch.arange(3).expand(len(x), 3)
-    return net.blocks[0](timed + net.places(places) + net.shifts[0]) + net.shifts[1]
-
-
-def in_rows() -> nn.Module:
-    return Net(
-        rows, narrow=nn.Linear(64, 5), scale=bare(5), mix=nn.Sequential(nn.Linear(5, 5), nn.Tanh()),
-        places=nn.Embedding(3, 5), blocks=nn.ModuleList([nn.Linear(5, 3)]),
-        shifts=nn.ParameterList([bare(5), bare(3, 3)]),
-    )  # fmt: skip
-
-
 def without_rule() -> nn.Module:
     child = Net(lambda net, x: WithoutRule.apply(net.linear(x)), linear=nn.Linear(192, 3))
     return Net(lambda net, x: net.child(x.flatten(1)) * net.scale, child=child, scale=bare(3))
-
-
-def twice() -> nn.Module:
-    return Net(
-        lambda net, x: net.head(net.layer(torch.tanh(net.layer(x.flatten(1)[:, :6])) * net.scale)),
-        layer=nn.Linear(6, 6), head=nn.Linear(6, 3), scale=bare(6),
-    )  # fmt: skip
 
 
 def structured() -> nn.Module:
@@ -110,15 +86,8 @@ def structured() -> nn.Module:
     return Net(run, child=child, scale=bare(3))
 
 
-def weight_of_a_child() -> nn.Module:
-    return Net(
-        lambda net, x: F.linear(net.a(x.flatten(1)) * net.scale, net.b.weight),
-        a=nn.Linear(192, 4), b=nn.Linear(4, 3), scale=bare(4),
-    )  # fmt: skip
-
-
 APART = (
-    vision, scaled_block, in_rows, without_rule, twice, structured, weight_of_a_child,
+    vision, scaled_block, without_rule, structured,
 )  # fmt: skip
 
 
