@@ -1,4 +1,4 @@
-"""The front door: what is refused, on one line, and what warns; names are in test_from_opacus.py."""
+"""The front door: what is refused, and what warns; names are in tests/test_from_opacus.py."""
 
 import contextlib
 import math
