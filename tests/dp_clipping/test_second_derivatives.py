@@ -46,16 +46,6 @@ class Jacobian(Energy):
         return torch.cat([self.energy(x), -slope], 1)
 
 
-class Product(Energy):
-    """A derivative along a direction, by two backwards."""
-
-    def forward(self, x):
-        energy, along = torch.autograd.functional.jvp(
-            self.energy, x, torch.ones_like(x), create_graph=True
-        )
-        return torch.cat([energy, along.expand(-1, WIDTH)], 1)
-
-
 class Dual(Energy):
     """The same in forward mode."""
 
@@ -96,17 +86,6 @@ class Tied(Energy):
 
     def energy(self, x):
         return self.second(self.again(self.first(x).tanh()).tanh())
-
-
-class Between(Energy):
-    """Layers before and behind the differentiated ones, which keep their own arithmetic."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.last = nn.Embedding(4, WIDTH), nn.Linear(1 + WIDTH, 1 + WIDTH)
-
-    def forward(self, x):
-        return self.last(super().forward(x + self.words((x[:, 0] > 0).long())))
 
 
 class Checkpointed(Energy):
@@ -160,8 +139,8 @@ class Critic(Energy):
 
 
 NETWORKS = (
-    Energy, Jacobian, Product, Dual, Constant, Norms, Tied, Between, Checkpointed,
-    WithinCheckpoint, Recurrent, OneByOne, Critic,
+    Energy, Jacobian, Dual, Constant, Norms, Tied, Checkpointed, WithinCheckpoint, Recurrent,
+    OneByOne, Critic,
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """`engine.check`: what is right passes, what is broken fails by name, training never notices."""
 
+import copy
 import importlib.util
 from collections import UserDict
 from types import SimpleNamespace
@@ -75,90 +76,72 @@ def test_networks(case):
         assert report.ok, report
 
 
-class RoundsByBatch(nn.Module):
+def rounded_by_batch(net: zoo.Net, x: Tensor) -> Tensor:
     """Rounds a batch of one otherwise in float32, as libraries do that choose kernels by shape.
 
     What is left of it is multiplied by 10,000: a backward of one sample is off by more than 1e-4.
     """
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.head = nn.Linear(16, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        hidden = self.first(x)
-        if len(x) == 1 and x.dtype == torch.float32:
-            hidden = hidden * (1 + 2**-20)
-        return self.head(torch.sin(1e4 * hidden))
+    hidden = net.first(x)
+    if len(x) == 1 and x.dtype == torch.float32:
+        hidden = hidden * (1 + 2**-20)
+    return net.head(torch.sin(1e4 * hidden))
 
 
-def test_float32_rounding_of_a_sample_s_own_backward_is_no_fault(monkeypatch):
-    batch = torch.randn(8, 16), torch.randint(0, 3, (8,))
-    run = private(RoundsByBatch(), nn.CrossEntropyLoss(), grad_sample_mode="bookkeeping")
-    before = {name: value.clone() for name, value in run.model.network.state_dict().items()}
-    report = run.engine.check(run.model, batch)
+def without_float64(net: zoo.Net, x: Tensor) -> Tensor:
+    """A cast forbids float64."""
+    return net.head(torch.tanh(net.first(x.float())))
+
+
+def within_autocast(net: zoo.Net, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return without_float64(net, x).float()
+
+
+def rounding(function, scale: float = 1.0) -> nn.Module:
+    """`scale`: of the head's weight, before which the gradients of two classes are opposite."""
+    torch.manual_seed(0)
+    net = zoo.Net(function, first=nn.Linear(6, 32), head=nn.Linear(32, 2))
+    with torch.no_grad():
+        net.head.weight.mul_(scale)
+        net.head.bias.zero_()
+    return net
+
+
+def apart() -> Tensor:
+    return torch.randn(8, 6)
+
+
+def alike() -> Tensor:
+    return torch.randn(1, 6).expand(8, 6) + 1e-6 * torch.randn(8, 6)
+
+
+ROUNDED = {  # network, inputs, bytes of the dtype whose tolerance counts, a factor that is a fault
+    "a sample's own backward": (lambda: rounding(rounded_by_batch), apart, None, 1.2),
+    "a sum that cancels": (lambda: rounding(without_float64, 1e-6), alike, 4, 1.02),
+    "what layers compute in": (lambda: rounding(within_autocast), apart, 2, 1.2),
+}
+BOTH, ONE = torch.tensor([0, 1] * 4), torch.zeros(8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounding_is_no_fault_and_a_wrong_sum_is_one(name, monkeypatch):
+    """Nothing of the network changes."""
+    make, draw, size, factor = ROUNDED[name]
+    network, inputs = make(), draw()
+    run = private(copy.deepcopy(network), nn.CrossEntropyLoss(), grad_sample_mode="bookkeeping")
+    report = run.engine.check(run.model, (inputs, BOTH))
     assert report.ok, report
-    after = run.model.network.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-    break_sums(monkeypatch, 1.2, "head.bias")
-    report = run.engine.check(run.model, batch)
+    assert size is None or report.tolerance == check_report.TOLERANCES[size]
+    after = run.network.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in network.state_dict().items())
+    break_sums(monkeypatch, factor, "head.bias")
+    report = run.engine.check(run.model, (inputs, ONE))
+    assert not report.ok
     assert report.worst_parameter == "head.bias"
-    assert not report.ok
-    monkeypatch.undo()
-    monkeypatch.setattr("dp_clipping.verification.check.in_float64", lambda *_: None)
-    assert not run.engine.check(run.model, batch).ok  # so the case is one
-
-
-class Opposed(nn.Module):
-    """Gradients of the two classes cancel in a batch that has both; a cast forbids float64."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.classifier = nn.Linear(6, 8), nn.Linear(8, 2)
-        with torch.no_grad():
-            self.classifier.weight.mul_(1e-6)
-            self.classifier.bias.zero_()
-
-    def forward(self, x):
-        return self.classifier(torch.tanh(self.first(x.float())))
-
-
-def opposed_batch() -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(1, 6).expand(8, 6) + 1e-6 * torch.randn(8, 6)
-    return inputs, torch.tensor([0, 1] * 4)
-
-
-def test_a_sum_of_gradients_that_cancel_is_judged_by_what_was_summed(monkeypatch):
-    run = private(Opposed(), nn.CrossEntropyLoss())
-    report = run.engine.check(run.model, opposed_batch())
-    assert report.ok, report
-    break_sums(monkeypatch, 1.02, "classifier.bias")
-    inputs, _ = opposed_batch()
-    report = run.engine.check(run.model, (inputs, torch.zeros(8, dtype=torch.int64)))
-    assert report.worst_parameter == "classifier.bias"
-    assert not report.ok
-
-
-class InnerAutocast(nn.Module):
-    """Parameters in float32, computed with in bfloat16; a cast forbids float64."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.head = nn.Linear(6, 64), nn.Linear(64, 3)
-
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.head(torch.tanh(self.first(x.float()))).float()
-
-
-def test_the_tolerance_is_that_of_what_layers_compute_in():
-    run = private(InnerAutocast(), nn.CrossEntropyLoss())
-    report = run.engine.check(run.model, (torch.randn(8, 6), torch.arange(8) % 3))
-    assert report.ok, report
-    assert report.tolerance == check_report.TOLERANCES[2]
+    if name == "a sample's own backward":
+        monkeypatch.undo()
+        monkeypatch.setattr("dp_clipping.verification.check.in_float64", lambda *_: None)
+        assert not run.engine.check(run.model, (inputs, BOTH)).ok, "the case is one"
 
 
 def test_rounding_of_16_bit_numbers_is_measured_where_it_exceeds_the_tolerance(monkeypatch):
