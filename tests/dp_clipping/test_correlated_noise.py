@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import CorrelatedNoise, PrivacyEngine
-from dp_clipping.accounting import cyclic
 from dp_clipping.accounting.mechanism import ZERO_OUT
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
 from tests.dp_clipping import test_samplings as samplings
@@ -100,19 +99,6 @@ def test_units_are_protected_as_a_whole(ids):
     train(run, 3)
     batches = run.engine._runs[0].settings["sample_rate"] ** -1
     assert samplings.epsilon(run) == run.engine._mechanism.epsilon([[(0.8, 1 / batches, 3)]], DELTA)
-
-
-def test_noise_of_planned_epochs_for_a_target():
-    noise = CorrelatedNoise(3, epochs=2)
-    network = nn.Linear(3, 2)
-    _, optimizer, *_ = PrivacyEngine().make_private_with_epsilon(
-        module=network, optimizer=saved_runs.sgd(network.parameters()), max_grad_norm=1.0,
-        data_loader=DataLoader(samplings.data(), batch_size=samplings.BATCH), target_epsilon=4.0,
-        epochs=2, target_delta=DELTA, noise_mechanism=noise, sampling="cyclic",
-    )  # fmt: skip
-    sigma = optimizer.noise_multiplier
-    spent = cyclic.epsilon([[(sigma, 1 / EPOCH, 2 * EPOCH)]], DELTA, noise.sensitivity)
-    assert 3.98 < spent <= 4.0
 
 
 # ---- the account ---------------------------------------------------------------------------------

@@ -53,12 +53,6 @@ def test_a_loss_takes_up_constants_only(run, name):
         assert torch.equal(combine(loss, constant).loss_per_sample, expected)
 
 
-def test_products_of_losses_are_refused(run):
-    loss, _ = loss_of(run, engine.data()[:5])
-    with pytest.raises(ValueError, match="put products of losses into the criterion"):
-        loss * loss
-
-
 def test_a_function_without_a_reduction_is_called_as_it_is():
     """Nothing is written on torch's own functions."""
     model = private(nn.Linear(5, 3))
@@ -93,12 +87,6 @@ def test_losses_of_tokens_are_reduced_over_those_that_count(model):
     ]
     torch.testing.assert_close(loss.loss_per_sample, torch.stack(apart))
     assert loss.item() == pytest.approx(sum(apart).item())
-
-
-def test_the_users_criterion_is_as_it_was(model):
-    own = nn.CrossEntropyLoss()
-    PrivateCriterion(model, own, "mean")(model(torch.randn(2, 3)), torch.tensor([0, 1]))
-    assert own.reduction == "mean"
 
 
 def test_a_reduction_that_is_none_is_refused(model):

@@ -194,30 +194,6 @@ def test_twenty_steps_are_those_of_an_eager_run(kind, dtype, zero_first, options
         assert all(p.grad is not None for p in runs[0].model.network.parameters())
 
 
-class Masked(nn.Module):
-    """Makes a mask of its inputs only where nothing may look at them, as transformers does."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
-        self.masks = 0
-
-    def forward(self, x):
-        y = self.tokens(x)
-        if torch.cuda.is_current_stream_capturing():
-            self.__dict__["masks"] = torch.as_tensor(self.masks) + 1  # a tensor
-            y = y * (x > 0)[..., None]
-        return self.head(y)
-
-
-@gpu
-def test_an_eager_step_is_told_what_the_capture_will_be():
-    run = build(Masked())
-    seen = [seen for *_, seen in train(run, 12, True)]
-    assert any(seen)
-    assert run.model.network.masks == seen.index(True) + 1, "eager steps, and the capture"
-
-
 def test_the_body_of_an_eager_step_is_told_of_the_capture():
     real, seen = torch.cuda.is_current_stream_capturing, []
 
@@ -251,24 +227,6 @@ def test_packed_sequences_are_refused_by_the_line_that_waits():
 
 
 @gpu
-def test_the_noise_of_a_replay_is_that_of_its_step():
-    """Without a gradient the steps of SGD are the noise alone."""
-
-    def scaled():
-        run = build(network := transformer(), noise_multiplier=5.0, loss_reduction="sum",
-                    optimizer=torch.optim.SGD(network.parameters(), lr=1.0))  # fmt: skip
-        run.criterion.criterion.per_sample_loss = lambda y, t: 0 * zoo.cross_entropy(y, t)
-        run.model.train()
-        return run
-
-    one, other = scaled(), scaled()
-    replays = [seen for *_, seen in train(one, 12, True)]
-    train(other, 12, False)
-    assert sum(replays) >= 4
-    assert torch.equal(weights(one), weights(other))
-
-
-@gpu
 def test_dropout_is_another_in_each_replay():
     run = build(transformer(0.5), noise_multiplier=0.0)
     seen = []
@@ -289,29 +247,6 @@ def test_dropout_is_another_in_each_replay():
         seen.append(step(x, y))
     assert step.is_captured
     assert not torch.equal(seen[-1], seen[-2])
-
-
-@gpu
-def test_a_sample_that_is_not_finite_poisons_no_replay():
-    torch.manual_seed(0)
-    run = build(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)))
-
-    def body(x, y, bad):
-        run.optimizer.zero_grad()
-        loss = run.criterion(run.model(x) * bad[:, None, None], y)
-        loss.backward()
-        run.optimizer.step()
-
-    step = run.optimizer.graphed(body)
-    x, y = torch.arange(ROWS * 6).view(ROWS, 6) % 20, torch.ones(ROWS, 6, dtype=torch.long)
-    for n in range(10):
-        bad = torch.ones(ROWS)
-        bad[1] = torch.nan if n == 9 else 1.0
-        hand_over(run)
-        step(x, y, bad)
-    assert step.is_captured
-    assert run.model.nonfinite_samples == 1
-    assert weights(run).isfinite().all()
 
 
 # ---- without a GPU -------------------------------------------------------------------------------

@@ -135,12 +135,6 @@ class TestNoise:
         (noisy,) = steps(make_run(**SUM), 1)
         assert_noise(flat(noise_of(noisy, **SUM)), SIGMA * C)
 
-    def test_follows_a_scheduled_multiplier_and_threshold(self):
-        run = make_run()
-        run.optimizer.noise_multiplier, run.optimizer.max_grad_norm = 2 * SIGMA, C / 10
-        noise = noise_of(*steps(run, 1), max_grad_norm=C / 10)
-        assert_noise(flat(noise), 2 * SIGMA * C / 10 / SAMPLES)
-
     @pytest.mark.parametrize("physical", [1, 5, 24])
     def test_is_added_once_to_all_microbatches_of_a_draw(self, physical):
         run = make_run()
@@ -160,11 +154,6 @@ class TestNoise:
         assert_independent(flat(noises[0]), flat(noises[2]))
         for one, another in pairwise(noises[0].values()):
             assert_independent(one.flatten(), another.flatten())
-
-    def test_sum_of_many_steps_grows_like_a_root(self):
-        """Noise that is drawn once and used again would grow with the number of steps."""
-        noises = [flat(noise_of(applied)) for applied in steps(make_run(), 25)]
-        assert_noise(torch.stack(noises).sum(0), 5 * SIGMA * C / SAMPLES)
 
     def test_an_empty_draw_has_noise_and_is_counted(self):
         run = make_run(samples(50), batch_size=1)

@@ -24,9 +24,3 @@ def test_a_replaced_module_is_called_in_training_and_evaluation():
     before = counted.calls
     model.eval()(zoo.classes(4, 6)[0])
     assert counted.calls == before + 1
-
-
-def test_without_privacy_there_is_no_session():
-    model = private(zoo.seeded(lambda: zoo.mlp(6, 8, 3)), "no_dp")
-    assert model.step_state.pending is None
-    assert not model.step_state.is_open

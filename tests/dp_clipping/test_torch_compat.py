@@ -125,51 +125,6 @@ def test_gradients_by_the_engine_and_without_it(monkeypatch, tells_modes):
     assert x.grad is None
 
 
-def test_hooks_that_have_come():
-    layer = nn.Linear(1, 1)
-    layer.register_forward_hook(old := lambda *_: None)
-    number = torch_compat.hooks_so_far()
-    layer.register_forward_pre_hook(new := lambda *_: None)
-    assert torch_compat.hooks_so_far() > number
-    ((hooks, key, hook),) = torch_compat.take_hooks_since(layer, number)
-    assert hook is new
-    assert torch_compat.hooks_of(layer) == [old]
-    hooks[key] = hook
-    assert torch_compat.hooks_of(layer) == [new, old]
-
-
-def test_weights_in_one_buffer(monkeypatch):
-    """As `nn.RNNBase.flatten_parameters` calls it, which a GPU has."""
-    calls = []
-    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lambda *args: calls.append(args))
-    monkeypatch.setattr(torch.backends.cudnn.rnn, "get_cudnn_mode", {"GRU": 3}.__getitem__)
-    weights = [torch.zeros(2) for _ in range(8)]
-    for _ in range(2):
-        torch_compat.to_one_buffer_(weights, "GRU", 12, 2, 0, True)
-        assert calls == [(weights, 4, 12, 3, 2, 0, 1, False, True)]
-        monkeypatch.delattr(torch, "_cudnn_rnn_flatten_weight", raising=False)
-
-
-def test_spinning(monkeypatch):
-    assert hasattr(torch.cuda, "_sleep")
-    cycles = []
-    monkeypatch.setattr(torch.cuda, "_sleep", cycles.append)
-    torch_compat.spin(7)
-    monkeypatch.delattr(torch.cuda, "_sleep")
-    torch_compat.spin(8)
-    assert cycles == [7]
-
-
-# ---- modules -------------------------------------------------------------------------------------
-
-
-def test_the_name_of_what_is_pruned():
-    layer = nn.utils.prune.l1_unstructured(nn.Linear(2, 2), "bias", 1)
-    (hook,) = torch_compat.forward_pre_hooks(layer)
-    assert torch_compat.pruned_name(hook) == "bias"
-    assert torch_compat.pruned_name(object()) == "weight"
-
-
 # ---- compilation and profiling -------------------------------------------------------------------
 
 

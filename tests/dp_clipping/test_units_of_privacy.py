@@ -1,19 +1,18 @@
 """`examples_per_unit`: a unit of k examples is sampled, clipped and counted as one."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import PrivacyEngine
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from tests.dp_clipping.conftest import assert_close, gradients_of
+from tests.support import engine as runs
 from tests.support import zoo
-from tests.support.engine import in_parts
+from tests.support.engine import fixed, in_parts
 from tests.support.saved_runs import load, save
 
 pytestmark = [
@@ -36,36 +35,22 @@ def data(count=SAMPLES):
     return TensorDataset(x, torch.randint(CLASSES, (count,), generator=draw))
 
 
-def fixed():
-    return torch.Generator().manual_seed(5)
-
-
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
 
 
-def arguments(batch_size=2 * MOST, **options):
-    net = network()
-    reduction = options.setdefault("loss_reduction", "sum")
+def given(loss_reduction="sum", **options):
+    """What is given to `runs.arguments`, and to `runs.build`."""
     return {
-        "module": net,
-        "optimizer": torch.optim.SGD(net.parameters(), lr=0.0),
-        "criterion": nn.CrossEntropyLoss(reduction=reduction),
-        "data_loader": DataLoader(data(), batch_size=batch_size),
-        "noise_multiplier": 0.0,
-        "max_grad_norm": C,
-        "examples_per_unit": MOST,
-        **options,
-    }
+        "module": network(), "dataset": data(), "batch_size": 2 * MOST, "lr": 0.0,
+        "criterion": nn.CrossEntropyLoss(reduction=loss_reduction), "noise_multiplier": 0.0,
+        "loss_reduction": loss_reduction, "max_grad_norm": C, "examples_per_unit": MOST, **options,
+    }  # fmt: skip
 
 
 def build(engine=None, **options):
-    engine = engine or PrivacyEngine(accountant="rdp")
-    model, optimizer, criterion, loader = engine.make_private(**arguments(**options))
-    return SimpleNamespace(
-        engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader
-    )
+    return runs.build(engine=engine, **given(**options))
 
 
 def members_of(x, size):
@@ -127,12 +112,6 @@ class TestSteps:
         assert found.ok, found
         assert found.norms.shape == (3,)
 
-    def test_an_empty_batch_is_a_step(self):
-        run = build(sample_rate=1e-9, steps=3, noise_multiplier=1.0)
-        for x, _, _ in steps(run):
-            assert len(x) == 0
-        assert run.optimizer.steps == 3
-
     def test_a_non_private_step_leaves_fill_out(self):
         run = build(grad_sample_mode="no_dp", sample_rate=1.0, steps=1)
         plain = network()
@@ -186,15 +165,6 @@ class TestDrawnExamples:
                     torch.testing.assert_close(p.grad, expected)
         assert len(seen) > len(set(IDS)), "other examples in other steps"
 
-    def test_consecutive_units(self):
-        run = build(examples_per_step=2, batch_size=4, sample_rate=1.0, steps=3)
-        for x, _, _ in steps(run):
-            units = members_of(x, 2)
-            assert [own[0] // MOST for own in units] == [*range(6)]
-            assert [len(own) for own in units] == [2] * 6
-            found = [p.grad for p in run.model.parameters()]
-            torch.testing.assert_close(found, clipped_sum(x, 2))
-
     @pytest.mark.parametrize(
         ("options", "unit"),
         [
@@ -211,14 +181,14 @@ class TestDrawnExamples:
         assert statement.sample_rate == 1.0, "8 units of a batch, and 7 or 6 in all"
 
     def test_a_resume_draws_the_same_examples(self, path):
-        given = {"examples_per_step": 1, "examples_per_unit": 1, "unit_ids": IDS, "batch_size": 2,
+        options = {"examples_per_step": 1, "examples_per_unit": 1, "unit_ids": IDS, "batch_size": 2,
                  "noise_multiplier": 1.0}  # fmt: skip
-        run = build(sampling="cyclic", **given)
+        run = build(sampling="cyclic", **options)
         for _ in steps(run):
             pass
         save(run, path)
-        again, other = build(sampling="cyclic", **given), build(
-            sampling="cyclic", **given | {"examples_per_step": 2, "batch_size": 4}
+        again, other = build(sampling="cyclic", **options), build(
+            sampling="cyclic", **options | {"examples_per_step": 2, "batch_size": 4}
         )  # fmt: skip
         changed = "examples_per_step was 1 and is 2, so noise and samples come from a new key"
         load(again, path)
@@ -228,9 +198,9 @@ class TestDrawnExamples:
         assert first == second
 
     def test_an_audit_refuses_them(self):
-        given = arguments(examples_per_unit=1, examples_per_step=1, unit_ids=IDS)
+        arguments = runs.arguments(**given(examples_per_unit=1, examples_per_step=1, unit_ids=IDS))
         with pytest.raises(ValueError, match="examples_per_step is not for an audit: leave it out"):
-            PrivacyEngine().record_sums(**given)
+            PrivacyEngine().record_sums(**arguments)
 
 
 class TestAccount:
@@ -245,7 +215,7 @@ class TestAccount:
         assert run.optimizer.expected_batch_size == 2.0
 
     def test_the_divisor_is_of_units(self):
-        net = arguments()["module"]
+        net = network()
         run = build(
             module=net, optimizer=torch.optim.SGD(net.parameters(), lr=1.0), sample_rate=1.0,
             steps=1, loss_reduction="mean", max_grad_norm=1e6,
@@ -258,11 +228,11 @@ class TestAccount:
             torch.testing.assert_close(old - p, g.sum(0) / 2.0, rtol=1e-6, atol=1e-9)
 
     def test_a_target_epsilon_takes_the_rate_of_units(self):
-        given = arguments()
-        del given["noise_multiplier"]
+        arguments = runs.arguments(**given())
+        del arguments["noise_multiplier"]
         target = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2}
         engine = PrivacyEngine(accountant="rdp")
-        optimizer = engine.make_private_with_epsilon(**given, **target)[1]
+        optimizer = engine.make_private_with_epsilon(**arguments, **target)[1]
         sigma = noise_multiplier_for(
             target_epsilon=3.0, target_delta=1e-3, sample_rate=1 / 3, steps=6, accountant="rdp",
             epsilon_tolerance=0.01, alphas=None,
@@ -306,18 +276,6 @@ class TestRefused:
 
 
 class TestCheckpoints:
-    def test_a_resume_goes_on_with_the_same_units(self, path):
-        run = build(noise_multiplier=1.0)
-        for _ in steps(run):
-            pass
-        save(run, path)
-        again = build(noise_multiplier=1.0)
-        load(again, path)
-        assert again.loader.position == run.loader.position
-        samplers = run.loader.batch_sampler, again.loader.batch_sampler
-        for step in range(3, 9):
-            assert samplers[0].shares(step) == samplers[1].shares(step)
-
     @pytest.mark.parametrize("new_keys", [False, True])
     def test_other_units_are_refused(self, path, new_keys):
         run = build()

@@ -169,13 +169,6 @@ class TestSteps:
         assert len(found[0]) == len(set(USERS)) == len(x) / (3 * V)
         assert_as_defined(run, found, x, y, limit=2 * C)
 
-    def test_examples_that_a_step_draws_have_views(self):
-        run = build(examples_per_step=1, unit_ids=USERS, sample_rate=1.0, steps=1)
-        ((x, y),) = run.loader
-        assert [USERS[n] for n in numbers(x)[::V]] == list("abcde")
-        assert numbers(x) == [n for n in numbers(x)[::V] for _ in range(V)]
-        assert_as_defined(run, step(run, x, y), x, y)
-
     def test_check_compares_the_means_of_views(self):
         run = build()
         x, y = zip(*(run.data[i] for i in range(4) for _ in range(V)), strict=True)
@@ -184,31 +177,6 @@ class TestSteps:
         assert found.ok, found
         norms, _ = by_definition(run, *batch)
         torch.testing.assert_close(found.norms.double(), norms, rtol=1e-6, atol=0)
-
-    def test_adapters_beside_a_frozen_network(self):
-        class Adapted(nn.Linear):
-            def __init__(self):
-                super().__init__(36, CLASSES)
-                self.a, self.b = nn.Linear(36, 2, bias=False), nn.Linear(2, CLASSES, bias=False)
-
-            def forward(self, x):
-                return super().forward(x.flatten(1)) + self.b(self.a(x.flatten(1)))
-
-        net = Adapted().double()
-        net.weight.requires_grad_(False)
-        net.bias.requires_grad_(False)
-        run = runs.build(
-            module=net, dataset=Augmented(), batch_size=3, sample_rate=1.0, steps=1,
-            noise_multiplier=0.0, max_grad_norm=C, views=V,
-        )  # fmt: skip
-        ((x, y),) = run.loader
-        run.criterion(run.model(x), y).backward()
-        for i, norm in enumerate(run.model.per_sample_gradient_norms):
-            own = slice(V * i, V * i + V)
-            loss = F.cross_entropy(net(x[own]), y[own])
-            found = torch.autograd.grad(loss, [net.a.weight, net.b.weight])
-            expected = torch.cat([g.flatten() for g in found]).norm()
-            torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
 
 
 class TestAccount:
@@ -221,13 +189,6 @@ class TestAccount:
         assert [run.optimizer.expected_batch_size for run in (with_views, plain)] == [3.0, 3.0]
         found = [run.engine.privacy_statement(1e-3).as_dict() for run in (with_views, plain)]
         assert found[0] == found[1]
-
-    def test_ranks_have_all_views_of_their_samples(self):
-        sampler = build(sample_rate=1.0).loader.batch_sampler
-        sampler.world_size = 2
-        assert sampler.shares(0) == [
-            [i for i in range(SAMPLES) if i % 2 == rank for _ in range(V)] for rank in range(2)
-        ]
 
     def test_a_resume_goes_on_with_other_views_under_a_new_key(self, path):
         run = build(noise_multiplier=1.0)

@@ -44,11 +44,6 @@ def test_each_key_has_a_split_of_its_own():
     assert epsilon([one, one], 1e-5) > epsilon([[(1.0, 1 / 4, 2)]], 1e-5)
 
 
-def test_steps_of_several_rates_all_count():
-    assert uses([(1.0, 1 / 4, 2), (1.0, 1 / 5, 2)]) == 4
-    assert squared_mu([(1.0, 1 / 4, 2), (2.0, 1 / 5, 2)]) == 2 + 2 / 4
-
-
 def test_correlated_noise_counts_by_its_sensitivity():
     """Checks μ² of seven steps in epochs of three, at the least σ."""
     history = [(2.0, 1 / 3, 4), (4.0, 1 / 3, 3)]

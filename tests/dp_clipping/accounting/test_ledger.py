@@ -82,26 +82,6 @@ class TestAccount:
         self.load(resumed, first, 5, new_keys=True)
         assert steps_of(resumed) == 7
 
-    def test_steps_before_the_checkpoint_of_another_run(self, path):
-        other = build()
-        train(other, 2)
-        save(other, path)
-        run = build()
-        train(run, 3)
-        self.load(run, path, 3)
-        assert (steps_of(run), run.optimizer.steps) == (5, 2)
-
-    def test_checkpoints_that_are_only_looked_at_replace_each_other(self, path):
-        paths = [path, path.with_name("other.pt")]
-        for steps, each in enumerate(paths, 2):
-            run = build()
-            train(run, steps)
-            save(run, each)
-        looked = build()
-        for steps, each in [*enumerate(paths, 2), (2, path)]:
-            load(looked, each)
-            assert steps_of(looked) == steps
-
     def test_two_runs_of_one_engine(self, path):
         paths = [path, path.with_name("other.pt")]
         dataset = data()

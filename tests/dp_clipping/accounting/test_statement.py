@@ -65,14 +65,6 @@ def test_before_the_first_step_nothing_is_spent():
     assert (statement.noise_multiplier, statement.sample_rate) == (2.0, 0.25)
 
 
-def test_all_values_of_what_changed_are_listed():
-    engine, private = made()
-    train(private)
-    private[1].noise_multiplier = 3.0
-    train(private)
-    assert engine.privacy_statement(1e-3).noise_multiplier == [1.0, 3.0]
-
-
 def test_text_says_what_each_number_is():
     engine, private = made()
     train(private)
@@ -232,11 +224,6 @@ def test_neighbours_are_treated_alike_under_public_rates(target):
     assert facts(24, **public) == facts(25, **public)  # 25 samples are a batch more
     statement, length, divisor, _ = facts(25, **public)
     assert (statement["sample_rate"], statement["steps"], length, divisor) == (1 / 6, 7, 7, 4.0)
-
-
-def test_without_public_rates_they_are_not():
-    assert facts(24)[0]["sample_rate"] == 1 / 6
-    assert facts(25)[0]["sample_rate"] == 1 / 7
 
 
 @pytest.mark.parametrize(

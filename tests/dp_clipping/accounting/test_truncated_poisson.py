@@ -21,14 +21,6 @@ def test_epsilon_is_that_of_the_reference(sigma, rate, steps, units, most, expec
     assert expected * (1 - 1e-6) <= found <= 1.005 * expected
 
 
-def test_a_lower_cap_and_more_units_cost_more():
-    def of(most, units=1000):
-        return epsilon([[(4.0, 0.1, 20)]], 1e-5, units=units, max_batch_size=most)
-
-    assert of(1001) <= of(140) < of(120) < of(110)
-    assert of(120) < of(120, units=1100)
-
-
 def test_the_worse_one_of_both_neighbours_counts():
     """Where almost all batches are truncated, fewer units are more often in one.
 

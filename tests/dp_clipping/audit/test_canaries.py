@@ -6,31 +6,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import PrivacyEngine
-from dp_clipping.audit.canaries import CanaryNetwork, Proxy, Tagged, tagged_loader
+from dp_clipping.audit.canaries import CanaryNetwork, Proxy
 from dp_clipping.verification.user_loss import loss_of
 
 DATA = TensorDataset(torch.arange(6.0)[:, None], torch.zeros(6, dtype=torch.long))
-
-
-def test_examples_have_tags_beside_the_users_batch():
-    rows = [(0, 9.0), (4, 1.0), (4, 2.0)]
-    loader = DataLoader(DATA, batch_size=3)
-    (tags, (x, y)), *rest = tagged_loader(loader, rows, batch_first=True)
-    assert rest == []
-    assert (tags.tolist(), x.flatten().tolist(), y.tolist()) == ([9, 1, 2], [0, 4, 4], [0, 0, 0])
-    ((tags, _),) = tagged_loader(loader, rows, batch_first=False)
-    assert tags.shape == (1, 3)
-    assert len(Tagged(DATA, rows)) == 3
-
-
-def test_a_canary_is_its_own_number_alone():
-    network = CanaryNetwork(nn.Linear(1, 2), 3)
-    loss, outputs, numbers = network(torch.tensor([0, 2, 3]), DATA[:3][0])
-    assert loss is None
-    assert outputs.shape == (3, 2)
-    numbers.sum().backward()
-    assert network.table.weight.grad.flatten().tolist() == [1, 0, 1, 0]  # the last one is none's
-    assert numbers.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -25,12 +25,3 @@ def test_its_points_are_those_of_the_accountant(name):
     found = dict((delta, epsilon) for epsilon, delta in curve)
     ordered = [found[delta] for delta in sorted(found)]
     assert ordered == sorted(ordered, reverse=True)
-
-
-def test_more_noise_is_a_lower_curve():
-    accountant = create_accountant(mechanism="prv")
-    low = curve_of(accountant, [(3.0, 0.2, 20)])
-    high = curve_of(accountant, HISTORY)
-    pairs = [(a, b) for a, b in zip(low, high, strict=True) if b[0] > 0]
-    assert pairs
-    assert all(a[0] < b[0] for a, b in pairs)

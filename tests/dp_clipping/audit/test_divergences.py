@@ -15,8 +15,7 @@ from scipy.stats import norm
 
 from dp_clipping.sampling import poisson as sampling
 from dp_clipping.step.sums import plain
-from tests.dp_clipping.conftest import MODES
-from tests.support.audit import EXPERIMENTS, Setting, clopper_pearson, scores
+from tests.support.audit import EXPERIMENTS, Setting, scores
 from tests.support.divergences import hockey_stick, mean_bound, renyi
 
 CERTAIN = 1 - 1e-6  # the noise of a test is another with each change of its name
@@ -67,16 +66,6 @@ def passes(setting: Setting, least: float | None = None) -> None:
 )
 def test_the_engine_passes_both(setting, least):
     passes(setting, least)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("clipping_function", ["abadi", "automatic"])
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sigma", [0.6, 2.0])
-def test_every_mode_passes_both(sigma, mode, clipping, clipping_function):
-    how = {"mode": mode, "clipping": clipping, "clipping_function": clipping_function}
-    passes(Setting(noise_multiplier=sigma, canary=HUGE, **how))
 
 
 def half_of_the_noise(optimizer, _samples, _patch):
@@ -148,11 +137,6 @@ def test_bounds_of_two_gaussians_hold_and_are_not_loose(shift):
     if shift >= 1:
         assert stick > 0.7 * delta
         assert divergence > 0.3 * min(ALPHA * shift**2 / 2, 4.0)
-
-
-def test_clopper_pearson_is_exact_at_the_ends():
-    limits = clopper_pearson(np.array([0, 99, 100]), 100, 0.95)
-    assert limits == pytest.approx([1 - 0.05 ** (1 / 100), 0.95 ** (1 / 100), 1.0])
 
 
 def test_a_bound_of_a_mean_fails_seldom():

@@ -1,7 +1,5 @@
 """Clipped sums on every data-parallel variant, beside one process that has the whole batch."""
 
-import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -12,7 +10,6 @@ from torch import nn
 
 from ddp import wrap
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from ddp_by_hand.lm.launch import run_ranks
 from ddp_by_hand.lm.rank_pool import Context
 from tests.dp_clipping.conftest import assert_close, gradients_of, private, private_loss
 from tests.support import zoo
@@ -270,78 +267,3 @@ def test_ordinary_training_behind_private(context: Context, variant: str) -> Non
     of_ranks = [torch.empty_like(network.head.weight) for _ in range(context.world_size)]
     torch.distributed.all_gather(of_ranks, network.head.weight.grad, group=context.group)
     assert torch.equal(*of_ranks)
-
-
-@pytest.mark.parametrize("variant", ["ddp_bucketed", "torch_ddp"])
-@on_ranks(2)
-def test_gradients_are_means_again_behind_private(context: Context, variant: str) -> None:
-    """Ordinary gradients are the means, in the type, that a wrapper without this past gives."""
-    found = []
-    for was_private in (True, False):
-        pair = Beside(context, variant, dtype=torch.bfloat16, tolerance=3e-2)
-        wrapper = pair.model.module
-        if was_private:
-            pair.check_step((3, 1))
-            network = pair.model.to_standard_module()
-        else:
-            network = zoo.BY_NAME["transformer"].build().to(torch.bfloat16)
-            options = small_buckets(variant, BUCKET_MB)
-            wrapper = wrap(variant, network, process_group=context.group, **options)
-        inputs, targets = oracle.pick(pair.batch, part((3, 1), context.rank))
-        pair.per_sample_loss(wrapper(inputs), targets).mean().backward()
-        wrapper.finish_gradient_synchronization()
-        found.append({name: p.grad for name, p in network.named_parameters()})
-    afterwards, untouched = found
-    assert list(afterwards) == list(untouched)
-    for name, gradient in untouched.items():
-        assert afterwards[name].dtype == gradient.dtype
-        torch.testing.assert_close(afterwards[name], gradient, rtol=1e-2, atol=1e-4)
-
-
-# ---- a rank that dies ----------------------------------------------------------------------------
-
-DIES_IN_THE_NORM_PASS = """
-import os, signal, time
-from datetime import timedelta
-import torch.distributed as dist
-from ddp_by_hand.lm.runtime import connect_store, find_hardware, process_group
-from ddp_by_hand.lm.watch import Watch
-from tests.support.replicas import ALL, Beside
-from ddp_by_hand.lm.rank_pool import Context
-
-with process_group(find_hardware("cpu", 2), timeout_s=6) as worker:
-    store = connect_store(timedelta(seconds=20))
-    watch = Watch(store, worker.rank, worker.world_size, 6, lambda cause: None)
-    context = Context(worker.rank, worker.world_size, worker.device, dist.group.WORLD)
-    pair = Beside(context, "ddp_bucketed", "ghost")
-    criterion = pair.per_sample_loss
-
-    def dies(outputs, targets):
-        losses = criterion(outputs, targets)
-        losses.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
-        return losses
-
-    try:
-        for step in range(9):
-            if (worker.rank, step) == (1, 2):
-                pair.per_sample_loss = dies
-            watch.at(f"step {step}, backward_pass")
-            time.sleep(2 if step == 2 else 0)  # long enough for a report of where it is
-            pair.backward(ALL)
-            watch.at(f"step {step}, gradient_sync")
-            pair.finish()
-            pair.model.clear_gradients()
-    except Exception as error:
-        watch.fail(error)
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_killed_in_the_norm_pass_stops_the_others():
-    start = time.monotonic()
-    outcome = run_ranks([sys.executable, "-c", DIES_IN_THE_NORM_PASS], 2)
-    assert outcome.status != 0
-    assert outcome.cause.rank == 1
-    assert "SIGKILL" in outcome.cause.message
-    assert "last seen at step" in outcome.cause.message  # as of its last report, a moment before
-    assert time.monotonic() - start < 90, "most of it is imports"

@@ -6,12 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as OpacusReplica
 from torch import nn
 from torch.distributed._composable import replicate
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
@@ -19,8 +16,6 @@ from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import PrivacyEngine
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.validation import check_module
-from tests.ddp.conftest import CPU_COPY_ENGINE
-from tests.support.engine import in_parts
 from tests.support.on_ranks import on_ranks
 from tests.support.replicas import SYNCHRONISING, applied, build, parameters, train
 from tests.support.turns import in_turn
@@ -60,14 +55,6 @@ def test_a_replicated_part_of_a_network_is_refused_too():
     network = nn.Sequential(nn.Linear(3, 3), replicate(nn.Linear(3, 2)))
     with pytest.raises(ValueError, match=r"1 \(DDPLinear\): would not exchange clipped sums"):
         check_module(network)
-
-
-def replicated_by_fsdp(network: nn.Module) -> nn.Module:
-    return replicate_with_fsdp(network, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-def test_replicas_of_fsdp_are_sharded_ones(cpu_ranks):
-    assert cpu_ranks.run(4, with_a_module, replicated_by_fsdp) == [[]] * 4
 
 
 def alone(network: nn.Module) -> nn.Module:
@@ -163,29 +150,6 @@ def test_sums_of_no_sync_alone_leave_before_the_step(cpu_ranks, variant):
     assert "step() under no_sync()" in one[1]
 
 
-def left_early(context: Context, variant: str) -> tuple[bytes, list[str]]:
-    run, usual = build(context, variant, batch_size=12), build(context, variant, batch_size=12)
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        in_parts(run, 1) as loader,
-    ):
-        warnings.simplefilter("always")
-        for inputs, targets, _ in loader:
-            run.criterion(run.model(inputs), targets).backward()
-            run.optimizer.step()
-            break
-    assert train(run, 3) == train(usual, 3)
-    np.testing.assert_allclose(parameters(run), parameters(usual), rtol=0, atol=1e-6)
-    return parameters(run).tobytes(), [str(w.message)[:24] for w in caught]
-
-
-@pytest.mark.parametrize("variant", ["ddp_bucketed", CPU_COPY_ENGINE], ids=["bucketed", "copy"])
-def test_ranks_agree_after_a_draw_that_was_left(cpu_ranks, variant):
-    one, other = cpu_ranks.run(2, left_early, variant)
-    assert one == other
-    assert any("Poisson batch 0 was left" in message for message in one[1])
-
-
 def used_twice(context: Context, **options) -> list[str]:
     """Draws until one rank has samples and the other none; that one's backward, twice."""
     run, said = build(context, "ddp_bucketed", batch_size=1, **options), []
@@ -234,8 +198,3 @@ def test_gradients_without_privacy_are_accumulated_over_microbatches():
     for piece in pieces:
         alone.criterion(alone.model(inputs[piece]), targets[piece]).backward()
     np.testing.assert_allclose(applied(run), applied(alone), rtol=1e-5, atol=1e-7)
-
-
-def test_engines_of_one_process_draw_different_keys():
-    fingerprints = {build(seed=None).engine._runs[0].keys.fingerprint for _ in range(3)}
-    assert len(fingerprints) == 3

@@ -1,7 +1,6 @@
 """Norms over ranks: where they add up, where they must not, and that every rank has the same."""
 
 import math
-import os
 import random
 from datetime import timedelta
 from functools import cache
@@ -13,10 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ddp_by_hand.lm.rank_pool import Context, RankPool
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer, refuse_split_samples
-from tests.support import seeds
 from tests.support.on_ranks import on_ranks
 
 GROUPS = 2  # clipping groups
@@ -81,22 +79,6 @@ def test_norms_of_different_samples_are_not_summed(context: Context) -> None:
     assert torch.equal(reducer.reduce(own).wait(), own)
 
 
-def test_one_process_takes_the_same_path():
-    own = torch.rand(2, 1, 3)
-    for mode in NORM_REDUCTIONS:
-        reducer = NormReducer(mode=mode)
-        sums = reducer.layerwise("ab", lambda keys: own * len(keys) / 2, every=1)
-        sums.add("b")
-        assert sums.launched == 0
-        sums.add("a")
-        assert sums.launched == 2
-        for total in (reducer.reduce(own).wait(), sums.wait()):
-            torch.testing.assert_close(total, own)
-        norms = GlobalNorms(reducer, own[0])
-        assert norms.sizes == [3]
-        torch.testing.assert_close(norms.wait(), own[0])
-
-
 @pytest.mark.parametrize("every", [1, 3, 4, 99])
 @on_ranks(2)
 def test_chunks_do_not_depend_on_what_arrives(context: Context, every: int) -> None:
@@ -147,15 +129,6 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank(context: Context) -> None
 
 
 # ---- the global vector ---------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_reading_is_up_to_each_rank(context: Context) -> None:
-    reducer = reducer_of(context, "data", dtype=torch.float32)
-    steps = [GlobalNorms(reducer, torch.full((1, 2), float(n))) for n in range(3)]
-    if context.rank == 0:
-        assert steps[1].wait().tolist() == [[1.0] * 4]
-    dist.barrier(context.group)
 
 
 @on_ranks(4)
@@ -228,24 +201,6 @@ def late(context: Context) -> None:
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(own_ranks):
     own_ranks.run(4, late)
-
-
-def dies(context: Context) -> None:
-    reducer = NormReducer(data_parallel_group=context.group, mode="async")
-    GlobalNorms(reducer, torch.ones(1, 2)).wait()
-    if context.rank == 1:
-        os._exit(3)
-    GlobalNorms(reducer, torch.ones(1, 2)).wait()
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_stops_the_others():
-    pool = RankPool(3, prepare=seeds.replace_entropy, **seeds.ON_RANKS)
-    with pytest.raises(AssertionError) as failed:
-        pool.run(3, dies)
-    text = str(failed.value)
-    assert "the process died (exit code 3)" in text
-    assert text.count("over the data axis (3 ranks) failed") >= 1
 
 
 def test_arguments():

@@ -5,9 +5,7 @@ import torch
 
 accelerate = pytest.importorskip("accelerate")
 
-from ddp import wrap  # noqa: E402
 from dp_clipping import BatchMemoryManager, PrivacyEngine  # noqa: E402
-from tests.dp_clipping.integrations.conftest import as_launched  # noqa: E402
 from tests.support.language_models import collated, language_model, samples_of  # noqa: E402
 
 
@@ -17,10 +15,10 @@ def parts() -> tuple:
     return network, torch.optim.SGD(network.parameters(), lr=0.1), loader
 
 
-def made_private(engine, network, optimizer, loader, **options):
+def made_private(engine, network, optimizer, loader):
     model, optimizer, _, loader = engine.make_private(
         module=network, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0,
-        max_grad_norm=1.0, wrap_model=False, grad_sample_mode="bookkeeping", **options,
+        max_grad_norm=1.0, wrap_model=False, grad_sample_mode="bookkeeping",
     )  # fmt: skip
     return model, optimizer, loader
 
@@ -60,14 +58,11 @@ def test_what_was_prepared_before_is_refused(accelerator):
         made_private(PrivacyEngine(accountant="rdp"), *prepared)
 
 
-# ---- accumulation, and several ranks -------------------------------------------------------------
-
-
-def loop(accelerator, engine, wrapped=lambda network: network, **options) -> list:
+def loop(accelerator, engine) -> list:
     """The documented loop within `accumulate`; weights before and after it."""
     network, optimizer, loader = parts()
     before = [p.detach().clone() for p in network.parameters()]
-    model, optimizer, loader = made_private(engine, wrapped(network), optimizer, loader, **options)
+    model, optimizer, loader = made_private(engine, network, optimizer, loader)
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
     ) as batches:
@@ -98,28 +93,3 @@ def test_accumulate(steps):
     ):
         loop(accelerator, engine)
     assert engine.privacy_statement(1e-5).steps == 0
-
-
-def on_ranks(context) -> list:
-    as_launched(context)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = accelerator_of(1)
-    assert accelerator.num_processes == context.world_size
-    network, optimizer, loader = parts()
-    with pytest.raises((RuntimeError, ValueError), match=r"ddp\.wrap"):
-        made_private(PrivacyEngine(), accelerator.prepare(network), optimizer, loader)
-    options = {"noise_generator": torch.Generator().manual_seed(5)}
-    _, after = loop(
-        accelerator, PrivacyEngine(accountant="rdp"), lambda n: wrap("ddp_bucketed", n), **options
-    )
-    return [p.numpy() for p in after]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed")
-def test_ranks_take_the_steps_of_one_process(cpu_ranks, accelerator):
-    options = {"noise_generator": torch.Generator().manual_seed(5)}
-    _, expected = loop(accelerator, PrivacyEngine(accountant="rdp"), **options)
-    for found in cpu_ranks.run(4, on_ranks):
-        for p, q in zip(found, expected, strict=True):
-            torch.testing.assert_close(torch.from_numpy(p), q)

@@ -186,19 +186,6 @@ def test_options_that_are_refused(options, says, tmp_path):
     assert steps_of(private) == 0
 
 
-def test_microbatches_are_not_accumulated_by_lightning_too(tmp_path):
-    private = Split(network(), data())
-    with pytest.raises(RuntimeError, match="accumulate_grad_batches=2"):
-        trainer_in(tmp_path, accumulate_grad_batches=2).fit(private)
-
-
-def test_a_second_fit_is_refused(tmp_path):
-    private = Documented(network(), data())
-    trainer_in(tmp_path, max_epochs=1).fit(private)
-    with pytest.raises(ValueError, match="module is private already"):
-        trainer_in(tmp_path).fit(private)
-
-
 # ---- ranks ---------------------------------------------------------------------------------------
 
 

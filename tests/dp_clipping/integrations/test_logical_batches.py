@@ -51,25 +51,6 @@ def test_a_step_is_one_poisson_batch(run):
     assert optimizer.steps == 4
 
 
-def test_a_loop_may_end_between_two_batches_and_go_on(run):
-    network, optimizer, criterion, loader = run
-    batches = LogicalBatches(loader, optimizer, 4, pad_batches=False)
-    for _ in train(network, optimizer, criterion, batches):
-        break
-    assert (optimizer.steps, loader.position) == (1, 1)
-    assert len(list(train(network, optimizer, criterion, batches))) == 4
-    assert optimizer.steps == 5
-
-
-def test_rows_that_pad_are_not_counted(run):
-    _, optimizer, _, loader = run
-    batches = LogicalBatches(loader, optimizer, 16, pad_batches=True)
-    batch = next(iter(batches))
-    for x, _ in batch:
-        assert len(x) == 16
-        assert batch.samples == len(loader.batch_sampler.shares(0)[0])
-
-
 def test_an_epoch_that_ends_late_leaves_the_next_one_alone(run):
     """A loop that counts its steps leaves an iteration open, which is ended at any time."""
     network, optimizer, criterion, loader = run

@@ -31,11 +31,3 @@ def test_it_is_in_checkpoints_and_beside_the_model_and_in_the_card(tmp_path):
     text = (tmp_path / "README.md").read_text()
     assert "# a model" in text
     assert steps_in(tmp_path) == 3
-
-
-def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    trainer = trainer_of("gpt2", tmp_path, max_steps=1)
-    trainer.train()
-    monkeypatch.setattr(type(trainer.args), "should_save", False)
-    trainer.save_model(str(tmp_path / "saved"))
-    assert not (tmp_path / "saved" / "privacy.json").exists()

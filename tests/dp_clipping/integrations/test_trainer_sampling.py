@@ -124,9 +124,3 @@ class TestTarget:
         trainer.model = language_model("gpt2")
         with pytest.raises(ValueError, match="train_dataset was replaced since"):
             trainer.train()
-
-
-def test_what_does_not_go_with_secure_mode(tmp_path):
-    trainer = trainer_of("gpt2", tmp_path, privacy={"secure_mode": True, "sampling": "cyclic"})
-    with pytest.raises(ValueError, match="secure_mode=True does not go with sampling='cyclic'"):
-        trainer.train()

@@ -54,21 +54,6 @@ def test_epsilon_is_logged_and_the_loss_is_not(tmp_path):
     assert "training_loss=not shown: PrivacyArguments(log_unprotected=True)" in repr(output)
 
 
-def test_epsilon_is_written_for_tensorboard(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "runs"))
-    trainer = trainer_of("gpt2", tmp_path, report_to=["tensorboard"], logging_steps=1)
-    trainer.train()
-    events = EventAccumulator(str(tmp_path / "runs"))
-    events.Reload()
-    written = [event.value for event in events.Scalars("train/epsilon")]
-    assert written[: trainer.state.global_step] == sorted(written[: trainer.state.global_step])
-    assert written[-1] == pytest.approx(trainer.privacy_statement().epsilon)
-    assert "train/loss" not in events.Tags()["scalars"]
-
-
 def test_what_is_not_covered_is_logged_if_asked_for(tmp_path):
     trainer = trainer_of(
         "gpt2", tmp_path, max_steps=1, include_num_input_tokens_seen=True,

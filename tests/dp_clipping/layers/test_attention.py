@@ -26,13 +26,6 @@ def tied() -> nn.Module:
     return network
 
 
-def one_of_each() -> nn.Module:
-    return zoo.Net(
-        lambda net, x: net.layer(*[x[:, :1, :1]] * 3)[0],
-        layer=nn.MultiheadAttention(1, 1, batch_first=True),
-    )
-
-
 def beside_a_parameter() -> nn.Module:
     def run(net, x):
         x = torch.cat([net.token.expand(len(x), 1, -1), x], 1)
@@ -44,7 +37,7 @@ def beside_a_parameter() -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("build", [tied, one_of_each, beside_a_parameter])
+@pytest.mark.parametrize("build", [tied, beside_a_parameter])
 def test_other_networks(build):
     network = zoo.seeded(build).double()
     x = torch.randn(B, S, E, dtype=torch.float64)

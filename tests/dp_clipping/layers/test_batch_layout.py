@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import rnn
 
-from dp_clipping.layers.batch_layout import FEW, MORE, Layout, all_tokens, find_layout, first_tokens
+from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
 from tests.dp_clipping.conftest import (
-    MODES,
-    assert_exact,
     assert_step,
     clipped_sums,
     private,
@@ -132,22 +129,6 @@ def net_of(function) -> nn.Module:
     return zoo.seeded(lambda: zoo.Net(function, layer=nn.Linear(P, P)))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda net, x: net.layer(x.flatten(0, 1).flip(0)).flip(0).unflatten(0, x.shape[:2]),
-        lambda net, x: (
-            net.layer(x[:1] + x).sum(0, keepdim=True)
-            + net.layer(x.repeat(len(x), 1, 1)).unflatten(0, (-1, len(x))).sum(0)
-        ),
-    ],
-    ids=["flipped", "pairs"],
-)
-def test_mixed_samples_in_a_network(function):
-    with pytest.raises(ValueError, match="layer"):
-        clipped_sums(private(net_of(function)), zoo.numbers(B, T, P, out=(T, P)))
-
-
 def test_another_number_of_rows_than_in_the_first_batch():
     net = net_of(lambda net, x: net.layer(x[: net.rows] if net.rows else x))
     net.rows = None
@@ -185,20 +166,6 @@ def test_expert_with_a_ragged_batch(batch_size):
         assert_step(model, network, (x.double(), targets.double()))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_sorted_by_their_values(mode):
-    """As by the expert that they go to; in this batch they happen to be sorted already."""
-
-    def function(net, x):
-        rows = x.flatten(0, 1)
-        order = rows[:, 0].argsort(stable=True)
-        return net.layer(rows[order])[order.argsort()].unflatten(0, x.shape[:2])
-
-    inputs, targets = zoo.numbers(B, T, P, out=(T, P))
-    inputs[..., 0] = 1.0
-    assert_exact(net_of(function).double(), (inputs.double(), targets.double()), mode)
-
-
 @pytest.mark.parametrize("attention", [False, True])
 def test_functional_dropout_before_a_flattened_layer(attention):
     """Values tell where samples are; dropout would make them others in each run."""
@@ -214,17 +181,3 @@ def test_functional_dropout_before_a_flattened_layer(attention):
         torch.manual_seed(seed)
         model = private(net_of(function))
         assert model(torch.randn(3, T * P)).shape == (3, T, P)
-
-
-def test_the_tokens_of_packed_sequences():
-    sequences = [torch.arange(n)[:, None] + 10.0 * n for n in (2, 3, 1)]
-    for ordered in (False, True):
-        if ordered:
-            sequences.sort(key=len, reverse=True)
-        packed = rnn.pack_sequence(sequences, enforce_sorted=ordered)
-        padded = all_tokens(packed)
-        assert padded.shape == (3, 3, 1, 1)
-        for one, sequence in zip(padded, sequences, strict=True):
-            assert torch.equal(one[: len(sequence), 0], sequence)
-            assert not one[len(sequence) :].any()
-        assert torch.equal(first_tokens(packed), padded[:, :1])

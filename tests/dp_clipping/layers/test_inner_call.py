@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from dp_clipping.layers.inner_call import inner_of
 from tests.dp_clipping.conftest import MODES, assert_exact, private, private_loss
 from tests.dp_clipping.ops.records import NUMBER, RECORDS, Network, Record, ScaledWords
 from tests.support import zoo
@@ -123,16 +122,3 @@ def test_a_tied_weight():
     network, x = words_and_head(is_tied=True)
     for mode in MODES:
         assert_exact(network, (x, torch.randn(4, 6, 7, dtype=torch.float64)), mode)
-
-
-def test_memory_is_that_of_the_layer():
-    """No gradient of a sample is kept: the embedding hands over factors."""
-    network, x = words_and_head()
-    model = private(network)
-    private_loss(model, (x, torch.randn_like(network(x))), zoo.product).backward()
-    assert "weight" not in model.network[0]._private.slots
-
-
-def test_classes():
-    assert inner_of(ScaledWords).kind == "embedding"
-    assert inner_of(nn.Bilinear) is None

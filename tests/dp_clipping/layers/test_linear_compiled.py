@@ -6,9 +6,7 @@ Without a GPU the kernels run in Triton's interpreter.
 import gc
 import importlib.util
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -29,25 +27,20 @@ from dp_clipping.step.sums.layer_plans import FusedPlans
 from tests.dp_clipping.conftest import (
     assert_close,
     clipped_sums,
-    criterion_of,
-    gradients_of,
     private,
 )
 from tests.support import zoo
 
-MODES = ("flash_bookkeeping", "flash")
-ALGORITHMS = ("auto", "width", "input_length")
+STYLES = (("flash_bookkeeping", "auto", "flat"), ("flash", "width", "per_layer"))
 LIMIT = 0.5
 
 # Float32 Gram products leave room for their rounding, in all that is clipped.
 TOLERANCE = {"auto": 4e-5, "input_length": 4e-5, "width": 5e-4}
 
-gpu = pytest.mark.gpu
-
 
 def compiled(
-    network: nn.Module, whole: bool = True, backend: str = "aot_eager", mode: str = MODES[0],
-    clipping: str = "flat", **policy,
+    network: nn.Module, whole: bool = True, backend: str = "aot_eager",
+    mode: str = "flash_bookkeeping", clipping: str = "flat", **policy,
 ):  # fmt: skip
     """The network, private, compiled as a whole or block by block."""
     torch.compiler.reset()
@@ -58,13 +51,10 @@ def compiled(
     return model
 
 
-def check(
-    model, network: nn.Module, batch, loss, clipping="flat", tolerance=4e-5, rows_per_unit=1
-) -> None:
+def check(model, network: nn.Module, batch, loss, clipping="flat", tolerance=4e-5) -> None:
     """One step of the model, beside the oracle's of an equal network."""
     sums = clipped_sums(model, batch, loss)
     gradients = oracle.per_sample_gradients(network, batch, loss)
-    gradients = oracle.unit_gradients(gradients, rows_per_unit)
     norms = oracle.norms(gradients)
     torch.testing.assert_close(model.per_sample_gradient_norms.double(), norms, rtol=1e-5, atol=0)
     assert (norms > LIMIT).any()
@@ -104,8 +94,8 @@ def algorithms(model) -> set[str]:
 # The bodies
 
 
-def norms_and_sums_are_right_and_compiled_once(every: int = 12, backend: str = "aot_eager") -> None:
-    for mode, algorithm, clipping in [*product(MODES, ALGORITHMS, ("flat", "per_layer"))][::every]:
+def norms_and_sums_are_right_and_compiled_once(backend: str = "aot_eager") -> None:
+    for mode, algorithm, clipping in STYLES:
         whole = (mode == "flash") == (clipping == "flat")
         options = dict(backend=backend, mode=mode, clipping=clipping, norm_algorithm=algorithm)
         model = compiled(transformer(), whole, **options)
@@ -117,44 +107,16 @@ def norms_and_sums_are_right_and_compiled_once(every: int = 12, backend: str = "
         assert model.step_context.plans.last.is_one_pass == (mode != "flash")
 
 
-def units_of_several_examples(
-    build: Callable[[], nn.Module] = small, algorithms_and_counts=(("input_length", (6,)),)
-) -> None:
-    """Slots and plans are of units; other numbers of them are not compiled again."""
-    for algorithm, counts in algorithms_and_counts:
-        torch.compiler.reset()
-        network = build()
-        policy = {"norm_algorithm": "auto" if algorithm == "gradient" else algorithm}
-        model = private(
-            network, MODES[0], LIMIT, policy={"tile_size": 16} | policy, rows_per_unit=2
-        )
-        network.compile(backend="aot_eager", fullgraph=True)
-        for count in counts:
-            check_tokens(model, build(), count, 9, rows_per_unit=2)
-        assert algorithm in algorithms(model)
-
-
-def gradients_and_factors_are_both_delivered(
-    build: Callable[[], nn.Module] = small, whole: bool = True
-) -> None:
-    """At nine tokens the factors of some layers take more than their gradients."""
-    model = compiled(build(), whole)
-    check_tokens(model, build(), 3, 9)
-    assert algorithms(model) == {"gradient", "input_length"}
-    check_tokens(model, build(), 3, 4)
-    assert algorithms(model) == {"input_length"}
-
-
-def other_sizes_are_compiled_once_more(build: Callable[[], nn.Module] = small) -> None:
+def other_sizes_are_compiled_once_more() -> None:
     """A dimension that changes becomes a variable."""
     for algorithm in ("input_length", "width"):
-        model = compiled(build(), norm_algorithm=algorithm)
+        model = compiled(small(), norm_algorithm=algorithm)
         for batch_size, length in ((4, 6), (4, 9), (3, 7)):
-            check_tokens(model, build(), batch_size, length, tolerance=TOLERANCE[algorithm])
+            check_tokens(model, small(), batch_size, length, tolerance=TOLERANCE[algorithm])
         assert graphs() == 3
         with torch.compiler.set_stance("fail_on_recompile"):
-            check_tokens(model, build(), 5, 8, tolerance=TOLERANCE[algorithm])
-            check_tokens(model, build(), 2, 10, tolerance=TOLERANCE[algorithm])
+            check_tokens(model, small(), 5, 8, tolerance=TOLERANCE[algorithm])
+            check_tokens(model, small(), 2, 10, tolerance=TOLERANCE[algorithm])
 
 
 def a_budget_takes_a_second_backward() -> None:
@@ -183,14 +145,14 @@ class Dropping(nn.Module):
         return self.second(nn.functional.dropout(x, self.rate) if self.rate else x).sum(1)
 
 
-def a_forward_that_saves_little_is_planned_again(sizes: tuple[int, ...] = (0, 1)) -> None:
+def a_forward_that_saves_little_is_planned_again() -> None:
     """Once, with the same random numbers; 0 bytes are those of a device that counts none."""
     batch = zoo.numbers(4, 9, 40, out=(40,))
     fast = lambda use, algorithm, rates: replace(  # noqa: E731
         predict(use, algorithm, rates), seconds=float(algorithm != "gradient")
     )
     drawn, found = {}, {}
-    for saved in sizes:
+    for saved in (0, 1 << 30, 1):
         network, plain = zoo.seeded(Dropping), zoo.seeded(Dropping)
         model, drawn[saved], plain.rate = compiled(network), [], 0.0
         held = patch.object(FusedPlans, "_saved", property(lambda self, saved=saved: saved))
@@ -201,7 +163,7 @@ def a_forward_that_saves_little_is_planned_again(sizes: tuple[int, ...] = (0, 1)
             network.rate = 0.0
             check(model, plain, batch, zoo.product)
         found[saved] = algorithms(model)
-    assert found == {n: {"input_length" if n == 1 else "gradient"} for n in sizes}
+    assert found == {n: {"input_length" if n == 1 else "gradient"} for n in found}
     assert all(all(map(torch.equal, other, drawn[0])) for other in drawn.values())
 
 
@@ -229,9 +191,9 @@ def changing(keep: int = 3) -> Changing:
 BATCH = zoo.numbers(4, 6, 5, out=(5,))
 
 
-def another_number_of_tokens_is_refused(numbers: tuple = ((1, 2),)) -> None:
+def another_number_of_tokens_is_refused() -> None:
     """Also where autograd would add up the gradient of a slot of one token."""
-    for known, given in numbers:
+    for known, given in ((1, 2), (3, 2)):
         network = changing(known)
         model = compiled(network, norm_algorithm="input_length")
         check(model, changing(known), BATCH, zoo.product)
@@ -240,15 +202,6 @@ def another_number_of_tokens_is_refused(numbers: tuple = ((1, 2),)) -> None:
             clipped_sums(model, BATCH, zoo.product)
         model.reset_batch_layouts()
         check(model, changing(given), BATCH, zoo.product)
-
-
-def gradients_do_not_depend_on_the_number_of_tokens() -> None:
-    network = changing(3)
-    model = compiled(network)
-    for keep in (3, 1, 2):
-        network.keep = keep
-        check(model, changing(keep), BATCH, zoo.product)
-        assert algorithms(model) == {"gradient"}
 
 
 class Repeating(nn.Module):
@@ -265,10 +218,11 @@ class Repeating(nn.Module):
         return x.sum(1)
 
 
-def a_second_use_leaves_all_samples_out(every: int = 7) -> None:
+def a_second_use_leaves_all_samples_out() -> None:
     """Its norm would miss the cross terms."""
-    runs = product((changing, lambda: zoo.seeded(Repeating)), ALGORITHMS, ("flat", "per_layer"))
-    for build, algorithm, clipping in [*runs][::every]:
+    for build, algorithm, clipping in (
+        (changing, "auto", "flat"), (lambda: zoo.seeded(Repeating), "width", "per_layer"),
+    ):  # fmt: skip
         network = build()
         whole = isinstance(network, Changing)
         model = compiled(network, whole, clipping=clipping, norm_algorithm=algorithm)
@@ -317,9 +271,9 @@ class Looking(nn.Module):
         return self.head(torch.tanh(x))
 
 
-def look_ups_leave_ids_and_no_table(lengths: tuple[int, ...] = (6,)) -> None:
+def look_ups_leave_ids_and_no_table() -> None:
     """G [B, V, d] is not formed; ids repeat within a sample, and one of them is padding."""
-    for length in lengths:
+    for length in (1, 6):
         model = compiled(zoo.seeded(Looking))
         with patch.object(EmbeddingFactors, "dense", side_effect=AssertionError("G was formed")):
             for batch_size in (3, 3, 5):
@@ -358,13 +312,10 @@ def steps_are_freed() -> None:
 
 BODIES = [
     norms_and_sums_are_right_and_compiled_once,
-    gradients_and_factors_are_both_delivered,
-    units_of_several_examples,
     other_sizes_are_compiled_once_more,
     a_budget_takes_a_second_backward,
     a_forward_that_saves_little_is_planned_again,
     another_number_of_tokens_is_refused,
-    gradients_do_not_depend_on_the_number_of_tokens,
     a_second_use_leaves_all_samples_out,
     transposed_weights_and_autocast,
     look_ups_leave_ids_and_no_table,
@@ -378,7 +329,6 @@ LONG = (
     a_budget_takes_a_second_backward,
     a_forward_that_saves_little_is_planned_again,
     transposed_weights_and_autocast,
-    gradients_do_not_depend_on_the_number_of_tokens,
     a_second_look_up_leaves_all_samples_out,
 )
 
@@ -392,59 +342,7 @@ def test_in_the_interpreter(interpreter, body):
     interpreter.run(body)
 
 
-EVERY = {
-    norms_and_sums_are_right_and_compiled_once: (1,),
-    gradients_and_factors_are_both_delivered: (transformer, False),
-    a_second_use_leaves_all_samples_out: (1,),
-    other_sizes_are_compiled_once_more: (transformer,),
-    units_of_several_examples: (small, (("gradient", (6, 4)),)),
-    a_forward_that_saves_little_is_planned_again: ((0, 1 << 30, 1),),
-    another_number_of_tokens_is_refused: (((3, 2), (2, 1)),),
-    look_ups_leave_ids_and_no_table: ((1, 9),),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("body", EVERY, ids=lambda body: body.__name__)
-def test_all_of_it_in_the_interpreter(interpreter, body):
-    interpreter.run(body, *EVERY[body])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_by_inductor_in_the_interpreter(interpreter):
-    interpreter.run(norms_and_sums_are_right_and_compiled_once, 1, "inductor")
-
-
-@gpu
-@pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
-@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("mode", MODES)
-def test_compiled_on_gpu(mode, algorithm, clipping, whole):
-    build = lambda: zoo.seeded(lambda: zoo.transformer(d_model=64, d_ff=96))  # noqa: E731
-    loss, batch = zoo.cross_entropy, zoo.tokens(4, 40)
-    gradients = oracle.per_sample_gradients(build().to(torch.bfloat16), batch, loss)
-    norms, expected = oracle.norms(gradients), oracle.clipped_sum(gradients, LIMIT, clipping)
-    network = build().to("cuda", torch.bfloat16)
-    options = dict(norm_algorithm=algorithm, tile_size=None)
-    model = compiled(network, whole, "inductor", mode, clipping, **options)
-    batch = oracle.move(batch, device="cuda")
-    criterion = criterion_of(model, loss)
-    criterion(oracle.forward(model, batch[0]), batch[1]).backward()
-    sums = gradients_of(model)
-    found = model.per_sample_gradient_norms.double().cpu()
-    assert ((found - norms).abs() <= 6e-2 * norms).all()
-    error = sum((sums[n].double().cpu() - g).square().sum() for n, g in expected.items())
-    assert error.sqrt() <= 6e-2 * sum(g.square().sum() for g in expected.values()).sqrt()
-    assert algorithm == "auto" or algorithms(model) == {algorithm}
-    model.clear_gradients()
-    criterion(oracle.forward(model, batch[0]), batch[1]).backward()  # mixing is looked for again
-    model.clear_gradients()
-    with torch.compiler.set_stance("fail_on_recompile"):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            criterion(oracle.forward(model, batch[0]), batch[1]).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    interpreter.run(norms_and_sums_are_right_and_compiled_once, "inductor")

@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dp_clipping import register_layer
-from dp_clipping.clipping.accumulation import Weights
 from tests.support.engine import build, step
 
 LAYERS = {
@@ -66,14 +65,3 @@ def test_a_step_is_as_defined(kind, mode):
     assert run.engine.check(run.model, (x, torch.randint(2, (12,)))).ok
     assert network.head.weight.dtype == torch.float64
     assert {p.dtype for p in network.layer.parameters()} == {torch.float32}
-
-
-def test_coefficients_are_rounded_down():
-    c = torch.rand(4096, dtype=torch.float64)
-    narrow = Weights(c).of_dtype(torch.float32)
-    assert narrow.dtype == torch.float32
-    assert (narrow.double() <= c).all()
-    assert (narrow.double() >= c * (1 - 2**-22)).all()
-    weights = Weights(c)
-    assert weights.of_dtype(torch.float64) is c
-    assert weights.of_dtype(torch.float32) is weights.of_dtype(torch.float32)  # rounded once

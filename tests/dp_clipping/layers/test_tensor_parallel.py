@@ -1,9 +1,6 @@
-"""Per-sample gradients of the parts that tensor parallel gives a rank are slices of the whole."""
+"""Norms and sums of layers that tensor parallel divides; networks are in `ranks/test_steps.py`."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,172 +16,33 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from ddp_by_hand.lm.parallel import TENSOR, parallelize
+from ddp_by_hand.lm.parallel import TENSOR
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
-from dp_clipping.step.sums.plain import Plain
-from tests.dp_clipping.conftest import MODES, private, private_loss
+from tests.dp_clipping.conftest import MODES, assert_close, private, private_loss
 from tests.support import zoo
 from tests.support.on_ranks import on_ranks
 from tests.support.sharded_steps import one_step, whole
-
-FLOAT32 = 1e-5  # rotary positions, and the norms of Hugging Face, compute in float32
 
 
 def tensor_mesh(context: Context) -> DeviceMesh:
     return DeviceMesh.from_group(context.group, context.device.type, mesh_dim_names=(TENSOR,))
 
 
-@contextmanager
-def recorded(found: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, G of every parameter is also put here, whichever way it is handed over."""
-    right = Plain._each
-
-    def seen(self, lefts):
-        each = right(self, lefts)
-        for record, value, _ in each:
-            is_dense = isinstance(value, Tensor)
-            found[record.name] = value.clone() if is_dense else value.dense()
-            if not is_dense:
-                torch.testing.assert_close(value.norm().squared, squares(value.dense()))
-        return each
-
-    with patch.object(Plain, "_each", seen):
-        yield
-
-
-def squares(gradients: Tensor) -> Tensor:
-    return oracle.per_sample_sum(gradients.square())
-
-
-def part(gradients: Tensor, parameter: nn.Parameter, context: Context) -> Tensor:
-    """Of G [B, *parameter], what belongs to this rank."""
-    if not isinstance(parameter, DTensor) or parameter.placements[0].is_replicate():
-        return gradients
-    dim = parameter.placements[0].dim + 1
-    return gradients.chunk(context.world_size, dim)[context.rank]
-
-
-def is_whole(parameter: nn.Parameter) -> bool:
-    return not isinstance(parameter, DTensor) or parameter.placements[0].is_replicate()
-
-
-def check_parts(
-    context: Context, build: Callable, shard: Callable, batch, loss, modes=MODES, tolerance=1e-12
-) -> None:
-    """Also that squared norms add up over ranks, those of replicated parameters counted once."""
-    expected = oracle.per_sample_gradients(build(), batch, loss)
-    scale = max(float(g.abs().max()) for g in expected.values())
-    for mode in modes:
-        network = shard(build())
-        model = private(network, mode)
-        if mode != modes[-1]:  # samples that see each other are looked for in one mode
-            model.skip_checks()
-        for _ in range(2):
-            found: dict[str, Tensor] = {}
-            model.clear_gradients()
-            with recorded(found):
-                private_loss(model, batch, loss).backward()
-            assert sorted(found) == sorted(expected)
-            total = torch.zeros(len(batch[1]), dtype=torch.float64)
-            for name, gradients in found.items():
-                parameter = network.get_parameter(name)
-                torch.testing.assert_close(
-                    gradients,
-                    part(expected[name], parameter, context),
-                    rtol=0,
-                    atol=tolerance * scale,
-                    msg=lambda m, n=f"{mode}, {name}": f"{n}: {m}",
-                )
-                if context.rank == 0 or not is_whole(parameter):
-                    total += squares(gradients)
-            torch.distributed.all_reduce(total, group=context.group)
-            torch.testing.assert_close(total.sqrt(), oracle.norms(expected), rtol=tolerance, atol=0)
-
-
-# ---- whole networks -----------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_a_tied_transformer(context: Context) -> None:
-    """Of one block; norms and sums of untied ones are in tests/dp_clipping/ranks."""
-    mesh, changes = tensor_mesh(context), {"num_layers": 1, "tie_embeddings": True}
-    build = lambda: zoo.seeded(lambda: zoo.transformer(**changes)).double()  # noqa: E731
-    check_parts(
-        context, build, lambda network: parallelize(network, mesh), zoo.tokens(3, 6),
-        zoo.cross_entropy, tolerance=FLOAT32,
-    )  # fmt: skip
-
-
-def hugging_face(context: Context, kind: str, changes: dict) -> None:
-    mesh = tensor_mesh(context)
-    classes = 3 if "Classification" in kind else None
-    check_parts(
-        context,
-        lambda: zoo.seeded(lambda: zoo.llama(kind, **changes)).double(),
-        lambda network: parallelize(network, mesh),
-        zoo.keywords(3, 6, classes),
-        zoo.cross_entropy,
-        ("per_sample", "bookkeeping"),
-        tolerance=FLOAT32,
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        pytest.param("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True},
-                     marks=pytest.mark.slow),
-        pytest.param("LlamaForCausalLM", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
-        ("LlamaForSequenceClassification", {"attention_bias": True, "mlp_bias": True}),
-    ],
-)  # fmt: skip
-def test_llama(cpu_ranks, kind, changes):
-    pytest.importorskip("transformers")
-    cpu_ranks.run(2, hugging_face, kind, changes)
-
-
-def adapted(context: Context) -> None:
-    """The base is split and frozen; of a split layer's two adapters one is split as it is."""
-    mesh = tensor_mesh(context)
-
-    def split(network: nn.Module) -> nn.Module:
-        plan = {}
-        for i in range(network.config.num_hidden_layers):
-            at = f"base_model.model.model.layers.{i}"
-            for name in ("q_proj", "k_proj", "v_proj"):
-                plan[f"{at}.self_attn.{name}"] = ColwiseParallel()
-            plan[f"{at}.self_attn.o_proj"] = RowwiseParallel()
-            for name in ("gate_proj", "up_proj"):
-                plan[f"{at}.mlp.{name}"] = ColwiseParallel()
-            plan[f"{at}.mlp.down_proj"] = RowwiseParallel()
-            for name in ("self_attn.q_proj", "self_attn.v_proj"):
-                plan[f"{at}.{name}.base_layer"] = plan.pop(f"{at}.{name}")
-                plan[f"{at}.{name}.lora_B.default"] = ColwiseParallel()
-            for name in ("self_attn.o_proj", "mlp.down_proj"):
-                plan[f"{at}.{name}.base_layer"] = plan.pop(f"{at}.{name}")
-                plan[f"{at}.{name}.lora_A.default"] = RowwiseParallel()
-        return parallelize_module(network, mesh, plan)
-
-    modules = ["q_proj", "v_proj", "o_proj", "down_proj"]
-    check_parts(
-        context,
-        lambda: zoo.seeded(lambda: zoo.lora("LlamaForCausalLM", "CAUSAL_LM", modules)).double(),
-        split,
-        zoo.keywords(3, 6, None),
-        zoo.cross_entropy,
-        ("per_sample", "bookkeeping"),
-        tolerance=FLOAT32,
-    )
-
-
-@pytest.mark.slow
-def test_lora(cpu_ranks):
-    pytest.importorskip("peft")
-    cpu_ranks.run(2, adapted)
-
-
-# ---- single layers ------------------------------------------------------------------------------
+def check_steps(network: nn.Module, plain: nn.Module, batch, mode: str) -> None:
+    """Compares norms and whole clipped sums of two steps with one ordinary backward a sample."""
+    gradients = oracle.per_sample_gradients(plain, batch, zoo.product)
+    norms = oracle.norms(gradients)
+    limit = float(norms.median())
+    model = private(network, mode, limit)
+    for _ in range(2):
+        model.clear_gradients()
+        one_step(model, batch, zoo.product)
+        found = model.per_sample_gradient_norms.double()
+        torch.testing.assert_close(found, norms, rtol=1e-9, atol=0)
+        named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+        sums = {name: whole(p.grad) for name, p in named}
+        assert_close(sums, oracle.clipped_sum(gradients, limit), 1e-9)
 
 
 class Layers(nn.Module):
@@ -255,7 +113,8 @@ def every_layer(context: Context) -> None:
         (partly_frozen, ids_and_targets()),
     )
     for build, batch in everything[: 1 if context.world_size == 1 else 3]:
-        check_parts(context, build, lambda n: split_layers(n, mesh), batch, zoo.product)
+        for mode in MODES:
+            check_steps(split_layers(build(), mesh), build(), batch, mode)
 
 
 @pytest.mark.parametrize(

@@ -110,18 +110,6 @@ def test_an_empty_batch_has_metrics():
     assert seen[0]["unprotected"] == dict.fromkeys(UNPROTECTED, 0)
 
 
-def test_metrics_change_no_step():
-    found = []
-    for looks in (False, True):
-        engine = PrivacyEngine(accountant="rdp")
-        private = made(engine)
-        if looks:
-            engine.on_step(lambda metrics: None, delta=1e-5, unprotected=UNPROTECTED)
-        train(*private)
-        found.append([p.clone() for p in private[0].parameters()])
-    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
-
-
 def test_refusals():
     engine = PrivacyEngine(accountant="rdp", hide_unprotected=True)
     with pytest.raises(RuntimeError, match="before on_step"):

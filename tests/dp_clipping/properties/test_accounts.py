@@ -62,17 +62,6 @@ def test_more_noise_fewer_steps_and_a_larger_delta_cost_less(name, sigma, b, ste
     assert 0 <= epsilon([(sigma, 1 / b, steps)], delta) <= CLOSE * more < math.inf
 
 
-@pytest.mark.slow
-@FEWER
-@given(st.sampled_from(["pld", "truncated_poisson"]), SIGMAS, BATCHES, STEPS, DELTAS)
-def test_sampling_more_costs_more(name, sigma, b, steps, delta):
-    epsilon = ACCOUNTS[name]
-    if name == "truncated_poisson":  # what is truncated more costs more
-        b = max(b, 2)
-    less = epsilon([(sigma, 1 / (b + 1), steps)], delta)
-    assert less <= CLOSE * epsilon([(sigma, 1 / b, steps)], delta)
-
-
 @FEWER
 @given(NAMES, SIGMAS, BATCHES, STEPS, STEPS, DELTAS)
 def test_two_parts_cost_no_less_than_one_and_no_more_than_their_sum(

@@ -55,6 +55,7 @@ LOOKS = [
     Way("fsdp2 block", looks=True), Way("tensor", looks=True),
     Way("fsdp2 root", "lstm_packed", looks=True),
     Way("fsdp2 leaf", "gru_time_major", looks=True),  # units whose own lists have DTensors
+    *(Way("tensor", name, tolerance=1e-5) for name in ("transformer_tied", "llama_labels")),
 ]  # fmt: skip
 MORE_LOOKS = [
     *(Way(layout, looks=True) for layout in ("fsdp1 block", "fsdp1 on one", "fsdp2 on one",

@@ -9,7 +9,6 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_clipping.clipping.accumulation import Weights
 from dp_clipping.clipping.norms import Norm, Norms
 from dp_clipping.layers import linear_factors
 from dp_clipping.layers.embedding import tied
@@ -19,8 +18,7 @@ from dp_clipping.layers.linear_factors import LinearFactors
 from tests.dp_clipping.conftest import clipped_sums, trained, unchecked
 from tests.support import zoo
 from tests.support.kernel_cases import Place, on_kernels
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from tests.support.turns import in_turn
 
 
 def factors_of(y: Tensor, a: Tensor, ids: Tensor, e: Tensor) -> TiedFactors:
@@ -67,36 +65,6 @@ def bound_of(norm: Norm) -> Tensor:
     norms = Norms(1, torch.zeros(len(norm.squared), device=norm.squared.device))
     norms.add(trained(Parameter(torch.zeros(1))), norm)
     return norms.bounds()[0].double().sqrt()
-
-
-# ---- in plain PyTorch
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("elements", [1, 1 << 20], ids=["one sample at a time", "all"])
-def test_in_plain_pytorch(dtype, elements, monkeypatch):
-    monkeypatch.setattr(linear_factors, "PIECE_ELEMENTS", elements)
-    operands = drawn(Place("cpu", dtype, None, [], []), (3, 4, 11, 5), 7)
-    factors, gradients = factors_of(*operands), dense(*operands)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    norm, expected = factors.norm(), gradients.square().sum((1, 2))
-    assert norm.scale is None
-    torch.testing.assert_close(norm.squared.double(), expected, rtol=tolerance, atol=0)
-    c = torch.tensor([0.5, 0.0, 2.0], dtype=norm.squared.dtype)
-    total = factors.weighted_sum(Weights(c)).double()
-    expected = (c.double()[:, None, None] * gradients).sum(0)
-    torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_what_is_normed_is_what_is_summed(dtype):
-    place = Place("cpu", dtype, None, [], [])
-    for seed, epsilon in enumerate((0, 2.0**-20, 2.0**-12, 2.0**-6)):
-        factors = factors_of(*cancelling(place, (3, 6, 7, 5), epsilon, seed))
-        norms = factors.norm().squared.double().sqrt()
-        for i, only in enumerate(torch.eye(3)):
-            found = factors.weighted_sum(Weights(only)).double().norm()
-            torch.testing.assert_close(found, norms[i], rtol=1e-6, atol=0)
 
 
 # ---- on kernels
@@ -206,9 +174,9 @@ class Largest(TorchDispatchMode):
         return found
 
 
-def check_no_tensor_of_all_gradients(mode: str, clipping: str, device: str) -> None:
-    ids, targets = (x.to(device) for x in batch())
-    model = unchecked(zoo.seeded(Translator).to(device), mode, clipping=clipping)
+def check_no_tensor_of_all_gradients(mode: str, clipping: str) -> None:
+    ids, targets = batch()
+    model = unchecked(zoo.seeded(Translator), mode, clipping=clipping)
     with patch.object(linear_factors, "PIECE_ELEMENTS", 1):
         clipped_sums(model, (ids, targets))
         with Largest() as made:
@@ -216,13 +184,9 @@ def check_no_tensor_of_all_gradients(mode: str, clipping: str, device: str) -> N
     assert made.numel < 4 * 97 * 8
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.parametrize("mode", ["ghost", "bookkeeping", "flash", "flash_bookkeeping"])
+@pytest.mark.parametrize(
+    ("mode", "clipping"),
+    in_turn(["ghost", "bookkeeping", "flash", "flash_bookkeeping"], ["flat", "per_layer"]),
+)
 def test_no_tensor_has_the_size_of_all_gradients(mode, clipping, interpreter):
-    interpreter.run(check_no_tensor_of_all_gradients, mode, clipping, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["flash", "flash_bookkeeping"])
-def test_no_tensor_has_the_size_of_all_gradients_on_gpu(mode):
-    check_no_tensor_of_all_gradients(mode, "flat", "cuda")
+    interpreter.run(check_no_tensor_of_all_gradients, mode, clipping)

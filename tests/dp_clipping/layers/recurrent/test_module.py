@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN among other layers; by themselves they are in `tests/dp_clipping/ops`."""
+"""Recurrent layers and cells among others; by themselves they are in `tests/dp_clipping/ops`."""
 
 import pytest
 import torch
@@ -42,14 +42,6 @@ def characters() -> nn.Module:
     )  # fmt: skip
 
 
-def with_a_parameter_beside_it() -> nn.Module:
-    """Returns a network whose own parameter sends it under vmap, as taggers with a CRF have."""
-    return zoo.Net(
-        lambda net, x: (net.b(net.a(x)[0]) * net.scale).sum(1),
-        a=nn.LSTM(P, H, batch_first=True), b=nn.Linear(H, 3), scale=nn.Parameter(torch.ones(3)),
-    )  # fmt: skip
-
-
 def seq2seq() -> nn.Module:
     """A decoder that starts where an encoder has ended."""
     return zoo.Net(
@@ -58,7 +50,43 @@ def seq2seq() -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("build", [tied, characters, with_a_parameter_beside_it, seq2seq])
+def cell_of_words() -> nn.Module:
+    """A cell on all words of all samples, flattened."""
+
+    def forward(net, x):
+        state = None
+        for one in x.unflatten(2, (2, 2)).flatten(0, 1).unbind(1):
+            state = net.cell(one, state)
+        return state.unflatten(0, x.shape[:2])
+
+    return zoo.Net(forward, cell=nn.GRUCell(2, H))
+
+
+def tied_cells() -> nn.Module:
+    """The weight of states is that of a linear layer and of another cell too."""
+    net = zoo.Net(
+        lambda net, x: net.c(net.b(net.a(x[:, 0]), net.a(x[:, 1], x[:, 2]))),
+        a=nn.RNNCell(P, P), b=nn.RNNCell(P, P), c=nn.Linear(P, P),
+    )  # fmt: skip
+    net.b.weight_hh = net.c.weight = net.a.weight_hh
+    net.a.bias_ih.requires_grad_(False)
+    net.b.weight_ih.requires_grad_(False)
+    return net
+
+
+def beside_a_parameter() -> nn.Module:
+    """Its own parameter sends the network under vmap, as taggers with a CRF have one."""
+    return zoo.Net(
+        lambda net, x: net.cell(x[:, 1], net.cell(net.lstm(x)[0][:, 0]))[0] * net.scale,
+        lstm=nn.LSTM(P, P, batch_first=True), cell=nn.LSTMCell(P, P),
+        scale=nn.Parameter(torch.ones(P)),
+    )  # fmt: skip
+
+
+NETWORKS = (tied, characters, seq2seq, cell_of_words, tied_cells, beside_a_parameter)
+
+
+@pytest.mark.parametrize("build", NETWORKS)
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_other_networks(build, mode):
     network = zoo.seeded(build).double()
@@ -98,10 +126,19 @@ def test_a_batch_without_samples():
     assert all(not g.any() for g in gradients_of(model).values())
 
 
-def test_samples_along_time_are_refused():
-    model = unchecked(zoo.Net(lambda net, x: net.a(x)[0], a=nn.LSTM(P, H)))
-    with pytest.raises(ValueError, match=r"a \(LSTM\).*\[time, batch, features\]"):
-        model(torch.randn(3, T, P))
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: zoo.Net(lambda net, x: net.a(x)[0], a=nn.LSTM(P, H)),
+         r"a \(LSTM\).*\[time, batch, features\]"),
+        (lambda: zoo.Net(lambda net, x: x[:, 0] + net.a(torch.ones(1, P)), a=nn.GRUCell(P, P)),
+         r"a \(GRUCell\).*\[batch, features\]"),
+    ],
+    ids=["time for samples", "rows that all samples share"],
+)  # fmt: skip
+def test_rows_that_are_no_samples_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        unchecked(build())(torch.randn(3, T, P))
 
 
 class Last(nn.Module):

@@ -1,6 +1,8 @@
 """Registered layers in a step; in every mode, and used twice, they are records in `ops/`."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from dp_clipping import LinearProduct, register_layer
+from dp_clipping import register_layer
 from dp_clipping.layers.recorder import DENSE, LINEAR
 from dp_clipping.layers.registered import module as registered
 from dp_clipping.step.sums.work import Work
@@ -21,7 +23,7 @@ from tests.dp_clipping.conftest import (
     private_loss,
 )
 from tests.support import zoo
-from tests.support.registered_layers import Dense, Gate, gate_gradients
+from tests.support.registered_layers import Apart, Dense, Gate, gate_norms, gate_sums
 
 
 def sums(network: nn.Module, batch, mode: str = "bookkeeping") -> dict:
@@ -123,33 +125,117 @@ def test_outside_of_a_step_it_is_the_layer(monkeypatch):
     assert torch.equal(model(x), Gate.forward(network, x))
 
 
-def with_bias(value):
-    return lambda *a: gate_gradients(*a) | {"bias": value}
+# Functions of norms and of clipped sums
 
 
-REFUSED = {
-    "returns list: return a dictionary": lambda layer, gradient, x: [gradient],
-    "returns NoneType for 'scale'": lambda *a: dict(list(gate_gradients(*a).items())[:2]),
-    r"\[1, 4\] for 'bias'": with_bias(torch.zeros(1, 4)),
-    "NoneType for 'bias'": with_bias(None),
-    "int64 for 'bias'": with_bias(torch.zeros(1, 3, dtype=torch.long)),
-    r"return LinearProduct\(a": lambda *a: (
-        gate_gradients(*a) | {"weight": LinearProduct(torch.zeros(1, 2, 3), torch.zeros(1, 2, 5))}
-    ),
-}
+def backward(network: nn.Module, batch=None) -> dict:
+    return sums(network, zoo.numbers(6, 4, 5, out=(4, 3)) if batch is None else batch)
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_a_function_must_return(message):
-    kind = type("Odd", (Gate,), {})
-    register_layer(kind, REFUSED[message])
-    with pytest.raises(ValueError, match=message):
-        sums(nn.Sequential(kind(5, 3)), zoo.numbers(4, 5, out=(3,)))
+def of_two(norm=gate_norms, weighted_sum=gate_sums) -> type[Gate]:
+    kind = type("Wrong", (Gate,), {})
+    register_layer(kind, norm=norm, weighted_sum=weighted_sum)
+    return kind
 
 
-def test_a_layer_that_returns_two_tensors_is_refused():
-    kind = type("Two", (Gate,), {"forward": lambda self, x: (x * self.scale, self.bias)})
-    register_layer(kind, gate_gradients)
-    network = zoo.Net(lambda net, x: net.two(x)[0], two=kind(3, 3))
-    with pytest.raises(ValueError, match=r"two \(Two\) returns 2 tensors"):
-        sums(network, zoo.numbers(4, 3, out=(3,)))
+def test_functions_are_called_once_for_all_parameters():
+    calls = []
+
+    def counted(fn):
+        def wrapped(*args):
+            calls.append(fn)
+            return fn(*args)
+
+        return wrapped
+
+    network = nn.Sequential(of_two(counted(gate_norms), counted(gate_sums))(5, 3))
+    model, batch = private(network, "bookkeeping", 0.5), zoo.numbers(6, 4, 5, out=(4, 3))
+    for _ in range(2):
+        private_loss(model, batch, zoo.product).backward()
+    calls.clear()
+    private_loss(model, batch, zoo.product).backward()  # the third: no samples are run alone
+    assert calls == [gate_norms, gate_sums]
+
+
+def test_nothing_is_held_after_a_step():
+    held = []
+
+    def norm(layer, gradient, x):
+        held.append(weakref.ref(gradient))
+        return gate_norms(layer, gradient, x)
+
+    backward(nn.Sequential(of_two(norm)(5, 3)))
+    gc.collect()
+    assert held
+    assert all(reference() is None for reference in held)
+
+
+@pytest.mark.parametrize("place", ["input", "gradient"])
+def test_a_sample_that_is_not_finite_is_left_out(place):
+    """Its row does not reach the sum, where zero times infinity would."""
+    network = nn.Sequential(Apart(5, 3))
+    x, y = zoo.numbers(6, 4, 5, out=(4, 3))
+    rest = [i for i in range(6) if i != 2]
+    good = backward(copy.deepcopy(network), (x[rest], y[rest]))
+    (x if place == "input" else y)[2, 1, 1] = float("inf")
+    assert_close(backward(network, (x, y)), good, 1e-5)
+
+
+def test_what_has_no_gradient_at_zero_is_not_given_zeros():
+    class Length(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(5))
+
+        def forward(self, x):
+            return x / x.norm(dim=-1, keepdim=True) * self.scale
+
+    def rows(layer, gradient, x):
+        return gradient * (x / x.norm(dim=-1, keepdim=True))
+
+    register_layer(
+        Length,
+        norm=lambda *args: {"scale": rows(*args).norm(dim=1)},
+        weighted_sum=lambda layer, gradient, c, x: {"scale": c @ rows(layer, gradient, x)},
+    )
+    x, y = zoo.numbers(4, 5, out=(5,))
+    x[1] = float("nan")
+    assert all(g.isfinite().all() for g in backward(nn.Sequential(Length()), (x, y)).values())
+
+
+class Marker(nn.Module):
+    """x + marked · v: the layer of docs/extend.md, with two inputs."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.vector = nn.Parameter(torch.zeros(features))
+
+    def forward(self, x, marked):
+        return x + marked * self.vector
+
+
+register_layer(
+    Marker,
+    norm=lambda layer, gradient, x, marked: {
+        "vector": torch.linalg.vector_norm(marked.mT @ gradient, dim=(1, 2))
+    },
+    weighted_sum=lambda layer, gradient, c, x, marked: {
+        "vector": torch.einsum("b,bti,btd->d", c, marked, gradient)
+    },
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_inputs(mode):
+    class Tagged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.marker, self.head = Marker(5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(self.marker(x, x.sum(-1, keepdim=True).gt(0).to(x.dtype)))
+
+    network, batch = Tagged(), zoo.numbers(6, 4, 5, out=(4, 3))
+    assert_step(
+        private(copy.deepcopy(network), mode, 0.5), network, batch, limit=0.5, tolerance=1e-4
+    )

@@ -7,13 +7,14 @@ from torch import nn
 from dp_clipping import LinearProduct, register_layer
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
-from tests.support.registered_layers import Gate, gate_gradients
+from tests.support.registered_layers import Gate, gate_gradients, gate_norms, gate_sums
 
 
-def registered(fn) -> type[Gate]:
-    """Returns a new class with this function."""
+def registered(fn=None, **functions) -> type[Gate]:
+    """Returns a new class with this function, or with one of norms and one of sums."""
     kind = type("Wrong", (Gate,), {})
-    register_layer(kind, fn)
+    both = {"norm": gate_norms, "weighted_sum": gate_sums} | functions
+    register_layer(kind, fn, **(both if fn is None else {}))
     return kind
 
 
@@ -23,19 +24,28 @@ def backward(network: nn.Module, batch=None, model=None) -> None:
     private_loss(model, batch, zoo.product).backward()
 
 
-def changed(name: str, change):
-    def fn(layer, gradient, x):
-        found = gate_gradients(layer, gradient, x)
+def changed(name: str, change, fn=gate_gradients):
+    def wrong(*args):
+        found = fn(*args)
         return found | {name: change(found[name])}
 
-    return fn
+    return wrong
 
 
 def of_product(change):
     return changed("weight", lambda p: LinearProduct(p.activations, change(p.gradients)))
 
 
-WRONG = {
+def of_norm(name: str, change) -> type[Gate]:
+    return registered(norm=changed(name, change, gate_norms))
+
+
+def of_coefficients(weigh) -> type[Gate]:
+    """Sums the gradients with other coefficients than it is given."""
+    return registered(weighted_sum=lambda layer, g, c, x: gate_sums(layer, g, weigh(c), x))
+
+
+GRADIENTS = {
     "a factor": changed("bias", lambda g: 1.01 * g),
     "a zero": changed("scale", torch.zeros_like),
     "another sample's": changed("bias", lambda g: g.roll(1, 0)),
@@ -45,16 +55,71 @@ WRONG = {
     "a product's factor": of_product(lambda y: y * 0.9),
     "a product's tokens": of_product(lambda y: y.flip(1)),
 }
+WRONG = {
+    **{name: lambda fn=fn: registered(fn) for name, fn in GRADIENTS.items()},
+    "a norm below": lambda: of_norm("weight", lambda n: n * 0.9999),
+    "a norm above": lambda: of_norm("bias", lambda n: n * 1.01),
+    "a squared norm": lambda: of_norm("scale", torch.square),
+    "the batch's norm": lambda: of_norm("scale", lambda n: n.mean().repeat(6)),
+    "no number": lambda: of_norm("bias", lambda n: n * float("nan")),
+    "a sum's factor": lambda: registered(
+        weighted_sum=changed("weight", lambda g: g * 1.1, gate_sums)
+    ),
+    "squared coefficients": lambda: of_coefficients(torch.square),
+    "divided coefficients": lambda: of_coefficients(lambda c: c / c.sum()),
+    "coefficients left out": lambda: of_coefficients(lambda c: (c > 0).to(c.dtype)),
+    "coefficients of other samples": lambda: of_coefficients(lambda c: c.flip(0)),
+}
 
 
-@pytest.mark.parametrize("fn", WRONG.values(), ids=WRONG)
-def test_a_wrong_function_is_refused(fn):
-    network = nn.Sequential(nn.Linear(5, 5), registered(fn)(5, 3))
-    model = private(network)
-    message = r"function registered for 1 \(Wrong\) is wrong: for '.*' of sample \d.*leave out"
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_function_is_refused(name):
+    """Before anything is clipped: the message names the layer and the parameter."""
+    network = nn.Sequential(nn.Linear(5, 5), WRONG[name]()(5, 3))
+    model = private(network, max_grad_norm=0.05)
+    message = r"(function|norm|weighted_sum) registered for 1 \(Wrong\) is wrong: for '\w+'"
     with pytest.raises(ValueError, match=message):
         backward(network, model=model)
-    assert all(p.grad is None for p in network.parameters())  # nothing was clipped or kept
+    assert all(p.grad is None for p in network.parameters())
+
+
+def with_bias(value):
+    return changed("bias", lambda _: value)
+
+
+def norm_of_bias(change) -> type[Gate]:
+    return of_norm("bias", change)
+
+
+UNFIT = {  # what is said -> a class whose function returns what does not fit
+    "returns list: return a dictionary": lambda: registered(lambda layer, g, x: [g]),
+    "returns NoneType for 'scale'": lambda: registered(
+        lambda *a: dict(list(gate_gradients(*a).items())[:2])
+    ),
+    r"\[1, 4\] for 'bias'": lambda: registered(with_bias(torch.zeros(1, 4))),
+    "NoneType for 'bias'": lambda: registered(with_bias(None)),
+    "int64 for 'bias'": lambda: registered(with_bias(torch.zeros(1, 3, dtype=torch.long))),
+    r"return LinearProduct\(a": lambda: registered(changed(
+        "weight", lambda _: LinearProduct(torch.zeros(1, 2, 3), torch.zeros(1, 2, 5))
+    )),
+    r"returns \[1\] for 'bias': return a tensor \[6\]": lambda: norm_of_bias(lambda n: n[:1]),
+    r"bfloat16 for 'bias'.*gradient\.float\(\)": lambda: norm_of_bias(lambda n: n.bfloat16()),
+    "returns NoneType for 'bias'": lambda: norm_of_bias(lambda n: None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", UNFIT)
+def test_what_a_function_must_return(message):
+    with pytest.raises(ValueError, match=message):
+        backward(nn.Sequential(UNFIT[message]()(5, 3)))
+
+
+def test_a_layer_that_returns_two_tensors_is_refused():
+    kind = type("Two", (Gate,), {"forward": lambda self, x: (x * self.scale, self.bias)})
+    register_layer(kind, gate_gradients)
+    network = zoo.Net(lambda net, x: net.two(x)[0], two=kind(3, 3))
+    with pytest.raises(ValueError, match=r"two \(Two\) returns 2 tensors"):
+        backward(network, zoo.numbers(4, 3, out=(3,)))
 
 
 def test_a_right_one_is_not():

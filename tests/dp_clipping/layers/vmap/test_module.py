@@ -76,26 +76,6 @@ class Spectrum(nn.Module):
         return torch.fft.irfft(kept, n=x.shape[-1])
 
 
-class Sign(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * (ctx.saved_tensors[0].abs() < 1)
-
-
-class Binary(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4) / 2)
-
-    def forward(self, x):
-        return x @ Sign.apply(self.w) * self.w.abs().mean()
-
-
 class Overwrites(nn.Module):
     """Writes to its input, which its caller reads afterwards."""
 
@@ -115,26 +95,13 @@ class Overwrites(nn.Module):
         return self.block(h) + h
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer, which lists the parameters that it is called with."""
-
-    def __init__(self):
-        super().__init__()
-        self.start, self.layer = nn.Parameter(torch.randn(3, 4)), nn.LSTM(4, 4)
-
-    def forward(self, x):
-        return x @ self.layer(self.start)[0].mT
-
-
 # torch.vmap cannot run any of them as a whole; the operators of these parameters it can
 TOGETHER = ("spectrum", "written input")
 ONE_BY_ONE = {
     "rows": (Chosen, (4,)),
     "tied": (lambda: Chosen(is_tied=True), (4,)),
     "spectrum": (Spectrum, (4, 8)),
-    "binary": (Binary, (4,)),
     "written input": (Overwrites, (4,)),
-    "recurrent": (Recurrent, (4,)),
 }
 
 

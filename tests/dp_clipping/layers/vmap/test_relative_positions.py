@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import assert_exact, gradients_of, private, private_loss
 from tests.support import zoo
 from tests.support.turns import in_turn
@@ -82,19 +81,6 @@ def test_blocks_that_are_computed_again():
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
-def test_dropout_draws_what_an_ordinary_step_draws():
-    network, (ids, targets) = t5(dropout=0.2), batch()
-    model = private(network, max_grad_norm=1e9)
-    torch.manual_seed(1)
-    losses = zoo.product(network.__class__.forward(network, ids), targets)
-    wanted = torch.autograd.grad(losses.sum(), list(network.parameters()))
-    torch.manual_seed(1)
-    private_loss(model, (ids, targets), zoo.product).backward()
-    found = list(gradients_of(model).values())
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_table_has_copies(dtype):
     model = private(t5().to(dtype))
@@ -106,16 +92,3 @@ def test_only_the_table_has_copies(dtype):
     linear = [h for h in handles if h.kind == "linear"]
     assert len(linear) == 2 * 6 + 2 * 10 + 1
     assert all(h.sites for h in linear)
-
-
-def test_a_sample_has_its_own_gradient_of_the_table():
-    """By autograd, one sample's loss of a forward of the whole batch."""
-    network, (ids, targets) = t5(), batch()
-    gradients = oracle.per_sample_gradients(network, (ids, targets), zoo.product)
-    model = private(network, "per_sample", max_grad_norm=1e9)
-    private_loss(model, (ids, targets), zoo.product).backward()
-    for name in READERS:
-        wanted = gradients[f"{name}.{TABLE}"]
-        assert wanted.flatten(1).norm(dim=1).min() > 1e-3
-        found = gradients_of(model)[f"{name}.{TABLE}"]
-        torch.testing.assert_close(found, wanted.sum(0), rtol=1e-6, atol=1e-6)

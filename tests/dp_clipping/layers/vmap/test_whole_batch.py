@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dp_clipping.capture import vmap_trial
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.vmap import whole_batch
 from dp_clipping.layers.vmap.own import UnknownOperation, laid_beside
-from dp_clipping.layers.vmap.whole_batch import Call, Noted, Operation, learn
+from dp_clipping.layers.vmap.whole_batch import Noted, learn
 from tests.dp_clipping.conftest import MODES, assert_step, clipped_sums, private
 from tests.support import zoo
 from tests.support.turns import in_turn
@@ -128,13 +127,8 @@ torch.manual_seed(0)
 # Samples [4, 5] of the batch, or [4, 4, 5] with as many tokens as samples
 WITHOUT_VMAP = {
     "scale": (scaled(lambda n, x: x + n.scale * n.linear(x), scale=bare(5)), (5,)),
-    "beside tokens": (scaled(lambda n, x: n.linear(x) * n.scale, scale=bare(5)), (4, 5)),
-    "of channels": (scaled(lambda n, x: n.linear(x) * n.s, s=bare(4, 1, 1)), (4, 2, 5)),
     "of tokens": (scaled(lambda n, x: n.linear(x) - n.positions, positions=bare(4, 5)), (4, 5)),
-    "one number": (scaled(lambda n, x: n.scale * n.linear(x), scale=bare()), (4, 5)),
     "in place": (scaled(in_place, scale=bare(5)), (4, 5)),
-    "divided": (scaled(lambda n, x: n.linear(x) / n.a - n.b / (2 + x.sin()), a=bare(5), b=bare(5)),
-                (4, 5)),
     "of parameters alone": (
         scaled(lambda n, x: n.linear(x) * F.softplus(n.a * n.b).view(1, 1, -1) + -n.a.exp(),
                a=bare(5), b=bare(5)), (4, 5)),
@@ -144,15 +138,7 @@ WITHOUT_VMAP = {
     "time first": (
         scaled(lambda n, x: (n.linear(x.transpose(0, 1)) + n.p[:, None]).transpose(0, 1),
                p=bare(4, 5)), (4, 5)),
-    "alone": (lambda: nn.Sequential(nn.Linear(5, 5), Net(lambda n, x: x * n.s, s=bare(5))), (4, 5)),
     "a product": (scaled(lambda n, x: n.linear(x) @ n.w, w=bare(5, 5)), (4, 5)),
-    "linear": (scaled(lambda n, x: F.linear(n.linear(x), n.w, n.b), w=bare(5, 5), b=bare(5)),
-               (4, 5)),
-    "tokens first": (scaled(lambda n, x: (n.w @ x).relu() + n.linear(x), w=bare(4, 4)), (4, 5)),
-    "the larger one": (scaled(lambda n, x: torch.maximum(n.linear(x), n.w), w=bare(5)), (4, 5)),
-    "a mask of its own": (
-        scaled(lambda n, x: n.linear(x) * (n.w * torch.ones(5, dtype=x.dtype)), w=bare(5)),
-        (4, 5)),
     "flattened": (
         scaled(lambda n, x: (n.linear(x).flatten(0, 1) * n.w).unflatten(0, x.shape[:2]),
                w=bare(5)), (4, 5)),
@@ -163,14 +149,10 @@ WITHOUT_VMAP = {
     "rows of a table": (scaled(relative(lambda table, ids: F.embedding(ids, table)),
                                table=bare(7, 1)), (4, 5)),
     "an index": (scaled(relative(lambda table, ids: table[ids - 7]), table=bare(7, 1)), (4, 5)),
-    "numbers": (scaled(lambda n, x: n.linear(x) * n.s * n.s.sum().item(), s=bare(5)), (5,)),
-    "choices": (
-        scaled(lambda n, x: n.linear(x) * (n.s if n.s.sum() > 9 else -n.s), s=bare(5)), (5,)),
     "given to a layer": (
         scaled(lambda n, x: n.linear(x) + n.linear(n.table.expand(len(x), -1, -1)),
                table=bare(4, 5)), (4, 5)),
     "copies that are written to": (scaled(repeated, token=bare(4, 5)), (4, 5)),
-    "of a layer alone": (scaled(lambda n, x: x + n.linear(n.table), table=bare(4, 5)), (4, 5)),
 }  # fmt: skip
 WITHOUT_VMAP |= {
     "asks for its class": (
@@ -179,7 +161,6 @@ WITHOUT_VMAP |= {
     "asks for an attribute": (
         gained(lambda n, x: n.linear(x) * n.w * getattr(n.w, "gain", 1.0)),
         (5,)),
-    "has attributes": (gained(lambda n, x: n.linear(x) * n.w * n.w.gain), (5,)),
     "gets it by name": (
         scaled(lambda n, x: n.linear(x) * n.get_parameter("w"), w=bare(5)), (5,)),
     "a class of its own": (
@@ -189,13 +170,8 @@ UNDER_VMAP = {
     "written to a row": (scaled(into_a_row, w=bare(5)), (4, 5)),
     "a function": (
         scaled(lambda n, x: n.linear(x) * Twice.apply(n.w), w=bare(5)), (4, 5)),
-    "another number of calls": (
-        scaled(lambda n, x: n.linear(torch.stack([one * n.w for one in x])), w=bare(5)), (4, 5)),
     "a row by class and attribute": (
         gained(lambda n, x: into_a_row(n, x) * n.w.gain * isinstance(n.w, nn.Parameter)), (4, 5)),
-    "a row by a class of its own": (
-        scaled(lambda n, x: into_a_row(n, x) * n.w.positive(), w=Logarithm(torch.randn(5))),
-        (4, 5)),
 }  # fmt: skip
 
 
@@ -210,11 +186,7 @@ def again(run: Callable[[Net, Tensor], Tensor], **options) -> Callable[[Net, Ten
 
 CHECKPOINTED = {
     "with a layer": (scaled(again(lambda n, x: n.linear(x).tanh() * n.w), w=bare(5)), (4, 5)),
-    "without": (scaled(again(lambda n, x: (x * n.w).tanh() * n.w.exp()), w=bare(5)), (5,)),
     "a product": (scaled(again(lambda n, x: (x @ n.w).tanh() @ n.w), w=bare(5, 5)), (4, 5)),
-    "unchecked": (
-        scaled(again(lambda n, x: (x @ n.w).tanh(), determinism_check="none"), w=bare(5, 5)),
-        (4, 5)),
     "a row": (scaled(again(into_a_row), w=bare(5)), (4, 5)),
     "around a child": (
         lambda: Net(again(lambda n, x: n.child(x + n.w).tanh() * n.w), w=bare(5),
@@ -344,27 +316,6 @@ def test_a_difference_in_gradients_alone_is_noticed(row):
         private(network, "bookkeeping", 0.5)(torch.randn(SAMPLES, 5, 5))
 
 
-def test_other_uses_of_a_parameter_are_left_out_of_the_comparison():
-    """It is tied to a layer, the module is called twice, and keeps a state of the first call."""
-
-    def run(net: Net, x: Tensor) -> Tensor:
-        net.state = net.linear(x) @ net.w + (0 if net.state is None else net.state)
-        return net.state
-
-    def forward(net: Net, x: Tensor) -> Tensor:
-        y = net.last(net.inner(net.inner(x)))
-        net.inner.state = None
-        return y
-
-    def build() -> nn.Module:
-        inner = Net(run, linear=nn.Linear(5, 5), w=bare(5, 5))
-        inner.linear.weight, inner.state = inner.w, None
-        return Net(forward, inner=inner, last=nn.Linear(5, 2))
-
-    (handle,) = check(*twins(build), (4, 5), "bookkeeping")
-    assert handle.operations
-
-
 class Changing(nn.Module):
     """Computes otherwise from some call on, which the network's own clock says."""
 
@@ -413,35 +364,6 @@ def test_a_mask_is_left_out_where_it_hides_nothing(row):
 
 
 @pytest.mark.parametrize(
-    "run", [lambda n, x: n.linear(x) * n.scale, lambda n, x: n.linear(x * n.scale)],
-    ids=["returned", "given to a layer"],
-)  # fmt: skip
-def test_samples_that_are_looked_for_in_the_wrong_place_are_noticed(run):
-    """Two tokens, as many as there are samples in the trial."""
-    build = scaled(run, scale=bare(5))
-
-    def wrong(known, few, more, routes):
-        everything = learn(known, few, more, routes)
-        for key in known:
-            known[key] = Operation((Layout("dimension", 1),), (Layout("dimension", 1),))
-        return everything
-
-    with patch.object(vmap_trial, "learn", wrong):
-        (handle,) = check(*twins(build), (2, 5), "bookkeeping")
-    assert handle.operations is None
-
-
-@pytest.mark.parametrize("name", WITHOUT_VMAP)
-def test_units_of_several_examples(name):
-    build, shape = WITHOUT_VMAP[name]
-    network, plain = twins(build)
-    model = private(network, "bookkeeping", 0.5, rows_per_unit=2)
-    x = torch.randn(6, *shape, dtype=torch.float64)
-    batch = x, torch.randn_like(plain(x))
-    assert_step(model, plain, batch, limit=0.5, rows_per_unit=2)
-
-
-@pytest.mark.parametrize(
     ("shape", "dims", "dim", "expected"),
     [
         ((5,), 3, 0, (4, 1, 5)),
@@ -458,25 +380,6 @@ def test_copies_are_laid_beside_the_samples(shape, dims, dim, expected):
     assert found.shape == expected
     samples = found.movedim(found.dim() - dims + dim, 0)
     assert [row.unique().tolist() for row in samples] == [[0.0], [1.0], [2.0], [3.0]]
-
-
-def test_a_parameter_that_has_samples_of_its_own_is_not_known():
-    with pytest.raises(UnknownOperation):
-        laid_beside(torch.zeros(4, 3, 5), 3, 1)
-
-
-@pytest.mark.parametrize(
-    ("few", "more"),
-    [([(2, 5)], []), ([(2, 5)], [(3, 6)]), ([(2, 5)], [(3, 1, 5)]), ([(2, 5)], [(5, 5)])],
-    ids=["fewer", "two grow", "other dimensions", "no samples"],
-)
-def test_what_is_not_learned(few, more):
-    runs = [
-        [Noted((0, torch.add, (1, len(shape))), *[[torch.zeros(shape)]] * 2) for shape in run]
-        for run in (few, more)
-    ]
-    with pytest.raises(UnknownOperation):
-        learn({}, *runs)
 
 
 def test_flattened_samples_are_not_learned_where_rows_are_picked():
@@ -531,28 +434,6 @@ def test_a_module_that_sorts_its_samples_runs_under_vmap(name, mode):
     assert handle.operations is None
 
 
-def test_tokens_in_the_place_of_samples_are_noticed_when_a_batch_is_checked():
-    """There are as many of them, so that no shape tells."""
-    network, plain = twins(Transposing)
-    model = private(network, "bookkeeping", 0.5)
-    for transposes in (False, True):
-        network.transposes = plain.transposes = transposes
-        x = torch.randn(SAMPLES, SAMPLES, 5, dtype=torch.float64)
-        batch = x, torch.randn(SAMPLES, SAMPLES, 5, dtype=torch.float64)
-        assert_step(model, plain, batch, limit=0.5)
-
-
-class Transposing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale, self.transposes = bare(5), False
-
-    def forward(self, x):
-        if self.transposes:
-            return (x.transpose(0, 1) * self.scale).transpose(0, 1)
-        return x * self.scale
-
-
 class Product(torch.autograd.Function):
     """x · w, with a gradient of w for which no operator with w is called."""
 
@@ -587,28 +468,6 @@ UNSEEN = {
 }
 
 
-class Signs(torch.autograd.Function):
-    """Computes with operators, without gradients, and has a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx, w):
-        return w.sign() + 0
-
-    @staticmethod
-    def backward(ctx, gradients):
-        return gradients
-
-
-def test_what_a_function_makes_of_a_parameter_has_no_copies():
-    copies = torch.randn(5).expand(2, 5).requires_grad_()
-    net, x = Net(lambda n, x: Signs.apply(n.w) * x, w=bare(5)), torch.zeros(2, 5)
-    with (
-        Call("a net", 2, {}, has_moved=lambda x: False).of(net, {"w": copies}),
-        pytest.raises(UnknownOperation, match=r"autograd\.Function"),
-    ):
-        net(x)
-
-
 class Hiding(nn.Module):
     def __init__(self, run):
         super().__init__()
@@ -641,18 +500,3 @@ def test_dropout_of_a_parameter_differs_between_samples():
     found = network.scale.grad  # the number of samples in which it was kept, times two
     assert set(found.tolist()) <= {2.0 * n for n in range(10)}
     assert len(found.unique()) > 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_number_changes_no_dtype(dtype):
-    dtypes = []
-
-    def run(net: Net, x: Tensor) -> Tensor:
-        dtypes.append((x * net.scale).dtype)
-        return (x * net.scale).float()
-
-    network = Net(run, scale=nn.Parameter(torch.tensor(1.5, dtype=torch.float64)))
-    model = private(network, "bookkeeping", 0.5)
-    clipped_sums(model, (torch.randn(SAMPLES, 5, dtype=dtype), torch.randn(SAMPLES, 5)))
-    assert model.capture.handles[0].operations
-    assert set(dtypes) == {dtype}

@@ -1,4 +1,4 @@
-"""FSDP2: what travels, steps that fail, what is refused, and fused kernels in the interpreter."""
+"""FSDP: what travels, steps that fail, what is refused, and fused kernels in the interpreter."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffload, FSDPModule, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from ddp_by_hand.lm.parallel import parallelize
@@ -20,7 +21,7 @@ from dp_clipping.step.sums import sync_points, work
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import SPLITS, fsdp2
+from tests.support.ranks import SPLITS, fsdp1, fsdp2
 from tests.support.replicas import part
 from tests.support.sharded_steps import (
     LIMIT,
@@ -30,33 +31,48 @@ from tests.support.sharded_steps import (
     one_step,
     ordinary_collectives,
     private_collectives,
+    refused_after_noise,
     refused_steps,
     transformer,
     whole,
 )
 
-# ---- what FSDP can be told -----------------------------------------------------------------------
+FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
 
+@pytest.mark.parametrize("shard", [fsdp1, fsdp2], ids=["FSDP1", "FSDP2"])
 @on_ranks(2)
-def test_collectives(context: Context) -> None:
+def test_collectives(context: Context, shard: Callable) -> None:
     """None that reduces in the norm pass; parameters are gathered as often as without privacy."""
     batch, units = zoo.tokens(2, 6), 3  # two blocks and the root
-    ordinary = ordinary_collectives(fsdp2(context, transformer()), batch)
+    ordinary = ordinary_collectives(shard(context, transformer()), batch)
     assert ordinary.reductions >= units
     backward = ordinary.gathers - units
     for mode, passes in (("bookkeeping", 1), ("per_sample", 1), ("ghost", 2)):
-        counted = private_collectives(fsdp2(context, transformer()), mode, batch)
+        counted = private_collectives(shard(context, transformer()), mode, batch)
         assert counted.reductions == units
         # A second backward gathers the root too, which stays whole after a forward.
         assert counted.gathers <= units + passes * backward + (passes - 1), (mode, counted.gathers)
 
 
-@pytest.mark.skipif(
+# ---- steps that fail -----------------------------------------------------------------------------
+
+TOLD = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="only torch 2.13 and later can tell FSDP2"
 )
-def test_a_step_after_a_failed_one(cpu_ranks):
-    cpu_ranks.run(2, failed_steps, fsdp2)
+
+
+@pytest.mark.parametrize(
+    ("shard", "modes"),
+    [
+        (partial(fsdp1, strategy=FULL), ("bookkeeping",)),
+        (partial(fsdp1, strategy=GRAD_OP), ("ghost",)),
+        pytest.param(fsdp2, ("bookkeeping", "ghost"), marks=TOLD),
+    ],
+    ids=["FULL_SHARD", "SHARD_GRAD_OP", "FSDP2"],
+)
+def test_a_step_after_a_failed_one(cpu_ranks, shard, modes):
+    cpu_ranks.run(2, failed_steps, shard, modes)
 
 
 @on_ranks(2)
@@ -76,7 +92,10 @@ def test_nothing_is_computed_with_what_a_failed_step_left(context: Context) -> N
         assert not counted.calls
 
 
-def refused(context: Context) -> None:
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def refused_of_fsdp2(context: Context) -> None:
     network = transformer()
     fully_shard(network.blocks[0], mesh=DeviceMesh.from_group(context.group, "cpu"))
     with pytest.raises(ValueError, match=r"blocks\.0, but not to the module itself"):
@@ -84,8 +103,42 @@ def refused(context: Context) -> None:
     refused_steps(context, fsdp2, partial(fsdp2, wrap="root"))
 
 
-def test_refusals(cpu_ranks):
-    cpu_ranks.run(2, refused)
+def refused_of_fsdp1(context: Context) -> None:
+    network = transformer()
+    network.blocks[0] = FSDP(network.blocks[0], context.group, device_id=context.device)
+    with pytest.raises(ValueError, match="wrap the root too"):
+        sharding_of(network)
+    for options, message in (
+        ({"original": False}, "use_orig_params=True"),
+        ({"strategy": ShardingStrategy.NO_SHARD}, "FSDP1 with NO_SHARD"),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, "leave parameters on the GPU"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sharding_of(fsdp1(context, transformer(), **options))
+    model = refused_steps(context, fsdp1, partial(fsdp1, wrap="root"))
+    batch = zoo.tokens(2, 6)
+    model.clear_gradients()
+    one_step(model, batch, zoo.cross_entropy)
+    model.gradient_buffer.watch.refuse_unclipped()
+    # In a forward FSDP1 makes what is left there its own.
+    model.step_state.add_noise()
+    model.step_state.apply()
+    loss = private_loss(model, batch, zoo.cross_entropy)
+    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\)"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("body", [refused_of_fsdp1, refused_of_fsdp2])
+def test_refusals(cpu_ranks, body):
+    cpu_ranks.run(2, body)
+
+
+@pytest.mark.parametrize(
+    "shard", [partial(fsdp1, strategy=FULL), partial(fsdp1, strategy=GRAD_OP), fsdp2],
+    ids=["FULL_SHARD", "SHARD_GRAD_OP", "FSDP2"],
+)  # fmt: skip
+def test_an_ordinary_backward_after_the_noise_is_refused(cpu_ranks, shard):
+    cpu_ranks.run(2, refused_after_noise, shard)
 
 
 # ---- on fused kernels, in the interpreter --------------------------------------------------------
