@@ -38,10 +38,10 @@ from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import (
     any_compiled,
+    gradient_hooks,
     tree_flatten,
     tree_map,
     tree_unflatten,
-    with_gradient_hooks,
 )
 
 PLAIN = {bool, int, float, str}
@@ -81,7 +81,7 @@ def refuse(settings: Any, ranks: Any) -> None:
             settings.memory_budget is not None
         ),
         "hooks of Tensor.register_hook on parameters: change .grad in the body of the step, after "
-        "optimizer.pre_step()": bool(with_gradient_hooks(parameters)),
+        "optimizer.pre_step()": any(map(gradient_hooks, parameters)),
         "adaptive_threshold, which changes max_grad_norm in each step: leave it out": (
             settings.adaptive_threshold is not None
         ),

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_clipping.accounting.target_epsilon import Plan
-from dp_clipping.arguments.checks import check, checked
+from dp_clipping.arguments.checks import checked
 from dp_clipping.arguments.given import refuse_used
 from dp_clipping.arguments.sampled import Sampled
 from dp_clipping.arguments.settings import Settings
@@ -34,7 +34,6 @@ from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import agree_on_settings
-from dp_clipping.kinds import by_name
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
@@ -74,12 +73,10 @@ class PrivacyEngine(Checkpoints, Audits):
             count of non-finite samples, the loss in training, `check`, `audit`.
     """
 
-    @by_name(f'PrivacyEngine(accountant="pld"), and then {MAKE}', release="hide_unprotected")
+    @checked(f'PrivacyEngine(accountant="pld"), and then {MAKE}', release="hide_unprotected")
     def __init__(
         self, *, accountant: str = "pld", secure_mode: bool = False, hide_unprotected: bool = False
     ):
-        check("secure_mode", secure_mode)
-        check("hide_unprotected", hide_unprotected)
         super().__init__(accountant, secure=secure_mode)
         self._secure_mode, self._hide_unprotected = secure_mode, hide_unprotected
         self._dataset: Any = None
@@ -102,7 +99,7 @@ class PrivacyEngine(Checkpoints, Audits):
 
     # ---- what a user calls ----------------------------------------------------------------------
 
-    @by_name(MAKE)
+    @checked(MAKE)
     def make_private(
         self,
         *,
@@ -228,7 +225,7 @@ class PrivacyEngine(Checkpoints, Audits):
         )
         return self._build(Settings(**given, secure_mode=self.secure_mode))
 
-    @by_name(MAKE_WITH_EPSILON)
+    @checked(MAKE_WITH_EPSILON)
     def make_private_with_epsilon(
         self,
         *,
@@ -272,10 +269,6 @@ class PrivacyEngine(Checkpoints, Audits):
             )
         epochs = 1 if epochs is None else epochs
         target = {"target_epsilon": target_epsilon, "target_delta": target_delta}
-        for name, value in (target | {"epochs": epochs, "stop": stop}).items():
-            check(name, value)
-        if alphas is not None:
-            check("alphas", alphas)
         self._warn_of_delta(target_delta, training.units_of_data, 3)
         if len(self.accountant) > 0 or self._runs:
             has = "accountant has counted steps" if len(self.accountant) else "make_private ran"
@@ -299,7 +292,7 @@ class PrivacyEngine(Checkpoints, Audits):
         self._runs[-1].follow(plan)
         return private
 
-    @checked
+    @checked()
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """Compares a private step with one non-private backward per sample: `print` the result.
 
@@ -331,7 +324,7 @@ class PrivacyEngine(Checkpoints, Audits):
             return compare(run, batch, loss)
 
     @classmethod
-    @checked
+    @checked()
     def is_compatible(
         cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
     ) -> bool:
@@ -343,13 +336,13 @@ class PrivacyEngine(Checkpoints, Audits):
         return True
 
     @classmethod
-    @checked
+    @checked()
     def validate(cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
         """Raises ValueError naming the modules that mix samples, with replacements."""
         check_module(module)
 
     @classmethod
-    @checked
+    @checked()
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
         """Returns a copy in which Opacus's fixes have replaced modules that mix samples."""
         from opacus.validators import ModuleValidator

@@ -18,6 +18,7 @@ from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.distributed.dtensor import fsdp_classes
 from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.distributed.torch_compat import active_wrapper
 from dp_clipping.losses.in_network import LossInNetwork
 from dp_clipping.losses.private_loss import PrivateLoss, refuse_reentrant
 from dp_clipping.modes import REFERENCE_MODE
@@ -29,7 +30,7 @@ from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
-from dp_clipping.torch_compat import active_wrapper, never_compiled
+from dp_clipping.torch_compat import never_compiled
 from dp_clipping.validation import replicas
 
 WRAPPED = (
@@ -322,7 +323,7 @@ class PrivateModel(nn.Module):
         with self.whole_parameters():
             return self.network.state_dict(*args, **kwargs)
 
-    @checked
+    @checked()
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:

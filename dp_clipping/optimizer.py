@@ -17,7 +17,6 @@ from dp_clipping.profiling.profile import ranged
 from dp_clipping.sampling.loader import PREPARED
 from dp_clipping.step.fixed_settings import FixedSettings
 from dp_clipping.step.gradient_noise import GradientNoise
-from dp_clipping.torch_compat import is_hook_registry
 
 Hook = Callable[["PrivateOptimizer"], None]
 STEPS = "private_steps"  # in the optimizer's state: steps that it has seen
@@ -112,7 +111,7 @@ class PrivateOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Registers hooks with the wrapped optimizer, whose steps have noise."""
-        if is_hook_registry(name):
+        if name.startswith("_optimizer_"):  # hooks of its steps or state dicts
             return getattr(self.original_optimizer, name)
         raise AttributeError(
             f"PrivateOptimizer has no attribute {name!r}: docs/from_opacus.md says what takes the "

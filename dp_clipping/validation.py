@@ -13,18 +13,22 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.weight_norm import WeightNorm
 
+from dp_clipping.distributed.torch_compat import ComposableReplica
 from dp_clipping.layers.recurrent import kinds as recurrent_kinds
 from dp_clipping.torch_compat import (
     BATCH_NORM,
     INSTANCE_NORM,
-    composable_replicas,
-    forward_pre_hooks,
+    hooks_of,
     own_buffers,
-    pruned_name,
+    own_parameters,
     tree_leaves,
 )
 
-REPLICAS = (nn.DataParallel, nn.parallel.DistributedDataParallel, *composable_replicas())
+REPLICAS = (
+    nn.DataParallel,
+    nn.parallel.DistributedDataParallel,
+    ComposableReplica,
+)  # DDP as hooks on a module
 
 
 def replicas() -> tuple[type, ...]:
@@ -112,14 +116,15 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
             return "computes something else than nn.LSTMCell, on kernels without rules for vmap", (
                 "use that, without parametrizations, or freeze it"
             )
-    for hook in forward_pre_hooks(module):
+    for hook in hooks_of(module):
         if isinstance(hook, WeightNorm):
             return "computes its weight before its forward, where no sample is seen", (
                 "use nn.utils.parametrizations.weight_norm"
             )
         if isinstance(hook, BasePruningMethod):
+            (name, *_) = [n for n in own_parameters(module) if n.endswith("_orig")] or ["weight"]
             return "is pruned, with a mask that is multiplied in before its forward", (
-                f'make it permanent: nn.utils.prune.remove(module, "{pruned_name(hook)}")'
+                f'make it permanent: nn.utils.prune.remove(module, "{name.removesuffix("_orig")}")'
             )
     buffers = set(own_buffers(module).keys())
     if "weight_u" in buffers or {"_u", "_v"} <= buffers:

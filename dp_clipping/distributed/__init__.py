@@ -11,6 +11,7 @@ Files:
     split_norms           norms of samples whose parameters are split by tensor parallelism
     gradient_reduce       clipped sums to their shards
     awaited               what stands in `.grad` before they are there
+    torch_compat          interfaces of PyTorch for all of these without public names
     fsdp1                 FSDP1's flat parameters
     agreement             the settings of a step, compared over all ranks
 """

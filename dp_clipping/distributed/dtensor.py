@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+WRAPPED = "_fsdp_wrapped_module"  # the child of each module that FSDP1 wraps around another
+
 
 def local(x: Tensor) -> Tensor:
     """Returns this rank's part of a DTensor. Returns any other tensor as it is."""
@@ -67,6 +69,11 @@ def shard_again(module: nn.Module) -> None:
     for one in module.modules():
         if is_fsdp2(one):
             one.reshard()
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of a module or a parameter before FSDP1 wrapped modules around it."""
+    return name.replace(f"{WRAPPED}.", "").removesuffix(WRAPPED).removesuffix(".")
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:

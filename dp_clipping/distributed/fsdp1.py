@@ -38,9 +38,8 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.distributed.sharding import ParameterPart, Sharding, Slice
-from dp_clipping.torch_compat import (
+from dp_clipping.distributed.torch_compat import (
     USE_FSDP2,
-    check_fsdp1,
     fsdp1_end_backward,
     fsdp1_free,
     fsdp1_gather_in_backward,
@@ -253,7 +252,6 @@ def _refuse(module: nn.Module, units: list[FSDP]) -> None:
                 "FSDP1 with CPUOffload(offload_params=True): sums are formed where layers "
                 "compute; leave parameters on the GPU"
             )
-    check_fsdp1(units)
 
 
 @contextmanager

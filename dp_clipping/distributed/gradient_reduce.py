@@ -24,8 +24,9 @@ from torch.profiler import record_function
 from dp_clipping.distributed.awaited import awaited_sum
 from dp_clipping.distributed.dtensor import local, size_of
 from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.distributed.torch_compat import all_reduce_together, reduce_scatter_together
 from dp_clipping.profiling.profile import Profile
-from dp_clipping.torch_compat import all_reduce_together, reduce_scatter_together, version_of
+from dp_clipping.torch_compat import version_of
 
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.distributed.dtensor import is_sharded
-from dp_clipping.torch_compat import strided_shard
+from dp_clipping.distributed.torch_compat import strided_shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from dp_clipping.distributed.dtensor import is_sharded, size_of
-from dp_clipping.torch_compat import layout_of, with_layout
+from dp_clipping.distributed.torch_compat import layout_of, with_layout
 
 
 @dataclass(frozen=True)

