@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.arguments.checks import check, checked
+from dp_clipping.arguments.checks import checked
 from dp_clipping.arguments.thresholds import Thresholds
 from dp_clipping.capture.calls import Calls, plain_names, with_signature_of
 from dp_clipping.capture.capture import Capture
 from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.distributed.dtensor import fsdp_classes
-from dp_clipping.distributed.global_norms import GlobalNorms
+from dp_clipping.distributed.norm_reduce import PendingReduce
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.distributed.torch_compat import active_wrapper
 from dp_clipping.losses.in_network import LossInNetwork
@@ -68,112 +68,93 @@ class PrivateModel(nn.Module):
         loss_in_network: lets a network that is given labels return losses that can be clipped.
     """
 
+    network: nn.Module
+    returned: nn.Module
+
     def __init__(
         self, settings: Any, *, sharding: Sharding | None = None,
         usage: SampleUsage | None = None, hide_unprotected: bool = False,
     ):  # fmt: skip
         super().__init__()
-        module, policy, wrap_model = settings.module, settings.policy, settings.wrap_model
+        module, policy = settings.module, settings.policy
         self.module: Any = module  # a network, or a wrapper with methods of its own
         self.forward = with_signature_of(self.forward, module)  # type: ignore[method-assign]
         self.mode, self.policy, self.clipping = settings.grad_sample_mode, policy, settings.clipping
         self.batch_first, self.views = settings.batch_first, settings.views
         self.examples_per_unit = settings.rows_per_unit * settings.views  # rows of one unit
-        self.hide_unprotected = hide_unprotected
+        self.hide_unprotected, self._loss_reduction = hide_unprotected, settings.loss_reduction
         self.sharding = sharding
         self.step_state = StepState(usage, is_private=policy is not None)
-        self._capture: Capture | None = None
-        self.step_context: StepContext | None = None
         self._is_wrapped = hasattr(module, "gradient_ready")
-        self.__dict__["returned"] = self.module if not wrap_model else self  # and no child
-        self._calls: Calls | None = None
+        own = self.__dict__  # in which a module is no child
+        own["network"] = own["_module"] = module.module if self._is_wrapped else module
+        own["returned"] = self if settings.wrap_model else module
+        self.step_context: StepContext | None = None
+        self.profile: Profile | None = None
         if policy is None:
             self.thresholds = Thresholds(settings.max_grad_norm, self.clipping, None)
-            self._return(wrap_model)
-            return
-        self._capture = Capture(self.network, self.clipping, sharding)
-        self.step_context = context_of(settings, self._capture, hide_unprotected)
+        else:
+            self._capture_layers(settings)
+        self._calls: Calls | None = None
+        if settings.wrap_model:
+            self.register_load_state_dict_pre_hook(_load_plain_names)
+        else:
+            self._calls = Calls(
+                module, self._call_of_unwrapped, zero_grad=self.zero_grad,
+                refuse_wrapper=self.refuse_wrapper,
+            )  # fmt: skip
+
+    def _capture_layers(self, settings: Any) -> None:
+        self.capture = Capture(self.network, self.clipping, self.sharding)
+        context = self.step_context = context_of(settings, self.capture, self.hide_unprotected)
+        self.profile = context.profile
         try:
             groups = self.capture.group_names
             self.thresholds = Thresholds(settings.max_grad_norm, self.clipping, groups)
-            wrapper = module if self._is_wrapped else None
-            self.gradient_buffer = GradientBuffer(self.step_context, self.step_state, wrapper)
+            wrapper = self.module if self._is_wrapped else None
+            self.gradient_buffer = GradientBuffer(context, self.step_state, wrapper)
         except ValueError:
             self.capture.remove()
             raise
-        self.passes = ForwardBackward(self.step_context, self.step_state, self.gradient_buffer)
+        self.passes = ForwardBackward(context, self.step_state, self.gradient_buffer)
         self.loss_in_network = LossInNetwork(
             self.network, self.batch_first, self.capture.is_compiled
         )
-        self._loss_reduction = settings.loss_reduction
-        self._return(wrap_model)
 
-    # ---- what a user calls ----------------------------------------------------------------------
-
-    returned: nn.Module
-
-    @property
-    def network(self) -> nn.Module:
-        """Returns the bare network."""
-        module: Any = self._modules["module"]
-        return module.module if self._is_wrapped else module
-
-    @property
-    def _module(self) -> nn.Module:
-        """Returns the bare network, under its name in Opacus's model."""
-        return self.network
-
-    @property
-    def capture(self) -> Capture:
-        assert self._capture is not None
-        return self._capture
-
-    @property
-    def profile(self) -> Profile | None:
-        """Returns the profile of the model's steps; None: the switch is off."""
-        return None if self.step_context is None else self.step_context.profile
+    # ---- what a user looks at, and ε does not cover: `hide_unprotected=True` refuses it ---------
 
     @property
     def per_sample_gradient_norms(self) -> Tensor:
-        """Returns unclipped norms of all samples since `zero_grad`, float32 [local batch].
+        """Returns unclipped norms of all samples since `zero_grad`, float32 [local batch]."""
+        self.refuse_in_release("per_sample_gradient_norms")
+        return torch.cat([batch.norms for batch in self._norms()])
 
-        Not covered by ε: for looking, not for publishing.
-        """
-        return torch.cat(
-            [batch.norms for batch in self._norms_to_look_at("per_sample_gradient_norms")]
-        )
-
-    def global_norms(self) -> GlobalNorms:
+    def global_norms(self) -> PendingReduce:
         """Returns squared norms of all samples of all ranks since `zero_grad`, on every rank.
 
-        Every rank calls it, once per step. Not covered by ε: refused with `hide_unprotected=True`.
+        Every rank calls it, once per step.
         """
-        self._norms_to_look_at("global_norms")
+        self.refuse_in_release("global_norms")
         return self.gather_norms()
 
     def norm_statistics(self) -> NormStatistics:
         """Returns clipped fraction and histogram of all ranks' norms since `zero_grad`.
 
-        Every rank calls it, after a backward and before `zero_grad`; all get the same. Not covered
-        by ε: refused with `hide_unprotected=True`.
+        Every rank calls it, after a backward and before `zero_grad`; all get the same.
         """
-        self._norms_to_look_at("norm_statistics")
+        self.refuse_in_release("norm_statistics")
         return norm_statistics(self.gather_norms().wait(), self.step_state.clip_norms)
 
     @property
     def nonfinite_samples(self) -> int:
-        """Counts the samples since `zero_grad` whose norms are not finite; they were left out.
-
-        Not covered by ε either.
-        """
+        """Counts the samples since `zero_grad` whose norms are not finite; they were left out."""
         self.refuse_in_release("nonfinite_samples")
         return int(sum(batch.nonfinite for batch in self.step_state.norms))
 
     def profile_report(self) -> str:
         """Returns times of a step's phases and layers on this rank, and its norms: see `profiling`.
 
-        Not covered by ε: refused with `hide_unprotected=True`. `profile.data()` has the same for
-        JSON.
+        `profile.data()` has the same for JSON.
         Raises RuntimeError if the switch was off when the model was made.
         """
         self.refuse_in_release("profile_report")
@@ -185,33 +166,51 @@ class PrivateModel(nn.Module):
         """Shows what the last fused step did with each linear layer; see `planning.plan`.
 
         In every private mode it names the modules whose samples run one after another, and says
-        why. It shows the size of that batch: refused with `hide_unprotected=True`.
+        why. It shows the size of that batch.
 
         Raises:
             RuntimeError: there was no fused step, and no module has to be named.
         """
         self.refuse_in_release("plan_table")
         plan = None if self.step_context is None else self.step_context.plans.last
-        lines = [] if plan is None else [plan.table()]
         slow = [
             f"{handle.name or 'the network'}: one sample after another: {handle.one_by_one}"
             for handle in (() if self.policy is None else self.capture.handles)
             if handle.one_by_one
         ]
-        if slow:
-            lines += [*([""] if lines else []), *slow]
-        if lines:
-            return "\n".join(lines)
-        if self.policy is None or not self.policy.fused:
-            raise RuntimeError(
-                f"mode {self.mode} has no plan: choose "
-                f"grad_sample_mode={' or '.join(REFERENCE_MODE)}"
-            )
+        parts = [*([] if plan is None else [plan.table(), ""]), *slow]
+        if parts:
+            return "\n".join(parts).rstrip()
         raise RuntimeError(
-            "no step has run on fused kernels yet: call plan_table() after loss.backward(); "
-            f"where they are not available, {self.mode} runs as {REFERENCE_MODE[self.mode]}, "
-            "which has no plan"
+            f"mode {self.mode} has no plan: choose grad_sample_mode="
+            f"{' or '.join(REFERENCE_MODE)} and parameters that have fused kernels, and call "
+            "plan_table() after loss.backward()"
         )
+
+    def refuse_in_release(self, what: str) -> None:
+        """Raises RuntimeError in a run whose every output is to be covered by ε."""
+        if self.hide_unprotected:
+            raise RuntimeError(
+                f"{what} depends on the samples without noise and is not covered by ε: it is off "
+                "with hide_unprotected=True; build PrivacyEngine(hide_unprotected=False) to look "
+                "at it in private"
+            )
+
+    def gather_norms(self) -> PendingReduce:
+        """Returns `global_norms` to code that adds noise to them before it shows them."""
+        squared = torch.cat([batch.squared for batch in self._norms()], dim=1)
+        assert self.step_context is not None
+        return self.step_context.reducer.gather(squared)
+
+    def _norms(self) -> list[BatchNorms]:
+        """Returns the norms of each backward since `zero_grad`."""
+        if self.policy is None:
+            raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
+        if not self.step_state.norms:
+            raise RuntimeError("no backward since zero_grad: there are no norms yet")
+        return self.step_state.norms
+
+    # ---- what a user calls ----------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.policy is None:
@@ -280,13 +279,13 @@ class PrivateModel(nn.Module):
         """
         self.passes.reset_batch_layouts()
 
+    @checked()
     def skip_checks(self, batches: int = 1024) -> None:
         """Counts this number of batches as checked for dependent samples.
 
         Batches 1, 2, 4, 8, ... are checked: ten of the first thousand, but half of the first four.
         Call this before you time a few steps, and not in training. Every rank calls it.
         """
-        check("batches", batches)
         if self.policy is not None:
             self.passes.skip_checks(batches)
 
@@ -336,17 +335,13 @@ class PrivateModel(nn.Module):
                 plain_names(state_dict, self.network), strict=strict, assign=assign
             )
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the network's, under the network's own names."""
-        return self.network.named_parameters(prefix, recurse, remove_duplicate)
+        return self.network.named_parameters(*args, **kwargs)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields the network's, under the network's own names."""
-        return self.network.named_buffers(prefix, recurse, remove_duplicate)
+        return self.network.named_buffers(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Makes `copy.deepcopy` and `torch.save` copy the plain network.
@@ -377,23 +372,9 @@ class PrivateModel(nn.Module):
         # The compiler, which is refused in a step, follows no `map`.
         return any([p.requires_grad for p in self.capture.parameters])
 
-    def refuse_in_release(self, what: str) -> None:
-        """Raises RuntimeError in a run whose every output is to be covered by ε."""
-        if self.hide_unprotected:
-            raise RuntimeError(
-                f"{what} depends on the samples without noise and is not covered by ε: it is off "
-                "with hide_unprotected=True; build PrivacyEngine(hide_unprotected=False) to look "
-                "at it in private"
-            )
-
     def reached(self) -> AbstractContextManager:
         """Returns a context in which calls of the user's own module run its own forward."""
         return NOTHING if self._calls is None else self._calls.reached()
-
-    def gather_norms(self) -> GlobalNorms:
-        """Returns `global_norms` to code that adds noise to them before it shows them."""
-        squared = torch.cat([batch.squared for batch in self._batch_norms()], dim=1)
-        return GlobalNorms(self.step_context.reducer, squared)
 
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
         """Runs the private backward; see `ForwardBackward.backward`."""
@@ -422,16 +403,6 @@ class PrivateModel(nn.Module):
 
     # ---- what these are made of -----------------------------------------------------------------
 
-    def _return(self, wrap_model: bool) -> None:
-        """Sets `returned`: this object, or the user's module with its calls redirected here."""
-        if wrap_model:
-            self.register_load_state_dict_pre_hook(_load_plain_names)
-            return
-        self._calls = Calls(
-            self.module, self._call_of_unwrapped, zero_grad=self.zero_grad,
-            refuse_wrapper=self.refuse_wrapper,
-        )  # fmt: skip
-
     def _call_of_unwrapped(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.module, (*replicas(), *fsdp_classes())) and self.sharding is None:
             self.refuse_wrapper(type(self.module).__name__)
@@ -458,18 +429,6 @@ class PrivateModel(nn.Module):
                 yield
 
         return entered
-
-    def _norms_to_look_at(self, what: str) -> list[BatchNorms]:
-        """Returns the norms of each backward, if they may be looked at."""
-        self.refuse_in_release(what)
-        if self.policy is None:
-            raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
-        return self._batch_norms()
-
-    def _batch_norms(self) -> list[BatchNorms]:
-        if not self.step_state.norms:
-            raise RuntimeError("no backward since zero_grad: there are no norms yet")
-        return self.step_state.norms
 
     def _sync_context(self) -> AbstractContextManager:
         return self.no_sync() if self.step_state.accumulating else NOTHING

@@ -6,10 +6,10 @@ Files:
     sharding              which ranks share samples or parameters, as data
     dtensor               helpers for DTensors and for names that FSDP has changed
     placement             where a rank's part lies in the whole parameter
-    norm_reduce           per-sample squared norms over ranks
-    global_norms          the norms of the global batch, on every rank
+    norm_reduce           per-sample squared norms over ranks, of the global batch too
     split_norms           norms of samples whose parameters are split by tensor parallelism
     gradient_reduce       clipped sums to their shards
+    torch_compat          interfaces of PyTorch for all of these without public names
     awaited               what stands in `.grad` before they are there
     torch_compat          interfaces of PyTorch for all of these without public names
     fsdp1                 FSDP1's flat parameters

@@ -12,8 +12,8 @@ shard k) that it owns, every pair owned once. A mesh has two kinds of axes:
 Slot by slot over the tensor axis is exact. Slot by slot over a *data* axis is a privacy bug: each
 norm would look conservatively large, and yet removing one huge sample would un-clip the W - 1
 samples that shared its slot, so that the sum moves by up to C(1 + √(W - 1)) while the noise is
-calibrated to C. So `reduce` and `layerwise` know the tensor axis only, and `global_norms`
-gives every data rank slots of its own.
+calibrated to C. So `reduce` and `layerwise` know the tensor axis only, and `gather` gives each data
+rank slots of its own.
 
 Norms for clipping are reduced in one of three ways (`NORM_REDUCTIONS`), equal up to the rounding of
 additions:
@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -43,8 +44,8 @@ PARAMETERS_PER_PARTIAL_SUM = 16  # parameters to a partial sum: an 8B Llama, 291
 class NormReducer:
     """Sums squared norms over the axes of a mesh on which they add up.
 
-    A model has one. A private step calls `reduce` once per backward, or makes a `layerwise` sum at
-    its beginning.
+    A model has one. A private step calls `reduce` once per backward, or makes a `Layerwise` at its
+    beginning.
 
     Collectives match by call order, so all members of an axis make the same calls in the same
     order, also where a batch is empty. World size 1 communicates nothing.
@@ -112,16 +113,48 @@ class NormReducer:
         what = f"a table {list(table.shape)} of squared norms"
         return self.tensor.sum(self.exchanged(table), what, self.mode)
 
-    def layerwise(
-        self,
-        order: Sequence[Hashable],
-        table: Callable[[Sequence[Hashable]], Tensor],
-        every: int = PARAMETERS_PER_PARTIAL_SUM,
-    ) -> "Layerwise":
+    def layerwise(self, order: Sequence[Hashable], table: Any, **every: int) -> "Layerwise":
         """Returns the partial sums of one backward: see `Layerwise`."""
-        return Layerwise(self, order, table, every)
+        return Layerwise(self, order, table, **every)
 
     # ---- the global view: over all ranks --------------------------------------------------------
+
+    def gather(self, squares: Tensor) -> "PendingReduce":
+        """Launches an exchange of squared norms [K, B] for those of the global batch, [K, G].
+
+        All ranks get the same bits, of samples in the order of data ranks. Clipping does not depend
+        on it.
+
+        Raises:
+            RuntimeError: on every rank of a tensor axis whose ranks have different numbers of
+                samples, or if a rank was lost.
+        """
+        sizes = self._batch_sizes(squares.shape[-1])
+        before, rest = sum(sizes[: self.data.rank]), sum(sizes[self.data.rank + 1 :])
+        # Each slot has one owner, and adding zeros rounds nothing.
+        table = F.pad(self.exchanged(squares), (before, rest))
+        what = f"squared norms of the global batch of {sum(sizes)}"
+        return self.data.sum(table, what, "async")
+
+    def _batch_sizes(self, size: int) -> list[int]:
+        """Returns local batch sizes in order of data ranks, on every rank's host.
+
+        On a GPU they travel on a stream of their own: reading them does not wait for the model.
+        """
+        sizes = [0] * self.data.size
+        sizes[self.data.rank] = size
+        with torch.cuda.stream(self.side_stream):  # None: the current one
+            table = torch.tensor(sizes, device=self.device)
+            table = self.data.sum(table, what := "the local batch sizes", "async").wait()
+            both = torch.cat([table, -table])  # largest and smallest of the tensor axis
+            found = self.tensor.sum(both, what, "async", dist.ReduceOp.MAX).wait().tolist()
+        largest, smallest = found[: len(sizes)], [-size for size in found[len(sizes) :]]
+        if largest != smallest:
+            raise RuntimeError(
+                "ranks of one tensor-parallel axis have different numbers of samples (largest by "
+                f"data rank {largest}, smallest {smallest}): they must sample the same batches"
+            )
+        return largest
 
     def exchanged(self, table: Tensor) -> Tensor:
         """Returns a copy in the dtype of the exchange, which must not round."""
@@ -199,7 +232,7 @@ class Layerwise:
 
     def __init__(
         self, reducer: NormReducer, order: Sequence[Hashable],
-        table: Callable[[Sequence[Hashable]], Tensor], every: int,
+        table: Callable[[Sequence[Hashable]], Tensor], every: int = PARAMETERS_PER_PARTIAL_SUM,
     ):  # fmt: skip
         if every < 1:
             raise ValueError(f"every is {every}: give at least 1 key to a chunk")

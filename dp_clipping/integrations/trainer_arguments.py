@@ -2,30 +2,26 @@
 
 import copy
 import logging
-from collections.abc import Hashable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, fields
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments.checks import FLAG, check
+from dp_clipping.arguments.checks import checked
 from dp_clipping.arguments.sampled import Sampled
-from dp_clipping.arguments.settings import Settings
-from dp_clipping.kinds import WrongType, by_name, instance_of, shown
+from dp_clipping.kinds import WrongType, instance_of, shown
 
 LOG = logging.getLogger(__name__)
 OPTIMIZERS = (  # that read `.grad` in `step()`, and nowhere else
     "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "stable_adamw",
 )  # fmt: skip
-GIVEN_BY_TRAINER = (
-    "module", "optimizer", "data_loader", "criterion", "wrap_model", "noise_multiplier",
-    "max_grad_norm", "sample_rate", "steps", "poisson_sampling", "expected_batch_size",
-    "batch_first", "cuda_graph", "examples_per_unit", "unit_ids", "examples_per_step", "views",
-    "sampling", "max_batch_size",
+OPTIONS = (  # of make_private, which no argument of a trainer stands for
+    "adaptive_threshold", "clipping", "clipping_function", "data_parallel_group", "gamma",
+    "grad_sample_mode", "loss_reduction", "memory_budget", "noise_generator", "noise_mechanism",
+    "norm_algorithm", "norm_reduction", "rand_on_empty", "tile_size",
 )  # fmt: skip
-
-NAMES = {one.name for one in fields(Settings)} - {"secure_mode"}  # arguments of make_private
 SAMPLED = (
     "sample_rate", "steps", "sampling", "max_batch_size", "examples_per_unit", "unit_ids",
     "examples_per_step", "views",
@@ -98,22 +94,13 @@ class PrivacyArguments:
                 "give one of target_epsilon and noise_multiplier: "
                 "PrivacyArguments(target_epsilon=8.0, target_delta=1e-5)"
             )
-        for name in ("target_epsilon", "target_delta", "noise_multiplier"):
-            if (value := getattr(self, name)) is not None or name == "target_delta":
-                check(name, value)
-        for name in ("secure_mode", "pad_batches", "log_unprotected", "new_keys"):
-            FLAG.check(name, getattr(self, name))
         instance_of(Mapping, "a dict of arguments of make_private").check("options", self.options)
         for name in self.options:
-            if name in GIVEN_BY_TRAINER:
+            if name not in OPTIONS:
                 raise ValueError(
-                    f"options has {name}, which PrivateTrainer gives to make_private itself: leave "
-                    "it out, or write it as an argument of PrivacyArguments, if it is one"
-                )
-            if name not in NAMES:
-                raise ValueError(
-                    f"options has {name}, which is no argument of make_private: leave it out, or "
-                    "write it as an argument of PrivacyArguments, if it is one"
+                    f"options has {name}, which is no argument of make_private or given by the "
+                    "trainer: leave it out, or write it as an argument of PrivacyArguments, if it "
+                    "is one"
                 )
         Sampled.of(self.of_make_private())
 
@@ -126,8 +113,8 @@ class PrivacyArguments:
         return Sampled.of(self.of_make_private(), data_loader=loader)
 
 
-_by_name = by_name("PrivacyArguments(target_epsilon=8.0, target_delta=1e-5, max_grad_norm=1.0)")
-setattr(PrivacyArguments, "__init__", _by_name(PrivacyArguments.__init__))  # noqa: B010
+_checked = checked("PrivacyArguments(target_epsilon=8.0, target_delta=1e-5, max_grad_norm=1.0)")
+setattr(PrivacyArguments, "__init__", _checked(PrivacyArguments.__init__))  # noqa: B010
 
 
 def arguments_of_loop(args: Any) -> Any:
@@ -188,17 +175,17 @@ def refuse_dataset(dataset: Any, trainer: str = "PrivateTrainer") -> None:
         raise ValueError("train_dataset is empty: PrivateTrainer(train_dataset=.., ..)")
 
 
-def refuse_arguments(args: Any, privacy: PrivacyArguments, has_data_parallel: bool) -> None:
-    """Raises ValueError for `TrainingArguments` that private training cannot follow, by name."""
-    for is_given, name, why in _refusals(args, privacy, has_data_parallel):
+def refuse_arguments(args: Any, refusals: Iterable[tuple[bool, str, str]]) -> None:
+    """Raises ValueError for the first that is given: whether it is, its name, and why it is not."""
+    for is_given, name, why in refusals:
         if is_given:
             raise ValueError(f"{type(args).__name__}({name}): {why}")
 
 
-def _refusals(
+def refusals_of(
     args: Any, privacy: PrivacyArguments, has_data_parallel: bool
 ) -> list[tuple[bool, str, str]]:
-    """Returns whether each is given, its name, and why it is refused, with what to use instead."""
+    """Returns what private training cannot follow of a Trainer, for `refuse_arguments`."""
     loader = args.accelerator_config
     old = getattr(args, "gradient_checkpointing_kwargs", None)  # its name at first
     checkpointing = getattr(args, "activation_checkpointing_kwargs", old) or {}

@@ -19,6 +19,7 @@ from dp_clipping.integrations.logical_batches import LogicalBatches, Microbatche
 from dp_clipping.integrations.trainer_arguments import (
     PrivacyArguments,
     arguments_of_loop,
+    refusals_of,
     refuse_arguments,
     refuse_dataset,
     refuse_missing,
@@ -49,9 +50,6 @@ UNPROTECTED = ("loss", "train_loss", "total_flos", "num_input_tokens_seen")
 
 class NotLogged(float):
     """A loss that is not shown, since ε does not cover it: as a number NaN, printed as words."""
-
-    def __new__(cls) -> "NotLogged":
-        return super().__new__(cls, "nan")
 
     def __repr__(self) -> str:
         return "not shown: PrivacyArguments(log_unprotected=True)"
@@ -104,12 +102,11 @@ class PrivateTrainer(Trainer):
         data_parallel: Callable[[nn.Module], nn.Module] | None = None,
         **kwargs: Any,
     ):
-        names = ("model", "args")
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = dict(zip(("model", "args"), args, strict=False)) | kwargs
         refuse_missing(given, privacy)
         assert privacy is not None
         own: TrainingArguments = given.pop("args")
-        refuse_arguments(own, privacy, data_parallel is not None)
+        refuse_arguments(own, refusals_of(own, privacy, data_parallel is not None))
         self.privacy, self._data_parallel = privacy, data_parallel
         self._accumulation_steps = own.gradient_accumulation_steps
         self.engine = PrivacyEngine(accountant=privacy.accountant, secure_mode=privacy.secure_mode)
@@ -146,7 +143,7 @@ class PrivateTrainer(Trainer):
         if self.privacy.log_unprotected:
             return output._replace(metrics=metrics)
         metrics = {name: x for name, x in metrics.items() if name not in UNPROTECTED}
-        return output._replace(training_loss=NotLogged(), metrics=metrics)
+        return output._replace(training_loss=NotLogged("nan"), metrics=metrics)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError: each trial trains on the data, and so spends its own ε."""
@@ -241,7 +238,7 @@ class PrivateTrainer(Trainer):
             **arguments,
         )  # fmt: skip
         if self._user_loss is not None:
-            self.compute_loss_func = _with_count(self.criterion)
+            self.compute_loss_func = lambda outputs, labels, **_: self.criterion(outputs, labels)
         self._refuse_unreached_adapters(loader)
         batches = LogicalBatches(
             loader, self.optimizer, self.args.train_batch_size, privacy.pad_batches
@@ -254,7 +251,7 @@ class PrivateTrainer(Trainer):
 
     def _loss_per_sample(self) -> Callable[..., Any] | None:
         """Returns the criterion of the private run; None: the model computes its loss."""
-        return self._user_loss and _without_count(self._user_loss)
+        return self._user_loss and partial(self._user_loss, num_items_in_batch=None)
 
     def _refuse_above_target(self, max_steps: int) -> None:
         """Raises ValueError if a resumed run would end above its `target_epsilon`."""
@@ -423,13 +420,3 @@ class _Epoch:
 
     def __len__(self) -> int:
         return self._steps
-
-
-def _without_count(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `compute_loss_func` as a criterion of outputs and labels."""
-    return lambda outputs, labels: loss(outputs, labels, num_items_in_batch=None)
-
-
-def _with_count(criterion: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a criterion of outputs and labels as a `compute_loss_func`."""
-    return lambda outputs, labels, num_items_in_batch=None: criterion(outputs, labels)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from dp_clipping.integrations.preference_losses import LOSSES, Pairs, loss_of_pairs
 from dp_clipping.integrations.trainer_arguments import (
     PrivacyArguments,
+    refuse_arguments,
     refuse_dataset,
     refuse_missing,
 )
@@ -45,16 +46,14 @@ class _PrivateTRLTrainer(PrivateTrainer):
             )
         refuse_dataset(given.get("train_dataset"), name)
         columns = getattr(given["train_dataset"], "column_names", ())
-        for is_given, what, why in (
+        refuse_arguments(args, [
             (args.activation_offloading, "activation_offloading=True",
              "activations are kept for the gradients of samples: gradient_checkpointing=True saves "
              "memory"),
             (bool(args.router_aux_loss_coef), f"router_aux_loss_coef={args.router_aux_loss_coef}",
              "it balances experts over the tokens of the batch: router_aux_loss_coef=0.0"),
             *type(self)._refused(args),
-        ):  # fmt: skip
-            if is_given:
-                raise ValueError(f"{config.__name__}({what}): {why}")
+        ])  # fmt: skip
         adapters = given.get("peft_config") or getattr(model, "active_peft_config", None)
         if getattr(adapters, "is_prompt_learning", False):
             raise ValueError(

@@ -603,8 +603,8 @@ ROWS = [
     ("a shard of another rank", "distributed/gradient_reduce.py",
      "rows[row, first : first + piece.numel()] = piece.reshape(-1)",
      "rows[world - 1 - row, first : first + piece.numel()] = piece.reshape(-1)", RANKS, "fsdp2"),
-    ("norms of ranks lie over each other", "distributed/global_norms.py",
-     "offset = sum(self.sizes[: reducer.data.rank])", "offset = 0", RUNS_ON_RANKS, "adaptive"),
+    ("norms of ranks lie over each other", "distributed/norm_reduce.py",
+     "(before, rest))", "(0, before + rest))", RUNS_ON_RANKS, "adaptive"),
     # ---- checkpoint ledger
     ("released steps are forgotten by a load", "accounting/ledger.py",
      "lost[key] = first, after(part, shared(part, there))", "lost[key] = first, []", LEDGER),

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ddp_by_hand.lm.rank_pool import Context, RankPool
-from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer, refuse_split_samples
 from tests.support import seeds
 from tests.support.on_ranks import on_ranks
@@ -92,8 +91,7 @@ def test_one_process_takes_the_same_path():
         assert sums.launched == 2
         for total in (reducer.reduce(own).wait(), sums.wait()):
             torch.testing.assert_close(total, own)
-        norms = GlobalNorms(reducer, own[0])
-        assert norms.sizes == [3]
+        norms = reducer.gather(own[0])
         torch.testing.assert_close(norms.wait(), own[0])
 
 
@@ -111,7 +109,7 @@ def test_chunks_do_not_depend_on_what_arrives(context: Context, every: int) -> N
             values += torch.tensor([1.0, 2.0]) * 2.0 ** int(key[1:])
         return values
 
-    sums = reducer.layerwise(order, table, every)
+    sums = reducer.layerwise(order, table, every=every)
     for key in reversed(reached):
         sums.add(key)
     assert sums.launched == 4 // every, "the chunk of p4 and all after it are held back"
@@ -152,7 +150,7 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank(context: Context) -> None
 @on_ranks(2)
 def test_reading_is_up_to_each_rank(context: Context) -> None:
     reducer = reducer_of(context, "data", dtype=torch.float32)
-    steps = [GlobalNorms(reducer, torch.full((1, 2), float(n))) for n in range(3)]
+    steps = [reducer.gather(torch.full((1, 2), float(n))) for n in range(3)]
     if context.rank == 0:
         assert steps[1].wait().tolist() == [[1.0] * 4]
     dist.barrier(context.group)
@@ -163,7 +161,7 @@ def test_tensor_ranks_have_the_same_samples(context: Context) -> None:
     reducer = reducer_of(context, "data x tensor")
     own = torch.ones(1, 3 if context.rank else 2)  # rank 1 is its tensor-parallel partner
     with pytest.raises(RuntimeError, match="must sample the same batches"):
-        GlobalNorms(reducer, own)
+        reducer.gather(own)
 
 
 @on_ranks(2)
@@ -218,7 +216,7 @@ def late(context: Context) -> None:
         (sums.wait, "tensor-parallel"),
         (lambda: of_tensor["sync"].reduce(table).wait(), "tensor-parallel"),
         (lambda: of_tensor["async"].reduce(table).wait(), "tensor-parallel"),
-        (lambda: GlobalNorms(NormReducer(data_parallel_group=group), table[0]), "data"),
+        (lambda: NormReducer(data_parallel_group=group).gather(table[0]).wait(), "data"),
     ):
         with pytest.raises(RuntimeError, match=f"over the {axis} axis .4 ranks. failed") as lost:
             wait()
@@ -232,10 +230,10 @@ def test_a_rank_that_does_not_come_is_named(own_ranks):
 
 def dies(context: Context) -> None:
     reducer = NormReducer(data_parallel_group=context.group, mode="async")
-    GlobalNorms(reducer, torch.ones(1, 2)).wait()
+    reducer.gather(torch.ones(1, 2)).wait()
     if context.rank == 1:
         os._exit(3)
-    GlobalNorms(reducer, torch.ones(1, 2)).wait()
+    reducer.gather(torch.ones(1, 2)).wait()
 
 
 @pytest.mark.slow
