@@ -601,8 +601,7 @@ ROWS = [
      "self._sums[parameter].add_(shard.view_as(self._sums[parameter]))", "pass", RUNS_ON_RANKS,
      "fsdp2"),
     ("a shard of another rank", "distributed/gradient_reduce.py",
-     "rows[row, first : first + piece.numel()] = piece.reshape(-1)",
-     "rows[world - 1 - row, first : first + piece.numel()] = piece.reshape(-1)", RANKS, "fsdp2"),
+     "zip(rows, of_rank, strict=True)", "zip(rows, of_rank[::-1], strict=True)", RANKS, "fsdp2"),
     ("norms of ranks lie over each other", "distributed/norm_reduce.py",
      "(before, rest))", "(0, before + rest))", RUNS_ON_RANKS, "adaptive"),
     # ---- checkpoint ledger
