@@ -19,12 +19,9 @@ change is refused. Other values that the body's Python reads (a variable, a crit
 stay as they were captured.
 """
 
-import linecache
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +29,7 @@ from torch import Tensor
 
 from dp_clipping.kernels.launch.tiles import available, holding
 from dp_clipping.layers.registered.registry import is_registered
+from dp_clipping.layers.vmap.refusals import place_of
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
@@ -47,7 +45,6 @@ from dp_clipping.torch_compat import (
 PLAIN = {bool, int, float, str}
 EAGER = 3  # whole steps before a capture: kernels are tuned and compiled, momentum is there
 WITHOUT = "or leave out cuda_graph=True"
-LIBRARIES = tuple(str(Path(place).parent) + "/" for place in (torch.__file__, __file__))
 
 
 def refuse(settings: Any, ranks: Any) -> None:
@@ -130,22 +127,12 @@ def capturing(graph: Any) -> Iterator[None]:
                 torch.cuda.set_sync_debug_mode(before)
     except Exception as error:
         first = first or error
-        cause = _place_of(first) + str(first).partition("\n")[0]
+        cause = place_of(first) + str(first).partition("\n")[0]
         raise RuntimeError(
             f"the step cannot be captured as a CUDA graph ({cause}): nothing in its body may "
             "wait for the device (item(), cpu(), if on a tensor, an attention mask that is "
             "looked at, loss_per_sample)"
         ) from error
-
-
-def _place_of(error: BaseException) -> str:
-    """Returns the last line that is the user's own, of those that have led to an error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    if not own:
-        return ""
-    line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}, {line}: "
 
 
 class GraphedStep:

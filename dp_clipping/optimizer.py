@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from operator import is_
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -69,7 +69,7 @@ class PrivateOptimizer(Optimizer):
     """
 
     def __init__(
-        self, settings: Any, *, model: Any, noise_key: bytes, count: Hook | None = None,
+        self, settings: Any, *, model: Any, noise_key: bytes, count: Hook,
         agreement: Agreement | None = None, noise_source: NoiseSource | None = None,
     ):  # fmt: skip
         self.original_optimizer = settings.optimizer
@@ -228,13 +228,9 @@ class PrivateOptimizer(Optimizer):
         if not self.step_state.keeps_sums:
             self.original_optimizer.zero_grad(set_to_none or self.model.policy is not None)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Takes a step. Raises RuntimeError without a backward since the last step."""
         loss = None
         if closure is not None:
@@ -347,10 +343,7 @@ class PrivateOptimizer(Optimizer):
             self.noise.check_process()
             self.fixed_settings.agree()
             self._refuse_noise_alone()
-        if self._count is None:
-            self.run_step_hooks()
-        else:
-            self._count(self)
+        self._count(self)
         # Counted before noise is made: what fails from here on never adds the same noise again.
         return self.step_state.count()
 

@@ -73,7 +73,14 @@ class NormReducer:
         self.mode, self.device, self.dtype = mode, torch.device(device), dtype
         self.tensor = Axis("tensor-parallel", tensor_group)
         self.data = Axis("data", data_parallel_group)
-        _check_axes(self.tensor, self.data)
+        groups = [axis.group for axis in (self.tensor, self.data) if axis.size > 1]
+        ranks = [rank for group in groups for rank in dist.get_process_group_ranks(group)]
+        if len(ranks) - len(set(ranks)) > 1:
+            raise ValueError(
+                "the data and tensor-parallel axes have ranks in common: a rank with other samples "
+                "and one with other shards of the parameters are different ranks, so give the "
+                "groups of a mesh's axes"
+            )
         self.splits_parameters = self.tensor.size > 1
         is_cuda = self.device.type == "cuda"
         self.side_stream = torch.cuda.Stream(self.device) if is_cuda else None
@@ -176,11 +183,6 @@ class Axis:
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(f"this rank is no member of the group given as its {name} axis")
-
-    @property
-    def ranks(self) -> set[int]:
-        """Returns the global ranks of the members, if there are others."""
-        return set() if self.size == 1 else set(dist.get_process_group_ranks(self.group))
 
     def sum(self, table: Tensor, what: str, mode: str, operation: Any = None) -> "PendingReduce":
         """Launches an all-reduce in place, contiguous; nothing for one member or an empty table."""
@@ -306,13 +308,3 @@ def _naming(description: str) -> Iterator[None]:
             f"exchange of {description} failed: a rank was lost, came too late or exchanges "
             f"something else; its own error says why ({error})"
         ) from error
-
-
-def _check_axes(tensor: Axis, data: Axis) -> None:
-    """Raises ValueError unless the axes have one rank in common, as those of a mesh have."""
-    if len(tensor.ranks & data.ranks) > 1:
-        raise ValueError(
-            "the data and tensor-parallel axes have ranks in common: a rank with other samples "
-            "and one with other shards of the parameters are different ranks, so give the groups "
-            "of a mesh's axes"
-        )

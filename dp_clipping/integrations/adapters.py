@@ -24,9 +24,8 @@ STILL = (
 
 def adapters_of(model: Any) -> dict[str, nn.Parameter]:
     """Returns the trainable parameters of a model with PEFT adapters; of another one, none."""
-    if not hasattr(model, "peft_config"):
-        return {}
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    own = model.named_parameters() if hasattr(model, "peft_config") else ()
+    return {name: p for name, p in own if p.requires_grad}
 
 
 def refuse_unreached(model: Any, loss: Callable[[], Tensor]) -> None:
@@ -40,8 +39,7 @@ def refuse_unreached(model: Any, loss: Callable[[], Tensor]) -> None:
     adapters = adapters_of(model)
     if not adapters:
         return
-    frozen = _frozen(model)
-    if frozen:
+    if frozen := _frozen(model):
         warnings.warn(FROZEN.format(names=_some(frozen)), stacklevel=2)
     total = loss()
     found: Any = [None] * len(adapters)

@@ -177,8 +177,9 @@ class PrivateTrainer(Trainer):
         return args.train_batch_size * self._accumulation_steps * args.world_size
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:
-        batches = self.privacy.sampled(dataloader).rates[1]
-        return super().set_initial_training_values(args, _Epoch(dataloader.dataset, batches))
+        batches = range(self.privacy.sampled(dataloader).rates[1])
+        epoch: DataLoader = DataLoader(dataloader.dataset, batch_size=None, sampler=batches)
+        return super().set_initial_training_values(args, epoch)  # of which its length counts
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
         """Returns None: a sample's loss does not depend on the others' tokens."""
@@ -410,13 +411,3 @@ class PrivateTrainer(Trainer):
             raise ValueError(own) from error
         scheduler = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
-
-
-class _Epoch:
-    """Stands for a loader where only its length counts."""
-
-    def __init__(self, dataset: Any, steps: int):
-        self.dataset, self._steps = dataset, steps
-
-    def __len__(self) -> int:
-        return self._steps

@@ -9,17 +9,6 @@ from torch import Tensor
 UNPROTECTED = ("loss", "samples", "clipped_fraction", "median_norm", "nonfinite_samples")
 
 
-def check_unprotected(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names. Raises ValueError for an unknown one."""
-    names = (names,) if isinstance(names, str) else tuple(names)
-    for name in names:
-        if name not in UNPROTECTED:
-            raise ValueError(
-                f"unprotected={name!r} is unknown: choose from {', '.join(UNPROTECTED)}"
-            )
-    return names
-
-
 class StepMetrics:
     """Calls `call(metrics)` after a step of the optimizer, on every rank.
 
@@ -37,8 +26,13 @@ class StepMetrics:
         unprotected: Sequence[str],
         every: int,
     ):
-        self.call, self.epsilon = call, epsilon
-        self.unprotected, self.every = check_unprotected(unprotected), every
+        self.call, self.epsilon, self.every = call, epsilon, every
+        self.unprotected = (unprotected,) if isinstance(unprotected, str) else tuple(unprotected)
+        for name in self.unprotected:
+            if name not in UNPROTECTED:
+                raise ValueError(
+                    f"unprotected={name!r} is unknown: choose from {', '.join(UNPROTECTED)}"
+                )
 
     def attach(self, model: Any, optimizer: Any) -> None:
         """Starts to call `call` after each step of the optimizer."""
@@ -72,10 +66,11 @@ class StepMetrics:
         if set(self.unprotected) - {"loss"}:
             statistics = model.norm_statistics()
             norms = model.gather_norms().wait().sum(0).sqrt()
+            finite = norms[norms.isfinite()]
             found = {
                 "samples": statistics.samples,
                 "clipped_fraction": statistics.clipped_fraction,
-                "median_norm": _median(norms[norms.isfinite()]),
+                "median_norm": float(finite.median()) if finite.numel() else 0.0,
                 "nonfinite_samples": statistics.nonfinite,
             }
         if "loss" in self.unprotected:
@@ -104,7 +99,3 @@ def loss_and_count(losses: Tensor, real: int, padding: Tensor | None) -> Tensor:
         return torch.stack([losses.masked_fill(padding, 0).sum(), (~padding).sum().double()])
     losses = losses[:real]
     return torch.stack([losses.sum(), losses.new_tensor(float(len(losses)))])
-
-
-def _median(norms: Tensor) -> float:
-    return float(norms.median()) if norms.numel() else 0.0
