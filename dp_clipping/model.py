@@ -5,7 +5,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.distributed.torch_compat import active_wrapper
 from dp_clipping.losses.in_network import LossInNetwork
 from dp_clipping.losses.private_loss import PrivateLoss, refuse_reentrant
-from dp_clipping.modes import REFERENCE_MODE
+from dp_clipping.planning.plan import Plans
 from dp_clipping.profiling.metrics import loss_and_count
 from dp_clipping.profiling.profile import NOTHING, SWITCH, Profile, ranged
 from dp_clipping.sampling.usage import SampleUsage
@@ -31,13 +32,7 @@ from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
 from dp_clipping.torch_compat import never_compiled
-from dp_clipping.validation import replicas
-
-WRAPPED = (
-    "{kind} would wrap a private model, whose clipped sums it does not exchange: wrap or shard the "
-    "network first and make that private, "
-    'engine.make_private(module=ddp.wrap("ddp_bucketed", network), ..)'
-)
+from dp_clipping.validation import refuse_wrapper, replicas
 
 
 class PrivateModel(nn.Module):
@@ -47,9 +42,6 @@ class PrivateModel(nn.Module):
     private criterion's loss clips and sums, the private optimizer's `step()` adds noise and applies
     the sum, and `zero_grad()` makes room for the next one. In evaluation and under `torch.no_grad`
     calls and unknown attributes are those of the network itself.
-
-    The methods for users are here: those of Opacus's model and of `nn.Module`. Criterion and
-    optimizer call the parts.
 
     Args:
         settings: an `arguments.settings.Settings`, whose `module`, the network or its data-parallel
@@ -101,7 +93,7 @@ class PrivateModel(nn.Module):
         else:
             self._calls = Calls(
                 module, self._call_of_unwrapped, zero_grad=self.zero_grad,
-                refuse_wrapper=self.refuse_wrapper,
+                refuse_wrapper=refuse_wrapper,
             )  # fmt: skip
 
     def _capture_layers(self, settings: Any) -> None:
@@ -172,20 +164,10 @@ class PrivateModel(nn.Module):
             RuntimeError: there was no fused step, and no module has to be named.
         """
         self.refuse_in_release("plan_table")
-        plan = None if self.step_context is None else self.step_context.plans.last
-        slow = [
-            f"{handle.name or 'the network'}: one sample after another: {handle.one_by_one}"
-            for handle in (() if self.policy is None else self.capture.handles)
-            if handle.one_by_one
-        ]
-        parts = [*([] if plan is None else [plan.table(), ""]), *slow]
-        if parts:
-            return "\n".join(parts).rstrip()
-        raise RuntimeError(
-            f"mode {self.mode} has no plan: choose grad_sample_mode="
-            f"{' or '.join(REFERENCE_MODE)} and parameters that have fused kernels, and call "
-            "plan_table() after loss.backward()"
-        )
+        handles = () if self.policy is None else self.capture.handles
+        slow = {handle.name or "the network": handle.one_by_one for handle in handles}
+        plans = Plans() if self.step_context is None else self.step_context.plans
+        return plans.table(self.mode, slow)
 
     def refuse_in_release(self, what: str) -> None:
         """Raises RuntimeError in a run whose every output is to be covered by ε."""
@@ -221,14 +203,14 @@ class PrivateModel(nn.Module):
         if torch.compiler.is_compiling():
             _refuse_to_be_compiled()
         if (wrapper := active_wrapper()) is not None:
-            self.refuse_wrapper(type(wrapper).__name__)
+            refuse_wrapper(type(wrapper).__name__)
         if not self.network.training:
             raise RuntimeError(
                 "a private training step of a network in evaluation: call model.train(); single "
                 "modules may stay in evaluation"
             )
-        module: Any = self._modules["module"]
-        is_open = self.step_state.is_open
+        module, state = self._modules["module"], self.step_state
+        is_open = state.is_open
         if is_open:
             self.gradient_buffer.watch.refuse_unclipped()
         try:
@@ -237,22 +219,20 @@ class PrivateModel(nn.Module):
         except RuntimeError as error:
             refuse_reentrant(error)
             raise
-        for lengths in self.step_state.pending.lengths:
-            lengths.around = self._as_in_forward(lengths.around, kwargs)
+        for lengths in state.pending.lengths:
+            lengths.around = partial(self._as_in_forward, lengths.around, kwargs)
         if is_open:
             self.gradient_buffer.watch.note()  # a wrapper may have waited for sums under way
-        return self._with_private_loss(outputs)
+        private = partial(PrivateLoss, self, state.pending, reduction=self._loss_reduction)
+        return self.loss_in_network.wrapped(outputs, state.pending, private)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuses the subclasses that `fully_shard` and `replicate` make of a module's class."""
         super().__init_subclass__(**options)
         if issubclass(cls, (*replicas(), *fsdp_classes())):
-            cls.refuse_wrapper(cls.__mro__[1].__name__)
+            refuse_wrapper(cls.__mro__[1].__name__)
 
-    @staticmethod
-    def refuse_wrapper(kind: str) -> NoReturn:
-        """Raises RuntimeError; a `ddp` wrapper of class `kind` calls it, and so do forwards."""
-        raise RuntimeError(WRAPPED.format(kind=kind))
+    refuse_wrapper = staticmethod(refuse_wrapper)  # which a `ddp` wrapper calls
 
     def no_sync(self) -> AbstractContextManager:
         """Enters a context in which sums add up locally; the next backward outside sends them."""
@@ -379,8 +359,7 @@ class PrivateModel(nn.Module):
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
         """Runs the private backward; see `ForwardBackward.backward`."""
         if self.step_state.keeps_losses and not private_step.is_empty:
-            real, without = private_step.real, private_step.without_loss
-            self.step_state.losses.append(loss_and_count(losses, real, without))
+            self.step_state.losses.append(loss_and_count(private_step, losses))
         sync = self._sync_context()
         self.passes.backward(private_step, losses, self.thresholds.clip_norms, sync)
 
@@ -405,30 +384,16 @@ class PrivateModel(nn.Module):
 
     def _call_of_unwrapped(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.module, (*replicas(), *fsdp_classes())) and self.sharding is None:
-            self.refuse_wrapper(type(self.module).__name__)
+            refuse_wrapper(type(self.module).__name__)
         return self.forward(*args, **kwargs)
 
-    def _with_private_loss(self, outputs: Any) -> Any:
-        private_step = self.step_state.pending
-
-        def private(losses: Tensor) -> PrivateLoss:
-            private_step.look_at(losses)
-            return PrivateLoss(self, private_step, losses, self._loss_reduction)
-
-        size = 0 if private_step.is_empty else private_step.rows
-        return self.loss_in_network.wrapped(outputs, private, size)
-
+    @contextmanager
     def _as_in_forward(
         self, context: Callable[[], AbstractContextManager], kwargs: dict
-    ) -> Callable[[], AbstractContextManager]:
-        """Returns what enters the context of a forward with these arguments, and another one."""
-
-        @contextmanager
-        def entered() -> Iterator[None]:
-            with self.reached(), context(), self.loss_in_network.per_sample(kwargs):
-                yield
-
-        return entered
+    ) -> Iterator[None]:
+        """Enters the context of a forward with these arguments, and another one."""
+        with self.reached(), context(), self.loss_in_network.per_sample(kwargs):
+            yield
 
     def _sync_context(self) -> AbstractContextManager:
         return self.no_sync() if self.step_state.accumulating else NOTHING

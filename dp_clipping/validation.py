@@ -6,6 +6,7 @@ mix samples, or carry what they saw from one batch into the next, have none.
 
 import sys
 from collections.abc import Iterable
+from typing import NoReturn
 
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
@@ -39,18 +40,21 @@ def replicas() -> tuple[type, ...]:
     return (*REPLICAS, opacus.DifferentiallyPrivateDistributedDataParallel)
 
 
-MESSAGE = "{name} ({kind}): {why}; {instead}"
+def refuse_wrapper(kind: str) -> NoReturn:
+    """Raises RuntimeError where a wrapper of class `kind` would call a private model."""
+    raise RuntimeError(
+        f"{kind} would wrap a private model, whose clipped sums it does not exchange: wrap or "
+        "shard the network first and make that private, "
+        'engine.make_private(module=ddp.wrap("ddp_bucketed", network), ..)'
+    )
 
 
 def check_module(module: nn.Module) -> None:
     """Raises ValueError listing every module that cannot be trained privately."""
     problems = [
-        MESSAGE.format(
-            name=name or "the module", kind=type(child).__name__, why=why, instead=instead
-        )
+        f"{name or 'the module'} ({type(child).__name__}): {problem[0]}; {problem[1]}"
         for name, child in module.named_modules()
-        if (reason := problem_of(child))
-        for why, instead in [reason]
+        if (problem := problem_of(child))
     ]
     if problems:
         raise ValueError("not trainable privately: " + " | ".join(problems))
@@ -68,9 +72,10 @@ def check_still_fixed(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Raises ValueError for a frozen normalisation that `model.train()` put in training mode."""
     for name, module in modules:
         if problem := problem_of(module):
-            kind = type(module).__name__
-            instead = f"keep it in evaluation: {name or 'it'}.eval() after each model.train()"
-            raise ValueError(MESSAGE.format(name=name, kind=kind, why=problem[0], instead=instead))
+            raise ValueError(
+                f"{name} ({type(module).__name__}): {problem[0]}; keep it in evaluation: "
+                f"{name or 'it'}.eval() after each model.train()"
+            )
 
 
 def problem_of(module: nn.Module) -> tuple[str, str] | None:

@@ -70,10 +70,10 @@ class LossInNetwork:
         elif self._looks_inside:
             self._count = mode.count
 
-    def wrapped(self, outputs: Any, losses: Callable[[Tensor], PrivateLoss], size: int) -> Any:
-        """Returns outputs whose `loss`, or first entry of a tuple, is a private loss.
+    def wrapped(self, outputs: Any, step: Any, private: Callable[..., PrivateLoss]) -> Any:
+        """Returns outputs whose `loss`, or first entry of a tuple, is made `private(losses=..)`.
 
-        Outputs in which there is no loss of `size` samples are returned as they are.
+        Outputs in which there is no loss of the step's samples are returned as they are.
         """
         put: Callable[[PrivateLoss], None] | None = None
         if hasattr(outputs, "loss"):
@@ -82,11 +82,14 @@ class LossInNetwork:
             found, put = outputs.get("loss"), partial(operator.setitem, outputs, "loss")
         else:
             found = outputs[0] if isinstance(outputs, tuple) and outputs else None
+        size = 0 if step.is_empty else step.rows
         if not self._count or not isinstance(found, Tensor) or found.shape != (size,):
             return outputs
+        step.look_at(found)
+        loss = private(losses=found)
         if put is None:
-            return (losses(found), *outputs[1:])
-        put(losses(found))
+            return (loss, *outputs[1:])
+        put(loss)
         return outputs
 
     def _note_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -87,15 +87,10 @@ def mean_loss(model: Any) -> float:
     return total / max(1.0, count)
 
 
-def loss_and_count(losses: Tensor, real: int, padding: Tensor | None) -> Tensor:
-    """Returns the sum of the losses of a batch, and how many they are: [2].
-
-    Args:
-        real: so many are of samples, the first ones.
-        padding: True for those that are of none, in its place.
-    """
-    losses = losses.detach().double()
+def loss_and_count(private_step: Any, losses: Tensor) -> Tensor:
+    """Returns the sum of the losses of a step's samples, and how many they are: [2]."""
+    losses, padding = losses.detach().double(), private_step.without_loss
     if padding is not None:
         return torch.stack([losses.masked_fill(padding, 0).sum(), (~padding).sum().double()])
-    losses = losses[:real]
+    losses = losses[: private_step.real]
     return torch.stack([losses.sum(), losses.new_tensor(float(len(losses)))])
