@@ -25,7 +25,7 @@ additions:
 All members of the tensor axis end up with the same bits, so they clip alike.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import cos, pi, sin
 from typing import Any
@@ -36,8 +36,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
+from dp_clipping.clipping.norms import Norms
+
 NORM_REDUCTIONS = ("sync", "async", "layerwise")
 SAME_LOSS = 1e-3  # losses of one sample on two ranks are this close; those of two samples are not
+DIFFERS = 1e-3  # relative; replicas of one norm differ by rounding, far less
+NONE = 1e-32  # squared norms that are nothing beside any C: float32 rounds the smallest coarsely
 PARAMETERS_PER_PARTIAL_SUM = 16  # parameters to a partial sum: an 8B Llama, 291 of them, has 19
 
 
@@ -84,12 +88,6 @@ class NormReducer:
         self.splits_parameters = self.tensor.size > 1
         is_cuda = self.device.type == "cuda"
         self.side_stream = torch.cuda.Stream(self.device) if is_cuda else None
-
-    @property
-    def contrasts(self) -> tuple[float, float]:
-        """Returns two weights of this rank; each adds up to zero over the tensor axis."""
-        angle = 2 * pi * self.tensor.rank / self.tensor.size
-        return cos(angle), sin(angle)
 
     def check_same_samples(self, losses: Tensor) -> None:
         """Raises RuntimeError on every member if losses [B] differ over the tensor axis; blocks.
@@ -272,6 +270,60 @@ class Layerwise:
         part = self._reducer.exchanged(self._table_of(keys))
         what = f"partial sum {self.launched + 1} of {len(self._chunks)} of squared norms"
         self._pending.append(self._reducer.tensor.sum(part, what, "layerwise"))
+
+
+class SplitNorms:
+    """Norms of one batch whose parameters are split: each rank has a part of every norm.
+
+    Each rank writes a table of what adds up over ranks (`table`), the reducer adds the tables up,
+    and `unpack` reads the sum. A parameter that all ranks have whole is counted by one of them. It
+    also has to be the same everywhere: its per-sample gradient is then the same on each rank, and
+    sums of its squared norms with weights that add up to zero vanish. They do not where a rank has
+    computed with a part of its input (an RMSNorm over the heads that the rank has): there it holds
+    a term of the gradient, and no norm of a sample is known.
+
+    Args:
+        sharding: how the network is spread over ranks, a `sharding.Sharding`; None: it is not.
+
+    Attributes:
+        is_split: ranks have parts of the norms, to be summed before clipping.
+        differ: on the device, whether ranks differed in what all have whole; None before `unpack`.
+    """
+
+    def __init__(self, reducer: NormReducer, sharding: Any):
+        self._reducer, self._sharding = reducer, sharding
+        self.is_split = reducer.splits_parameters
+        self.differ: Tensor | None = None
+
+    def table(self, norms: Norms, parameters: Iterable[Any]) -> Tensor:
+        """Returns this rank's table for some parameters, whose rows add up over ranks: [5, K, B].
+
+        Squared norms; upper bounds of the squared norms of what will be summed; squared norms of
+        shared parameters, as they are and with two weights.
+        """
+        counts_shared = self._reducer.tensor.rank == 0  # one rank does, of those that have them
+        every, whole = set(parameters), self._shared(parameters)
+        counted = norms.only(every if counts_shared else every - whole)
+        shared = norms.only(whole).squared()
+        # Weights of this rank, each of which adds up to zero over the axis.
+        angle = 2 * pi * self._reducer.tensor.rank / self._reducer.tensor.size
+        across, along = cos(angle), sin(angle)
+        rows = counted.squared(), counted.bounds(), shared, across * shared, along * shared
+        return torch.stack(rows)
+
+    def unpack(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns squared norms and upper bounds [K, B] from the sum of all tables [5, K, B]."""
+        squares, bounds, shared, across, along = total
+        differs = across.abs() + along.abs() > DIFFERS * shared + NONE
+        self.differ = differs.any() if self.differ is None else self.differ | differs.any()
+        return squares, torch.where(differs, torch.inf, bounds)
+
+    def _shared(self, parameters: Iterable[Any]) -> set[Any]:
+        """Returns the parameters that all ranks of the tensor axis have whole."""
+        if self._sharding is None:
+            return set(parameters)
+        parts = self._sharding.parts
+        return {p for p in parameters if not parts[p.parameter].split}
 
 
 def refuse_split_samples(layer: str, what: str, placements: Sequence[Any], shape: Sequence[int],

@@ -41,8 +41,12 @@ from ddp_by_hand.lm.runtime import Hardware
 from ddp_by_hand.measure.options import parse_options
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.distributed.gradient_reduce import ShardedSums
-from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer, PendingReduce
-from dp_clipping.distributed.split_norms import SplitNorms
+from dp_clipping.distributed.norm_reduce import (
+    NORM_REDUCTIONS,
+    NormReducer,
+    PendingReduce,
+    SplitNorms,
+)
 from dp_clipping.noise import sources
 from dp_clipping.profiling.profile import SWITCH
 from dp_clipping.step import private_step
