@@ -24,7 +24,7 @@ from dp_clipping.losses.in_network import LossInNetwork
 from dp_clipping.losses.private_loss import PrivateLoss, refuse_reentrant
 from dp_clipping.planning.plan import Plans
 from dp_clipping.profiling.metrics import loss_and_count
-from dp_clipping.profiling.profile import NOTHING, SWITCH, Profile, ranged
+from dp_clipping.profiling.profile import NOTHING, SWITCH, Profile
 from dp_clipping.sampling.usage import SampleUsage
 from dp_clipping.step.context import StepContext, context_of
 from dp_clipping.step.forward_backward import ForwardBackward
@@ -363,7 +363,6 @@ class PrivateModel(nn.Module):
         sync = self._sync_context()
         self.passes.backward(private_step, losses, self.thresholds.clip_norms, sync)
 
-    @ranged("gradient_sync")
     def finish_synchronization(self) -> None:
         """Blocks until each `.grad` is (this rank's shard of) the sum over all ranks.
 
@@ -371,8 +370,9 @@ class PrivateModel(nn.Module):
             RuntimeError: parameters have no sum, as after a backward that was cut off.
         """
         self.step_state.accumulating = False
-        if self.policy is not None:
-            self.gradient_buffer.finish()
+        if self.step_context is not None:
+            with self.step_context.timer.part("gradient_sync", is_labelled=False):
+                self.gradient_buffer.finish()
         elif hasattr(self.module, "finish_gradient_synchronization"):
             self.module.finish_gradient_synchronization()
 

@@ -13,7 +13,7 @@ from dp_clipping.cuda_graph import GraphedStep
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.sources import NoiseSource
-from dp_clipping.profiling.profile import ranged
+from dp_clipping.profiling.timer import Timer
 from dp_clipping.sampling.loader import PREPARED
 from dp_clipping.step.fixed_settings import FixedSettings
 from dp_clipping.step.gradient_noise import GradientNoise
@@ -73,7 +73,7 @@ class PrivateOptimizer(Optimizer):
         agreement: Agreement | None = None, noise_source: NoiseSource | None = None,
     ):  # fmt: skip
         self.original_optimizer = settings.optimizer
-        self.model, self.profile = model, model.profile
+        self.model, self._timer = model, Timer(model.profile)
         self.step_state = model.step_state
         self.noise_multiplier = settings.noise_multiplier
         self.expected_batch_size = settings.expected_batch_size
@@ -280,7 +280,11 @@ class PrivateOptimizer(Optimizer):
         if self.step_state.is_noisy:
             return
         self.model.finish_synchronization()
-        self._add_noise()
+        with self._timer.part("noise", is_labelled=False):
+            number = self.count()
+            if self.model.policy is not None:
+                self.noise.add(number)
+            self.step_state.add_noise()
 
     def refuse(self) -> None:
         """Raises RuntimeError if `.grad` must not be applied, before anything is counted."""
@@ -324,14 +328,6 @@ class PrivateOptimizer(Optimizer):
 
         handle = optimizer.register_step_pre_hook(refuse)
         weakref.finalize(self, handle.remove)
-
-    @ranged("noise")
-    def _add_noise(self) -> None:
-        """Counts the step, and lets `.grad` have its noise."""
-        number = self.count()
-        if self.model.policy is not None:
-            self.noise.add(number)
-        self.step_state.add_noise()
 
     def count(self) -> int:
         """Counts the step in hooks, account and state; returns its number."""

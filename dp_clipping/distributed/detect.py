@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from dp_clipping.distributed.dtensor import is_fsdp1, is_fsdp2, is_sharded, local, size_of
-from dp_clipping.distributed.sharding import ParameterPart, Sharding
+from dp_clipping.distributed.sharding import ParameterPart, Sharding, owned
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,7 +81,10 @@ def _of_fsdp(root: nn.Module) -> Sharding:
     data: dict[DeviceMesh, int] = {}  # mesh -> how many of its dimensions are data axes
     tensor: set[DeviceMesh] = set()
     gathering = []
-    for unit, (module, names_of) in enumerate(_units(root)):
+    modules: list[Any] = [m for m in root.modules() if is_fsdp2(m)]
+    sharded = [{p: n for p, n in own.items() if is_sharded(p)} for own in owned(modules)]
+    units = [(module, names) for module, names in zip(modules, sharded, strict=True) if names]
+    for unit, (module, names_of) in enumerate(units):
         is_plain = all(p.device_mesh.ndim == 1 for p in names_of)
         if not is_plain:
             module.unshard()
@@ -138,22 +141,8 @@ def _of_fsdp(root: nn.Module) -> Sharding:
         everyone=_group(mesh.mesh.flatten().tolist()) if tensor else data_parallel_group,
         replicas=mesh.get_group(0) if axes == 2 else None, shards=shards, parts=parts,
         gathering=tuple(gathering), managed=root,
-        gathered=frozenset(m for m in root.modules() if is_fsdp2(m) and m is not root),
+        gathered=frozenset(modules) - {root},
     )  # fmt: skip
-
-
-def _units(root: nn.Module) -> list[tuple[Any, dict[Parameter, str]]]:
-    """Returns the modules that FSDP manages, with the parameters of each and their names."""
-    found = []
-    taken: set[Parameter] = set()
-    modules = [m for m in root.modules() if is_fsdp2(m)]
-    for module in reversed(modules):  # inner ones first: what they manage is not the outer ones'
-        names = module.named_parameters()
-        parameters = {p: n for n, p in names if p not in taken and is_sharded(p)}
-        taken.update(parameters)
-        if parameters:
-            found.append((module, parameters))
-    return found[::-1]
 
 
 def _of_tensor_parallel(

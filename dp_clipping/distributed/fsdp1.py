@@ -37,7 +37,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from dp_clipping.distributed.dtensor import is_sharded
-from dp_clipping.distributed.sharding import ParameterPart, Sharding, Slice
+from dp_clipping.distributed.sharding import ParameterPart, Sharding, Slice, owned
 from dp_clipping.distributed.torch_compat import (
     USE_FSDP2,
     fsdp1_end_backward,
@@ -156,7 +156,7 @@ def flat_sharding_of(module: nn.Module) -> FlatSharding:
     _refuse(module, units)
     group = units[0].process_group
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    names_of = _parameters_of(units)
+    names_of = owned([unit.module for unit in units])
     lengths: list[list[int]] = [[]] * world
     lengths_here = [p.numel() for names in names_of for p in names]
     dist.all_gather_object(lengths, lengths_here, group=group)
@@ -186,17 +186,6 @@ def flat_sharding_of(module: nn.Module) -> FlatSharding:
 def _units(module: nn.Module) -> list[FSDP]:
     """Returns the units in the order of their numbers."""
     return [m for m in module.modules() if isinstance(m, FSDP)]
-
-
-def _parameters_of(units: list[FSDP]) -> list[dict[Parameter, str]]:
-    """Returns each unit's parameters that are no inner unit's, with their names there."""
-    taken: set[Parameter] = set()
-    found = []
-    for unit in reversed(units):
-        parameters = {p: name for name, p in unit.module.named_parameters() if p not in taken}
-        taken.update(parameters)
-        found.append(parameters)
-    return found[::-1]
 
 
 def _slices(

@@ -10,7 +10,6 @@ arXiv:1910.02054, for sharding; Zhao et al. 2023, arXiv:2304.11277, for FSDP).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -18,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.profiler import record_function
 
 from dp_clipping.distributed.dtensor import local, size_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.distributed.torch_compat import all_reduce_together, reduce_scatter_together
 from dp_clipping.profiling.profile import Profile
+from dp_clipping.profiling.timer import Timer
 from dp_clipping.torch_compat import version_of, without_memory
 
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
@@ -113,7 +112,7 @@ class ShardedSums:
     """
 
     def __init__(self, sharding: Sharding, profile: Profile | None = None):
-        self.sharding, self.profile = sharding, profile
+        self.sharding, self._timer = sharding, Timer(profile)
         self.deferred = False
         self._order = sorted(sharding.units, reverse=True)
         self._arrived: dict[int, dict[Parameter, Tensor]] = {}
@@ -173,7 +172,7 @@ class ShardedSums:
         while self._next < len(self._order) and self._is_complete(self._order[self._next]):
             unit = self._order[self._next]
             self._next += 1
-            with self._range():
+            with self._timer.phase("reduce_scatter"):
                 self._launch(self.sharding.units[unit], self._arrived.pop(unit))
                 if len(self._pending) > IN_FLIGHT:
                     self._complete(self._pending.pop(0))
@@ -188,7 +187,7 @@ class ShardedSums:
             RuntimeError: some parameters have no sum, as after an error half-way.
         """
         while self._pending:
-            with self._range():
+            with self._timer.phase("reduce_scatter"):
                 self._complete(self._pending.pop(0))
         if self._next or self._arrived:
             raise RuntimeError("sums of some parameters have not arrived: was a backward cut off?")
@@ -200,14 +199,6 @@ class ShardedSums:
         for parameter in self._sums:  # packed ones share a version: when all are done
             self._written[parameter] = parameter.grad, _versions(parameter.grad)
         self._sums.clear()
-
-    def _range(self) -> AbstractContextManager:
-        """Returns the range of a trace for a collective; nothing if there is none."""
-        travels = size_of(self.sharding.shards) > 1
-        name = "reduce_scatter"
-        if not travels:
-            return nullcontext()
-        return record_function(name) if self.profile is None else self.profile.range(name)
 
     def _is_complete(self, unit: int) -> bool:
         return len(self._arrived.get(unit, ())) == len(self.sharding.units[unit])

@@ -50,6 +50,16 @@ Gathering = tuple[nn.Module, dict[Parameter, str]]
 """A module, and the names in it of the trainable parameters that it gathers."""
 
 
+def owned(modules: list[Any]) -> list[dict[Parameter, str]]:
+    """Returns each module's parameters that are no inner module's, with their names there."""
+    taken: set[Parameter] = set()
+    found = []
+    for module in reversed(modules):
+        found.append({p: name for name, p in module.named_parameters() if p not in taken})
+        taken.update(found[-1])
+    return found[::-1]
+
+
 @dataclass(frozen=True)
 class Sharding:
     """How a model is spread over ranks. Immutable; made by `detect.sharding_of`.

@@ -20,9 +20,8 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
 from statistics import median
 from typing import Any
 
@@ -101,25 +100,6 @@ def profile_of(device: torch.device, hide_unprotected: bool, alone: bool) -> Pro
         LOG.warning("%s=1 does nothing with hide_unprotected=True: times tell batch sizes", SWITCH)
         return None
     return Profile(device, alone)
-
-
-def ranged(name: str) -> Callable:
-    """Decorates a method of an object with `.profile`: times it as a range, unless that is None.
-
-    Traces are not labelled: those who call the method do it, with the switch on or off.
-    """
-
-    def decorate(method: Callable) -> Callable:
-        @wraps(method)
-        def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.profile is None:
-                return method(self, *args, **kwargs)
-            with self.profile.range(name, is_labelled=False):
-                return method(self, *args, **kwargs)
-
-        return inside
-
-    return decorate
 
 
 class Profile:

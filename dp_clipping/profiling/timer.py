@@ -29,9 +29,9 @@ class Timer:
             return self._profile.range(name)
         return record_function(name) if is_profiling() else NOTHING
 
-    def part(self, name: str) -> AbstractContextManager:
-        """Times a part of a phase; without the switch it has no label of its own."""
-        return NOTHING if self._profile is None else self._profile.range(name)
+    def part(self, name: str, is_labelled: bool = True) -> AbstractContextManager:
+        """Times a part of a phase; without the switch, or by request, it has no label."""
+        return NOTHING if self._profile is None else self._profile.range(name, is_labelled)
 
     def around_each(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
         """Returns a function that takes several things, timed as `part` times."""
