@@ -207,17 +207,17 @@ def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | No
 
 
 def noise_for_target(
-    module: Any, training: Sampled, *, steps: int, accountant: str, secure_mode: bool,
-    expected_batch_size: float | None, target_epsilon: float, target_delta: float, **search: Any,
+    engine: Any, module: Any, training: Sampled, *, steps: int, expected_batch_size: float | None,
+    **target: Any,
 ) -> float:  # fmt: skip
     """Returns σ with which `steps` steps of what `make_private` makes end at (ε, δ).
 
     Args:
-        module: of `make_private`.
+        engine: a `PrivacyEngine`.
+        module: of its `make_private`.
         training: how the loader is sampled.
-        accountant: its name.
         expected_batch_size: as given to `make_private`, or None.
-        search: further arguments of `noise_multiplier_for`.
+        target: `target_epsilon`, `target_delta` and others of `noise_multiplier_for`.
 
     Raises:
         ValueError: for noise whose ε is a function of the user's, and as `noise_multiplier_for`.
@@ -230,21 +230,21 @@ def noise_for_target(
         )
     rate, _ = training.rates
     find = partial(
-        noise_multiplier_for, sample_rate=rate, steps=steps, accountant=accountant,
-        mechanism=training.mechanism, **search,
+        noise_multiplier_for, sample_rate=rate, steps=steps, mechanism=training.mechanism,
+        accountant=engine.accountant.mechanism(), **target,
     )  # fmt: skip
-    if secure_mode:  # a certificate that is not better than that of the run
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        parameters = module.parameters() if isinstance(module, nn.Module) else ()
-        sizes = [ranks * p.numel() for p in parameters if p.requires_grad]
-        if expected_batch_size is None:
-            expected_batch_size = training.expected_units(ranks)
-        check("expected_batch_size", expected_batch_size)
-        certificate = certificate_of(
-            sizes, float(expected_batch_size), rate, training.units_of_data
-        )
-        find = partial(certificate.noise_multiplier, steps=steps, find=find)
-    return find(target_epsilon=target_epsilon, target_delta=target_delta)
+    if not engine.secure_mode:
+        return find()
+    # By a certificate that is not better than that of the run.
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    sizes = [ranks * p.numel() for p in parameters if p.requires_grad]
+    if expected_batch_size is None:
+        expected_batch_size = training.expected_units(ranks)
+    check("expected_batch_size", expected_batch_size)
+    certificate = certificate_of(sizes, float(expected_batch_size), rate, training.units_of_data)
+    wanted = {name: target[name] for name in ("target_epsilon", "target_delta")}
+    return certificate.noise_multiplier(**wanted, steps=steps, find=find)
 
 
 def sizes_of(model: PrivateModel) -> list[int]:

@@ -280,9 +280,8 @@ class PrivacyEngine(Checkpoints, Audits):
             )
         steps = epochs * training.rates[1]
         noise_multiplier = noise_for_target(
-            module, training, steps=steps, accountant=self.accountant.mechanism(),
-            secure_mode=self.secure_mode, expected_batch_size=arguments.get("expected_batch_size"),
-            **target, epsilon_tolerance=epsilon_tolerance, alphas=alphas,
+            self, module, training, steps=steps, **target, epsilon_tolerance=epsilon_tolerance,
+            alphas=alphas, expected_batch_size=arguments.get("expected_batch_size"),
         )  # fmt: skip
         private = self.make_private(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,

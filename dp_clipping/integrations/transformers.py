@@ -227,8 +227,7 @@ class PrivateTrainer(Trainer):
         noise = privacy.noise_multiplier
         if noise is None:
             noise = noise_for_target(
-                network, privacy.sampled(loader), steps=max_steps, accountant=privacy.accountant,
-                secure_mode=privacy.secure_mode,
+                self.engine, network, privacy.sampled(loader), steps=max_steps,
                 expected_batch_size=arguments.get("expected_batch_size"),
                 target_epsilon=privacy.target_epsilon, target_delta=privacy.target_delta,
             )  # fmt: skip
@@ -397,17 +396,10 @@ class PrivateTrainer(Trainer):
                 "with save_only_model=True, or by another Trainer): give a checkpoint that "
                 "PrivateTrainer has saved"
             )
-        try:
-            self.engine.load_checkpoint(
-                path=path, module=self.model_wrapped, optimizer=self.optimizer,
-                data_loader=self._made[1].loader, key_path=self._key_file(checkpoint),
-                new_keys=self.privacy.new_keys,
-            )  # fmt: skip
-        except ValueError as error:
-            said = str(error)
-            if "pass new_keys=True" not in said:
-                raise
-            own = said.replace("pass new_keys=True", "give PrivacyArguments(new_keys=True, ..)")
-            raise ValueError(own) from error
+        self.engine.load_checkpoint(
+            path=path, module=self.model_wrapped, optimizer=self.optimizer,
+            data_loader=self._made[1].loader, key_path=self._key_file(checkpoint),
+            new_keys=self.privacy.new_keys,
+        )  # fmt: skip
         scheduler = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)

@@ -222,7 +222,5 @@ class Plans:
 
     def forget(self) -> None:
         """Drops what is known about networks with other shapes."""
-        self.known.clear()
-        self.of_calls.clear()
-        self.measured.clear()
-        self.saved.clear()
+        for known in (self.known, self.of_calls, self.measured, self.saved):
+            known.clear()
