@@ -25,7 +25,7 @@ from dp_clipping.distributed.dtensor import shard_again, size_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise.correlated import CorrelatedNoise
-from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
+from dp_clipping.noise.keys import Keys
 from dp_clipping.noise.secure.certificate import Certificate, certificate_of
 from dp_clipping.noise.secure.source import SecureNoise
 from dp_clipping.noise.sources import source_of
@@ -54,15 +54,6 @@ class Ranks:
     everyone: dist.ProcessGroup | None
     device: torch.device
 
-    @property
-    def data_rank(self) -> int:
-        group = self.data_parallel_group
-        return 0 if group is None else dist.get_rank(group)
-
-    @property
-    def data_ranks(self) -> int:
-        return size_of(self.data_parallel_group)
-
 
 def ranks_of(settings: Settings) -> Ranks:
     """Returns the ranks of the run, after checking that module and optimizer fit one.
@@ -89,28 +80,17 @@ def ranks_of(settings: Settings) -> Ranks:
         LOG.info(sharding.describe())
         ranks = Ranks(sharding, sharding.data_parallel_group, sharding.everyone, device)
     elif is_private and not hasattr(module, "gradient_ready"):
-        _warn_of_other_ranks()
+        others = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if others > 1:
+            warnings.warn(
+                f"{others} ranks, and module is neither wrapped nor sharded: each rank trains a "
+                "network of its own, on samples of the whole data set; to train one together give "
+                'ddp.wrap("ddp_bucketed", network) or shard it',
+                stacklevel=TO_USER,
+            )
     if settings.cuda_graph:
         cuda_graph.refuse(settings, ranks)
     return ranks
-
-
-def _warn_of_other_ranks() -> None:
-    """Warns if there are other ranks, of a module that is a plain network."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        warnings.warn(
-            f"{dist.get_world_size()} ranks, and module is neither wrapped nor sharded: each rank "
-            "trains a network of its own, on samples of the whole data set; to train one together "
-            'give ddp.wrap("ddp_bucketed", network) or shard it',
-            stacklevel=TO_USER + 1,
-        )
-
-
-def keys_for(settings: Settings, ranks: Ranks) -> Keys:
-    """Returns the run's keys, the same ones on all ranks."""
-    if settings.noise_generator is None:
-        return fresh_keys(ranks.everyone, ranks.device)
-    return fixed_keys(settings.noise_generator, ranks.everyone, ranks.device)
 
 
 def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
@@ -122,13 +102,14 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
             stacklevel=TO_USER,
         )
         return settings.data_loader
+    group = ranks.data_parallel_group
     return PoissonLoader.from_data_loader(
         settings.data_loader,
         key=keys.sampling,
         sample_rate=settings.rates[0],
         steps=settings.rates[1],
-        rank=ranks.data_rank,
-        world_size=ranks.data_ranks,
+        rank=0 if group is None else dist.get_rank(group),
+        world_size=size_of(group),
         batch_first=settings.batch_first,
         rand_on_empty=settings.rand_on_empty,
         units=settings.units,

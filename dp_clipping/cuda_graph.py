@@ -168,7 +168,10 @@ class GraphedStep:
             RuntimeError: where the body cannot be captured, or something that a step depends on
                 has changed since.
         """
-        args, kwargs = tree_map(self._moved, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x,
+            (args, kwargs),
+        )
         if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
             raise RuntimeError(
                 "a graphed step inside of torch.autocast would read weights as they were cast "
@@ -181,9 +184,6 @@ class GraphedStep:
         captured = _Captured(self, args, kwargs)
         self._captured = captured
         return captured.outputs()
-
-    def _moved(self, x: Any) -> Any:
-        return x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x
 
     def _is_alike(self) -> bool:
         """Returns whether the coming step is like all others: then it may be captured."""
@@ -347,6 +347,9 @@ class _Captured:
             for group in self.optimizer.param_groups
         ]
         held = [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
+        # The numbers, flags and strings that modules hold, as the rate of a dropout.
+        of_modules = chain.from_iterable(vars(module).values() for module in self._modules)
+        attributes = [value for value in of_modules if type(value) in PLAIN]
         return [
             ("noise_multiplier", float(self.optimizer.noise_multiplier)),
             ("max_grad_norm", self.model.thresholds.clip_norms()),
@@ -355,14 +358,9 @@ class _Captured:
             ("optimizer.param_groups", (groups, held)),
             ("optimizer.state", id(self.optimizer.state)),
             ("the address of a parameter", [p.data_ptr() for p in self._parameters]),
-            ("training, or another attribute of a module", self._attributes()),
+            ("training, or another attribute of a module", attributes),
             ("the step hooks", len(self.optimizer.hooks)),
         ]
-
-    def _attributes(self) -> list[Any]:
-        """Returns the numbers, flags and strings that modules hold, as the rate of a dropout."""
-        held = chain.from_iterable(vars(module).values() for module in self._modules)
-        return [value for value in held if type(value) in PLAIN]
 
 
 def _value(x: Any) -> Any:

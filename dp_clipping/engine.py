@@ -26,7 +26,6 @@ from dp_clipping.build import (
     build_model,
     build_optimizer,
     certificate_for,
-    keys_for,
     noise_for_target,
     ranks_of,
 )
@@ -34,10 +33,12 @@ from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import agree_on_settings
+from dp_clipping.distributed.dtensor import size_of
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.correlated import CorrelatedNoise
+from dp_clipping.noise.keys import fixed_keys, fresh_keys
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.runs.checkpoints import Checkpoints
 from dp_clipping.validation import check_module
@@ -360,10 +361,11 @@ class PrivacyEngine(Checkpoints, Audits):
         self._refuse_other_units(settings.unit)
         self._refuse_other_mechanism(mechanism)
         ranks = ranks_of(settings)
-        keys = keys_for(settings, ranks)
+        generator, to_all = settings.noise_generator, (ranks.everyone, ranks.device)
+        keys = fixed_keys(generator, *to_all) if generator else fresh_keys(*to_all)
         self._note_dataset(settings.data_loader)
         loader = build_loader(settings, ranks, keys)
-        settings = settings.with_batch_size(ranks.data_ranks)
+        settings = settings.with_batch_size(size_of(ranks.data_parallel_group))
         agree_on_settings(
             settings.compared()
             | {

@@ -297,22 +297,18 @@ class PrivateOptimizer(Optimizer):
         capture = self.model.capture
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            self._refuse_missing(held)
+            those = set(held)
+            missing = [capture.names[p] for p in capture.parameters if p not in those]
+            if missing:
+                raise RuntimeError(
+                    f"the optimizer no longer holds {', '.join(missing[:5])}, which would get "
+                    "noise and never move: keep the parameters in optimizer.param_groups, or make "
+                    "the network private again with a new optimizer"
+                )
             self._held = held
             self._not_trained = [p for p in held if p not in capture.groups]
         for parameter in self._not_trained:
             parameter.grad = None
-
-    def _refuse_missing(self, held: list[Any]) -> None:
-        """Raises RuntimeError if the optimizer does not hold all parameters that are trained."""
-        capture, those = self.model.capture, set(held)
-        missing = [capture.names[p] for p in capture.parameters if p not in those]
-        if missing:
-            raise RuntimeError(
-                f"the optimizer no longer holds {', '.join(missing[:5])}, which would get noise "
-                "and never move: keep the parameters in optimizer.param_groups, or make the "
-                "network private again with a new optimizer"
-            )
 
     def _guard(self, optimizer: Optimizer) -> None:
         """Refuses a step of the wrapped optimizer itself, which would apply sums without noise."""

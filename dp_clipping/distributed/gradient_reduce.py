@@ -169,8 +169,9 @@ class ShardedSums:
     def launch_ready(self) -> None:
         """Launches the units whose sums are complete; every rank calls it at the same place among
         other collectives."""
-        while self._next < len(self._order) and self._is_complete(self._order[self._next]):
-            unit = self._order[self._next]
+        for unit in self._order[self._next :]:
+            if len(self._arrived.get(unit, ())) < len(self.sharding.units[unit]):
+                break
             self._next += 1
             with self._timer.phase("reduce_scatter"):
                 self._launch(self.sharding.units[unit], self._arrived.pop(unit))
@@ -199,9 +200,6 @@ class ShardedSums:
         for parameter in self._sums:  # packed ones share a version: when all are done
             self._written[parameter] = parameter.grad, _versions(parameter.grad)
         self._sums.clear()
-
-    def _is_complete(self, unit: int) -> bool:
-        return len(self._arrived.get(unit, ())) == len(self.sharding.units[unit])
 
     def _launch(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> None:
         """Starts one collective for all sums of a unit that have one dtype and layout."""
@@ -284,13 +282,10 @@ class ShardedSums:
             if replicas is not None and shards:
                 all_reduce_together(shards, replicas).wait()
             for parameter, shard in transfer.shards:
-                self._add(parameter, shard)
-
-    def _add(self, parameter: Parameter, shard: Tensor) -> None:
-        if parameter in self._sums:
-            self._sums[parameter].add_(shard.view_as(self._sums[parameter]))
-        else:
-            self._sums[parameter] = shard
+                if parameter in self._sums:
+                    self._sums[parameter].add_(shard.view_as(self._sums[parameter]))
+                else:
+                    self._sums[parameter] = shard
 
 
 @dataclass

@@ -191,8 +191,8 @@ class PrivateTrainer(Trainer):
     ) -> tuple[nn.Module, LogicalBatches]:
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        is_one_training = self.privacy.target_epsilon is not None
-        if len(self.engine.accountant) and is_one_training and resume_from_checkpoint is None:
+        target = self.privacy.target_epsilon
+        if target and len(self.engine.accountant) and resume_from_checkpoint is None:
             raise ValueError(
                 "train() was called before, and target_epsilon is for one training: give "
                 "PrivacyArguments(noise_multiplier=..), with which epsilon adds up"
@@ -209,8 +209,8 @@ class PrivateTrainer(Trainer):
         if resume_from_checkpoint is not None:
             self.optimizer.leave_microbatches(half_way=True)  # of a step that was interrupted
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        if is_made or resume_from_checkpoint is not None:
-            self._refuse_above_target(max_steps)
+        if target and (is_made or resume_from_checkpoint is not None):
+            self._refuse_above(target, max_steps - self.optimizer.steps)
         batches = self._made[1]
         handler = self.callback_handler
         handler.model, handler.optimizer = self.model, self.optimizer
@@ -253,19 +253,14 @@ class PrivateTrainer(Trainer):
         """Returns the criterion of the private run; None: the model computes its loss."""
         return self._user_loss and partial(self._user_loss, num_items_in_batch=None)
 
-    def _refuse_above_target(self, max_steps: int) -> None:
-        """Raises ValueError if a resumed run would end above its `target_epsilon`."""
-        privacy = self.privacy
-        if privacy.target_epsilon is None:
-            return
-        left = max_steps - self.optimizer.steps
-        epsilon = self.engine.epsilon_at_end(self.optimizer, left, privacy.target_delta)
-        if epsilon > privacy.target_epsilon:
+    def _refuse_above(self, target: float, left: int) -> None:
+        """Raises ValueError if so many more steps would end above `target_epsilon`."""
+        epsilon = self.engine.epsilon_at_end(self.optimizer, left, self.privacy.target_delta)
+        if epsilon > target:
             raise ValueError(
-                f"epsilon would end at {epsilon:.3f}, above target_epsilon="
-                f"{privacy.target_epsilon:g}, which is for the steps of the first run: give its "
-                "TrainingArguments(num_train_epochs=.., max_steps=..), or "
-                "PrivacyArguments(noise_multiplier=..), with which epsilon adds up"
+                f"epsilon would end at {epsilon:.3f}, above target_epsilon={target:g}, which is "
+                "for the steps of the first run: give its TrainingArguments(num_train_epochs=.., "
+                "max_steps=..), or PrivacyArguments(noise_multiplier=..), by which epsilon adds up"
             )
 
     def _refuse_unreached_adapters(self, loader: DataLoader) -> None:

@@ -60,9 +60,11 @@ class LossInNetwork:
     def per_sample(self, kwargs: Mapping[str, Any]) -> AbstractContextManager:
         """Returns a context in which a forward with these arguments returns losses [B], if any."""
         self._count = 0
-        if not (self._batch_first and _has_labels(kwargs)):
-            return NOTHING
-        return self._all_exchanged()
+        has_labels = any(
+            isinstance(value, Tensor) and ("label" in name or name.endswith("_positions"))
+            for name, value in kwargs.items()
+        )
+        return self._all_exchanged() if self._batch_first and has_labels else NOTHING
 
     @contextmanager
     def _all_exchanged(self) -> Iterator[None]:
@@ -136,13 +138,6 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _owners(child)
-
-
-def _has_labels(kwargs: Mapping[str, Any]) -> bool:
-    return any(
-        isinstance(value, Tensor) and ("label" in name or name.endswith("_positions"))
-        for name, value in kwargs.items()
-    )
 
 
 class PerSampleReductions(TorchFunctionMode):

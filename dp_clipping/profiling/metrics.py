@@ -74,17 +74,13 @@ class StepMetrics:
                 "nonfinite_samples": statistics.nonfinite,
             }
         if "loss" in self.unprotected:
-            found["loss"] = mean_loss(model)
+            reducer, kept = model.step_context.reducer, model.step_state.losses
+            here = torch.stack(kept).sum(0) if kept else torch.zeros(2, dtype=torch.float64)
+            table = here.to(device=reducer.device, dtype=torch.float64)
+            what = "the losses of a step"
+            total, count = reducer.data.sum(table, what, "async").wait().tolist()
+            found["loss"] = total / max(1.0, count)
         return {name: found[name] for name in self.unprotected}
-
-
-def mean_loss(model: Any) -> float:
-    """Returns the mean loss of the step's samples of all ranks; 0 without any."""
-    reducer, kept = model.step_context.reducer, model.step_state.losses
-    here = torch.stack(kept).sum(0) if kept else torch.zeros(2, dtype=torch.float64)
-    table = here.to(device=reducer.device, dtype=torch.float64)
-    total, count = reducer.data.sum(table, "the losses of a step", "async").wait().tolist()
-    return total / max(1.0, count)
 
 
 def loss_and_count(private_step: Any, losses: Tensor) -> Tensor:

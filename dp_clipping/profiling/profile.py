@@ -20,8 +20,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -128,7 +129,27 @@ class Profile:
         """Returns a context whose time is taken, and which has a label in a profiler's trace."""
         if not self.is_on or (self.alone and name in TRAVEL):
             return NOTHING
-        return _Span(self, name, is_labelled)
+        return self._timed(name, is_labelled)
+
+    @contextmanager
+    def _timed(self, name: str, is_labelled: bool) -> Iterator[None]:
+        # A label costs more than both marks.
+        with record_function(name) if is_labelled and is_profiling() else NOTHING:
+            span = _Span(name, self._inner[-1] if self._inner else None, self._clock.mark())
+            self._spans.append(span)
+            self._inner.append(span)
+            try:
+                yield
+            finally:
+                span.end = self._clock.mark()
+                is_abandoned = not self._inner
+                if not is_abandoned:
+                    self._inner.pop()
+        if name == LAST and not is_abandoned:
+            self._unread.append((self._spans, self._norms))
+            self._spans, self._norms = [], []
+            if len(self._unread) > KEPT:  # long over: its events are read without waiting
+                self._read(*self._unread.popleft(), with_norms=False)
 
     def note_norms(self, before: Tensor | None, after: Tensor) -> None:
         """Records squared norms [K, B] of one backward.
@@ -142,12 +163,6 @@ class Profile:
     def abandon(self) -> None:
         """Drops the step that is under way: it has failed, or its sums are dropped."""
         self._spans, self._inner, self._norms = [], [], []
-
-    def _close_step(self) -> None:
-        self._unread.append((self._spans, self._norms))
-        self._spans, self._norms = [], []
-        if len(self._unread) > KEPT:  # long over: its events are read without waiting
-            self._read(*self._unread.popleft(), with_norms=False)
 
     # ---- what a user calls ----------------------------------------------------------------------
 
@@ -230,15 +245,14 @@ class Profile:
 
     def _read(self, spans: list[_Span], norms: list[dict], with_norms: bool) -> None:
         ranges: dict[str, dict[str, float]] = {}
-        taken = [self._clock.milliseconds(span.start, span.end) for span in spans]
-        inside = [0.0] * len(spans)
-        for span, ms in zip(spans, taken, strict=True):
+        for span in spans:
+            span.ms = self._clock.milliseconds(span.start, span.end)
             if span.outer is not None:
-                inside[span.outer] += ms
-        for span, ms, rest in zip(spans, taken, inside, strict=True):
+                span.outer.inside += span.ms
+        for span in spans:
             one = ranges.setdefault(span.name, {"ms": 0.0, "own_ms": 0.0, "calls": 0})
-            one["ms"] += ms
-            one["own_ms"] += ms - rest
+            one["ms"] += span.ms
+            one["own_ms"] += span.ms - span.inside
             one["calls"] += 1
         self._clock.release([mark for span in spans for mark in (span.start, span.end)])
         looked = [
@@ -247,36 +261,16 @@ class Profile:
         self._steps.append({"ranges": ranges, "norms": looked})
 
 
-class _Span(AbstractContextManager):
-    """One range, from its entry to its exit."""
+@dataclass(eq=False)
+class _Span:
+    """One range, from its entry to its exit, inside of another one."""
 
-    __slots__ = ("_is_labelled", "_label", "_profile", "end", "name", "number", "outer", "start")
-
-    def __init__(self, profile: Profile, name: str, is_labelled: bool):
-        self._profile, self.name, self._is_labelled = profile, name, is_labelled
-
-    def __enter__(self) -> _Span:
-        profile = self._profile
-        self._label = None  # it costs more than both marks
-        if self._is_labelled and is_profiling():
-            self._label = record_function(self.name)
-            self._label.__enter__()
-        self.outer = profile._inner[-1].number if profile._inner else None
-        self.number = len(profile._spans)
-        profile._spans.append(self)
-        profile._inner.append(self)
-        self.start = profile._clock.mark()
-        return self
-
-    def __exit__(self, kind: Any, *error: Any) -> None:
-        profile = self._profile
-        self.end = profile._clock.mark()
-        if self._label is not None:
-            self._label.__exit__(kind, *error)
-        if profile._inner:  # else it has been abandoned
-            profile._inner.pop()
-            if self.name == LAST and kind is None:
-                profile._close_step()
+    name: str
+    outer: _Span | None
+    start: Any
+    end: Any = None
+    ms: float = 0.0
+    inside: float = 0.0  # ms of the ranges in it
 
 
 class _HostClock:
