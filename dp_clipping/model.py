@@ -31,8 +31,7 @@ from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
-from dp_clipping.torch_compat import never_compiled
-from dp_clipping.validation import refuse_wrapper, replicas
+from dp_clipping.validation import refuse_to_be_compiled, refuse_wrapper, replicas
 
 
 class PrivateModel(nn.Module):
@@ -101,8 +100,8 @@ class PrivateModel(nn.Module):
         context = self.step_context = context_of(settings, self.capture, self.hide_unprotected)
         self.profile = context.profile
         try:
-            groups = self.capture.group_names
-            self.thresholds = Thresholds(settings.max_grad_norm, self.clipping, groups)
+            limits, groups = settings.max_grad_norm, self.capture.group_names
+            self.thresholds = Thresholds(limits, self.clipping, groups)
             wrapper = self.module if self._is_wrapped else None
             self.gradient_buffer = GradientBuffer(context, self.step_state, wrapper)
         except ValueError:
@@ -146,8 +145,7 @@ class PrivateModel(nn.Module):
     def profile_report(self) -> str:
         """Returns times of a step's phases and layers on this rank, and its norms: see `profiling`.
 
-        `profile.data()` has the same for JSON.
-        Raises RuntimeError if the switch was off when the model was made.
+        `profile.data()` has the same for JSON. Raises RuntimeError if the switch was off.
         """
         self.refuse_in_release("profile_report")
         if self.profile is None:
@@ -158,10 +156,7 @@ class PrivateModel(nn.Module):
         """Shows what the last fused step did with each linear layer; see `planning.plan`.
 
         In every private mode it names the modules whose samples run one after another, and says
-        why. It shows the size of that batch.
-
-        Raises:
-            RuntimeError: there was no fused step, and no module has to be named.
+        why. It shows the size of that batch. Raises RuntimeError where there is neither.
         """
         self.refuse_in_release("plan_table")
         handles = () if self.policy is None else self.capture.handles
@@ -201,7 +196,7 @@ class PrivateModel(nn.Module):
             with self.capture.attached(None):
                 return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
-            _refuse_to_be_compiled()
+            refuse_to_be_compiled()
         if (wrapper := active_wrapper()) is not None:
             refuse_wrapper(type(wrapper).__name__)
         if not self.network.training:
@@ -209,7 +204,8 @@ class PrivateModel(nn.Module):
                 "a private training step of a network in evaluation: call model.train(); single "
                 "modules may stay in evaluation"
             )
-        module, state = self._modules["module"], self.step_state
+        module: Any = self._modules["module"]
+        state = self.step_state
         is_open = state.is_open
         if is_open:
             self.gradient_buffer.watch.refuse_unclipped()
@@ -253,7 +249,7 @@ class PrivateModel(nn.Module):
             self.clear_gradients()
 
     def reset_batch_layouts(self) -> None:
-        """Searches for the batch dimension again. Call this when layers are called differently.
+        """Searches for the batch dimension again: for layers that are called differently now.
 
         With a sharded model every rank calls it.
         """
@@ -291,10 +287,7 @@ class PrivateModel(nn.Module):
         self.__dict__["_training"] = mode
 
     def whole_parameters(self) -> AbstractContextManager:
-        """Returns a context in which parameters are whole that a `ddp` wrapper has divided.
-
-        A collective call for such a wrapper; for others it does nothing.
-        """
+        """Returns a context with whole parameters, if a `ddp` wrapper divides them; collective."""
         return getattr(self.module, "whole_parameters", nullcontext)()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -360,14 +353,13 @@ class PrivateModel(nn.Module):
         """Runs the private backward; see `ForwardBackward.backward`."""
         if self.step_state.keeps_losses and not private_step.is_empty:
             self.step_state.losses.append(loss_and_count(private_step, losses))
-        sync = self._sync_context()
-        self.passes.backward(private_step, losses, self.thresholds.clip_norms, sync)
+        limits, sync = self.thresholds.clip_norms, self._sync_context()
+        self.passes.backward(private_step, losses, limits, sync)
 
     def finish_synchronization(self) -> None:
         """Blocks until each `.grad` is (this rank's shard of) the sum over all ranks.
 
-        Raises:
-            RuntimeError: parameters have no sum, as after a backward that was cut off.
+        Raises RuntimeError if parameters have no sum, as after a backward that was cut off.
         """
         self.step_state.accumulating = False
         if self.step_context is not None:
@@ -406,12 +398,3 @@ def _load_plain_names(model: Any, state_dict: dict[str, Any], prefix: str, *_: A
     of_network = {key.removeprefix(prefix): value for key, value in own.items()}
     named = plain_names(of_network, model.network)
     state_dict.update({f"{inner}{name}": value for name, value in named.items()})
-
-
-@never_compiled
-def _refuse_to_be_compiled() -> None:
-    """Raises where the private model is called: it is not traced."""
-    raise RuntimeError(
-        "torch.compile of a private model: compile the network or its blocks, and before "
-        "make_private, as network.compile() or block.compile()"
-    )

@@ -33,7 +33,6 @@ ADDED = frozenset({
 """Attributes that private training adds to a network, and to that object only."""
 
 OF_MACHINE = ("CUDA error", "ALLOC_FAILED", "can't allocate memory", "out of memory")
-
 warn_if_untested()
 
 # ---- trees ---------------------------------------------------------------------------------------
@@ -121,8 +120,7 @@ set_to_zero: Callable[[list[Tensor]], None] = torch._foreach_zero_
 fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._fused_rms_norm
 """Returns (y, rstd) of (x, shape, weight or None, eps), on CUDA."""
 
-fused_rms_norm_backward: Callable[..., tuple[Tensor, Tensor]]
-fused_rms_norm_backward = torch.ops.aten._fused_rms_norm_backward
+fused_rms_norm_backward: Callable[..., Any] = torch.ops.aten._fused_rms_norm_backward
 """Returns the gradients of x and weight, of (gy, x, shape, rstd, weight, which are wanted)."""
 
 spin: Callable[[int], None] = torch.cuda._sleep
@@ -130,7 +128,6 @@ spin: Callable[[int], None] = torch.cuda._sleep
 
 transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Returns whether code runs under `torch.vmap` or another transform of `torch.func`."""
-
 
 address_of_storage: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Returns the address of a storage, also of an empty one."""
@@ -160,9 +157,9 @@ def to_one_buffer_(
     """
     number = torch.backends.cudnn.rnn.get_cudnn_mode(mode)
     stride = len(weights) // (2 if bidirectional else 1)
-    shape = (input_size, number, hidden_size, proj_size, 1, False, bidirectional)
+    sizes = input_size, number, hidden_size, proj_size, 1
     with torch.cuda.device_of(weights[0]):
-        torch._cudnn_rnn_flatten_weight(weights, stride, *shape)
+        torch._cudnn_rnn_flatten_weight(weights, stride, *sizes, False, bidirectional)
 
 
 # ---- autograd ------------------------------------------------------------------------------------
@@ -215,8 +212,8 @@ def next_node_number() -> int:
 
 def nodes_before(number: int, outputs: Iterable[Tensor]) -> list[Any]:
     """Returns the nodes with lower numbers that later nodes of the outputs' graph end at."""
-    found, seen = [], {None}
-    left = [y.grad_fn for y in outputs]
+    left, found = [y.grad_fn for y in outputs], []
+    seen: set[Any] = {None}
     while left:
         node = left.pop()
         if node not in seen and node._sequence_nr() < number:
@@ -391,9 +388,6 @@ def reusable_backwards() -> Iterator[None]:
 
     with functorch.patch(donated_buffer=False), inductor.patch(fx_graph_cache=False):
         yield
-
-
-# ---- Opacus --------------------------------------------------------------------------------------
 
 
 def loss_distribution(accountant: Any, *, epsilon_error: float, delta_error: float) -> Any | None:

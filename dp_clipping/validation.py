@@ -20,6 +20,7 @@ from dp_clipping.torch_compat import (
     BATCH_NORM,
     INSTANCE_NORM,
     hooks_of,
+    never_compiled,
     own_buffers,
     own_parameters,
     tree_leaves,
@@ -46,6 +47,15 @@ def refuse_wrapper(kind: str) -> NoReturn:
         f"{kind} would wrap a private model, whose clipped sums it does not exchange: wrap or "
         "shard the network first and make that private, "
         'engine.make_private(module=ddp.wrap("ddp_bucketed", network), ..)'
+    )
+
+
+@never_compiled
+def refuse_to_be_compiled() -> None:
+    """Raises RuntimeError where a private model is called by compiled code: it is not traced."""
+    raise RuntimeError(
+        "torch.compile of a private model: compile the network or its blocks, and before "
+        "make_private, as network.compile() or block.compile()"
     )
 
 

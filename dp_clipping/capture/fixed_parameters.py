@@ -66,7 +66,10 @@ class FixedParameters:
 
     def _hold(self) -> tuple[list[Any], list[Any]]:
         """Returns the sizes and names of modules' parameters and children, and the objects."""
-        dicts = [*map(own_parameters, self._modules), *map(own_modules, self._modules)]
+        dicts: list[dict[str, Any]] = [
+            *map(own_parameters, self._modules),
+            *map(own_modules, self._modules),
+        ]
         names = [*map(len, dicts), *chain.from_iterable(dicts)]
         return names, list(chain.from_iterable(map(dict.values, dicts)))
 

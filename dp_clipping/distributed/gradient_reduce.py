@@ -21,8 +21,7 @@ from torch.nn import Parameter
 from dp_clipping.distributed.dtensor import local, size_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.distributed.torch_compat import all_reduce_together, reduce_scatter_together
-from dp_clipping.profiling.profile import Profile
-from dp_clipping.profiling.timer import Timer
+from dp_clipping.profiling.profile import Profile, Timer
 from dp_clipping.torch_compat import version_of, without_memory
 
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed

@@ -1,12 +1,14 @@
-"""`PrivacyArguments`, and the arguments of a Trainer that private training refuses."""
+"""`PrivacyArguments`, and the arguments and adapters that private training refuses."""
 
 import copy
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dp_clipping.arguments.checks import checked
@@ -26,6 +28,19 @@ SAMPLED = (
     "sample_rate", "steps", "sampling", "max_batch_size", "examples_per_unit", "unit_ids",
     "examples_per_step", "views",
 )  # fmt: skip
+UNREACHED = (
+    "the loss has no gradient for {names}, which would get noise and nothing else: freeze them, "
+    "p.requires_grad_(False), or let the loss use them (of a PEFT model: "
+    'model.set_adapter("..") activates an adapter, model.enable_adapter_layers() all)'
+)
+FROZEN = (
+    'of the active adapter {names} are frozen and will not move: model.set_adapter(".."), or '
+    "LoraConfig(inference_mode=False), trains it"
+)
+STILL = (
+    "{names} have not moved in {steps} steps: is the learning rate 0, or did a scheduler leave it "
+    "there? TrainingArguments(learning_rate=1e-3, ..)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,3 +254,58 @@ def refusals_of(
          "activation_checkpointing_kwargs={'use_reentrant': True}",
          "reentrant checkpointing hides what a layer does: use {'use_reentrant': False}"),
     ]  # fmt: skip
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def adapters_of(model: Any) -> dict[str, nn.Parameter]:
+    """Returns the trainable parameters of a model with PEFT adapters; of another one, none."""
+    own = model.named_parameters() if hasattr(model, "peft_config") else ()
+    return {name: p for name, p in own if p.requires_grad}
+
+
+def refuse_unreached(model: Any, loss: Callable[[], Tensor]) -> None:
+    """Checks that the loss of a sample reaches each adapter; accumulates no gradient.
+
+    Warns of modules whose active adapter is frozen as a whole.
+
+    Raises:
+        ValueError: it does not reach one; the message names it.
+    """
+    adapters = adapters_of(model)
+    if not adapters:
+        return
+    if frozen := _frozen(model):
+        warnings.warn(FROZEN.format(names=_some(frozen)), stacklevel=2)
+    total = loss()
+    found: Any = [None] * len(adapters)
+    if total.requires_grad:
+        found = torch.autograd.grad(total, list(adapters.values()), allow_unused=True)
+    missing = [name for name, g in zip(adapters, found, strict=True) if g is None]
+    if missing:
+        raise ValueError(UNREACHED.format(names=_some(missing)))
+
+
+def warn_of_still(before: dict[str, Tensor], model: Any, steps: int) -> None:
+    """Warns of adapters that `steps` steps have not changed."""
+    now = adapters_of(model)
+    still = [name for name, x in before.items() if name in now and torch.equal(x, now[name])]
+    if still and steps:
+        warnings.warn(STILL.format(names=_some(still), steps=steps), stacklevel=3)
+
+
+def _frozen(model: Any) -> list[str]:
+    """Returns the modules whose active adapters are frozen as a whole."""
+    active = set(getattr(model, "active_adapters", ()))
+    trained: dict[str, bool] = {}
+    for name, p in model.named_parameters():
+        module, _, rest = name.partition(".lora_")
+        if rest and active & set(rest.split(".")):
+            trained[module] = trained.get(module, False) or p.requires_grad
+    return [module for module, is_trained in trained.items() if not is_trained]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

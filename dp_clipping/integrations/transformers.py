@@ -14,15 +14,17 @@ from torch.utils.data import DataLoader
 from dp_clipping.accounting.statement import PrivacyStatement
 from dp_clipping.build import noise_for_target
 from dp_clipping.engine import PrivacyEngine
-from dp_clipping.integrations.adapters import adapters_of, refuse_unreached, warn_of_still
 from dp_clipping.integrations.logical_batches import LogicalBatches, Microbatches
 from dp_clipping.integrations.trainer_arguments import (
     PrivacyArguments,
+    adapters_of,
     arguments_of_loop,
     refusals_of,
     refuse_arguments,
     refuse_dataset,
     refuse_missing,
+    refuse_unreached,
+    warn_of_still,
 )
 from dp_clipping.losses.private_loss import PrivateLoss
 
@@ -233,16 +235,14 @@ class PrivateTrainer(Trainer):
             )  # fmt: skip
         self.model_wrapped, self.optimizer, self.criterion, loader = self.engine.make_private(
             module=network, optimizer=self.optimizer, data_loader=loader,
-            criterion=self._loss_per_sample(),
-            noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm, wrap_model=False,
-            **arguments,
+            criterion=self._loss_per_sample(), noise_multiplier=noise,
+            max_grad_norm=privacy.max_grad_norm, wrap_model=False, **arguments,
         )  # fmt: skip
         if self._user_loss is not None:
             self.compute_loss_func = lambda outputs, labels, **_: self.criterion(outputs, labels)
         self._refuse_unreached_adapters(loader)
-        batches = LogicalBatches(
-            loader, self.optimizer, self.args.train_batch_size, privacy.pad_batches
-        )
+        size = self.args.train_batch_size
+        batches = LogicalBatches(loader, self.optimizer, size, privacy.pad_batches)
         self._made = self.model, batches, self.train_dataset
 
     def _network(self) -> nn.Module:
