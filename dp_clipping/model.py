@@ -61,6 +61,7 @@ class PrivateModel(nn.Module):
 
     network: nn.Module
     returned: nn.Module
+    profile: Profile | None = None  # while the switch is on
 
     def __init__(
         self, settings: Any, *, sharding: Sharding | None = None,
@@ -81,7 +82,6 @@ class PrivateModel(nn.Module):
         own["network"] = own["_module"] = module.module if self._is_wrapped else module
         own["returned"] = self if settings.wrap_model else module
         self.step_context: StepContext | None = None
-        self.profile: Profile | None = None
         if policy is None:
             self.thresholds = Thresholds(settings.max_grad_norm, self.clipping, None)
         else:

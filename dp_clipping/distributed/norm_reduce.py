@@ -36,8 +36,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from dp_clipping.clipping.norms import Norms
-
 NORM_REDUCTIONS = ("sync", "async", "layerwise")
 SAME_LOSS = 1e-3  # losses of one sample on two ranks are this close; those of two samples are not
 DIFFERS = 1e-3  # relative; replicas of one norm differ by rounding, far less
@@ -295,8 +293,10 @@ class SplitNorms:
         self.is_split = reducer.splits_parameters
         self.differ: Tensor | None = None
 
-    def table(self, norms: Norms, parameters: Iterable[Any]) -> Tensor:
+    def table(self, norms: Any, parameters: Iterable[Any]) -> Tensor:
         """Returns this rank's table for some parameters, whose rows add up over ranks: [5, K, B].
+
+        `norms`: the `clipping.norms.Norms` of the batch.
 
         Squared norms; upper bounds of the squared norms of what will be summed; squared norms of
         shared parameters, as they are and with two weights.
