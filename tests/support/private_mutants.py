@@ -675,7 +675,7 @@ ROWS = [
      'return Sampled.of(self.of_make_private(), data_loader=loader, noise_mechanism="gaussian")',
      TRAINER_SAMPLING, "correlated"),
     ("units are told by rows that were left out", "integrations/trl.py",
-     "if _has_units(self.privacy) and", "if False and", POST_TRAINING, "units_of_examples"),
+     "if _has_units(privacy) and", "if False and", POST_TRAINING, "units_of_examples"),
     ("rewards are logged unasked", "integrations/trl.py",
      "        if self.privacy.log_unprotected:\n            self._note(",
      "        if True:\n            self._note(", POST_TRAINING, "epsilon_is_logged"),
