@@ -154,12 +154,11 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
 
 def refuse_packed(args: tuple, kwargs: dict) -> None:
     """Raises ValueError for a PackedSequence, which no sharded or compiled network is given."""
-    for name, value in [*enumerate(args), *kwargs.items()]:
-        leaves = tree_leaves(value, is_leaf=lambda x: isinstance(x, PackedSequence))
-        if any(isinstance(leaf, PackedSequence) for leaf in leaves):
-            raise ValueError(
-                f"argument {name} of the model is a PackedSequence, in which a sample has no rows "
-                "of its own, and the network is sharded or compiled: give the padded tensor and "
-                "the lengths, and pack in the model's forward, pack_padded_sequence(x, "
-                "lengths.cpu(), batch_first=True, enforce_sorted=False)"
-            )
+    leaves = tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        raise ValueError(
+            "the model is given a PackedSequence, in which a sample has no rows of its own, and "
+            "the network is sharded or compiled: give the padded tensor and the lengths, and pack "
+            "in the model's forward, pack_padded_sequence(x, lengths.cpu(), batch_first=True, "
+            "enforce_sorted=False)"
+        )
