@@ -12,7 +12,7 @@ from dp_clipping.accounting.history import History, joined
 from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, DEFAULT, ZERO_OUT, Mechanism
 from dp_clipping.arguments.checks import check, refuse_first
 from dp_clipping.noise.correlated import EXAMPLE, CorrelatedNoise
-from dp_clipping.noise.mechanisms import NoiseMechanism, mechanism_of
+from dp_clipping.noise.mechanisms import mechanism_of
 from dp_clipping.sampling.loader import batches_of, expected_batch_size_of
 from dp_clipping.sampling.schemes import FIXED
 from dp_clipping.sampling.units import Units, units_of
@@ -244,15 +244,12 @@ def accounted(
             cyclic.epsilon, in_order=True,
         )  # fmt: skip
     registered = mechanism_of(noise)
-    return DEFAULT if registered is None else _of(registered)
-
-
-def _of(noise: NoiseMechanism) -> Mechanism:
-    """Returns the mechanism of registered noise on Poisson batches."""
+    if registered is None:
+        return DEFAULT
 
     def epsilon(histories: Any, delta: float) -> float:
         whole: History = reduce(joined, histories, [])
-        return noise.epsilon(whole, delta)
+        return registered.epsilon(whole, delta)
 
-    accountant = f"that of noise mechanism {noise.name!r}"
-    return Mechanism(noise.name, accountant=accountant, epsilon=epsilon)
+    accountant = f"that of noise mechanism {registered.name!r}"
+    return Mechanism(registered.name, accountant=accountant, epsilon=epsilon)
