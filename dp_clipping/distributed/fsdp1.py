@@ -83,9 +83,10 @@ class FlatSharding(Sharding):
 
         hooks = []
         for number, unit in enumerate(_units(self.root)):
-            for _, handle in _handles(unit, recurse=False) if number in self.units else ():
+            if number in self.units:
                 hook = partial(note_all, self.units[number])
-                hooks.append(handle.flat_param.register_post_accumulate_grad_hook(hook))
+                flat = fsdp1_handle(unit).flat_param
+                hooks.append(flat.register_post_accumulate_grad_hook(hook))
         return hooks
 
     def stands_for(self, now: Tensor | None, before: Parameter) -> bool:
@@ -275,13 +276,12 @@ def _shard_again(root: FSDP) -> None:
 
 def _free(unit: FSDP) -> None:
     """Frees the gathered parameters of a unit, as FSDP1 does at the end of a backward."""
-    for _, handle in _handles(unit, recurse=False):
-        if handle.uses_sharded_strategy:
-            fsdp1_free(unit, handle)
+    handle = fsdp1_handle(unit)
+    if handle is not None and handle.uses_sharded_strategy:
+        fsdp1_free(unit, handle)
 
 
-def _handles(root: FSDP, recurse: bool = True) -> list[tuple[FSDP, Any]]:
+def _handles(root: FSDP) -> list[tuple[FSDP, Any]]:
     """Returns units that have parameters, each with FSDP1's private state of it."""
-    units = FSDP.fsdp_modules(root) if recurse else [root]
-    found = [(unit, fsdp1_handle(unit)) for unit in units]
+    found = [(unit, fsdp1_handle(unit)) for unit in FSDP.fsdp_modules(root)]
     return [(unit, handle) for unit, handle in found if handle is not None]

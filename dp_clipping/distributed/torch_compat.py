@@ -58,9 +58,8 @@ def all_reduce_together(tensors: list[Tensor], group: dist.ProcessGroup) -> dist
     return group.allreduce_coalesced(tensors, options)
 
 
-def layout_of(x: DTensor) -> Any:
-    """Returns a DTensor's `_spec`, for `with_layout`; None if it has none."""
-    return getattr(x, "_spec", None)
+layout_of: Callable[[DTensor], Any] = attrgetter("_spec")
+"""Returns a DTensor's layout, for `with_layout`."""
 
 
 def with_layout(part: Tensor, layout: Any) -> DTensor:
@@ -71,13 +70,6 @@ def with_layout(part: Tensor, layout: Any) -> DTensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor(part, layout, requires_grad=False)
-
-
-def strided_shard(placement: Any) -> tuple[int, int] | None:
-    """Returns dimension and split factor of a `_StridedShard`; None for another placement."""
-    if type(placement).__name__ != "_StridedShard":
-        return None
-    return placement.dim, int(placement.split_factor)
 
 
 # ---- FSDP1 ---------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ import torch._dynamo
 import torch._functorch.config
 import torch.utils._pytree
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping import torch_compat
@@ -155,11 +153,6 @@ def test_grouped_collectives_are_there():
     assert hasattr(group, "allreduce_coalesced")
     names = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
     assert any(hasattr(group, name) for name in names)
-
-
-def test_strided_shards():
-    assert of_ranks.strided_shard(_StridedShard(1, split_factor=4)) == (1, 4)
-    assert of_ranks.strided_shard(Replicate()) is None
 
 
 def test_parameters_that_stay_gathered_are_refused(monkeypatch):
