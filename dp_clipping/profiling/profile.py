@@ -76,14 +76,6 @@ class Nothing(AbstractContextManager[None]):
 NOTHING = Nothing()
 
 
-def is_on() -> bool:
-    """Raises ValueError for a value of the variable that is neither 0 nor 1."""
-    value = os.environ.get(SWITCH, "0") or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH}={value!r} is neither 1 (on) nor 0 (off)")
-    return value == "1"
-
-
 def switch_on() -> None:
     """Turns profiling on for models made from now on, here and in processes started from here."""
     os.environ[SWITCH] = "1"
@@ -95,7 +87,10 @@ def profile_of(device: torch.device, hide_unprotected: bool, alone: bool) -> Pro
     With `hide_unprotected` it is off: how often a range runs in a step, and how long it takes, tell
     the size of the Poisson batch.
     """
-    if not is_on():
+    value = os.environ.get(SWITCH, "0") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH}={value!r} is neither 1 (on) nor 0 (off)")
+    if value == "0":
         return None
     if hide_unprotected:
         LOG.warning("%s=1 does nothing with hide_unprotected=True: times tell batch sizes", SWITCH)
