@@ -21,7 +21,7 @@ from dp_clipping.arguments.thresholds import check_noise
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.distributed.detect import sharding_of
-from dp_clipping.distributed.dtensor import shard_again, size_of
+from dp_clipping.distributed.dtensor import is_fsdp2, size_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise.correlated import CorrelatedNoise
@@ -62,7 +62,8 @@ def ranks_of(settings: Settings) -> Ranks:
         ValueError: for an optimizer of other parameters, or a module that mixes samples.
     """
     module, is_private = settings.module, settings.policy is not None
-    shard_again(module)
+    for one in filter(is_fsdp2, module.modules()):
+        one.reshard()  # gathered, it has other parameters than the optimizer
     check_optimizer(settings.optimizer, module)
     if is_private:
         check_module(module)

@@ -64,13 +64,6 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def shard_again(module: nn.Module) -> None:
-    """Reshards gathered FSDP2 modules, so that they have the parameters that the optimizer has."""
-    for one in module.modules():
-        if is_fsdp2(one):
-            one.reshard()
-
-
 def plain_name(name: str) -> str:
     """Returns the name of a module or a parameter before FSDP1 wrapped modules around it."""
     return name.replace(f"{WRAPPED}.", "").removesuffix(WRAPPED).removesuffix(".")
