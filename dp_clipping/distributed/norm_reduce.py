@@ -46,8 +46,8 @@ PARAMETERS_PER_PARTIAL_SUM = 16  # parameters to a partial sum: an 8B Llama, 291
 class NormReducer:
     """Sums squared norms over the axes of a mesh on which they add up.
 
-    A model has one. A private step calls `reduce` once per backward, or makes a `Layerwise` at its
-    beginning.
+    A model has one. A private step calls `reduce` once per backward, or `layerwise` at its
+    beginning; `gather` is for statistics and adaptive thresholds.
 
     Collectives match by call order, so all members of an axis make the same calls in the same
     order, also where a batch is empty. World size 1 communicates nothing.
@@ -125,8 +125,7 @@ class NormReducer:
     def gather(self, squares: Tensor) -> "PendingReduce":
         """Launches an exchange of squared norms [K, B] for those of the global batch, [K, G].
 
-        All ranks get the same bits, of samples in the order of data ranks. Clipping does not depend
-        on it.
+        All ranks get the same bits, of samples in the order of data ranks.
 
         Raises:
             RuntimeError: on every rank of a tensor axis whose ranks have different numbers of
