@@ -435,8 +435,8 @@ ROWS = [
     ("all steps draw alike", "sampling/units.py",
      'number.to_bytes(8, "little"), key=key, person=b"unit', 'bytes(8), key=key, person=b"unit',
      "tests/dp_clipping/sampling/test_units.py", "apart"),
-    ("rows of a unit are clipped apart", "model.py",
-     "examples_per_unit = settings.rows_per_unit", "examples_per_unit = 1", UNITS, "reference"),
+    ("rows of a unit are clipped apart", "step/context.py",
+     "departures, settings.rows_per_unit * settings.views,", "departures, 1,", UNITS, "reference"),
     ("a step again may have another learning rate", "accounting/ledger.py",
      "self.batch_number, self.settings))", "self.batch_number))", LEDGER),
     # ---- noise mechanisms of users
