@@ -62,7 +62,8 @@ def ranks_of(settings: Settings) -> Ranks:
         ValueError: for an optimizer of other parameters, or a module that mixes samples.
     """
     module, is_private = settings.module, settings.policy is not None
-    for one in filter(is_fsdp2, module.modules()):
+    sharded: Any = filter(is_fsdp2, module.modules())
+    for one in sharded:
         one.reshard()  # gathered, it has other parameters than the optimizer
     check_optimizer(settings.optimizer, module)
     if is_private:
