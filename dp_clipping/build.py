@@ -24,11 +24,11 @@ from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.distributed.dtensor import is_fsdp2, size_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.model import PrivateModel
+from dp_clipping.noise.add_noise import source_of
 from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.keys import Keys
 from dp_clipping.noise.secure.certificate import Certificate, certificate_of
 from dp_clipping.noise.secure.source import SecureNoise
-from dp_clipping.noise.sources import source_of
 from dp_clipping.optimizer import Hook, PrivateOptimizer
 from dp_clipping.sampling.loader import PoissonLoader, batch_size_of
 from dp_clipping.sampling.schemes import scheme_of
@@ -105,7 +105,7 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
         )
         return settings.data_loader
     group = ranks.data_parallel_group
-    return PoissonLoader.from_data_loader(
+    return PoissonLoader(
         settings.data_loader,
         key=keys.sampling,
         sample_rate=settings.rates[0],
@@ -137,8 +137,8 @@ def build_model(
     if poisson is None:
         model.step_state.usage.batch_size = batch_size_of(loader)
     else:
-        poisson.on_batch = lambda number: model.step_state.begin_batch(number, model.training)
         poisson.is_training = lambda: model.training
+        poisson.on_batch = lambda number: model.step_state.begin_batch(number, model.training)
     return model
 
 

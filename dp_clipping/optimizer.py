@@ -12,7 +12,7 @@ from dp_clipping.arguments.checks import check
 from dp_clipping.cuda_graph import GraphedStep
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.noise.sources import NoiseSource
+from dp_clipping.noise.add_noise import NoiseSource
 from dp_clipping.profiling.profile import Timer
 from dp_clipping.sampling.loader import PREPARED
 from dp_clipping.step.fixed_settings import FixedSettings

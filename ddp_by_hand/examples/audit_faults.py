@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.norms import Norms
-from dp_clipping.noise.sources import AddressedNoise
+from dp_clipping.noise.add_noise import AddressedNoise
 from dp_clipping.sampling import poisson
 from dp_clipping.step.gradient_noise import GradientNoise
 from dp_clipping.step.sums import plain

@@ -38,8 +38,8 @@ from ddp_by_hand.measure import ERROR
 from ddp_by_hand.measure.command_line import ending_quietly, refuse
 from ddp_by_hand.measure.options import option, parse_options, positive
 from dp_clipping import CorrelatedNoise, PrivacyEngine
+from dp_clipping.noise.add_noise import AddressedNoise, NoiseSource, source_of
 from dp_clipping.noise.secure.source import SecureNoise
-from dp_clipping.noise.sources import AddressedNoise, NoiseSource, source_of
 
 PROGRAM = "ddp_by_hand.experiments.price_noise"
 DEFAULT, SECURE = "default", "secure"

@@ -1,9 +1,8 @@
 """Adds, cuts and compares histories of steps, in the form of Opacus's accountants."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import takewhile
-from typing import Any
 
 History = list[tuple[float, float, int]]
 """(noise multiplier, sample rate, number of steps), in the order in which they were counted."""
@@ -47,28 +46,12 @@ def joined(first: History, second: History) -> History:
     return whole
 
 
-def parts_of(saved: Mapping[str, Any], history: History) -> Parts:
-    """Returns the steps by key of a saved account; without that entry all may be of the saved key.
-
-    Args:
-        saved: the details in a checkpoint.
-        history: the history of its accountant.
-    """
-    whole = saved["steps"] - count(history), history
-    return saved.get("account", {saved["key_fingerprint"]: whole})
-
-
 def totals_of(history: History) -> Counter[tuple[float, float]]:
     """Returns steps by noise multiplier and sample rate."""
     totals: Counter[tuple[float, float]] = Counter()
     for sigma, rate, steps in history:
         totals[sigma, rate] += steps
     return totals
-
-
-def end_of(history: History) -> tuple[int, int]:
-    """Returns the number of entries, and of steps in the last one."""
-    return len(history), history[-1][2] if history else 0
 
 
 def _single(history: History) -> Iterator[tuple[float, float]]:

@@ -16,8 +16,7 @@ another reason (changed by hand, or by other code) cannot be seen here.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,6 @@ from dp_clipping.accounting.history import (
     Parts,
     after,
     count,
-    end_of,
     joined,
     shared,
     totals_of,
@@ -122,14 +120,11 @@ class Account:
         self.accountant = accountant
         self._parts: Parts = {}
         self._released: Parts = {}
-        self._next: dict[str, int] = {}  # number of the step after the last one of each part
         self._made: dict[tuple[str, int], int] = {}  # digests of this process's steps
         self._is_used = False  # a step was made since the last load
         self._counted: History | None = None  # the history after the last step
-        self._end = (0, 0)  # of the history as last seen: entries, steps of the last one
         self._loaded_for: object = None
         self._run_of: dict[str, object] = {}  # the one that makes steps with a key
-        self._heirs: dict[str, object] = {}  # and the one that has loaded it since
         self._is_direct = self.computes = True
         self.other_batches = 0
         self.certificate: Any = None
@@ -146,13 +141,12 @@ class Account:
         Args:
             of: computes it from the steps of each key; default: the accountant.
         """
-        self._refuse_lost()
+        self._reconcile()
         if any(sigma == 0 for sigma, _, _ in self.history):
             return math.inf
         if not self.history:
             return 0.0
         if of is not None:
-            self._note_others()
             if OTHERS in self._parts:
                 raise RuntimeError(
                     "engine.accountant has steps that no run of this engine has made, and ε comes "
@@ -197,17 +191,28 @@ class Account:
         known = self.certificate
         self.certificate = certificate if known is None else known.joined(certificate)
 
-    def _refuse_lost(self) -> None:
-        """Raises RuntimeError if the accountant's history lacks steps that were counted."""
+    def _reconcile(self, *, may_lack: bool = False) -> None:
+        """Records steps that others have added to the accountant's history as no run's.
+
+        Args:
+            may_lack: the history is about to be replaced. Otherwise RuntimeError if it lacks steps
+                that were counted.
+        """
+        if self.accountant.history == self._counted:
+            return
         counted: Counter[tuple[float, float]] = Counter()
-        for _, history in self._parts.values():
-            counted += totals_of(history)
-        if lost := counted - totals_of(self.history):
+        for _, part in self._parts.values():
+            counted += totals_of(part)
+        now = totals_of(self.history)
+        lost, more = counted - now, now - counted
+        if lost and not may_lack:
             raise RuntimeError(
                 f"engine.accountant has lost {lost.total()} steps that this engine has counted: "
                 "its history was changed or loaded from elsewhere; load with "
                 "engine.load_checkpoint, which keeps them"
             )
+        if more:
+            self._add(OTHERS, 0, [(*how, steps) for how, steps in more.items()])
 
     def replace(self, accountant: "IAccountant") -> None:
         """Counts with another accountant from here on.
@@ -218,9 +223,8 @@ class Account:
             ValueError: if it lacks steps that this one has counted.
         """
         instance_of(interface(), "one of opacus.accountants").check("accountant", accountant)
-        self._note_others()
-        now, then = totals_of(accountant.history), totals_of(self.history)
-        lacking = then - now
+        self._reconcile(may_lack=True)
+        lacking = totals_of(self.history) - totals_of(accountant.history)
         if lacking:
             raise ValueError(
                 f"accountant lacks {lacking.total()} steps that this engine has counted, and ε "
@@ -228,41 +232,18 @@ class Account:
                 "counted them too"
             )
         self.accountant = accountant
-        if more := [(*how, steps) for how, steps in (now - then).items()]:
-            self._add(OTHERS, 0, more)
-        self._end = end_of(accountant.history)
+        self._reconcile(may_lack=True)
         if not self._is_direct:
             self.refuse_direct(computes=self.computes)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Surrounds the user's hooks. Undoes steps that they count here; raises RuntimeError."""
-        before = list(self.history)
-        try:
-            yield
-        finally:
-            changed = list(self.history) != before
-            self.accountant.history = before
-        if changed:
-            raise RuntimeError(
-                "a step hook has counted the step in engine.accountant, where the engine counts "
-                "every step by itself: remove the hook (accountant.get_optimizer_hook_fn(..)), or "
-                "let it count in an accountant of its own"
-            )
 
     # ---- steps ----------------------------------------------------------------------------------
 
     def hand_over(self, fingerprint: str, run: object) -> None:
-        """Records that this run has loaded a key, and goes on with it from its next step."""
-        self._heirs[fingerprint] = run
+        """Records that this run has loaded a key, and goes on with it."""
+        self._run_of[fingerprint] = run
 
     def refuse_other_run(self, fingerprint: str, run: object) -> None:
-        """Raises RuntimeError if another run of the engine goes on with this run's key.
-
-        A run that was loaded, and makes no step, leaves the key to the one that had it.
-        """
-        if self._heirs.get(fingerprint) is run:
-            self._run_of[fingerprint] = self._heirs.pop(fingerprint)
+        """Raises RuntimeError if another run of the engine goes on with this run's key."""
         if self._run_of.setdefault(fingerprint, run) is not run:
             raise RuntimeError(
                 "another run of this engine has loaded a checkpoint of this one and goes on with "
@@ -272,7 +253,12 @@ class Account:
 
     def made_ahead(self, fingerprint: str, number: int) -> int:
         """Returns how many steps from this one on the account has, which are made again."""
-        return max(0, self._next.get(fingerprint, 0) - number)
+        return max(0, self._next(fingerprint) - number)
+
+    def _next(self, key: str) -> int:
+        """Returns the number of the step after the last one of a key."""
+        first, part = self._parts.get(key, (0, []))
+        return first + count(part)
 
     def count(self, step: Release, *, key_is_fixed: bool) -> None:
         """Counts one step more, unless the account has it and it is made again.
@@ -284,9 +270,7 @@ class Account:
             RuntimeError: if it was made with another σ, sample rate, C, setting of the optimizer or
                 the criterion, or of another batch.
         """
-        if self.accountant.history != self._counted:
-            self._refuse_lost()
-            self._note_others()
+        self._reconcile()
         if not key_is_fixed and self._holds(step):
             return
         before = list(self.accountant.history)
@@ -298,12 +282,12 @@ class Account:
                 raise
         else:  # also where σ changes, of which gdp has no account
             self.accountant.history = joined(before, [(step.sigma, step.rate, 1)])
-        self._attribute(step.fingerprint, step.number)
+        self._add(step.fingerprint, step.number, [(step.sigma, step.rate, 1)])
         self._made[step.fingerprint, step.number] = step.digest
         self._counted = list(self.accountant.history)
 
     def _holds(self, step: Release) -> bool:
-        if step.number >= self._next.get(step.fingerprint, 0):
+        if step.number >= self._next(step.fingerprint):
             return False
         first, history = self._parts[step.fingerprint]
         same = after(history, step.number - first)[0][:2] == (step.sigma, step.rate)
@@ -319,36 +303,22 @@ class Account:
         self._is_used = True
         return True
 
-    def _note_others(self) -> None:
-        """Records steps that others have added to the accountant's history as no run's."""
-        self._attribute(OTHERS, 0)
-
-    def _attribute(self, key: str, number: int) -> None:
-        history = self.accountant.history
-        entries, steps = self._end
-        new = after(history[max(entries - 1, 0) :], steps)
-        if new and len(history) >= entries:
-            self._add(key, number, new)
-        self._end = end_of(history)
-
     def _add(self, key: str, number: int, new: History) -> None:
         """Appends steps to those of a key, whose first one has this number."""
-        first, part = self._parts.setdefault(key, (number, []))
+        _, part = self._parts.setdefault(key, (number, []))
         part[-1:] = joined(part[-1:], new)
-        self._next[key] = self._next.get(key, first) + count(new)
         self._is_used = True
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def parts(self) -> Parts:
         """Returns the parts for a checkpoint."""
-        self._refuse_lost()
-        self._note_others()
+        self._reconcile()
         return deepcopy(self._parts)
 
     def beyond(self, saved: Mapping[str, HistoryPart], run: object) -> Parts:
         """Returns released steps that a load of `saved` for this run would forget."""
-        self._note_others()
+        self._reconcile(may_lack=True)
         lost = {}
         for key, (first, part) in self._released_until(run).items():
             there = saved.get(key, (first, []))[1]
@@ -387,8 +357,7 @@ class Account:
             self.accountant.history = joined(self.history, part)
             first, there = self._parts.get(key, (first, []))
             self._parts[key] = first, joined(there, part)
-        self._next = {key: first + count(part) for key, (first, part) in self._parts.items()}
-        self._end, self._loaded_for, self._counted = end_of(self.history), run, None
+        self._loaded_for, self._counted = run, None
 
 
 def _refuse_epsilon(*_: Any, **__: Any) -> float:

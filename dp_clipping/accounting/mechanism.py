@@ -28,11 +28,9 @@ class Mechanism:
         relation: the neighbouring data sets for which ε holds.
         accountant: what computes ε, for the statement; None: the engine's accountant.
         epsilon: returns ε at δ of the steps of each key, composed. The history of a key has its
-            steps from the first one on, as (σ, q, number of steps). With `in_order`, step i of a
-            key was made of batch i since the key came into use, and an epoch has round(1/q)
-            batches. None: the engine's accountant computes it.
-        in_order: each batch is in exactly one step, in order, so a step on any other batch is
-            refused. Theorems on batches that depend on one another need it.
+            steps from the first one on, as (σ, q, number of steps): step i of a key was made of
+            batch i since the key came into use, and an epoch has round(1/q) batches. None: the
+            engine's accountant computes it.
         curve: of the steps of each key and a δ: returns ε as a function of δ, for many of these.
             None: `epsilon` is fast enough.
         constants: what `epsilon` depends on beside the history, by name.
@@ -43,7 +41,6 @@ class Mechanism:
     relation: str = ADD_OR_REMOVE
     accountant: str | None = None
     epsilon: Epsilon | None = None
-    in_order: bool = False
     curve: "Callable[[Sequence[History], float], Callable[[float], float]] | None" = None
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
 

@@ -96,16 +96,12 @@ class PLDAccountant:
         """Takes the history of what `state_dict` returned.
 
         Raises:
-            ValueError: it is none, or another mechanism's.
+            ValueError: it is another mechanism's, or none.
         """
-        if not state_dict or not {"history", "mechanism"} <= state_dict.keys():
+        if state_dict.get("mechanism") != self.mechanism():
             raise ValueError(
-                "state_dict is not an accountant's: give what its state_dict() returned"
-            )
-        if state_dict["mechanism"] != self.mechanism():
-            raise ValueError(
-                f"state_dict has the mechanism {state_dict['mechanism']!r}, and this accountant "
-                f"{self.mechanism()!r}: load it into one of its own kind"
+                f"state_dict has the mechanism {state_dict.get('mechanism')!r}, and this "
+                f"accountant {self.mechanism()!r}: give what its own state_dict() returned"
             )
         self.history = state_dict["history"]
 

@@ -7,49 +7,39 @@ from typing import Any
 REGISTERED = "registered"
 """In place of the name of a function, mechanism or layer of the user's own."""
 
-PAGES: dict[tuple[str, Any], str | None] = {
-    ("accountant", "pld"): "gaussian_poisson",
-    ("accountant", "that of the sampling"): "gaussian_poisson",  # and the page of `sampling`
-    ("accountant", "prv"): None,
-    ("accountant", "rdp"): None,
-    ("accountant", "gdp"): None,
-    ("sampling", "poisson"): "gaussian_poisson",
-    ("sampling", "truncated_poisson"): "truncated_poisson",
-    ("sampling", "balls_in_bins"): "balls_in_bins",
-    ("sampling", "cyclic"): "correlated_noise",
-    ("poisson_sampling", True): "gaussian_poisson",
-    ("poisson_sampling", False): None,
-    ("noise_mechanism", "gaussian"): "gaussian_poisson",
-    ("noise_mechanism", "correlated"): "correlated_noise",
-    ("noise_mechanism", REGISTERED): None,
-    ("secure_mode", False): "gaussian_poisson",
-    ("secure_mode", True): "secure_noise",
-    ("grad_sample_mode", "per_sample"): "clipping",
-    ("grad_sample_mode", "ghost"): "clipping",
-    ("grad_sample_mode", "flash"): "clipping",
-    ("grad_sample_mode", "bookkeeping"): "clipping",
-    ("grad_sample_mode", "flash_bookkeeping"): "clipping",
-    ("grad_sample_mode", "no_dp"): None,
-    ("clipping", "flat"): "clipping",
-    ("clipping", "per_layer"): "clipping",
-    ("clipping_function", "abadi"): "clipping",
-    ("clipping_function", "automatic"): "clipping",
-    ("clipping_function", REGISTERED): "clipping",  # cut off at C / n, whatever it returns
-    ("layers", "built in"): "clipping",
-    ("layers", REGISTERED): None,
-    ("adaptive_threshold with sampling", "poisson"): "gaussian_poisson",
-    ("adaptive_threshold with sampling", "truncated_poisson"): "truncated_poisson",
-    ("adaptive_threshold with sampling", "balls_in_bins"): "balls_in_bins",
-    ("adaptive_threshold with sampling", "cyclic"): None,
-    ("examples_per_unit", "1"): "clipping",
-    ("examples_per_unit", "more"): "units",
-    ("examples_per_step", "all"): "clipping",
-    ("examples_per_step", "some"): "units",
-    ("views", "any number"): "accumulation",
-    ("parts of a batch", "any number"): "accumulation",
-    ("ranks", "any number"): "sharded_noise",
-}
-"""Option and value -> the page that covers it; None: no page does. Which values go together is
+SAMPLINGS: dict[Any, str | None] = {
+    "poisson": "gaussian_poisson", "truncated_poisson": "truncated_poisson",
+    "balls_in_bins": "balls_in_bins",
+}  # fmt: skip
+PAGES: dict[str, dict[Any, str | None]] = {
+    "accountant": {
+        "pld": "gaussian_poisson", "prv": None, "rdp": None, "gdp": None,
+        "that of the sampling": "gaussian_poisson",  # and the page of `sampling`
+    },
+    "sampling": SAMPLINGS | {"cyclic": "correlated_noise"},
+    "poisson_sampling": {True: "gaussian_poisson", False: None},
+    "noise_mechanism": {
+        "gaussian": "gaussian_poisson", "correlated": "correlated_noise", REGISTERED: None,
+    },
+    "secure_mode": {False: "gaussian_poisson", True: "secure_noise"},
+    "grad_sample_mode": {
+        "per_sample": "clipping", "ghost": "clipping", "flash": "clipping",
+        "bookkeeping": "clipping", "flash_bookkeeping": "clipping", "no_dp": None,
+    },
+    "clipping": {"flat": "clipping", "per_layer": "clipping"},
+    "clipping_function": {
+        "abadi": "clipping", "automatic": "clipping",
+        REGISTERED: "clipping",  # cut off at C / n, whatever it returns
+    },
+    "layers": {"built in": "clipping", REGISTERED: None},
+    "adaptive_threshold with sampling": SAMPLINGS | {"cyclic": None},
+    "examples_per_unit": {"1": "clipping", "more": "units"},
+    "examples_per_step": {"all": "clipping", "some": "units"},
+    "views": {"any number": "accumulation"},
+    "parts of a batch": {"any number": "accumulation"},
+    "ranks": {"any number": "sharded_noise"},
+}  # fmt: skip
+"""Option -> value -> the page that covers it; None: no page does. Which values go together is
 checked in `arguments`: what is not named here with another is refused there."""
 
 CORRELATED = re.compile(
@@ -72,11 +62,11 @@ def covered_by(runs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]
     A value that is not in `PAGES` is covered by none.
     """
     options = dict.fromkeys(option for run in runs for option in run.items())
-    pages = {PAGES.get(option) for option in options}
+    pages = {PAGES[name].get(value) for name, value in options}
     unproved = [
         f"{name}={value!r}: {WHY.get(name, 'no page covers it')}"
         for name, value in options
-        if PAGES.get((name, value)) is None
+        if PAGES[name].get(value) is None
     ]
     return sorted(page for page in pages if page), unproved
 

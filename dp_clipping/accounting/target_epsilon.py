@@ -44,6 +44,27 @@ class Plan:
     noise_multiplier: float
     stop: bool
 
+    def missed_by(self, steps: int, noise_multiplier: float) -> tuple[str, str]:
+        """Returns why a step after `steps` others misses the target, and what to do; "" if not.
+
+        Raises:
+            RuntimeError: for one more than were planned, with `stop`.
+        """
+        if steps >= self.steps:
+            what = f"the {self.steps} steps that target_epsilon={self.epsilon:g} is for are taken"
+            if self.stop:
+                raise RuntimeError(
+                    f"{what}, and stop=True ends the training there: take batches from the "
+                    "data_loader that make_private_with_epsilon returned, which yields no more"
+                )
+            return what, "give the epochs of the whole training, or stop=True to end it there"
+        if noise_multiplier < self.noise_multiplier:
+            return (
+                f"noise_multiplier is below the {self.noise_multiplier:.4g} that target_epsilon="
+                f"{self.epsilon:g} needs in each step", "leave it as it is",
+            )  # fmt: skip
+        return "", ""
+
 
 def noise_multiplier_for(
     *,
@@ -74,15 +95,11 @@ def noise_multiplier_for(
     """
     options: dict[str, Any] = {}
     if alphas is not None:
-        if mechanism.epsilon is not None:
+        if accountant != "rdp" or mechanism.epsilon is not None:
+            here = f'"{accountant}"' if mechanism.epsilon is None else mechanism.accountant
             raise ValueError(
-                f"alphas are for accountants of Opacus, and ε is that of {mechanism.accountant}: "
-                "leave them out"
-            )
-        if accountant != "rdp":
-            raise ValueError(
-                f'alphas are for accountant "rdp", and the engine has "{accountant}": leave them '
-                'out, or build PrivacyEngine(accountant="rdp")'
+                f'alphas are for accountant "rdp", and ε is that of {here}: leave them out, or '
+                'build PrivacyEngine(accountant="rdp")'
             )
         options["alphas"] = list(alphas)
     positive("a finite number above 0").check("epsilon_tolerance", epsilon_tolerance)

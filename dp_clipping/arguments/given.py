@@ -22,7 +22,7 @@ USED = {
         ("PrivateCriterion", "DPLossFastGradientClipping"), "give criterion.criterion"
     ),
     **dict.fromkeys(
-        ("PoissonLoader", "MicrobatchLoader", "DPDataLoader"),
+        ("PoissonLoader", "BatchMemoryManager", "DPDataLoader"),
         "it does Poisson sampling or is split already, give the DataLoader that it was made from",
     ),
 }  # fmt: skip

@@ -218,7 +218,7 @@ def accounted(
         return Mechanism(
             f"{noise}, cyclic", "cyclic", ZERO_OUT,
             f"Gaussian mechanism of {noise} on the steps that use one unit (dp-accounting)",
-            partial(cyclic.epsilon, sensitivity=noise.sensitivity), in_order=True,
+            partial(cyclic.epsilon, sensitivity=noise.sensitivity),
             constants=drawn,
         )  # fmt: skip
     if sampling == "truncated_poisson":
@@ -235,13 +235,13 @@ def accounted(
         return Mechanism(
             "gaussian, balls_in_bins", "balls_in_bins", ADD_OR_REMOVE,
             "privacy loss distribution of random allocation (dp-accounting)",
-            balls_in_bins.epsilon, in_order=True, curve=balls_in_bins.curve,
+            balls_in_bins.epsilon, curve=balls_in_bins.curve,
         )  # fmt: skip
     if sampling == "cyclic":
         return Mechanism(
             "gaussian, cyclic", "cyclic", ZERO_OUT,
             "Gaussian mechanism of the steps that use one unit (dp-accounting)",
-            cyclic.epsilon, in_order=True,
+            cyclic.epsilon,
         )  # fmt: skip
     registered = mechanism_of(noise)
     if registered is None:

@@ -26,7 +26,8 @@ from dp_clipping.audit.records import TOLERANCE, RecordedStep, RecordedSums, rec
 from dp_clipping.audit.report import AuditReport, bounds_of
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.kinds import whole
-from dp_clipping.runs.accounts import PRIVATE_SIZE, Accounts
+from dp_clipping.runs.accounts import Accounts
+from dp_clipping.runs.steps import PRIVATE_SIZE
 from dp_clipping.sampling.memory_manager import BatchMemoryManager
 from dp_clipping.verification.one_by_one import changed
 from dp_clipping.verification.user_loss import Loss, loss_of

@@ -36,20 +36,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from dp_clipping.checkpoint.file_format import (
-    DETAILS,
-    UNREADABLE,
-    UNSEALED,
-    damaged,
-    digest_of,
-    write_sealed,
-)
+from dp_clipping.checkpoint.file_format import DETAILS, damaged, digest_of, write
 from dp_clipping.checkpoint.run import PrivateRun, Snapshot
-from dp_clipping.distributed.agreement import gathered
 from dp_clipping.files import flush_to_disk
-from dp_clipping.noise.keys import from_rank_0, read_keys, write_keys
+from dp_clipping.noise.keys import from_rank_0
 
 RUN_FILE = "run.pt"
 TENSORS = "tensors"  # in the details: the name of their folder
@@ -104,20 +96,11 @@ def write_part(run: PrivateRun, folder: Path, tensors: dict[str, Tensor]) -> dic
         raise RuntimeError(message) from error
 
 
-def of_all_ranks(run: PrivateRun, digests: dict[str, str]) -> dict[str, str]:
-    """Returns the digests of all ranks' files."""
-    of_ranks = [digests] if run.group is None else gathered(digests, run.group)
-    return {name: digest for of_rank in of_ranks for name, digest in of_rank.items()}
-
-
 def write_run(snapshot: Snapshot, contents: dict[str, Any]) -> None:
     """Writes `run.pt` and the key file, then removes tensors that no longer belong to it."""
-    run, path, beside = snapshot.run, snapshot.path, snapshot.key_file
-    old = read_keys(beside)
-    write_keys(beside, old if run.keys in old else [*old, run.keys])
+    run, path = snapshot.run, snapshot.path
     flush_to_disk(path / contents[DETAILS][TENSORS])  # torch syncs its files, not their names
-    write_sealed(path / RUN_FILE, contents, run.keys, snapshot.torch_kwargs)
-    write_keys(beside, [run.keys])
+    write(path / RUN_FILE, contents, run.keys, snapshot.torch_kwargs, snapshot.key_file)
     for other in path.iterdir():
         if FOLDER.fullmatch(other.name) and other.name != contents[DETAILS][TENSORS]:
             shutil.rmtree(other, ignore_errors=True)
@@ -127,30 +110,15 @@ def write_run(snapshot: Snapshot, contents: dict[str, Any]) -> None:
 
 
 def verify(run: PrivateRun, path: Path, saved: dict[str, Any]) -> None:
-    """Raises ValueError if a file of this rank's share, or their description, was changed.
-
-    A checkpoint of the version that saves no digest has none of them.
-    """
-    details = saved[DETAILS]
-    if details["version"] == UNSEALED:
-        return
-    folder, files = _folder_of(path, saved), details.get(FILES)
-    if not isinstance(files, dict) or DESCRIPTION not in files:
-        raise damaged(path, "it does not name the files of its tensors")
-    for number, (name, digest) in enumerate(sorted(files.items())):
-        file = folder / str(name)
+    """Raises ValueError if a file of this rank's share, or their description, was changed."""
+    folder = path / saved[DETAILS][TENSORS]
+    for number, (name, digest) in enumerate(sorted(saved[DETAILS][FILES].items())):
+        file = folder / name
         if not file.is_file():
             raise damaged(path, f"{folder.name}/{name} is missing")
         is_shared = name == DESCRIPTION  # every rank reads it
         if (is_shared or number % run.world_size == run.rank) and digest_of(file) != digest:
             raise damaged(path, f"{folder.name}/{name} does not agree with its digest")
-
-
-def _folder_of(path: Path, saved: dict[str, Any]) -> Path:
-    name = saved[DETAILS].get(TENSORS)
-    if not (isinstance(name, str) and FOLDER.fullmatch(name)):
-        raise damaged(path, "it does not name the folder of its tensors")
-    return path / name
 
 
 @contextmanager
@@ -196,24 +164,16 @@ class _Unpickler(pickle.Unpickler):
 
 def read_shapes(path: Path, saved: dict[str, Any]) -> tuple[SafeReader, dict[str, Tensor]]:
     """Returns a reader, and the tensors that it finds as tensors without memory, by name."""
-    folder = _folder_of(path, saved)
-    reader = SafeReader(folder)
-    try:
+    reader = SafeReader(path / saved[DETAILS][TENSORS])
+    with reading(path):
         metadata = reader.read_metadata()
-        entries = metadata.state_dict_metadata
         files = {info.relative_path for info in metadata.storage_data.values()}
-    except PermissionError:
-        raise
-    except (*UNREADABLE, AttributeError, TypeError) as error:
-        raise damaged(path, f"{folder.name} is cut short") from error
-    if not all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()):
-        raise damaged(path, f"{folder.name} holds something else than tensors")
-    if saved[DETAILS]["version"] != UNSEALED and not files <= saved[DETAILS][FILES].keys():
-        raise damaged(path, f"{folder.name} has files without a digest")
-    return reader, {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for name, entry in entries.items()
-    }
+        if not files <= saved[DETAILS][FILES].keys():
+            raise ValueError("some files have no digest")
+        return reader, {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for name, entry in metadata.state_dict_metadata.items()
+        }
 
 
 # ---- both ----------------------------------------------------------------------------------------

@@ -12,43 +12,33 @@ in pieces of `PIECE` bytes.
 
 import hashlib
 import hmac
-import math
 import os
 import pickle
 import re
-import warnings
 from collections.abc import Mapping
 from io import BytesIO
-from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from dp_clipping.checkpoint.random_states import is_random_state
 from dp_clipping.files import replacing
 from dp_clipping.kinds import shown
 from dp_clipping.noise.keys import Keys, read_keys, write_keys
 from dp_clipping.torch_compat import tree_map_only
 
 VERSION = 2
-UNSEALED = 1  # the version that has no digest
 PIECE = 1 << 20  # bytes that are read and hashed at a time
-SEAL = "seal"  # in the details of a checkpoint that was read: its digest and HMAC
+DIGEST = "digest"  # in the details of a checkpoint that was read: that of all its content
 SEAL_LINE = re.compile(rb"\ndp_clipping sha256 ([0-9a-f]{64}) hmac ([0-9a-f]{64})\n")
 SEAL_BYTES = len("\ndp_clipping sha256  hmac \n") + 2 * 64
 DETAILS = "dp_clipping"  # the entry that Opacus does not have
-DETAIL_ENTRIES = (
-    "run", "key_fingerprint", "steps", "sampler", "start", "noise_multiplier", "max_grad_norm",
-    "random",
-)  # fmt: skip
 MODULE, OPTIMIZER = "module_state_dict", "optimizer_state_dict"
 ACCOUNTANT = "privacy_accountant_state_dict"
 ALWAYS = (MODULE, ACCOUNTANT)
 SCHEDULERS = ("noise_scheduler_state_dict", "grad_clip_scheduler_state_dict")
 RESERVED = {DETAILS, *ALWAYS, *SCHEDULERS, OPTIMIZER}
-UNREADABLE = (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError)
 
 
 def key_path(path: Path) -> Path:
@@ -117,174 +107,55 @@ def damaged(path: Path, what: str) -> ValueError:
     )
 
 
-def _read_seal(path: Path) -> tuple[str, str] | None:
-    """Returns digest and HMAC at the end of the file, the digest verified; None without them.
+def read(path: Path, torch_kwargs: Mapping[str, Any], of_keys: Path) -> dict[str, Any]:
+    """Returns the entries of a checkpoint, after its digest and, with its key, its HMAC agree.
 
-    Raises ValueError if the digest is not that of the content.
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no whole checkpoint of this version, or was changed after saving.
+    """
+    if torch_kwargs.get("weights_only") is False:
+        raise ValueError("weights_only=False would execute code from the checkpoint: drop it")
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    digest, mac = _read_seal(path)
+    saved = torch.load(path, **{"map_location": "cpu", **torch_kwargs, "weights_only": True})
+    details = saved[DETAILS]
+    if details["version"] != VERSION:
+        raise ValueError(
+            f"{path} has version {shown(details['version'])}, this program reads {VERSION}"
+        )
+    try:
+        keys = read_keys(of_keys)
+    except ValueError:
+        keys = []  # an error only where the key is needed
+    for key in keys:
+        is_own = key.fingerprint == details["key_fingerprint"]
+        if is_own and not hmac.compare_digest(key.mac(digest), mac):
+            raise damaged(path, f"it was changed after saving, by somebody without {of_keys}")
+    details[DIGEST] = digest
+    return saved
+
+
+def _read_seal(path: Path) -> tuple[str, str]:
+    """Returns digest and HMAC at the end of the file.
+
+    Raises ValueError if there are none, or the digest is not that of the content.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size - SEAL_BYTES
         file.seek(max(size, 0))
         match = SEAL_LINE.fullmatch(file.read())
     if match is None:
-        return None
+        raise damaged(
+            path,
+            "it has no digest, so it was cut short, changed after saving, or written by another "
+            "program than save_checkpoint",
+        )
     digest, mac = (found.decode() for found in match.groups())
     if digest_of(path, size) != digest:
         raise damaged(path, "its content does not agree with its digest")
     return digest, mac
-
-
-def check_mac(path: Path, details: Mapping[str, Any], file: Path) -> None:
-    """Raises ValueError if the key of the checkpoint is at hand and did not seal this content.
-
-    Args:
-        details: those of the checkpoint that `read` has returned.
-        file: the key file.
-    """
-    if SEAL not in details:
-        return
-    try:
-        keys = read_keys(file)
-    except ValueError:
-        return  # an error only where the key is needed
-    digest, mac = details[SEAL]
-    for key in keys:
-        if key.fingerprint == details["key_fingerprint"] and not hmac.compare_digest(
-            key.mac(digest), mac
-        ):
-            raise damaged(path, f"it was changed after saving, by somebody without {file}")
-
-
-def read(path: Path, torch_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    if torch_kwargs.get("weights_only") is False:
-        raise ValueError("weights_only=False would execute code from the checkpoint: drop it")
-    options = {"map_location": "cpu", **torch_kwargs, "weights_only": True}
-    if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
-    seal = _read_seal(path)
-    try:
-        saved = torch.load(path, **options)
-    except PermissionError:
-        raise
-    except UNREADABLE as error:
-        raise damaged(path, "it is cut short, or another kind of file") from error
-    details = saved.get(DETAILS) if isinstance(saved, dict) else None
-    if not isinstance(details, dict):
-        raise ValueError(f"{path} was not written by dp_clipping's save_checkpoint")
-    version = details.get("version")
-    if type(version) is not int or version not in (VERSION, UNSEALED):
-        raise ValueError(f"{path} has version {shown(version)}, this program reads {VERSION}")
-    if version == VERSION and seal is None:
-        raise damaged(path, "it has no digest, so it was cut short, or changed after saving")
-    missing = ({*ALWAYS} - {*saved}) | ({*DETAIL_ENTRIES} - {*details})
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it was changed after saving")
-    check_structure(path, saved)
-    details.pop(SEAL, None)
-    if seal is not None:
-        details[SEAL] = seal
-    else:
-        warnings.warn(
-            f"{path} was written by a version that saves no digest: whether it was damaged or "
-            "changed cannot be seen; save it again with save_checkpoint",
-            stacklevel=2,
-        )
-    return saved
-
-
-def check_structure(path: Path, saved: Mapping[str, Any]) -> None:
-    """Raises ValueError if an entry has not the form that a save writes; ignores tensors."""
-    details, account = saved[DETAILS], saved[ACCOUNTANT]
-    limits = details["max_grad_norm"]
-    random = details["random"]
-    state = saved.get(OPTIMIZER, {"state": {}, "param_groups": []})
-    for name, right in (
-        (MODULE, _has_names(saved[MODULE])),
-        (ACCOUNTANT, _has_names(account) and isinstance(account.get("mechanism"), str)
-         and _is_history(account.get("history"))),
-        (OPTIMIZER, isinstance(state, dict) and isinstance(state.get("state"), dict)
-         and all(isinstance(one, dict) for one in state["state"].values())
-         and _are_groups(state.get("param_groups"))),
-        ("run", _has_names(details["run"]) and _is_plain(details["run"])),
-        ("key_fingerprint", isinstance(details["key_fingerprint"], str)),
-        ("account", _are_parts(details.get("account", {}))),
-        ("steps", _is_count(details["steps"])),
-        ("sampler", details["sampler"] is None or _is_sampler(details["sampler"])),
-        ("start", isinstance(details["start"], list | tuple) and len(details["start"]) == 2
-         and all(map(_is_count, details["start"]))),
-        ("other_batches", _is_count(details.get("other_batches", 0))),
-        ("certificate", _is_certificate(details.get("certificate"))),
-        ("noise_multiplier", _is_number(details["noise_multiplier"])),
-        ("max_grad_norm", all(map(_is_number, limits)) if isinstance(limits, list | tuple)
-         else _is_number(limits)),
-        ("expected_batch_size", _is_number(details.get("expected_batch_size", 1.0))),
-        ("loss_reduction", details.get("loss_reduction", "mean") in ("mean", "sum")),
-        ("units", isinstance(details.get("units", ""), str)),
-        ("random", isinstance(random, list) and all(map(is_random_state, random))),
-        *((name, _has_names(saved.get(name, {}))) for name in SCHEDULERS),
-    ):  # fmt: skip
-        if not right:
-            raise damaged(path, f"{name} is not what a save writes")
-    counted = sum(steps for *_, steps in account["history"])
-    if counted < details["steps"]:
-        raise damaged(
-            path, f"its account has {counted} steps, and the run has taken {details['steps']}"
-        )
-
-
-def _has_names(entry: Any) -> bool:
-    return isinstance(entry, dict) and all(isinstance(name, str) for name in entry)
-
-
-def _is_plain(entry: Any) -> bool:
-    if isinstance(entry, list | tuple):
-        return all(map(_is_plain, entry))
-    if isinstance(entry, dict):
-        return all(map(_is_plain, entry.values()))
-    return entry is None or isinstance(entry, str | int | float)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-def _is_certificate(x: Any) -> bool:
-    return x is None or (isinstance(x, list) and len(x) == 4 and all(map(_is_count, x)))
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_history(history: Any) -> bool:
-    return isinstance(history, list) and all(
-        isinstance(entry, list | tuple) and len(entry) == 3
-        and all(map(_is_number, entry)) and entry[1] <= 1 and _is_count(entry[2])
-        for entry in history
-    )  # fmt: skip
-
-
-def _are_parts(parts: Any) -> bool:
-    return _has_names(parts) and all(
-        isinstance(part, list | tuple) and len(part) == 2
-        and _is_count(part[0]) and _is_history(part[1])
-        for part in parts.values()
-    )  # fmt: skip
-
-
-def _is_sampler(state: Any) -> bool:
-    counts = ("position", "epoch_end", "num_samples")
-    return (
-        _has_names(state)
-        and all(_is_count(state.get(name)) for name in counts)
-        and _is_number(state.get("sample_rate"))
-    )
-
-
-def _are_groups(groups: Any) -> bool:
-    return isinstance(groups, list) and all(
-        _has_names(group) and isinstance(group.get("params"), list) for group in groups
-    )
 
 
 def check_contents(contents: dict[str, Any], extra: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NAMES = ("cpu", "numpy", "python", "cuda")
 TWISTER = np.dtype([("words", "<u4", 624), ("place and flag", "<i8", 2), ("normal", "<f8")])
 PYTHON_VERSION = 3  # of the state of Python's generator, the same since Python 3.2
 
@@ -36,29 +35,6 @@ def set_states(states: dict[str, Tensor], device: torch.device) -> None:
         words, (place, has_normal), normal = _words_of(states["python"])
         inner = (*map(int, words), place)
         random.setstate((PYTHON_VERSION, inner, normal if has_normal else None))
-
-
-def is_random_state(states: Any) -> bool:
-    """Returns whether these are states that `set_states` can restore."""
-    if not (isinstance(states, dict) and {"cpu"} <= states.keys() <= set(NAMES)):
-        return False
-    if not all(isinstance(x, Tensor) and x.dtype == torch.uint8 for x in states.values()):
-        return False
-    twisters = [states[name] for name in ("numpy", "python") if name in states]
-    if len(twisters) == 1 or not all(map(_is_twister, twisters)):
-        return False
-    try:
-        torch.Generator().set_state(states["cpu"].clone())
-    except RuntimeError:
-        return False
-    return True
-
-
-def _is_twister(state: Tensor) -> bool:
-    if state.shape != (TWISTER.itemsize,):
-        return False
-    _, (place, has_normal), _ = _words_of(state)
-    return 0 <= place <= 624 and has_normal in (0, 1)
 
 
 def _numpy_state() -> Tensor:

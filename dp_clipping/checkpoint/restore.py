@@ -6,7 +6,6 @@ undone: until all ranks have succeeded, each keeps its old state, parameters and
 on the CPU, the rest by reference.
 """
 
-import hashlib
 import warnings
 from collections import deque
 from copy import deepcopy
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.accounting.history import Parts, count, parts_of
+from dp_clipping.accounting.history import Parts, count
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
     ALWAYS,
@@ -26,7 +25,8 @@ from dp_clipping.checkpoint.file_format import (
     OPTIMIZER,
     RESERVED,
 )
-from dp_clipping.checkpoint.run import PrivateRun, Snapshot, agree, set_random_state
+from dp_clipping.checkpoint.random_states import set_states
+from dp_clipping.checkpoint.run import PrivateRun, Snapshot, agree
 from dp_clipping.distributed.dtensor import is_fsdp1, local
 from dp_clipping.noise.keys import Keys, fresh_keys
 from dp_clipping.noise.secure.certificate import Certificate
@@ -57,13 +57,6 @@ class Resume:
     @property
     def details(self) -> dict[str, Any]:
         return self.saved[DETAILS]
-
-    def digest(self) -> bytes:
-        """Returns a digest that is equal on two ranks that read the same checkpoint."""
-        details = {k: v for k, v in self.details.items() if k != "random"}
-        history = self.saved[ACCOUNTANT]["history"]
-        what = repr((details, history, self.keys is None)).encode()
-        return hashlib.blake2b(what, digest_size=31).digest()
 
 
 def check_save(run: PrivateRun) -> None:
@@ -119,7 +112,9 @@ def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
         raise
     if run.model.policy is not None:
         run.model.clear_gradients()
-    set_random_state(run, resume.details["random"])
+    states = resume.details["random"]
+    if len(states) == run.world_size:  # otherwise no rank is the one that it was
+        set_states(states[run.rank], run.device)
     steps = sum(count(part) for _, part in resume.unsaved.values())
     if steps:
         warnings.warn(
@@ -130,13 +125,6 @@ def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
     for note in resume.notes:
         warnings.warn(f"{snapshot.path}: {note}: the resumed run is not the same", stacklevel=4)
     return {n: entry for n, entry in resume.saved.items() if n not in RESERVED or n in ALWAYS}
-
-
-def as_refusal(path: Path, error: Exception) -> Exception:
-    """Returns the error that a load raises: an expected one as it is, others on one line."""
-    if isinstance(error, ValueError | RuntimeError | OSError):
-        return error
-    return refusal(path, error)
 
 
 def refusal(path: Path, error: Exception) -> ValueError:
@@ -196,7 +184,7 @@ def _apply(snapshot: Snapshot, resume: Resume, keys: Keys) -> None:
     run, saved, details = snapshot.run, resume.saved, resume.details
     optimizer = run.optimizer
     account = saved[ACCOUNTANT]
-    run.account.load(account, parts_of(details, account["history"]), resume.unsaved, run)
+    run.account.load(account, details["account"], resume.unsaved, run)
     run.model.network.load_state_dict(saved[MODULE], **snapshot.module_kwargs)
     if snapshot.with_optimizer and OPTIMIZER in saved:
         optimizer.load_state_dict(saved[OPTIMIZER])
@@ -226,9 +214,9 @@ def _seek(run: PrivateRun, details: dict[str, Any], same_keys: bool) -> None:
         return
     here = loader.state_dict()
     if state is not None and all(state[k] == here[k] for k in ("num_samples", "sample_rate")):
+        loader.usage.restart(state["position"])  # the steps of later batches are undone with them
         loader.load_state_dict(state)
     else:  # of other data, for new keys: its batches follow those of this loader
         loader.usage.restart(loader.position)
-    run.unused_from = loader.position
     run.start = tuple(details["start"]) if same_keys else (loader.position, details["steps"])
     loader.batch_sampler.rekey(run.keys.sampling, run.start[0])

@@ -34,18 +34,18 @@ published, their privacy losses compose, and neither account has the other's ste
 made in one engine: a load keeps the steps that its engine has counted beyond the checkpoint, and a
 step that is made again from the saved key with another σ, C, learning rate or criterion, or of
 another batch, is refused (see ledger.py). Of two runs of an engine only the one that was loaded
-last goes on with a key, from its first step on.
+last goes on with a key.
 
 Both are tied together and verified as a whole: `PATH` ends with the SHA-256 of its content and an
 HMAC of that digest under a key derived from the run's (file_format.py). What does not agree is
 refused, on every rank, before anything is changed, and a load that fails later is undone
-(restore.py). With `new_keys=True` the key file may be missing: then the digest alone is verified. A
-checkpoint of version 1, which has no digest, loads with a warning.
+(restore.py). With `new_keys=True` the key file may be missing: then the digest alone is verified.
 
 A sharded model is saved as a folder: see distributed_format.py. A load takes either, whatever the
 model that it is for.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from functools import partial
@@ -57,6 +57,7 @@ from dp_clipping.checkpoint.compatibility import check_fits
 from dp_clipping.checkpoint.file_format import (
     ACCOUNTANT,
     DETAILS,
+    DIGEST,
     MODULE,
     OPTIMIZER,
     VERSION,
@@ -66,19 +67,20 @@ from dp_clipping.checkpoint.file_format import (
     scheduler_state,
     write,
 )
+from dp_clipping.checkpoint.random_states import states_of
 from dp_clipping.checkpoint.restore import (
     LEFT_BY_SCHEDULERS,
     Resume,
-    as_refusal,
     check_load,
     check_save,
     go_on,
+    refusal,
 )
 from dp_clipping.checkpoint.run import (
     PrivateRun,
     Snapshot,
-    agree_on_content,
-    random_states,
+    agree,
+    of_all_ranks,
     together,
 )
 from dp_clipping.checkpoint.tensors import (
@@ -114,7 +116,7 @@ def save(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
 
 def _save_file(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     run, path = snapshot.run, snapshot.path
-    random = random_states(run)
+    random = of_all_ranks(run, states_of(run.device))  # not of a generator of the user's own
     # Every rank asks for it: where each steps a part of the parameters, it is a collective call.
     state = run.optimizer.original_optimizer.state_dict() if snapshot.with_optimizer else {}
 
@@ -132,7 +134,7 @@ def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     from dp_clipping.checkpoint import distributed_format as folder_format  # takes a second
 
     run, path = snapshot.run, snapshot.path
-    random = random_states(run)
+    random = of_all_ranks(run, states_of(run.device))  # not of a generator of the user's own
     name = folder_format.new_name(run)
 
     def prepare() -> tuple[State, dict[str, Tensor]]:
@@ -154,7 +156,7 @@ def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     contents, tensors = together(run, f"save {path}", prepare)
     write_part = partial(folder_format.write_part, run, path / name, tensors)
     digests = together(run, f"write its part of {path}", write_part)
-    contents[DETAILS][folder_format.FILES] = folder_format.of_all_ranks(run, digests)
+    contents[DETAILS][folder_format.FILES] = dict(ChainMap(*of_all_ranks(run, digests)))
     together(run, f"write {path}", write_run)
 
 
@@ -192,7 +194,7 @@ def _details(run: PrivateRun, random: list[dict[str, Tensor]]) -> dict[str, Any]
         "key_fingerprint": run.keys.fingerprint,
         "account": plain(run.account.parts()),
         "steps": run.optimizer.steps,
-        "sampler": run.sampler_state(),
+        "sampler": None if run.poisson is None else run.poisson.state_dict(),
         "start": list(run.start),
         # Of all steps of the account, as all of them are in the file.
         "other_batches": run.account.other_batches,
@@ -221,9 +223,12 @@ def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
                 resume, fill = _read_folder(snapshot, new_keys)
             else:
                 resume = _read_file(snapshot, new_keys)
+        except (ValueError, RuntimeError, OSError) as error:
+            problem = error
         except Exception as error:
-            problem = as_refusal(path, error)
-        agree_on_content(run, path, resume and resume.digest(), problem)
+            problem = refusal(path, error)
+        content = resume and (resume.details[DIGEST], resume.keys is None)
+        agree(run, f"load {path}", problem, content, kind=ValueError)
         assert resume is not None
         if fill is not None:
             together(run, f"load {path}", fill)
@@ -231,7 +236,7 @@ def load(snapshot: Snapshot, new_keys: bool) -> dict[str, Any]:
 
 
 def _read_file(snapshot: Snapshot, new_keys: bool) -> Resume:
-    saved = read(snapshot.path, snapshot.torch_kwargs)
+    saved = read(snapshot.path, snapshot.torch_kwargs, snapshot.key_file)
     if LEFT_OUT in saved[DETAILS] and is_sharded(snapshot.run):
         raise ValueError(
             f"{snapshot.path} was saved without all weights, and the model is sharded: save it "
@@ -247,7 +252,7 @@ def _read_folder(snapshot: Snapshot, new_keys: bool) -> tuple[Resume, Callable[[
     from dp_clipping.checkpoint import distributed_format as folder_format  # takes a second
 
     run, path = snapshot.run, snapshot.path
-    saved = read(path / folder_format.RUN_FILE, snapshot.torch_kwargs)
+    saved = read(path / folder_format.RUN_FILE, snapshot.torch_kwargs, snapshot.key_file)
     folder_format.verify(run, path, saved)
     reader, known = folder_format.read_shapes(path, saved)
     keys, unsaved, notes = check_fits(snapshot, with_tensors(saved, known), new_keys)

@@ -64,8 +64,8 @@ class Agreement:
                 if of_rank.get(REFUSAL) is not None:
                     raise ValueError(f"on rank {rank}: {of_rank[REFUSAL]}")
             raise RuntimeError(
-                f"step {step} is not taken: {differences(of_ranks)}: change settings "
-                "on every rank alike, such as by scheduler.step() on all ranks"
+                f"step {step} is not taken: {differences(of_ranks)}: change settings, and iterate "
+                "over the loader, on every rank alike, such as by scheduler.step() on all ranks"
             )
 
     def sums(self, counts: list[int]) -> list[int]:
@@ -91,10 +91,10 @@ def agree_on_settings(settings: Settings, group: dist.ProcessGroup | None) -> No
         raise ValueError(f"{found}: give the same on all")
 
 
-def gathered(settings: Settings, group: dist.ProcessGroup) -> list[Settings]:
-    """Returns the settings of all ranks; every rank calls it."""
-    of_ranks: list[Settings] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, settings, group=group)
+def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns the values of all ranks; every rank calls it."""
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, value, group=group)
     return of_ranks
 
 

@@ -40,47 +40,54 @@ if triton is not None:
     from dp_clipping.kernels.launch.tiles import _load_tile, _row_of, _tile_of
 
 GROUP = 8
+LARGE = 1e11  # operations: 0.15 ms on an H200; a launch takes its host 0.1 ms
 PROGRAMS = 528  # four for each processor of an H200
-TILES = {  # bytes of an element -> the choice that needs no tuning, first, and others worth a try
-    2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3), Tile(256, 128, 64, 8, 3),
-        Tile(128, 256, 64, 8, 4), Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
-    4: (Tile(64, 64, 32, 4, 3), Tile(128, 64, 16, 8, 3), Tile(32, 64, 32, 4, 3)),
+# Bytes of an element -> tiles. The speeds are those of an H200 on a few hundred tokens.
+TILES = {
+    2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4, 0.92), Tile(64, 128, 64, 4, 4, 0.75),
+        Tile(64, 64, 64, 4, 4, 0.65), Tile(128, 128, 64, 4, 3, 0.8), Tile(256, 128, 64, 8, 3),
+        Tile(128, 256, 64, 8, 4)),
+    4: (Tile(64, 64, 32, 4, 3), Tile(128, 64, 16, 8, 3, 0.9), Tile(32, 64, 32, 4, 3, 0.9)),
 }  # fmt: skip
+# The same where G is not stored.
+NORM_TILES = TILES | {2: (TILES[2][0], Tile(128, 128, 64, 4, 3, 1.1), *TILES[2][1:4])}
 
 
 def gradients_and_squares(
     pairs: Sequence[Pair], tile: Tile | None = None, store: bool | Sequence[Tensor] = True
-) -> list[tuple[Tensor | None, Tensor]]:
-    """Returns each G [B, d, p] in `stored_dtype` (None unless `store`), squared norms [B].
+) -> tuple[Sequence[Tensor | None], Tensor]:
+    """Returns each G [B, d, p] in `stored_dtype` (None unless `store`), squared norms [pairs, B].
 
     Args:
-        pairs: output gradients y [B, T, d] and inputs a [B, T, p] of linear layers, in float32,
-            bfloat16 or float16, any strides. Few launches serve those that are alike.
+        pairs: output gradients y [B, T, d] and inputs a [B, T, p] of linear layers of one B, in
+            float32, bfloat16 or float16, any strides. Few launches serve those of one dtype. Of a
+            pair with places G is [B, n, d, p], and the norm is that of all n.
         store: whether G is stored; or where that of each pair is, contiguous.
     """
-    found: list = [None] * len(pairs)
-    for numbers in launches(pairs):
+    found: list[Tensor | None] = [None] * len(pairs)
+    rows: list[Tensor] = list(found)  # type: ignore[arg-type]
+    for numbers, is_large in launches(pairs, LARGE, {} if tile else TILES if store else NORM_TILES):
         if len(numbers) == len(pairs):
-            own, at = pairs, store
-        else:
-            own = [pairs[n] for n in numbers]
-            at = store if isinstance(store, bool) else [store[n] for n in numbers]
-        launched = _launch(operands_of(own), tile, at)
-        for number, result in zip(numbers, launched, strict=True):
-            found[number] = result
-    return found
+            return _launch(operands_of(pairs), tile, store, is_large)
+        own = [pairs[n] for n in numbers]
+        at = store if isinstance(store, bool) else [store[n] for n in numbers]
+        gradients, squares = _launch(operands_of(own), tile, at, is_large)
+        for number, one, row in zip(numbers, gradients, squares, strict=True):
+            found[number], rows[number] = one, row
+    return found, torch.stack(rows)
 
 
 def gradient_and_squares(
     y: Tensor, a: Tensor, tile: Tile | None = None, store: bool = True
 ) -> tuple[Tensor | None, Tensor]:
     """Calls `gradients_and_squares` for one layer."""
-    return gradients_and_squares([(y, a)], tile, store)[0]
+    (gradients,), squares = gradients_and_squares([(y, a)], tile, store)
+    return gradients, squares[0]
 
 
 def _launch(
-    operands: Operands, tile: Tile | None, store: bool | Sequence[Tensor]
-) -> list[tuple[Tensor | None, Tensor]]:
+    operands: Operands, tile: Tile | None, store: bool | Sequence[Tensor], is_large: bool
+) -> tuple[Sequence[Tensor | None], Tensor]:
     pairs, shapes, described = operands.pairs, operands.shapes, operands.described
     given, store = (None, store) if isinstance(store, bool) else (store, True)
     y, _ = pairs[0]
@@ -88,16 +95,21 @@ def _launch(
     dtype = stored_dtype(y.dtype)
     if not (batch_size and any(tokens) and any(map(all, shapes))):
         squares = y.new_zeros(len(pairs), batch_size, dtype=torch.float32)
-        results = [y.new_zeros(batch_size, *shape, dtype=dtype) for shape in shapes if store]
         for one in given or ():
             one.zero_()
-        return list(zip(given or results or [None] * len(pairs), squares.unbind(0), strict=True))
+        results = given or [
+            y.new_zeros(batch_size, *shape, dtype=dtype) if store else None
+            for shape in operands.results
+        ]  # fmt: skip
+        return results, squares
     tile = tile or best_for_pairs(
-        "instantiate" if store else "accumulate", operands, TILES,
-        lambda tile: _launch(operands, tile, given or store),
+        "instantiate" if store else "accumulate", operands,
+        TILES if store or is_large else NORM_TILES,
+        lambda tile: _launch(operands, tile, given or store, is_large),
     )  # fmt: skip
     results = given or [
-        y.new_empty(batch_size, *shape, dtype=dtype) if store else None for shape in shapes
+        y.new_empty(batch_size, *shape, dtype=dtype) if store else None
+        for shape in operands.results
     ]  # fmt: skip
     counts, programs, share, aligned = _division(
         tuple(shapes), batch_size, tile.rows, tile.columns, dtype.itemsize
@@ -112,7 +124,7 @@ def _launch(
     written = store and described and aligned
     # In a loop over samples the tile that is being stored has memory of its own.
     written_in_loop = written and dtype.itemsize <= y.element_size()
-    if len(pairs) == 1 and described and written == store:
+    if is_large and described and written == store:
         (_, a), (gradients,) = pairs[0], results
         target = describe(gradients, (tile.rows, tile.columns)) if store else None
         _gradient_kernel[(counts[0] * batch_size,)](
@@ -128,15 +140,15 @@ def _launch(
             WRITTEN=written_in_loop, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
     # In float64: a norm's last bit must not tell how many tiles the launch's other layers had.
-    total = squares.sum(2, dtype=torch.float64).float()
-    return list(zip(results, total.unbind(0), strict=True))
+    return results, squares.sum(2, dtype=torch.float64).float()
 
 
 @lru_cache(maxsize=1024)
 def _division(
-    shapes: tuple[tuple[int, int], ...], batch_size: int, rows: int, columns: int, itemsize: int
-) -> tuple[list[int], list[int], int, bool]:
-    """Returns tiles and programs of each G [d, p], samples of a program, and `aligned`.
+    shapes: tuple[tuple[int, int, int], ...], batch_size: int, rows: int, columns: int,
+    itemsize: int,
+) -> tuple[list[int], list[int], int, bool]:  # fmt: skip
+    """Returns tiles and programs of each G [n, d, p], samples of a program, and `aligned`.
 
     Where there are few tiles, samples are divided among programs too. `aligned` is whether rows of
     all G, which start at a multiple of ALIGNMENT, do so as well.
@@ -144,10 +156,10 @@ def _division(
     Args:
         rows, columns, itemsize: of a tile, and bytes of an element of G.
     """
-    counts = [ceil_div(d, rows) * ceil_div(p, columns) for d, p in shapes]
+    counts = [n * ceil_div(d, rows) * ceil_div(p, columns) for n, d, p in shapes]
     share = ceil_div(batch_size, min(batch_size, ceil_div(PROGRAMS, max(1, sum(counts)))))
     splits = ceil_div(batch_size, share)
-    aligned = all(p * itemsize % ALIGNMENT == 0 for _, p in shapes)
+    aligned = all(p * itemsize % ALIGNMENT == 0 for _, _, p in shapes)
     return counts, [count * splits for count in counts], share, aligned
 
 
@@ -166,9 +178,9 @@ if triton is not None:
 
     @triton.jit
     def _gradient_tile(
-        y, a, g, p_square, i_b, o_d, o_p, T, D, P, s_yb, s_yt, s_ab, s_at, STORED: tl.constexpr,
-        DESCRIBED: tl.constexpr, STORE: tl.constexpr, WRITTEN: tl.constexpr, EXACT: tl.constexpr,
-        BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
+        y, a, g, p_square, i_b, o_d, o_p, T, D, P, s_yb, s_yt, s_ab, s_at, s_gb,
+        STORED: tl.constexpr, DESCRIBED: tl.constexpr, STORE: tl.constexpr, WRITTEN: tl.constexpr,
+        EXACT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
     ):  # fmt: skip
         """Returns a tile of one sample's G from (o_d, o_p) on, and the sum of its squares."""
         b_g = tl.zeros((BLOCK_D, BLOCK_P), tl.float32)
@@ -185,7 +197,7 @@ if triton is not None:
                 g.store([i_b, o_d, o_p], b_rounded.reshape(1, BLOCK_D, BLOCK_P))
             else:
                 o_rows, o_columns = o_d + tl.arange(0, BLOCK_D), o_p + tl.arange(0, BLOCK_P)
-                p_g = g + tl.cast(i_b, tl.int64) * D * P
+                p_g = g + tl.cast(i_b, tl.int64) * s_gb
                 p_g += o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
                 m_g = (o_rows[:, None] < D) & (o_columns[None, :] < P)
                 tl.store(p_g, b_rounded, mask=m_g)
@@ -203,7 +215,7 @@ if triton is not None:
         i_d, i_p = _tile_of(i_tile, n_d, n_p, GROUP)
         _gradient_tile(
             y, a, g, p_squares + tl.program_id(0), i_b, i_d * BLOCK_D, i_p * BLOCK_P, T, D, P,
-            0, 0, 0, 0, g.dtype if STORE else tl.float32, True, STORE, STORE, EXACT,
+            0, 0, 0, 0, 0, g.dtype if STORE else tl.float32, True, STORE, STORE, EXACT,
             BLOCK_D, BLOCK_P, BLOCK_T,
         )  # fmt: skip
 
@@ -219,19 +231,23 @@ if triton is not None:
         D, P = tl.load(p_row + 3).to(tl.int32), tl.load(p_row + 4).to(tl.int32)
         s_yb, s_yt = tl.load(p_row + 5), tl.load(p_row + 6)
         s_ab, s_at = tl.load(p_row + 7), tl.load(p_row + 8)
-        T = tl.load(p_row + 10).to(tl.int32)
+        T, n_products = tl.load(p_row + 10).to(tl.int32), tl.load(p_row + 11).to(tl.int32)
         n_d, n_p = tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P)
-        i_tile, i_share = i_own % (n_d * n_p), i_own // (n_d * n_p)
-        i_d, i_p = _tile_of(i_tile, n_d, n_p, GROUP)
-        y = _open(p_row, s_yb, s_yt, B, T, D, DTYPE, DESCRIBED, BLOCK_T, BLOCK_D)
-        a = _open(p_row + 1, s_ab, s_at, B, T, P, DTYPE, DESCRIBED, BLOCK_T, BLOCK_P)
+        n_tiles = n_d * n_p
+        i_tile, i_share = i_own % (n_products * n_tiles), i_own // (n_products * n_tiles)
+        i_product = i_tile // n_tiles
+        place = tl.load(p_rows + tl.load(p_row + 12) + i_product)
+        i_d, i_p = _tile_of(i_tile % n_tiles, n_d, n_p, GROUP)
+        y = _open(p_row, 0, s_yb, s_yt, B, T, D, DTYPE, DESCRIBED, BLOCK_T, BLOCK_D)
+        a = _open(p_row + 1, place, s_ab, s_at, B, T, P, DTYPE, DESCRIBED, BLOCK_T, BLOCK_P)
         s_g = tl.cast(P, tl.int64)
+        s_gb, o_g = s_g * D * n_products, s_g * D * i_product
         g = y
         if STORE:
-            g = _open(p_row + 2, s_g * D, s_g, B, D, P, STORED, WRITTEN, BLOCK_D, BLOCK_P)
+            g = _open(p_row + 2, o_g, s_gb, s_g, B, D, P, STORED, WRITTEN, BLOCK_D, BLOCK_P)
         for i_b in range(i_share * share, min(i_share * share + share, B)):
             p_square = p_squares + (tl.cast(i_row, tl.int64) * B + i_b) * n_most + i_tile
             _gradient_tile(
                 y, a, g, p_square, i_b, i_d * BLOCK_D, i_p * BLOCK_P, T, D, P, s_yb, s_yt, s_ab,
-                s_at, STORED, DESCRIBED, STORE, WRITTEN, EXACT, BLOCK_D, BLOCK_P, BLOCK_T,
+                s_at, s_gb, STORED, DESCRIBED, STORE, WRITTEN, EXACT, BLOCK_D, BLOCK_P, BLOCK_T,
             )  # fmt: skip

@@ -207,7 +207,7 @@ if triton is not None:
         """Adds an input's Gram tile to b_a, or b_a times an output gradient's to b_sums."""
         X = tl.load(p_operand + 1).to(tl.int32)
         s_b, s_t = tl.load(p_operand + 2), tl.load(p_operand + 3)
-        x = _open(p_operand, s_b, s_t, B, T, X, DTYPE, DESCRIBED, BLOCK, BLOCK_X)
+        x = _open(p_operand, 0, s_b, s_t, B, T, X, DTYPE, DESCRIBED, BLOCK, BLOCK_X)
         o_t = tl.arange(0, BLOCK)
         m_own = o_t[:, None] == o_t[None, :]
         b_part = tl.zeros((BLOCK, BLOCK), tl.float32)

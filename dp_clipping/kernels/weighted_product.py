@@ -53,12 +53,13 @@ MOST_PROGRAMS = 4 * PROCESSORS  # of a launch that divides samples
 WRITING = 0.1  # time of a tile that is written and read again, in that of a block of 64 tokens
 LEAST = 8  # samples of a share: there are far fewer sums of shares than gradients of samples
 ALIGNED = 16  # values: rows of results that start at multiples of it are written in 16 bytes
-SHALLOW = Tile(128, 256, 32, 8, 6)
+SHALLOW = Tile(128, 256, 32, 8, 6, 1.2)
 MOST_SHALLOW = 384  # tokens; deeper blocks need fewer steps
+# Bytes of an element -> tiles. The speeds are those of an H200 on a few hundred tokens.
 TILES = {
-    2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3), Tile(128, 256, 64, 8, 4),
-        Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
-    4: (Tile(64, 64, 32, 4, 3), Tile(128, 64, 16, 8, 3), Tile(32, 64, 32, 4, 3)),
+    2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4, 0.92), Tile(64, 128, 64, 4, 4, 0.75),
+        Tile(64, 64, 64, 4, 4, 0.65), Tile(128, 128, 64, 4, 3, 0.8), Tile(128, 256, 64, 8, 4)),
+    4: (Tile(64, 64, 32, 4, 3), Tile(128, 64, 16, 8, 3, 0.9), Tile(32, 64, 32, 4, 3, 0.9)),
 }  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def weighted_products(
     groups: Sequence[int],
     tile: Tile | None = None,
 ) -> list[Tensor]:
-    """Returns Σ_i c_i y_iᵀ a_i of each pair: [d, p] float32.
+    """Returns Σ_i c_i y_iᵀ a_i of each pair: [d, p] float32; [n, d, p] of one with n places.
 
     Args:
         pairs: y [B, T, d] and a [B, T, p], float32, bfloat16 or float16, any strides. Few launches
@@ -76,9 +77,9 @@ def weighted_products(
         groups: which of the K clipping groups each pair belongs to.
     """
     found: list = [None] * len(pairs)
-    for numbers in launches(pairs, LARGE, longest_first=True):
+    for numbers, is_large in launches(pairs, LARGE, {} if tile else TILES, longest_first=True):
         operands = operands_of([pairs[n] for n in numbers])
-        launched = _launch(operands, weights, [groups[n] for n in numbers], tile)
+        launched = _launch(operands, weights, [groups[n] for n in numbers], tile, is_large)
         for number, result in zip(numbers, launched, strict=True):
             found[number] = result
     return found
@@ -92,26 +93,27 @@ def weighted_product(
 
 
 def _launch(
-    operands: Operands, weights: SortedCoefficients, groups: list[int], tile: Tile | None
-) -> list[Tensor]:
+    operands: Operands, weights: SortedCoefficients, groups: list[int], tile: Tile | None,
+    is_large: bool,
+) -> list[Tensor]:  # fmt: skip
     pairs, shapes, described = operands.pairs, operands.shapes, operands.described
     y, _ = pairs[0]
     batch_size, tokens = y.shape[0], tuple(operands.tokens)
     if not (batch_size and any(tokens) and any(map(all, shapes))):
-        return [y.new_zeros(shape, dtype=torch.float32) for shape in shapes]
+        return [y.new_zeros(shape, dtype=torch.float32) for shape in operands.results]
     name, tiles = _candidates(tokens, y.element_size())
     tile = tile or best_for_pairs(
         name, operands, tiles,
-        lambda tile: _launch(operands, weights, groups, tile),
+        lambda tile: _launch(operands, weights, groups, tile, is_large),
     )  # fmt: skip
     counts, share, splits, aligned = _division(tuple(shapes), batch_size, tokens, tile)
-    parts = [y.new_empty(splits, *shape, dtype=torch.float32) for shape in shapes]
+    parts = [y.new_empty(splits, *shape, dtype=torch.float32) for shape in operands.results]
     shared = dict(
         EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows, BLOCK_P=tile.columns,
         BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     ordered = weights.order, weights.values, weights.first
-    if len(pairs) == 1 and described:
+    if is_large and described:
         _, a = pairs[0]
         _weighted_product_kernel[(counts[0], splits)](
             describe(y, (tile.depth, tile.rows)), describe(a, (tile.depth, tile.columns)),
@@ -147,16 +149,16 @@ def _candidates(tokens: tuple[int, ...], size: int) -> tuple[str, dict[int, tupl
 
 @lru_cache(maxsize=1024)
 def _division(
-    shapes: tuple[tuple[int, int], ...], batch_size: int, tokens: tuple[int, ...], tile: Tile
+    shapes: tuple[tuple[int, int, int], ...], batch_size: int, tokens: tuple[int, ...], tile: Tile
 ) -> tuple[list[int], int, int, int]:
-    """Returns the tiles of each result [d, p], the samples of a share, the shares, and `ALIGNED`.
+    """Returns the tiles of each result, the samples of a share, the shares, and `ALIGNED`.
 
     The last one is 1 where results do not start at multiples of it.
     """
-    counts = [ceil_div(d, tile.rows) * ceil_div(p, tile.columns) for d, p in shapes]
+    counts = [n * ceil_div(d, tile.rows) * ceil_div(p, tile.columns) for n, d, p in shapes]
     blocks = [ceil_div(T, 64) for T in tokens]
     share = _share(counts, blocks, batch_size)
-    aligned = all(p % ALIGNED == 0 for _, p in shapes)
+    aligned = all(p % ALIGNED == 0 for _, _, p in shapes)
     return counts, share, ceil_div(batch_size, share), ALIGNED if aligned else 1
 
 
@@ -220,7 +222,6 @@ if triton is not None:
                 following = tl.load(p_c + i, mask=i < i_stop, other=1.0)
                 b_total *= tl.div_rn(tl.load(p_c + i - 1), following)
         o_rows, o_columns = o_d + tl.arange(0, BLOCK_D), o_p + tl.arange(0, BLOCK_P)
-        p_total += tl.cast(i_share, tl.int64) * D * P
         p_total += o_rows[:, None].to(tl.int64) * P + o_columns[None, :]
         tl.store(p_total, b_total, mask=(o_rows[:, None] < D) & (o_columns[None, :] < P))
 
@@ -233,9 +234,9 @@ if triton is not None:
     ):  # fmt: skip
         i_d, i_p = _tile_of(tl.program_id(0), tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P), GROUP)
         _weighted_tile(
-            y, a, p_total, p_order + i_group * B, p_c + i_group * B, p_first + i_group,
-            tl.program_id(1), share, i_d * BLOCK_D, i_p * BLOCK_P, B, T, D, P, 0, 0, 0, 0, True,
-            EXACT, BLOCK_D, BLOCK_P, BLOCK_T,
+            y, a, p_total + tl.cast(tl.program_id(1), tl.int64) * D * P, p_order + i_group * B,
+            p_c + i_group * B, p_first + i_group, tl.program_id(1), share, i_d * BLOCK_D,
+            i_p * BLOCK_P, B, T, D, P, 0, 0, 0, 0, True, EXACT, BLOCK_D, BLOCK_P, BLOCK_T,
         )  # fmt: skip
 
     @triton.jit(do_not_specialize=["n_rows", "B", "share"])
@@ -252,10 +253,16 @@ if triton is not None:
         s_yb, s_yt = tl.load(p_row + 5), tl.load(p_row + 6)
         s_ab, s_at = tl.load(p_row + 7), tl.load(p_row + 8)
         i_group, T = tl.load(p_row + 9), tl.load(p_row + 10).to(tl.int32)
-        i_d, i_p = _tile_of(i_tile, tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P), GROUP)
-        y = _open(p_row, s_yb, s_yt, B, T, D, DTYPE, DESCRIBED, BLOCK_T, BLOCK_D)
-        a = _open(p_row + 1, s_ab, s_at, B, T, P, DTYPE, DESCRIBED, BLOCK_T, BLOCK_P)
+        n_products, n_tiles = tl.load(p_row + 11), tl.cdiv(D, BLOCK_D) * tl.cdiv(P, BLOCK_P)
+        i_product = i_tile // n_tiles
+        place = tl.load(p_rows + tl.load(p_row + 12) + i_product)
+        i_d, i_p = _tile_of(
+            i_tile % n_tiles, tl.cdiv(D, BLOCK_D), tl.cdiv(P, BLOCK_P), GROUP
+        )  # fmt: skip
+        y = _open(p_row, 0, s_yb, s_yt, B, T, D, DTYPE, DESCRIBED, BLOCK_T, BLOCK_D)
+        a = _open(p_row + 1, place, s_ab, s_at, B, T, P, DTYPE, DESCRIBED, BLOCK_T, BLOCK_P)
         p_total = tl.load(p_row + 2).to(tl.pointer_type(tl.float32))
+        p_total += (tl.program_id(1) * n_products + i_product) * D * P
         p_total = tl.multiple_of(p_total, ALIGNED)
         _weighted_tile(
             y, a, p_total, p_order + i_group * B, p_c + i_group * B, p_first + i_group,

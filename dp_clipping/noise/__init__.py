@@ -6,9 +6,8 @@ Files:
     kernel                the same in one Triton kernel
     registers             its device functions: words and normal numbers
     mechanisms            noise of other distributions, that users register with their account
-    add_noise             adds it to clipped sums, by the kernel or its reference
+    add_noise             adds it to clipped sums, as `noise_mechanism` chooses
     correlated            noise of which later steps take back a part
-    sources               where the noise of a step comes from: what `noise_mechanism` chooses
     secure                cryptographic noise of integers, for `secure_mode=True`
     keys                  the secret key of noise and sampling
     adaptive_threshold    a clipping threshold that follows a quantile of the norms

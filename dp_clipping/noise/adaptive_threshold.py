@@ -48,27 +48,6 @@ MOST = 100.0  # of the exponent of one update, far beyond any limit of C
 SETTINGS = ("quantile", "learning_rate", "count_std", "expected_batch_size", "lowest", "highest")
 
 
-def gradient_noise_multiplier(noise_multiplier: float, count_std: float, groups: int = 1) -> float:
-    """Returns z_Δ, with which gradient and counts together cost as much as `noise_multiplier`.
-
-    Without noise (z = 0) there is none on the gradient either.
-
-    Raises:
-        ValueError: if the counts alone cost as much or more.
-    """
-    if noise_multiplier == 0:
-        return 0.0
-    of_counts = groups**0.5 * noise_multiplier / (2 * count_std) if count_std else math.inf
-    if of_counts >= 1:
-        needed = groups**0.5 * noise_multiplier / 2
-        raise ValueError(
-            f"count_std is {count_std}: at noise_multiplier {noise_multiplier} the noisy counts "
-            f"alone would cost the whole budget, give more than {needed:g} (several times as much: "
-            "the gradient pays for what is missing), or a smaller noise_multiplier"
-        )
-    return noise_multiplier / (1 - of_counts**2) ** 0.5
-
-
 class AdaptiveThreshold:
     """The threshold of the next step, one number per clipping group.
 
@@ -126,8 +105,24 @@ class AdaptiveThreshold:
         return list(self.clip_norms) if self._is_list else self.clip_norms[0]
 
     def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
-        """Returns z_Δ for a z: see the function of that name."""
-        return gradient_noise_multiplier(noise_multiplier, self.count_std, len(self.clip_norms))
+        """Returns z_Δ, with which gradient and counts together cost as much as `noise_multiplier`.
+
+        Without noise (z = 0) there is none on the gradient either.
+
+        Raises:
+            ValueError: if the counts alone cost as much or more.
+        """
+        if noise_multiplier == 0:
+            return 0.0
+        needed = len(self.clip_norms) ** 0.5 * noise_multiplier / 2
+        if needed >= self.count_std:
+            raise ValueError(
+                f"count_std is {self.count_std}: at noise_multiplier {noise_multiplier} the noisy "
+                f"counts alone would cost the whole budget, give more than {needed:g} (several "
+                "times as much: the gradient pays for what is missing), or a smaller "
+                "noise_multiplier"
+            )
+        return noise_multiplier / (1 - (needed / self.count_std) ** 2) ** 0.5
 
     def update(self, squares: Tensor, *, step: int, noise_key: bytes, noisy: bool = True) -> None:
         """Sets the thresholds of the next step. Once a step, also for an empty batch.
@@ -147,10 +142,6 @@ class AdaptiveThreshold:
         if step < self.next_step:
             raise RuntimeError(
                 f"the threshold's count of step {step} was released already: update once per step"
-            )
-        if len(squares) != len(self.clip_norms):
-            raise ValueError(
-                f"norms of {len(squares)} clipping groups for {len(self.clip_norms)} thresholds"
             )
         self.next_step = step + 1
         stream = NoiseStream.derive(noise_key, step=step, parameter=STREAM, share=0)

@@ -1,17 +1,18 @@
-"""Adds the noise to clipped sums: by Triton kernels on a GPU, else by their reference."""
+"""Adds the noise of a step to clipped sums: by Triton kernels on a GPU, else by their reference."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dp_clipping.distributed.placement import Place
 from dp_clipping.noise import kernel as kernels
+from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.gaussian import (
     CHUNK,
     GAUSSIAN,
@@ -19,8 +20,8 @@ from dp_clipping.noise.gaussian import (
     Values,
     add_noise_plain,
     add_noise_to_short,
-    check_offset,
 )
+from dp_clipping.noise.mechanisms import mechanism_of
 
 SHORT = TOGETHER = 4 * CHUNK  # elements of a tensor, and of several, that get noise at once
 
@@ -53,20 +54,12 @@ def add_noise_to_all(
         Contiguous tensors.
 
     Raises:
-        ValueError: a 16-bit total (the noise would join a rounded sum), a negative or non-finite
-            `std`, a `divisor` that is not positive and finite, a place of another number of
-            elements, a dtype that is not floating point.
+        ValueError: a negative or non-finite `std`, or a `divisor` that is not positive and finite.
     """
     check_scales(std, divisor)
-    for dtype in {total.dtype for total in totals} - {torch.float32, torch.float64}:
-        raise ValueError(f"noise joins a float32 sum, before the cast; got {dtype}")
-    for dtype in set(dtypes):
-        if not dtype.is_floating_point:
-            raise ValueError(f"noise in a {dtype} result would be cut off")
+    # Noise joins a sum before the cast.
+    assert {total.dtype for total in totals} <= {torch.float32, torch.float64}
     places = [None] * len(totals) if places is None else places
-    for total, place in zip(totals, places, strict=True):
-        if place is not None:
-            _check_place(total, place)
     totals = list(map(Tensor.contiguous, totals))
     results = [
         total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
@@ -83,17 +76,12 @@ def add_noise_to_all(
             for total, result in zip(sums, noisy, strict=True):
                 torch.div(total, divisor, out=result)
         elif values is GAUSSIAN and kernels.serves(sums[0]):
+            make = None if table is None else partial(table.take, numbers)
+            own_places: Any = None if are_whole else [places[i] for i in numbers]
             with torch.cuda.device_of(sums[0]):
-                if are_whole:
-                    make = None if table is None else partial(table.take, numbers)
-                    kernels.add_noise_to_all_kernel_launch(
-                        sums, noisy, own, std, divisor, make, more
-                    )
-                else:
-                    parts: list[Any] = [places[i] for i in numbers]
-                    kernels.add_noise_to_parts_kernel_launch(
-                        sums, noisy, own, parts, std, divisor, more
-                    )
+                kernels.add_noise_kernel_launch(
+                    sums, noisy, own, own_places, std, divisor, make, more
+                )
         elif are_whole and not more:
             _add_noise_plain_to_wholes(sums, noisy, own, std, divisor, values)
         else:
@@ -135,13 +123,67 @@ def check_scales(std: float, divisor: float) -> None:
         raise ValueError(f"divisor must be finite and positive, got {divisor}")
 
 
-def _check_place(total: Tensor, place: Place) -> None:
-    """Raises ValueError unless the runs of a place are those of the total's elements, in order."""
-    numel = 0
-    for run in place:
-        check_offset(run.offset)
-        if run.local_start != numel:
-            raise ValueError(f"{run} begins elsewhere than at element {numel} of its part")
-        numel += run.numel
-    if numel != total.numel():
-        raise ValueError(f"the place has {numel} elements, the sum {total.numel()}")
+class NoiseSource(Protocol):
+    """What adds the noise of a step: `AddressedNoise`, `noise.secure.source.SecureNoise`."""
+
+    spans_steps: bool
+
+    @property
+    def add(self) -> Callable[..., list[Tensor]]: ...
+
+
+class AddressedNoise:
+    """Noise of `NoiseStream`s: that of a step alone, or with the noise of earlier steps.
+
+    Nothing is kept from one step to the next. The noise of an element is a function of the key, the
+    step, the parameter and the element's place in it alone, so shards, replicas and resumed runs
+    agree on it.
+
+    Args:
+        values: how random words become noise; default: normal numbers.
+        correlated: how many earlier steps' noise is generated again, and with which weights.
+
+    Attributes:
+        spans_steps: noise of earlier steps is in that of a step, so σ and C must never change.
+    """
+
+    def __init__(
+        self, values: Values = GAUSSIAN, correlated: CorrelatedNoise | None = None
+    ) -> None:
+        self.values, self.correlated = values, correlated
+        self.spans_steps = correlated is not None
+
+    def add(
+        self, totals: list[Tensor], parameters: Sequence[str], *, key: bytes, step: int, std: float,
+        divisor: float, dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
+        table: kernels.StreamTable | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Returns (total + std·Σ_j w_j z_{step-j}) / divisor of each total; one pass over them.
+
+        Args:
+            parameters: the full name of the parameter that each total belongs to.
+            key: the noise key of the run, 32 bytes.
+            step: the optimizer step, from 0.
+            totals, std, divisor, dtypes, places, table: as of `add_noise_to_all`.
+        """
+        streams = partial(NoiseStream.derive_all, key, parameters=parameters, share=0)
+        earlier = []
+        if self.correlated is not None:
+            _, *weights = self.correlated.weights(step + 1)
+            earlier = [(weight, streams(step=step - j)) for j, weight in enumerate(weights, 1)]
+        return add_noise_to_all(
+            totals, streams(step=step), std=std, divisor=divisor, dtypes=dtypes, places=places,
+            table=table, values=self.values, earlier=earlier,
+        )  # fmt: skip
+
+
+def source_of(noise_mechanism: str | CorrelatedNoise) -> NoiseSource:
+    """Returns the source of a noise mechanism's noise.
+
+    Raises:
+        ValueError: for a mechanism that was not registered.
+    """
+    if isinstance(noise_mechanism, CorrelatedNoise):
+        return AddressedNoise(correlated=noise_mechanism)
+    mechanism = mechanism_of(noise_mechanism)
+    return AddressedNoise(GAUSSIAN if mechanism is None else mechanism.values)

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
 
-SECRET_BYTES = 32
 WORD = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -74,12 +73,7 @@ class NoiseStream(NamedTuple):
             step: the optimizer step, at least 0.
             parameters: their full names, the same on every rank.
             share: which of the data-parallel shares of the noise, 0 where there is one.
-
-        Raises:
-            ValueError: `secret` of another length, or a negative `step` or `share`.
         """
-        if step < 0 or share < 0:
-            raise ValueError(f"step and share must not be negative, got {step} and {share}")
         # Fixed widths first and the name last, so that no two messages are equal.
         start = step.to_bytes(8, "little") + share.to_bytes(8, "little")
         digests = digests_of(secret, start, parameters, 16, b"noise")
@@ -90,13 +84,7 @@ class NoiseStream(NamedTuple):
 def digests_of(
     secret: bytes, start: bytes, parameters: Iterable[str], size: int, person: bytes
 ) -> list[bytes]:
-    """Returns `size` bytes of BLAKE2b keyed with `secret`, of `start` and each parameter's name.
-
-    Raises:
-        ValueError: `secret` of another length than `SECRET_BYTES`.
-    """
-    if len(secret) != SECRET_BYTES:
-        raise ValueError(f"the noise key has {len(secret)} bytes, expected {SECRET_BYTES}")
+    """Returns `size` bytes of BLAKE2b keyed with `secret`, of `start` and each parameter's name."""
     common = hashlib.blake2b(start, digest_size=size, key=secret, person=person)
     digests = []
     for parameter in parameters:
@@ -114,11 +102,7 @@ def standard_normal(
     The bits depend on the device's logarithm and cosine (a CPU and a GPU agree to about 1e-6) but
     not on how a range is cut. No value exceeds √(66 ln 2) = 6.77 in magnitude; a true normal does
     so once in 10¹¹.
-
-    Raises:
-        ValueError: a negative `offset`.
     """
-    check_offset(offset)
     z = torch.empty(numel, dtype=torch.float32, device=device)
     for part, values in _chunks(numel, stream, offset, device, GAUSSIAN):
         z[part] = values
@@ -298,9 +282,3 @@ def uniform(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     """Returns two uniform numbers per counter, [2n] float64: (i + ½)/2⁵² for i < 2⁵²."""
     pairs = [(words[i] << 20) + (words[i + 1] >> 12) for i in (0, 2)]
     return torch.stack(pairs, 1).view(-1).double().add_(0.5).mul_(2.0**-52)
-
-
-def check_offset(offset: int) -> None:
-    """Raises ValueError for a negative one."""
-    if offset < 0:
-        raise ValueError(f"the offset into the noise must not be negative, got {offset}")

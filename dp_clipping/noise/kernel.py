@@ -9,8 +9,7 @@ On an H200 (torch 2.11, Triton 3.6) `randn_like`, add, divide and copy of 2²⁸
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ LOOPS = 16  # blocks of one program where many tensors share a launch
 ROW_WORDS = 6  # address of the sum, of the result, size, seed, two counter words
 RUN_WORDS = 11  # those, then counters in all, length of a row, counters of a row, stride, offset
 EARLIER_WORDS = 4  # behind a row, for each earlier stream: seed, two counter words, weight's bits
-LONGEST = 1 << 32  # elements of a row whose counters a program numbers in 32 bits
 
 
 Stream = tuple[int, int, int, int]
@@ -91,108 +89,82 @@ def _earlier_words(earlier: Earlier) -> list[list[int]]:
     return rows
 
 
-def add_noise_to_all_kernel_launch(
-    totals: list[Tensor], outs: list[Tensor], streams: Sequence[Stream], std: float,
-    divisor: float, make_table: Callable[[list[list[int]]], Tensor] | None = None,
-    earlier: Earlier = (),
+def add_noise_kernel_launch(
+    totals: list[Tensor], outs: list[Tensor], streams: Sequence[Stream],
+    places: Sequence[Place] | None, std: float, divisor: float,
+    make_table: Callable[[list[list[int]]], Tensor] | None = None, earlier: Earlier = (),
 ) -> None:  # fmt: skip
     """Launches `out ← (total + std·(z + Σ w·z')) / divisor`, cast last, for many tensors.
-
-    Each gets z from the start of its stream.
 
     A network has hundreds of parameters, most of them small: one launch each would keep the GPU
     waiting for the host. Programs find their tensor by a table of addresses.
 
+    Of a part of a parameter each run is a row of the table, and each element gets the z of its
+    place in the whole. Programs number its counters row by row of the run: counter j of row q holds
+    values from 4(⌊(offset + q·stride) / 4⌋ + j) on. Where rows begin and end inside of a counter,
+    those at both ends are generated for some of their values only. Where none does, elements lie as
+    the counters do, and addresses need no row.
+
     Args:
         totals: tensors of any sizes, float32, contiguous, on one device.
         outs: tensors of one dtype, contiguous; each may be its total itself.
-        make_table: takes the rows to the device; default: copies them.
+        places: where each total lies in its parameter; None: all are whole parameters.
+        make_table: takes the rows of whole parameters to the device; default: copies them.
         earlier: further noise, which is generated in the same registers and added with its weight.
     """
-    sizes = tuple([total.numel() for total in totals])
-    pieces = pieces_of(sizes, totals[0].device)
-    count = pieces.shape[0]
-    if not count:
-        return
-    sums = [total.data_ptr() for total in totals]
-    results = [out.data_ptr() for out in outs]
-    rows = [
-        [address, result, size, *words]
-        for address, result, size, words in zip(
-            sums, results, sizes, _words_in_rows(streams), strict=True
-        )
-    ]
-    if earlier:
-        rows = [row + more for row, more in zip(rows, _earlier_words(earlier), strict=True)]
-    table = table_on(totals[0].device, rows) if make_table is None else make_table(rows)
-    launch(
-        _add_noise_to_all_kernel, (count,), (table, pieces),
-        (len(earlier), float(std), float(divisor), 1 / divisor), DTYPE=outs[0].dtype,
-        ROW_WORDS=ROW_WORDS, EARLIER_WORDS=EARLIER_WORDS if earlier else 0, LOOPS=LOOPS,
-        BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
-
-
-def add_noise_to_parts_kernel_launch(
-    totals: list[Tensor], outs: list[Tensor], streams: Sequence[Stream], places: list[Place],
-    std: float, divisor: float, earlier: Earlier = (),
-) -> None:  # fmt: skip
-    """Does the same for parts of parameters: each element gets the z of its place in the whole.
-
-    Each run of a part is a row of the table. Programs number its counters row by row of the run:
-    counter j of row q holds values from 4(⌊(offset + q·stride) / 4⌋ + j) on. Where rows begin and
-    end inside of a counter, those at both ends are generated for some of their values only. Where
-    none does, elements lie as the counters do, and addresses need no row.
-    """
-    words = _words_in_rows(streams)
+    words, device, dtype = _words_in_rows(streams), totals[0].device, outs[0].dtype
     behind = _earlier_words(earlier) if earlier else [[]] * len(totals)
-    runs = [(i, run) for i, place in enumerate(places) for run in within_reach(place)]
-    for aligned in (True, False):
-        alike = [(i, run) for i, run in runs if _is_aligned(run) == aligned]
-        if not alike:
-            continue
-        widths = [ceil_div(run.length + (0 if aligned else 3), 4) for _, run in alike]
+    if places is None:
+        sizes = [total.numel() for total in totals]
         rows = [
-            (
-                totals[i].data_ptr() + run.local_start * totals[i].element_size(),
-                outs[i].data_ptr() + run.local_start * outs[i].element_size(), run.numel,
-                *words[i], run.count * width, run.length, width, run.stride, run.offset, *behind[i],
-            )
-            for (i, run), width in zip(alike, widths, strict=True)
-        ]  # fmt: skip
-        counters = (4 * run.count * width for (_, run), width in zip(alike, widths, strict=True))
-        pieces = pieces_of(tuple(counters), totals[0].device)
-        table = table_on(totals[0].device, rows)
-        launch(
-            _add_noise_to_parts_kernel, (len(pieces),), (table, pieces),
-            (len(earlier), float(std), float(divisor), 1 / divisor),
-            DTYPE=outs[0].dtype, ALIGNED=aligned, RUN_WORDS=RUN_WORDS,
-            EARLIER_WORDS=EARLIER_WORDS if earlier else 0, LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+            [total.data_ptr(), out.data_ptr(), n, *own, *more]
+            for total, out, n, own, more in zip(totals, outs, sizes, words, behind, strict=True)
+        ]
+        _launch(device, dtype, "whole", rows, sizes, std, divisor, len(earlier), make_table)
+        return
+    for kind in ("aligned", "rows"):
+        rows, sizes = [], []
+        for i, place in enumerate(places):
+            for run in place:
+                if _is_aligned(run) != (kind == "aligned"):
+                    continue
+                width = ceil_div(run.length + (0 if kind == "aligned" else 3), 4)
+                rows.append([*run_row(totals[i], outs[i], run, width, words[i]), *behind[i]])
+                sizes.append(4 * run.count * width)
+        _launch(device, dtype, kind, rows, sizes, std, divisor, len(earlier))
+
+
+def run_row(total: Tensor, out: Tensor, run: Span, width: int, words: Iterable[int]) -> list[int]:
+    """Returns the row of a table for a run of a part, `width` counters for each of its rows."""
+    return [
+        total.data_ptr() + run.local_start * total.element_size(),
+        out.data_ptr() + run.local_start * out.element_size(), run.numel, *words,
+        run.count * width, run.length, width, run.stride, run.offset,
+    ]  # fmt: skip
+
+
+def _launch(
+    device: torch.device, dtype: torch.dtype, kind: str, rows: list[list[int]], sizes: list[int],
+    std: float, divisor: float, earlier: int,
+    make_table: Callable[[list[list[int]]], Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Launches the kernel for rows of one kind, of which each has so many values."""
+    pieces = pieces_of(tuple(sizes), device) if sizes else None
+    if pieces is None or not len(pieces):
+        return
+    launch(
+        _add_noise_kernel, (len(pieces),),
+        (table_on(device, rows) if make_table is None else make_table(rows), pieces),
+        (earlier, float(std), float(divisor), 1 / divisor), DTYPE=dtype, KIND=kind,
+        ROW_WORDS=ROW_WORDS if kind == "whole" else RUN_WORDS,
+        EARLIER_WORDS=EARLIER_WORDS if earlier else 0, LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
 
 
 def _is_aligned(run: Span) -> bool:
     """Returns whether every row begins with a counter, and every row but the last ends with one."""
     lengths = (run.length, run.stride) if run.count > 1 else ()
     return not any(n % 4 for n in (run.offset, *lengths))
-
-
-def within_reach(place: Place) -> Place:
-    """Returns the same place, in runs of rows that 32 bits count."""
-    if all(run.length <= LONGEST for run in place):
-        return place
-    return tuple(
-        replace(
-            run,
-            local_start=run.local_start + q * run.length + r,
-            offset=run.offset + q * run.stride + r,
-            length=min(LONGEST, run.length - r),
-            count=1,
-        )
-        for run in place
-        for q in range(run.count)
-        for r in range(0, run.length, LONGEST)
-    )
 
 
 @kept_on_device(maxsize=8)
@@ -215,10 +187,10 @@ def pieces_of(
 if triton is not None:
 
     @triton.jit(do_not_specialize=["n_earlier"])
-    def _add_noise_to_all_kernel(
+    def _add_noise_kernel(
         p_rows, p_pieces, n_earlier, std, divisor, inverse,
-        DTYPE: tl.constexpr, ROW_WORDS: tl.constexpr, EARLIER_WORDS: tl.constexpr,
-        LOOPS: tl.constexpr, BLOCK: tl.constexpr,
+        DTYPE: tl.constexpr, KIND: tl.constexpr, ROW_WORDS: tl.constexpr,
+        EARLIER_WORDS: tl.constexpr, LOOPS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         i_row = tl.load(p_pieces + 2 * tl.program_id(0))
         i_piece = tl.load(p_pieces + 2 * tl.program_id(0) + 1)
@@ -227,53 +199,35 @@ if triton is not None:
         p_out = tl.load(p_row + 1).to(tl.pointer_type(DTYPE))
         n, seed = tl.load(p_row + 2), tl.load(p_row + 3)
         c2, c3 = tl.load(p_row + 4).to(tl.int32), tl.load(p_row + 5).to(tl.int32)
-        for i_loop in range(LOOPS):
+        n_loops = LOOPS
+        if KIND != "whole":
+            n_left = tl.load(p_row + 6) - i_piece * LOOPS * BLOCK
+            n_loops = tl.minimum(LOOPS, tl.cdiv(n_left, BLOCK)).to(tl.int32)
+            length, width = tl.load(p_row + 7), tl.load(p_row + 8)
+            stride, offset = tl.load(p_row + 9), tl.load(p_row + 10)
+        for i_loop in range(n_loops):
             first = (i_piece * LOOPS + i_loop) * BLOCK
+            o_counter = first + tl.arange(0, BLOCK)
             o_n = 4 * first + tl.arange(0, 4 * BLOCK)
             m_n = o_n < n
+            if KIND != "whole":
+                # Row and number in it of this block's counters: one division in 64 bits, for all.
+                i_first = first // width
+                o_block = (first - i_first * width).to(tl.uint32) + tl.arange(0, BLOCK).to(
+                    tl.uint32
+                )
+                i_below = o_block // width.to(tl.uint32)
+                o_counter = (o_block - i_below * width.to(tl.uint32)).to(tl.int64)
+                i_q = i_first + i_below.to(tl.int64)
+                o_start = offset + i_q * stride
+                if KIND == "rows":
+                    o_r = (4 * o_counter - (o_start & 3))[:, None] + tl.arange(0, 4)[None, :]
+                    o_n = i_q[:, None] * length + o_r
+                    m_n = ((o_r >= 0) & (o_r < length) & (o_n < n)).reshape(4 * BLOCK)
+                    o_n = o_n.reshape(4 * BLOCK)
+                o_counter += o_start >> 2
             b_sum = tl.load(p_total + o_n, mask=m_n, other=0)
-            o_counter = first + tl.arange(0, BLOCK)
             b_sum += std * _noise_of(
                 o_counter, seed, c2, c3, p_row + ROW_WORDS, n_earlier, EARLIER_WORDS, BLOCK
             )
-            tl.store(p_out + o_n, _quotient(b_sum, divisor, inverse).to(DTYPE), mask=m_n)
-
-    @triton.jit(do_not_specialize=["n_earlier"])
-    def _add_noise_to_parts_kernel(
-        p_rows, p_pieces, n_earlier, std, divisor, inverse,
-        DTYPE: tl.constexpr, ALIGNED: tl.constexpr, RUN_WORDS: tl.constexpr,
-        EARLIER_WORDS: tl.constexpr, LOOPS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        i_row = tl.load(p_pieces + 2 * tl.program_id(0))
-        i_piece = tl.load(p_pieces + 2 * tl.program_id(0) + 1)
-        p_row = p_rows + (RUN_WORDS + EARLIER_WORDS * n_earlier) * i_row
-        p_total = tl.load(p_row).to(tl.pointer_type(tl.float32))
-        p_out = tl.load(p_row + 1).to(tl.pointer_type(DTYPE))
-        n, seed = tl.load(p_row + 2), tl.load(p_row + 3)
-        c2, c3 = tl.load(p_row + 4).to(tl.int32), tl.load(p_row + 5).to(tl.int32)
-        n_left = tl.load(p_row + 6) - i_piece * LOOPS * BLOCK
-        length, width = tl.load(p_row + 7), tl.load(p_row + 8)
-        stride, offset = tl.load(p_row + 9), tl.load(p_row + 10)
-        for i_loop in range(tl.minimum(LOOPS, tl.cdiv(n_left, BLOCK)).to(tl.int32)):
-            # Row and number in it of this block's counters: one division in 64 bits, for all.
-            first = (i_piece * LOOPS + i_loop) * BLOCK
-            i_first = first // width
-            o_block = (first - i_first * width).to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
-            i_below = o_block // width.to(tl.uint32)
-            o_counter = (o_block - i_below * width.to(tl.uint32)).to(tl.int64)
-            i_q = i_first + i_below.to(tl.int64)
-            o_start = offset + i_q * stride
-            if ALIGNED:
-                o_n = 4 * first + tl.arange(0, 4 * BLOCK)
-                m_n = o_n < n
-            else:
-                o_r = (4 * o_counter - (o_start & 3))[:, None] + tl.arange(0, 4)[None, :]
-                o_n = i_q[:, None] * length + o_r
-                m_n = ((o_r >= 0) & (o_r < length) & (o_n < n)).reshape(4 * BLOCK)
-                o_n = o_n.reshape(4 * BLOCK)
-            b_sum = tl.load(p_total + o_n, mask=m_n, other=0)
-            b_sum += std * _noise_of(
-                (o_start >> 2) + o_counter, seed, c2, c3, p_row + RUN_WORDS, n_earlier,
-                EARLIER_WORDS, BLOCK,
-            )  # fmt: skip
             tl.store(p_out + o_n, _quotient(b_sum, divisor, inverse).to(DTYPE), mask=m_n)

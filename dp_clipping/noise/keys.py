@@ -32,10 +32,6 @@ class Keys:
     master: bytes = field(repr=False)
     fixed: bool = False
 
-    def __post_init__(self) -> None:
-        if len(self.master) != KEY_BYTES:
-            raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(self.master)}")
-
     @property
     def noise(self) -> bytes:
         return self._derive(b"noise key")

@@ -134,7 +134,7 @@ def lower_bound(quantile: Quantile, sigma: float, delta: float) -> float:
     with P[z > t]. (ε, δ) bounds the one by e^ε times the other and δ, for each t.
     """
     u = torch.sigmoid(torch.linspace(-30, 30, GRID, dtype=torch.float64))
-    z = quantile(u).double()
+    z = quantile(u.clone()).double()
     above = torch.searchsorted(z, z - 1 / sigma).clamp(max=GRID - 1)
     more, less = 1 - u[above], 1 - u
     return float(((more - delta).clamp(min=0) / less).max().log().clamp(min=0))
@@ -149,12 +149,9 @@ def _check_quantile(mechanism: NoiseMechanism) -> None:
     where = f"quantile of noise mechanism {mechanism.name!r}"
     ends = torch.tensor([2.0**-53, 1 - 2.0**-53], dtype=torch.float64)
     u = torch.cat((ends[:1], _grid(GRID), ends[1:]))
-    given = u.clone()
-    z = mechanism.quantile(given)
+    z = mechanism.quantile(u.clone())
     if not isinstance(z, Tensor) or z.shape != u.shape or not z.is_floating_point():
         raise ValueError(f"{where} must return a number for each, a tensor [n]")
-    if not torch.equal(given, u):
-        raise ValueError(f"{where} writes to the numbers that it is given")
     if not z.isfinite().all():
         raise ValueError(f"{where} is not finite at {u[~z.isfinite()][0].item():g}")
     some = torch.arange(0, len(u), len(u) // 7)

@@ -1,6 +1,5 @@
 """The account of an engine's runs: ε so far, what it depends on, and metrics of each step."""
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,36 +8,36 @@ from typing import TYPE_CHECKING, Any
 
 from dp_clipping.accounting import pld
 from dp_clipping.accounting.history import History, joined
-from dp_clipping.accounting.ledger import Account, Release, public_of, settings_of
+from dp_clipping.accounting.ledger import Account
 from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
 from dp_clipping.accounting.pld import PLDAccountant, interface
 from dp_clipping.accounting.proofs import options_of
-from dp_clipping.accounting.statement import PrivacyStatement, private_constants, statement_of
-from dp_clipping.accounting.target_epsilon import Plan
+from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.tradeoff import Curve, curve_of
 from dp_clipping.arguments.checks import checked
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import Argument, instance_of, is_count, shown
 from dp_clipping.layers.registered.registry import is_registered
 from dp_clipping.profiling.metrics import StepMetrics
-from dp_clipping.sampling.schemes import FIXED
+from dp_clipping.runs.steps import (
+    OTHER_BATCH,
+    TO_STEP,
+    additions_of,
+    look_at_plan,
+    release_of,
+    say_of_constants,
+)
+from dp_clipping.sampling.schemes import SAMPLINGS
 
 if TYPE_CHECKING:
     from opacus.accountants.accountant import IAccountant
 
 NAMES = '"pld", "prv", "rdp" or "gdp"'
 APPROXIMATE = "states an approximation that may be below the true epsilon"
-LOG = logging.getLogger(__name__)
-PRIVATE_SIZE = (
-    "epsilon takes the number of samples as public, because {} of this training came from it: "
-    "if it is private, give {} (docs/sharp_edges.md says how)"
-)
-TO_STEP = 5  # frames from `_count` to the user's call of `optimizer.step()`
-OTHER_BATCH = (
-    "the batch of this step did not come from the data_loader that make_private returned with this "
-    "model: it is no Poisson batch, and the ε that the accountant states does not hold; use the "
-    "returned one, model, optimizer, criterion, loader = engine.make_private(..), and for x, y in "
-    "loader:"
+COUNTED_BY_A_HOOK = (
+    "a step hook has counted the step in engine.accountant, where the engine counts every step by "
+    "itself: remove the hook (accountant.get_optimizer_hook_fn(..)), or let it count in an "
+    "accountant of its own"
 )
 
 
@@ -110,9 +109,27 @@ class Accounts:
         return self._epsilon(delta)
 
     def _epsilon(self, delta: float) -> float:
-        if self._account.certificate is None:
-            return self._account.epsilon(delta, self._mechanism.epsilon)
-        return self._account.epsilon(delta, lambda _, delta: self._secure_epsilon([], delta))
+        is_own = self._mechanism.epsilon is None and self._account.certificate is None
+        return self._account.epsilon(delta, None if is_own else self._epsilon_of)
+
+    def _epsilon_of(
+        self, histories: Sequence[History], delta: float,
+        account: Callable[[History, float], float] | None = None,
+    ) -> float:  # fmt: skip
+        """Returns ε of the steps of each key.
+
+        Args:
+            account: ε of steps with Gaussian noise; default: that of the engine's accountant.
+        """
+        if self._mechanism.epsilon is not None:
+            return self._mechanism.epsilon(histories, delta)
+        account, certificate = account or self._account.of_history, self._account.certificate
+        history = joined([], [entry for part in histories for entry in part])
+        if certificate is None:
+            return account(history, delta)
+        if not certificate.additions:  # before the first step nothing is known of its parts
+            certificate = certificate.as_a_whole()
+        return certificate.epsilon(history, delta, account=account)
 
     def _privacy_curve(self, delta: float, stated: float) -> Curve:
         """Returns ε, which is `stated` at this δ, at others too.
@@ -130,8 +147,9 @@ class Accounts:
         elif self._mechanism.epsilon is None:
             account = lru_cache(lambda history: pld.curve(list(history), delta))
             of = partial(
-                self._secure_epsilon, [], account=lambda steps, at: account(tuple(steps))(at)
-            )
+                self._epsilon_of, self._account.histories(),
+                account=lambda steps, at: account(tuple(steps))(at),
+            )  # fmt: skip
         return curve_of(lambda at: stated if at == delta else of(at), delta)
 
     def epsilon_at_end(self, optimizer: Any, steps: int, delta: float) -> float:
@@ -144,25 +162,10 @@ class Accounts:
         if not run.keys.fixed:
             steps -= self._account.made_ahead(run.keys.fingerprint, optimizer.steps)
         more = [(optimizer.noise_multiplier, run.settings["sample_rate"], steps)]
-        more = more if steps > 0 else []
-        if run.certificate is not None:
-            return self._secure_epsilon(more, delta)
-        if self._mechanism.epsilon is None:
-            return self._account.of_history(joined(self._account.history, more), delta)
         parts = self._account.parts()
         first, part = parts.get(run.keys.fingerprint, (0, []))
-        parts[run.keys.fingerprint] = first, joined(part, more)
-        return self._mechanism.epsilon([part for _, part in parts.values()], delta)
-
-    def _secure_epsilon(
-        self, more: History, delta: float, account: Callable[[History, float], float] | None = None
-    ) -> float:
-        """Returns ε of the steps so far and `more` of secure noise."""
-        certificate = self._account.certificate
-        if not certificate.additions:  # before the first step nothing is known of its parts
-            certificate = certificate.as_a_whole()
-        history = joined(self._account.history, more)
-        return certificate.epsilon(history, delta, account=account or self._account.of_history)
+        parts[run.keys.fingerprint] = first, joined(part, more if steps > 0 else [])
+        return self._epsilon_of([part for _, part in parts.values()], delta)
 
     @checked("engine.privacy_statement(delta=1e-5)")
     def privacy_statement(self, delta: float) -> PrivacyStatement:
@@ -237,69 +240,30 @@ class Accounts:
         """Counts a step, before it changes a parameter; once, also if it is made again."""
         run, state = self._run_with(optimizer), optimizer.step_state
         fingerprint = run.keys.fingerprint
-        _say_of_constants(run)
-        certificate = run.certificate and run.certificate.with_step(_additions(run))
+        say_of_constants(run)
+        certificate = run.certificate and run.certificate.with_step(additions_of(run))
         is_private = optimizer.model.policy is not None
         if is_private:
             if not run.keys.fixed:
                 self._account.refuse_other_run(fingerprint, run)
-            run.refuse_batch(self._mechanism.sampler, in_order=self._mechanism.in_order)
-            if run.plan is not None:
-                self._look_at_plan(run, run.plan)
+            if state.batch_number is None and self._mechanism.sampler != SAMPLINGS[0]:
+                raise RuntimeError(OTHER_BATCH.format(sampling=self._mechanism.sampler))
+            look_at_plan(run, self.epsilon_at_end)
         if optimizer.hooks:
-            with self._account.unchanged():
-                optimizer.run_step_hooks()
-        step = Release(
-            fingerprint,
-            optimizer.steps,
-            sigma=state.settings.noise_multiplier if is_private else 0.0,
-            rate=run.settings["sample_rate"] * optimizer.accumulated_iterations,
-            clip_norms=tuple(state.clip_norms) if is_private else (),
-            batch_number=state.batch_number,
-            settings=(state.settings, settings_of(optimizer), public_of(run.criterion)),
-        )
+            before = list(self._account.history)
+            optimizer.run_step_hooks()
+            if self._account.history != before:
+                self._account.accountant.history = before
+                raise RuntimeError(COUNTED_BY_A_HOOK)
+        step = release_of(run)
         if step.batch_number is None and is_private and step.sigma:
             if run.poisson is not None and not self._account.other_batches:
-                warnings.warn(OTHER_BATCH, stacklevel=TO_STEP)
+                warnings.warn(OTHER_BATCH.format(sampling=SAMPLINGS[0]), stacklevel=TO_STEP)
             self._account.other_batches += 1
         if certificate is not None:
             self._account.cover(certificate)
         self._account.count(step, key_is_fixed=run.keys.fixed)
         run.certificate = certificate
-        if step.batch_number is not None:
-            run.unused_from = step.batch_number + 1
-
-    def _look_at_plan(self, run: PrivateRun, plan: Plan) -> None:
-        """Warns, once, of a step that a target was not computed for.
-
-        With `stop=True` one after the planned ones raises RuntimeError.
-        """
-        steps = run.optimizer.steps
-        noise_multiplier = run.model.step_state.settings.noise_multiplier
-        if steps >= plan.steps:
-            what = f"the {plan.steps} steps that target_epsilon={plan.epsilon:g} is for are taken"
-            if plan.stop:
-                raise RuntimeError(
-                    f"{what}, and stop=True ends the training there: take batches from the "
-                    "data_loader that make_private_with_epsilon returned, which yields no more"
-                )
-            instead = "give the epochs of the whole training, or stop=True to end it there"
-        elif noise_multiplier < plan.noise_multiplier:
-            what = (
-                f"noise_multiplier is below the {plan.noise_multiplier:.4g} that target_epsilon="
-                f"{plan.epsilon:g} needs in each step"
-            )
-            instead = "leave it as it is"
-        else:
-            return
-        if what not in run.said:
-            run.said.add(what)
-            spent = self.epsilon_at_end(run.optimizer, 1, plan.delta)
-            warnings.warn(
-                f"{what}: with this step epsilon is {spent:.4g} at delta={plan.delta:g}, and grows "
-                f"with each further one; {instead}",
-                stacklevel=TO_STEP + 1,
-            )
 
     @property
     def _approximates(self) -> bool:
@@ -384,24 +348,6 @@ class Accounts:
         )
 
 
-def _say_of_constants(run: PrivateRun) -> None:
-    """Logs, in a run's first step, which constants follow from the private number of units.
-
-    Not where no ε is stated that takes them: `poisson_sampling=False` has said that.
-    """
-    if PRIVATE_SIZE in run.said or not run.settings["poisson_sampling"]:
-        return
-    run.said.add(PRIVATE_SIZE)
-    known = {name: x for name, x in run.public_constants.items() if name != "account"}
-    private = private_constants([known])
-    if private and run.rank == 0 and run.model.policy is not None:
-        is_fixed = run.settings["sampling"] in FIXED  # whose rate follows from the steps
-        give = [name for name, is_public in known.items() if not is_public]
-        give = [name for name in give if not (is_fixed and name == "sample_rate")]
-        give = [f"{name}=".replace("divisor", "expected_batch_size") for name in give]
-        LOG.warning(PRIVATE_SIZE.format(" and ".join(private), " and ".join(give)))
-
-
 def _made(name: str) -> "IAccountant":
     """Returns a new accountant of this name."""
     if name == "pld":
@@ -419,16 +365,3 @@ def is_approximate(accountant: "IAccountant") -> bool:
     from opacus.accountants import GaussianAccountant
 
     return isinstance(accountant, GaussianAccountant)
-
-
-def _additions(run: PrivateRun) -> int:
-    """Returns in how many additions a unit's contribution to this step takes part, at most."""
-    assert run.certificate is not None
-    state, settings = run.model.step_state, run.settings
-    each = settings.get("examples_per_step") or settings["examples_per_unit"]
-    each *= settings["views"]
-    largest = state.ticket.largest
-    if largest is not None and any(len(one.norms) * each > largest for one in state.norms):
-        largest = None  # parts were put together again
-    part = None if largest is None else max(1, largest // each)
-    return run.certificate.additions_of(part, run.world_size, len(state.norms))

@@ -5,7 +5,6 @@ Files:
     poisson               the batch of each step, dealt out to ranks
     schemes               other ways to choose it
     words                 the random words that batches are made of
-    chacha                words of ChaCha20, for secure mode
     units                 which examples are one unit of privacy
     loader                the user's DataLoader with Poisson batches
     collate               batches without samples

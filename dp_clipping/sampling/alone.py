@@ -3,12 +3,13 @@
 See `guard.lengths`.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy as copied
 from dataclasses import is_dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -57,14 +58,12 @@ def collated_alone(
     Returns:
         None: they have the lengths of the batch, or cannot be collated alone.
     """
-    state = CollateState(collate_fn)
-
-    def collated(place: int) -> Any:
-        state.restore()
-        return collate_fn([copied(chosen[place])])
-
-    try:
-        alone = {place: collated(place) for place in chosen}
+    # Most functions cannot make a batch of what they leave out.
+    with CollateState(collate_fn) as state, suppress(Exception):
+        alone = {}
+        for place, sample in chosen.items():
+            state.restore()
+            alone[place] = collate_fn([copied(sample)])
         differ = {place: difference(batch, one, size, batch_dim) for place, one in alone.items()}
         others = [place for place in alone if differ[place]]
         if not others:
@@ -79,17 +78,15 @@ def collated_alone(
         random = tuple(not equal(x, y) for x, y in beside(*twice))
         batches = tuple(alone[place] for place in places)
         return Alone(size, tuple(places), batches, random, batch_dim)
-    except Exception:  # most functions cannot make a batch of what they leave out
-        return None
-    finally:
-        state.restore()
+    return None
 
 
 class CollateState:
     """The state at which calls of a collate function begin.
 
     That is the random generators, those of the function's object and of a partial's arguments too,
-    and plain values among that object's attributes, as a counter.
+    and plain values among that object's attributes, as a counter. As a context it is set back at
+    the end.
     """
 
     def __init__(self, collate_fn: Callable[[list], Any]) -> None:
@@ -105,6 +102,12 @@ class CollateState:
             self._attributes = vars(own)
         self._plain = {n: v for n, v in self._attributes.items() if isinstance(v, PLAIN)}
         self._random = RandomStates(owners)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def restore(self) -> None:
         """Sets everything back."""
@@ -203,26 +206,3 @@ def size_of(sample: Any) -> int:
     if is_dataclass(sample) and not isinstance(sample, type):
         return sum(map(size_of, vars(sample).values()))
     return 1
-
-
-def copied(sample: Any) -> Any:
-    """Returns a sample whose containers, tensors and arrays are others; the rest is shared."""
-    if isinstance(sample, Tensor):
-        return sample.clone()
-    if isinstance(sample, np.ndarray):
-        return sample.copy()
-    if type(sample) in (list, tuple, set):
-        return type(sample)(map(copied, sample))
-    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        return type(sample)(*map(copied, sample))
-    if isinstance(sample, MutableMapping):
-        made = copy.copy(sample)
-        for key, value in sample.items():
-            made[key] = copied(value)
-        return made
-    if is_dataclass(sample) and not isinstance(sample, type):
-        other = copy.copy(sample)
-        for name, value in vars(sample).items():
-            object.__setattr__(other, name, copied(value))
-        return other
-    return sample

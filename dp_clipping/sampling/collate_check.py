@@ -8,6 +8,7 @@ side by side are one unit of privacy, the rows must have the samples' order, too
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,11 +76,8 @@ Rows = dict[str, list[Row]]
 """Part of a batch -> its rows."""
 
 
-class Collated(NamedTuple):
-    """A batch on its way from where it was collated, in a worker perhaps."""
-
-    batch: Any
-    alone: Alone | None
+Collated = tuple[Any, Alone | None]
+"""A batch, with samples of it alone, from where it was collated, in a worker perhaps."""
 
 
 class CheckedCollate:
@@ -128,22 +126,17 @@ class CheckedCollate:
         batch = self.collate_fn(samples)
         if is_due or self._has_new_lengths(batch):
             self._looks, self._lengths = self._looks + 1, self._lengths_of(batch)
-            self.alone = self._collated_alone(len(samples), chosen or chosen_of(samples), batch)
+            chosen, size = chosen or chosen_of(samples), len(samples)
+            self.alone = collated_alone(self.collate_fn, size, chosen, batch, self.batch_dim)
             self._differ = self._differ or self.alone is not None
         return batch
 
     def some_of(self, samples: list) -> Collated:
         """Returns a batch of up to `LENGTHS` of these samples, with some of them alone."""
-        state = CollateState(self.collate_fn)
         some = dict(enumerate(chosen_of(samples).values()))
-        try:
+        with CollateState(self.collate_fn):
             batch = self.collate_fn(list(map(copied, some.values())))
-            return Collated(batch, self._collated_alone(len(some), some, batch))
-        finally:
-            state.restore()
-
-    def _collated_alone(self, size: int, chosen: dict[int, Any], batch: Any) -> Alone | None:
-        return collated_alone(self.collate_fn, size, chosen, batch, self.batch_dim)
+            return batch, collated_alone(self.collate_fn, len(some), some, batch, self.batch_dim)
 
     def _has_new_lengths(self, batch: Any) -> bool:
         """Returns whether lengths are others than at the last look, which had found no reason."""
@@ -158,35 +151,24 @@ class CheckedCollate:
 
     def _check(self, samples: list) -> bool:
         """Raises ValueError as a call does; returns whether the samples differ."""
-        state = CollateState(self.collate_fn)
-        try:
+        with CollateState(self.collate_fn) as state:
             return _Check(self, samples, state).run()
-        finally:
-            state.restore()
 
 
-class Sending:
-    """A collate function that returns `Collated`: what was collated alone comes with its batch.
-
-    Args:
-        collate_fn: one of `sampling.collate`, around `checked`.
-        checked: keeps what it has collated alone; None: nothing was.
-    """
-
-    def __init__(self, collate_fn: Callable[[list], Any], checked: CheckedCollate | None) -> None:
-        self._collate, self._checked = collate_fn, checked
-
-    def __call__(self, samples: list) -> Collated:
-        batch, alone = self._collate(samples), None
-        if self._checked is not None and len(samples):
-            alone, self._checked.alone = self._checked.alone, None
-        return Collated(batch, alone)
+def _collated(
+    collate_fn: Callable[[list], Any], checked: CheckedCollate | None, samples: list
+) -> Collated:
+    """Collates samples by a function around `checked`, with what that has collated alone."""
+    batch, alone = collate_fn(samples), None
+    if checked is not None and len(samples):
+        alone, checked.alone = checked.alone, None
+    return batch, alone
 
 
 @contextmanager
 def sending(loader: DataLoader, checked: CheckedCollate | None) -> Iterator[None]:
     """Enters a context in which the loader begins iterations that yield `Collated`."""
-    own, loader.collate_fn = loader.collate_fn, Sending(loader.collate_fn, checked)
+    own, loader.collate_fn = loader.collate_fn, partial(_collated, loader.collate_fn, checked)
     try:
         yield
     finally:
@@ -204,17 +186,16 @@ class _Check:
 
     def __init__(self, collate: CheckedCollate, samples: list, state: CollateState) -> None:
         self.collate, self.samples = collate, samples
-        self.example: tuple[Any, Any] = (None, None)  # batches of a sample, and of two copies of it
+        self.example: Any = None  # batches of a sample, and of two copies of it
         self.parts: list[str] = []  # of a batch, that are compared
         self.alone: list[Rows] = []  # rows of each sample alone
         self.state = state  # at which each call of the function begins
 
     def run(self) -> bool:
         """Raises ValueError as a call does; returns whether the samples differ."""
-        example = self._example()
+        example = self.example = self._example()
         if example is None:
             return True
-        self.example = example
         self.alone = [self._rows([sample]) for sample in self.samples]
         self._run_twice()
         whole, again = self.whole, self.again
@@ -302,7 +283,8 @@ class _Check:
             return {}
 
     def _growing(self, batch: Any) -> Rows:
-        return dict(_growing(*self.example, batch, self.collate.batch_dim))
+        one, two = self.example
+        return dict(_growing(one, two, batch, self.collate.batch_dim))
 
     def _call(self, samples: list) -> Any:
         self.state.restore()
@@ -394,7 +376,7 @@ def _row(x: Any) -> Row:
         if not x.dim() and not x.is_floating_point() and not x.is_complex():
             return Row((), int(x))
         return Row(tuple(x.shape), (str(x.dtype), copied_bytes(x).tobytes()))
-    if isinstance(x, np.integer):
+    if type(x) is int or isinstance(x, np.integer):
         return Row((), int(x))
     if isinstance(x, np.ndarray | np.generic):
         return Row(x.shape, None if x.dtype.hasobject else (x.dtype.str, x.tobytes()))
@@ -405,8 +387,6 @@ def _row(x: Any) -> Row:
         contents = tuple(row.content for row in rows)
         sizes = (len(rows), *(row.sizes for row in rows))
         return Row(sizes, None if None in contents else contents)
-    if type(x) is int:
-        return Row((), x)
     is_known = x is None or isinstance(x, PLAIN)
     return Row((), (type(x).__name__, repr(x)) if is_known else None)
 

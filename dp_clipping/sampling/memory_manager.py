@@ -6,22 +6,69 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from dp_clipping.kinds import instance_of, whole
 from dp_clipping.sampling.collate import PaddedCollate
 from dp_clipping.sampling.collate_check import sending
 from dp_clipping.sampling.loader import PoissonLoader, kept_options
-from dp_clipping.sampling.poisson import Drawn, PoissonSampler, Uncopied
-from dp_clipping.sampling.units import fill_of
+from dp_clipping.sampling.poisson import PoissonSampler, Uncopied
+from dp_clipping.sampling.units import fill_of, units_in
 from dp_clipping.sampling.usage import Ticket
 from dp_clipping.trials.randomness import same_randomness
 
 
-class BatchMemoryManager:
+class MicrobatchSampler(Sampler[list[int]]):
+    """Splits the batches of another batch sampler into pieces of nearly equal size, in order.
+
+    Units of privacy stay whole, and so do the views of a sample. `yielded` gets what is known of
+    each batch's pieces: a prefetching DataLoader takes pieces long before it yields them, and finds
+    here which piece is which.
+    """
+
+    def __init__(
+        self, batch_sampler: Any, max_size: int, examples_per_unit: int = 1, views: int = 1
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.max_size = max_size
+        self.examples_per_unit, self.views = examples_per_unit, views
+        self.yielded: deque[deque[Ticket]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yielded, each = self.yielded, self.examples_per_unit
+        for indices, largest in self._batches():
+            pieces = split(indices, self.count(largest), each)
+            yielded.append(
+                deque(Ticket(len(rows), fill=fill_of(rows, each, self.views)) for rows in pieces)
+            )
+            yield from pieces
+
+    def count(self, largest: int) -> int:
+        """Returns the number of pieces of a batch whose largest rank has `largest` samples."""
+        return max(1, -(-largest // self.max_size))
+
+    def _batches(self) -> Iterator[tuple[list[int], int]]:
+        """Yields this rank's samples of each batch, and the most that any rank has."""
+        if isinstance(self.batch_sampler, PoissonSampler):
+            for shares in self.batch_sampler.batches():
+                yield shares[self.batch_sampler.rank], max(map(len, shares))
+        else:
+            for batch in self.batch_sampler:
+                yield list(batch), len(batch)
+
+
+@dataclass(eq=False)
+class Position:
+    """The position of an iteration: its batches, the number of one, and microbatches left of it."""
+
+    epoch: range
+    number: int
+    left: deque[Ticket] = field(default_factory=deque)
+
+
+class BatchMemoryManager(Uncopied, DataLoader):
     """Splits batches: `with BatchMemoryManager(...) as loader`, as in Opacus.
 
     The loader splits each batch of `data_loader` into consecutive microbatches of at most
@@ -40,11 +87,14 @@ class BatchMemoryManager:
     too: `outputs[: loader.real]`. Each forward takes a whole microbatch. Kernels then see one shape
     only, so no sample's gradient depends, in the last bits, on how many others were sampled.
 
-    A PoissonLoader's `on_batch` is called before the first microbatch of a Poisson batch, and its
-    `position` moves with the last one. Ending the iteration in the middle of a batch (`break`, an
-    exception) drops its sums with a warning, so that the optimizer is between two steps, and the
-    batch is yielded again from its beginning, unless a step has used a part of it. Any other
-    DataLoader with a batch sampler is split likewise; its ranks must have batches of equal sizes.
+    A PoissonLoader's `on_batch` is called before the first microbatch of a Poisson batch. Ending
+    the iteration in the middle of a batch (`break`, an exception) drops its sums with a warning, so
+    that the optimizer is between two steps, and the batch is yielded again from its beginning,
+    unless a step has used a part of it. Any other DataLoader with a batch sampler is split
+    likewise; its ranks must have batches of equal sizes.
+
+    Attributes:
+        real: the number of rows of the last microbatch that are samples: the first ones.
     """
 
     def __init__(
@@ -66,135 +116,48 @@ class BatchMemoryManager:
             )
         model = optimizer.model
         each = model.examples_per_unit
-        if max_physical_batch_size % each:
-            least = max_physical_batch_size // each * each
-            fits = f"{least} or {least + each}" if least else each
-            units = f"{each} rows of each unit"
-            if model.views > 1:
-                units += f", {model.views} views of each example"
-            raise ValueError(
-                f"max_physical_batch_size is {max_physical_batch_size}, and a physical batch holds "
-                f"{units}: give {fits}"
-            )
-        if isinstance(data_loader, MicrobatchLoader):
+        units_in("max_physical_batch_size", max_physical_batch_size, each)
+        if isinstance(data_loader, BatchMemoryManager):
             raise ValueError("data_loader is split already: give the one before")
         if isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_sampler is None:
             raise ValueError(
                 "data_loader has no batch sampler whose batches could be split: give a dataset "
                 "with __getitem__ and a batch_size"
             )
-        self.data_loader = data_loader
-        self.max_physical_batch_size = max_physical_batch_size
-        self.optimizer = optimizer
-        self.pad_batches = pad_batches
-        self._entered: list[MicrobatchLoader] = []
-
-    def __enter__(self) -> "MicrobatchLoader":
-        loader = MicrobatchLoader(
-            self.data_loader, self.max_physical_batch_size, self.optimizer, self.pad_batches
-        )
-        self._entered.append(loader)
-        return loader
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._entered.pop().leave()
-        if self.pad_batches:
-            self.optimizer.step_state.usage.end_padding()
-
-
-class MicrobatchSampler(Sampler[list[int]]):
-    """Splits the batches of another batch sampler into pieces of nearly equal size, in order.
-
-    Units of privacy stay whole, and so do the views of a sample. `yielded` gets what is known of
-    each batch's pieces: a prefetching DataLoader takes pieces long before it yields them, and finds
-    here which piece is which.
-    """
-
-    def __init__(
-        self, batch_sampler: Any, max_size: int, examples_per_unit: int = 1, views: int = 1
-    ) -> None:
-        self.batch_sampler = batch_sampler
-        self.max_size = max_size
-        self.examples_per_unit, self.views = examples_per_unit, views
-        self.yielded: deque[deque[Drawn]] = deque()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yielded, each = self.yielded, self.examples_per_unit
-        for indices, largest in self._batches():
-            pieces = split(indices, self.count(largest), each)
-            fills = (fill_of(piece, each, self.views) for piece in pieces)
-            yielded.append(deque(map(Drawn, map(len, pieces), fills)))
-            yield from pieces
-
-    def count(self, largest: int) -> int:
-        """Returns the number of pieces of a batch whose largest rank has `largest` samples."""
-        return max(1, -(-largest // self.max_size))
-
-    def _batches(self) -> Iterator[tuple[list[int], int]]:
-        """Yields this rank's samples of each batch, and the most that any rank has."""
-        if isinstance(self.batch_sampler, PoissonSampler):
-            for shares in self.batch_sampler.batches():
-                yield shares[self.batch_sampler.rank], max(map(len, shares))
-        else:
-            for batch in self.batch_sampler:
-                yield list(batch), len(batch)
-
-
-@dataclass(eq=False)
-class Position:
-    """The position of an iteration: number of its batch, and its remaining microbatches."""
-
-    number: int
-    left: deque[Drawn] = field(default_factory=deque)
-    steps: int = 0
-    """Released before this batch, as the loader's usage counts them."""
-
-
-class MicrobatchLoader(Uncopied, DataLoader):
-    """The loader that `BatchMemoryManager` yields.
-
-    Attributes:
-        real: the number of rows of the last microbatch that are samples: the first ones.
-    """
-
-    def __init__(
-        self, loader: DataLoader, max_size: int, optimizer: Any, pad_batches: bool
-    ) -> None:
-        collate, model = loader.collate_fn, optimizer.model
+        collate = data_loader.collate_fn
         if pad_batches:
-            batch_dim = 0 if model.batch_first else 1
             # A resumed run splits more often: what the sample draws would move its dropout.
             with same_randomness():
                 collate = PaddedCollate(
-                    collate, loader.dataset[0], batch_dim=batch_dim, rows=max_size
-                )
+                    collate, data_loader.dataset[0], batch_dim=0 if model.batch_first else 1,
+                    rows=max_physical_batch_size,
+                )  # fmt: skip
         super().__init__(
-            loader.dataset,
+            data_loader.dataset,
             batch_sampler=MicrobatchSampler(
-                loader.batch_sampler, max_size, model.examples_per_unit, model.views
+                data_loader.batch_sampler, max_physical_batch_size, each, model.views
             ),
             collate_fn=collate,
-            **kept_options(loader),
+            **kept_options(data_loader),
         )
         self.real = 0
-        self._rows = max_size if pad_batches else None
-        self._loader = loader
-        self._optimizer = optimizer
+        self._rows = max_physical_batch_size if pad_batches else None
+        self._loader, self.optimizer = data_loader, optimizer
         self._place: Position | None = None  # of the iteration in progress
-        self._epoch: range | None = None  # of the iteration in progress
-        self._counted = (range(0), 0)  # (batches, their microbatches) at the last call of `len`
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+        if self._rows is not None:
+            self.optimizer.step_state.usage.end_padding()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.leave()
         poisson = self._poisson
         epoch = poisson.start_epoch() if poisson else range(0)
-        self._epoch = epoch if poisson else None
-        place = self._place = Position(epoch.start)
+        place = self._place = Position(epoch, epoch.start)
         # Of this iteration alone: one that was left early cannot disturb it.
         yielded = self.batch_sampler.yielded = deque()
         try:
@@ -211,17 +174,15 @@ class MicrobatchLoader(Uncopied, DataLoader):
                     break
                 left = place.left or yielded.popleft()
                 if poisson:
-                    before = poisson.usage.steps
                     poisson.hand_over(
-                        place.number, left[0], batch, alone, first=first, last=len(left) == 1,
+                        place.number, left[0], batch, alone, first=first,
                         rows=self._rows, largest=self.batch_sampler.max_size,
                     )  # fmt: skip
-                    place.steps = before if first else place.steps
-                self.real = left.popleft().rows
+                self.real = left.popleft().samples
                 if not poisson and self._rows is not None:
-                    self._optimizer.step_state.usage.ticket = Ticket(self.real, rows=self._rows)
+                    self.optimizer.step_state.usage.ticket = Ticket(self.real, rows=self._rows)
                 place.left = left
-                self._optimizer.signal_skip_step(do_skip=bool(left))
+                self.optimizer.signal_skip_step(do_skip=bool(left))
                 yield batch
                 if self._place is not place:
                     raise RuntimeError("this iteration was left: begin another")
@@ -229,7 +190,7 @@ class MicrobatchLoader(Uncopied, DataLoader):
                     poisson.check_last(epoch)
                 place.number += not left
             if self._rows is not None:  # the last microbatch is done
-                self._optimizer.step_state.usage.end_padding()
+                self.optimizer.step_state.usage.end_padding()
         finally:
             self.leave(place)
 
@@ -242,13 +203,10 @@ class MicrobatchLoader(Uncopied, DataLoader):
         current = self._place
         if current is None or place not in (None, current):
             return
-        epoch, poisson, half_way = self._epoch, self._poisson, bool(current.left)
-        self._place = self._epoch = None
-        if poisson and not half_way and not poisson.is_last(epoch):
+        self._place, poisson, half_way = None, self._poisson, bool(current.left)
+        if poisson and not half_way and poisson.batch_sampler.epoch is not current.epoch:
             return  # its microbatches are done, and those of a newer iteration are under way
-        if half_way and poisson and poisson.usage.steps > current.steps:
-            poisson.position = max(poisson.position, current.number + 1)
-        if self._optimizer.leave_microbatches(half_way):
+        if self.optimizer.leave_microbatches(half_way):
             warnings.warn(
                 f"Poisson batch {current.number} was left after some of its microbatches: what "
                 "they added to the gradients is dropped, and no step was made of it",
@@ -260,30 +218,17 @@ class MicrobatchLoader(Uncopied, DataLoader):
     def __len__(self) -> int:
         """Returns the microbatches of the iteration in progress, otherwise of the next one.
 
-        Known of Poisson batches, at the cost of sampling the epoch of a PoissonLoader once more,
-        and where torch's BatchSampler says what it gives. Raises TypeError for other batch
-        samplers.
+        At the cost of sampling the epoch of a PoissonLoader once more. Raises TypeError for other
+        loaders, of whose batches nothing is known.
         """
-        if isinstance(self._loader, PoissonLoader):
-            return self._count_pieces(self._epoch or self._loader.coming_epoch())
-        sampler = self.batch_sampler
-        batches = sampler.batch_sampler
-        if type(batches) is not BatchSampler:
+        poisson, sampler = self._poisson, self.batch_sampler
+        if poisson is None:
             raise TypeError(
-                f"how a {type(batches).__name__} fills its batches is not known, and so not their "
-                "number of microbatches: use len() of the loader before the split"
+                "its microbatches are not known: use len() of the loader before the split"
             )
-        indices: Any = batches.sampler
-        full, rest = divmod(len(indices), batches.batch_size)
-        length = full * sampler.count(batches.batch_size)
-        return length if batches.drop_last or not rest else length + sampler.count(rest)
-
-    def _count_pieces(self, batches: range) -> int:
-        if self._counted[0] != batches:
-            sampler = self.batch_sampler
-            shares = map(sampler.batch_sampler.shares, batches)
-            self._counted = batches, sum(sampler.count(max(map(len, share))) for share in shares)
-        return self._counted[1]
+        epoch = poisson.coming_epoch() if self._place is None else self._place.epoch
+        shares = map(sampler.batch_sampler.shares, epoch)
+        return sum(sampler.count(max(map(len, share))) for share in shares)
 
 
 def split(indices: list[int], count: int, each: int = 1) -> list[list[int]]:

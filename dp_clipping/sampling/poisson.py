@@ -14,22 +14,17 @@ Whoever has the key can compute the batches. `schemes` has other ways to choose 
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from dp_clipping.sampling import chacha
 from dp_clipping.sampling.units import Units, fill_of
-from dp_clipping.sampling.words import words
+from dp_clipping.sampling.usage import Ticket
+from dp_clipping.sampling.words import blocks, secure_words, words
 
-KEY_BYTES = 32
-OVER = (
-    "another iteration of this loader, or load_state_dict, has ended this one: use one at a time, "
-    "the last that was begun"
-)
 COPIED = (
     "a {name} holds the key of its batches, and a copy would yield the same ones for other steps: "
     "use the one that make_private returned; engine.save_checkpoint saves where it is"
@@ -43,10 +38,8 @@ def included(
 
     Entry i is a function of (key, step, i) and the rate alone. The probability is `sample_rate`
     rounded down to a multiple of 2⁻⁶⁴, so never above the accountant's. With `secure` the words
-    are ChaCha20's, else Philox's. Raises ValueError for a key of other than 32 bytes, a negative
-    step, fewer than one sample and a rate outside (0, 1].
+    are ChaCha20's, else Philox's.
     """
-    _check_sampling(key, step, num_samples, sample_rate)
     limit = int(sample_rate * 2**64)
     if secure:
         return torch.from_numpy(_securely(key, step, num_samples, limit))
@@ -64,10 +57,10 @@ def _securely(key: bytes, step: int, count: int, limit: int) -> np.ndarray:
         derived = hashlib.blake2b(message, key=key, person=b"secure sampling", digest_size=32)
         return derived.digest()
 
-    first = chacha.words(own(b"first"), count, 16)
+    first = secure_words(own(b"first"), count, 16)
     mask = first < limit >> 48
     (open_,) = np.nonzero(first == limit >> 48)
-    rest = chacha.blocks(own(b"rest"), open_.astype(np.uint64))[:2].astype(np.uint64)
+    rest = blocks(own(b"rest"), open_.astype(np.uint64))[:2].astype(np.uint64)
     mask[open_] = (rest[0] << 16 | rest[1] & 0xFFFF) < limit & ((1 << 48) - 1)
     return mask
 
@@ -76,9 +69,8 @@ class Scheme:
     """Chooses the units of each batch: a pure function of a secret key and the batch's number.
 
     Attributes:
-        in_order: batches depend on one another, so each is to be in exactly one step, in order. A
-            batch that no step has used comes again, and numbers count from the batch at which the
-            key came into use.
+        in_order: batches depend on one another, so numbers count from the batch at which the key
+            came into use.
     """
 
     in_order = False
@@ -112,13 +104,6 @@ class Poisson(Scheme):
         return [units[units % ranks == rank] for rank in range(ranks)]
 
 
-class Drawn(NamedTuple):
-    """Rows of a batch, or of a part of it; `fill` marks rows that only fill up a unit."""
-
-    rows: int
-    fill: Tensor | None = None
-
-
 class Uncopied:
     """Refuses copies: the batches of a copy would be in another step too."""
 
@@ -128,7 +113,7 @@ class Uncopied:
 
 
 class PoissonSampler(Uncopied, Sampler[list[int]]):
-    """A batch sampler: each iteration yields one rank's part of the next `steps` Poisson batches.
+    """A batch sampler: an iteration yields one rank's part of each batch of `epoch`.
 
     The `world_size` data-parallel ranks have disjoint parts of a batch, and together the batch of a
     single process (`Scheme.split`). Ranks that share samples (one tensor-parallel group) pass the
@@ -138,20 +123,13 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
     With `units` a sample is a unit of several examples: units are drawn, `num_samples` counts them,
     and a batch has `units.rows` indices for each.
 
-    Its attributes are many because a DataLoader knows a sampler by them, and a checkpoint restores
-    it through them.
-
-    Only the iteration that was begun last yields batches: two at a time would each skip those of
-    the other.
-
     Attributes:
-        position: how many batches were yielded to the user, over all epochs.
         start: the number of the batch at which the key came into use.
-        step: the number of the next batch. A prefetching DataLoader moves it ahead of `position`.
-        yielded: this rank's batches, for the loader, if it asks for the next iteration.
-        on_batch: called with the number of a Poisson batch before it is yielded.
-        on_direct_use: called when batches are taken by another loader than the one that owns this.
-        why_not_alone: a reason not to yield batches to another loader.
+        epoch: the numbers of the batches that the loader asks for. An iteration of the loader ends,
+            with an error, when this is another object. None: none has begun.
+        yielded: where the loader that asks for the next iteration gets what is known of its
+            batches. It may prefetch them.
+        to_another: yields this rank's parts of batches to any other loader; the owner sets it.
     """
 
     def __init__(
@@ -166,13 +144,6 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
         units: Units | None = None,
         scheme: Scheme | None = None,
     ) -> None:
-        _check_sampling(key, 0, num_samples, sample_rate)
-        if steps < 1:
-            raise ValueError(f"steps is {steps}: give 1 or more")
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}: give 1 or more")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}: give 0 to {world_size - 1}, below world_size")
         self.num_samples = num_samples
         self.sample_rate = sample_rate
         self.steps = steps
@@ -180,14 +151,11 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
         self.world_size = world_size
         self.units = units
         self.scheme = Poisson(num_samples, sample_rate) if scheme is None else scheme
-        self.position = self.step = self.start = 0
-        self.yielded: deque[Drawn] | None = None
-        self.on_batch: Callable[[int], object] | None = None
-        self.on_direct_use: Callable[[], object] = _nothing
-        self.why_not_alone: str | None = None
-        self._iteration: object | None = None  # the last one that was begun
+        self.start = 0
+        self.epoch: range | None = None
+        self.yielded: deque[Ticket] | None = None
+        self.to_another: Callable[[], Iterator[list[int]]] = lambda: iter(())
         self._key = key
-        self._next_steps = steps
 
     def __len__(self) -> int:
         return self.steps
@@ -195,31 +163,16 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         yielded, self.yielded = self.yielded, None
         if yielded is None:
-            if self.why_not_alone:
-                raise RuntimeError(self.why_not_alone)
-            self.step = self.position
+            yield from self.to_another()
+            return
         for shares in self.batches():
-            if yielded is None:
-                self.on_direct_use()
-                if self.on_batch is not None:
-                    self.on_batch(self.step - 1)
-                self.position = self.step
-            else:
-                yielded.append(self.drawn(shares[self.rank]))
-            yield shares[self.rank]
+            rows, views = shares[self.rank], 1 if self.units is None else self.units.views
+            yielded.append(Ticket(len(rows), fill=fill_of(rows, self.rows_per_unit, views)))
+            yield rows
 
     def batches(self) -> Iterator[list[list[int]]]:
-        """Yields the next `steps` Poisson batches, each as `shares` returns it.
-
-        Raises RuntimeError, and yields none, when another iteration has begun or `seek` was called.
-        """
-        iteration = self._iteration = object()
-        steps, self._next_steps = self._next_steps, self.steps
-        for step in range(self.step, self.step + steps):
-            if self._iteration is not iteration:
-                raise RuntimeError(OVER)
-            self.step = step + 1
-            yield self.shares(step)
+        """Yields the batches of `epoch`, each as `shares` returns it."""
+        yield from map(self.shares, self.epoch or ())
 
     def shares(self, step: int) -> list[list[int]]:
         """Returns batch `step` as one ascending list of indices for each rank."""
@@ -238,37 +191,10 @@ class PoissonSampler(Uncopied, Sampler[list[int]]):
     def rows_per_unit(self) -> int:
         return 1 if self.units is None else self.units.rows
 
-    def drawn(self, rows: list[int]) -> "Drawn":
-        """Returns the facts about a batch, or a part of one, that the loader needs later."""
-        views = 1 if self.units is None else self.units.views
-        return Drawn(len(rows), fill_of(rows, self.rows_per_unit, views))
-
     def rekey(self, key: bytes, start: int = 0) -> None:
         """Samples all later batches with another key, as a resumed run does.
 
         Args:
             start: the number of the batch at which that key came into use.
         """
-        _check_sampling(key, 0, self.num_samples, self.sample_rate)
         self._key, self.start = key, start
-
-    def seek(self, batches: range) -> None:
-        """Moves to these batches: the next iteration yields them, later ones those after them."""
-        self._iteration = None
-        self.step = batches.start
-        self._next_steps = len(batches)
-
-
-def _nothing() -> None:
-    """Does nothing."""
-
-
-def _check_sampling(key: bytes, step: int, num_samples: int, sample_rate: float) -> None:
-    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-        raise ValueError(f"key is not {KEY_BYTES} bytes: give secrets.token_bytes({KEY_BYTES})")
-    if step < 0:
-        raise ValueError(f"step is {step}: steps are counted from 0, give 0 or more")
-    if num_samples < 1:
-        raise ValueError(f"num_samples is {num_samples}: give 1 or more")
-    if not 0 < sample_rate <= 1:
-        raise ValueError(f"sample_rate is {sample_rate}: give a probability above 0, at most 1")

@@ -8,6 +8,7 @@ computes with it as it does with the example.
 """
 
 import hashlib
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 
 from dp_clipping.kinds import WrongType, shown
-from dp_clipping.sampling import chacha
+from dp_clipping.sampling import words
 
-WORDS = chacha.WORDS // 2  # of 64 bits, in a block
+WORDS = words.WORDS // 2  # of 64 bits, in a block
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +97,10 @@ def _chosen(
     blocks = -(-size // WORDS)
     counters = units.numpy().astype(np.uint64)[:, None] * np.uint64(blocks)
     counters = (counters + np.arange(blocks, dtype=np.uint64)).ravel()
-    stream = np.ascontiguousarray(chacha.blocks(derived.digest(), counters).T)
-    words = stream.astype("<u4", copy=False).view("<u8").reshape(len(units), -1)[:, :size]
+    stream = np.ascontiguousarray(words.blocks(derived.digest(), counters).T)
+    numbers = stream.astype("<u4", copy=False).view("<u8").reshape(len(units), -1)[:, :size]
     found = []
-    for count, own in zip(counts, words.tolist(), strict=True):
+    for count, own in zip(counts, numbers.tolist(), strict=True):
         moved: dict[int, int] = {}  # entries of 0, 1, ..., count - 1 that were exchanged
         chosen = []
         for i, word in enumerate(own):
@@ -176,33 +177,39 @@ def _comparable(unit: Any) -> Hashable:
     """Returns the entry; tensors of one number as that, as each tensor is equal to itself alone.
 
     Raises:
-        WrongType: for an object that is equal to itself alone.
-        ValueError: for a number that is not one, as a missing entry is.
+        WrongType: for an object, which may be equal to itself alone.
+        ValueError: for a missing entry.
     """
-    if isinstance(unit, Tensor) and not unit.dim():
+    if isinstance(unit, Tensor | np.generic) and not unit.ndim:
         unit = unit.item()
     if isinstance(unit, tuple):
         return tuple(map(_comparable, unit))
-    if unit is None or (not isinstance(unit, str | int | Tensor) and _is_missing(unit)):
+    if unit is None or (isinstance(unit, float) and math.isnan(unit)):
         raise ValueError(
             f"unit_ids has {unit!r}, and examples whose unit is not known belong to nobody: give "
             "each a unit, one of its own or one for all of them"
         )
-    if type(unit).__hash__ in (object.__hash__, Tensor.__hash__, None):
+    if not isinstance(unit, str | bytes | int | float):
         raise WrongType(
-            f"unit_ids has {shown(unit)}, which no other entry is equal to: give numbers or "
-            "strings, as unit_ids=[user.id for user in users]"
+            f"unit_ids has {shown(unit)}, which may be no other's equal: give numbers or strings, "
+            "as unit_ids=[user.id for user in users]"
         )
     return unit
 
 
-def _is_missing(unit: Any) -> bool:
-    try:
-        return bool(unit != unit)
-    except TypeError:  # of pandas.NA
-        return True
-    except ValueError:  # of an array
-        return False
+def units_in(name: str, rows: int, each: int) -> int:
+    """Returns the units in so many rows, of which each has `each`.
+
+    Raises:
+        ValueError: they are not whole units. `name` is the argument that says how many there are.
+    """
+    units, rest = divmod(rows, each)
+    if rest:
+        fits = f"{units * each} or {units * each + each}" if units else each
+        raise ValueError(
+            f"{name} is {rows}, and a batch holds {each} rows of each unit: give {fits}"
+        )
+    return units
 
 
 def fill_of(rows: Sequence[int], size: int, views: int = 1) -> Tensor | None:

@@ -31,6 +31,7 @@ class Ticket:
             splits it; None: it is not split, or not by that.
         alone: the (micro)batch, and samples of it that were collated alone (a
             `collate_check.Alone`); None: their lengths are those of the batch, or are not due.
+        same_parts: all ranks have the batch in as many parts; Opacus's manager does not see to it.
     """
 
     samples: int = 0
@@ -40,6 +41,7 @@ class Ticket:
     is_dummy: bool = False
     largest: int | None = None
     alone: tuple[Any, Any] | None = None
+    same_parts: bool = True
 
     def real_of(self, rows: int) -> int:
         """Returns the number of a batch's rows that are samples, which come first.
@@ -79,17 +81,12 @@ class SampleUsage:
 
     Attributes:
         batch_size: the batch size of a loader without Poisson sampling; None: not known.
-        handed: samples of the (micro)batch that was yielded last; None without a Poisson loader,
-            and where another loader takes its batches: then nothing is counted.
+        handed: samples of the (micro)batch that was yielded last; None without a Poisson loader.
         left: those of them that no backward has used.
         uses: backwards since they were handed out; all ranks count alike.
-        steps: how often something was released.
-        unused_from: the number of the batch after the last one that is in a step.
-        is_unused: a batch of the iteration in progress was yielded and is in no step yet.
-        pending: the number of a batch that is to be in the next step: it was yielded in training,
-            or as the first of an iteration, and is in no step yet; None: there is none.
-        is_firm: that batch was yielded in training.
-        has_passed: batches of the iteration in progress were passed over in evaluation.
+        due: the number of the batch that the next step must have, as ε does not cover a choice.
+        is_owed: that batch was yielded in training: it comes again until a step has used it.
+        shown: the number of the first batch that was never yielded.
         ticket: what the loader says of the batch that it has yielded last.
     """
 
@@ -101,35 +98,23 @@ class SampleUsage:
         self._more_to_come = False
         self._parts: list[Sequence[Slice | None]] = []  # of the batch, that backwards have used
         self.uses = 0
-        self.steps = 0
-        self.unused_from = 0
-        self.is_unused = False
-        self.pending: int | None = None
-        self.is_firm = False
-        self.has_passed = False
+        self.due = self.shown = 0
+        self.is_owed = False
         self.ticket = Ticket()
-
-    def expect(self, number: int, *, in_training: bool, first: bool) -> None:
-        """Records that batch `number` is about to be yielded, as the `first` of an iteration.
-
-        A loop that passes over batches in evaluation uses none of them. One that takes the first
-        of each iteration may be in evaluation by chance, and make a step of some.
-        """
-        if in_training and self.pending is None:
-            self.pending = number
-        elif not in_training and not self.is_firm:
-            self.pending = number if first else None
-        self.is_firm = self.is_firm or (in_training and self.pending == number)
-        self.has_passed = not first and (self.has_passed or self.is_unused)
-
-    def begin_iteration(self) -> None:
-        """Accepts that the last batch of an iteration that was ended early is in no step yet."""
-        self.is_unused = self.has_passed = False
 
     def restart(self, position: int) -> None:
         """Records that batch `position` is the next one, whatever was yielded before."""
-        self.ticket, self.unused_from, self.is_unused = Ticket(), position, False
-        self.pending, self.is_firm = None, False
+        self.ticket, self.is_owed = Ticket(), False
+        self.due = self.shown = position
+
+    def begin(self, number: int, in_training: bool) -> None:
+        """Records that batch `number` is about to be yielded.
+
+        In evaluation a loop may pass over batches, which it has looked at: no step follows on one
+        that comes after them, unless another iteration has begun in training (`due`).
+        """
+        self.shown = max(self.shown, number + 1)
+        self.is_owed = self.is_owed or (in_training and number == self.due)
 
     def hand_over(self, ticket: Ticket) -> None:
         """Records a batch that a Poisson loader is about to yield."""
@@ -137,7 +122,6 @@ class SampleUsage:
         self.handed = self.left = ticket.samples
         self._parts = []
         self.uses = 0
-        self.is_unused = True
 
     def end_padding(self) -> None:
         """Declares all rows as samples from here on."""
@@ -188,15 +172,18 @@ class SampleUsage:
         if self.handed is None:
             self._use_of_batch(samples, part)
             return
-        if self.has_passed:
+        number = self.ticket.number
+        if number is not None and number > self.due:
             raise RuntimeError(
-                "backward of a batch of the loader after others of this iteration that were passed "
-                "over while the model was in evaluation: ε does not cover a choice among batches, "
-                "so begin another iteration to train, for x, y in loader:, after model.train()"
+                f"backward of batch {number} of the loader, and no step has used batch "
+                f"{self.due}, which was passed over while the model was in evaluation: ε "
+                "does not cover a choice among batches, so begin another iteration to train, "
+                "for x, y in loader:, after model.train()"
             )
         too_many = samples > self.left
         is_again = bool(samples) and not self._are_apart(slices)
-        elsewhere = bool(self.uses) and on_any_rank(too_many or is_again)
+        ask = on_any_rank if self.ticket.same_parts else bool
+        elsewhere = bool(self.uses) and ask(too_many or is_again)
         if too_many or elsewhere:
             raise RuntimeError(self._twice(samples, too_many, is_again))
         self.uses += 1
@@ -222,30 +209,22 @@ class SampleUsage:
                 f"backward of {samples} samples, and an earlier one of this batch may have had "
                 f"some of them: {once}, so add up the losses of a batch before one backward(), "
                 "with a factor of 0 for samples that a loss leaves out, as (mask * loss_a + "
-                "loss_b).backward(); parts without a sample in common are split by "
-                "BatchMemoryManager, or are slices of tensors that were moved and converted "
-                "before, as model(x[:8]), model(x[8:]), or follow optimizer.signal_skip_step(True) "
-                "and optimizer.step() in each part but the last"
+                "loss_b).backward(), and split a batch by BatchMemoryManager"
             )
-        if too_many and not self.handed:
-            return (
-                f"backward of {samples} samples, and of the loader's last batch none are unused: "
-                f"{once}, so take a new batch for each step from the loader that make_private "
-                "returned with this model, for x, y in loader:, and call optimizer.step() after "
-                "the last part of a batch that is split, as by x.split(3)"
-            )
-        if too_many and self.uses:
+        if too_many and self.uses and self.handed:
             return (
                 f"backward of {samples} samples, and an earlier one of this step had samples of "
                 f"the same batch: {once}, so for two losses of a batch {BOTH_OUTPUTS}"
             )
         what = "samples that another rank has used already"
         if too_many:
-            left = f"{self.left} of {self.handed} are unused"
-            what = f"{samples} samples, and of the loader's last batch {left}"
+            left = f"{self.left} of {self.handed}" if self.handed else "none"
+            what = f"{samples} samples, and of the loader's last batch {left} are unused"
         return (
-            f"backward of {what}: {once}, so take a new batch for each step, add up losses of one "
-            "batch before one backward(), and give several views of a sample as one sample"
+            f"backward of {what}: {once}, so take a new batch for each step from the loader that "
+            "make_private returned with this model, for x, y in loader:, give several views of a "
+            "sample as one sample, and call optimizer.step() after the last part of a batch that "
+            "is split, as by x.split(3)"
         )
 
     def _use_of_batch(self, samples: int, part: bool) -> None:
@@ -270,10 +249,8 @@ class SampleUsage:
 
     def close(self) -> None:
         """Records that a step is about to be released: its batch cannot be used again."""
-        self.steps += 1
-        self.pending, self.is_firm = None, False
         if self.ticket.number is not None:
-            self.unused_from = self.ticket.number + 1
+            self.due, self.is_owed = self.ticket.number + 1, False
         self.take_back()
 
     def take_back(self) -> None:
@@ -282,11 +259,3 @@ class SampleUsage:
         self._parts = []
         if self.handed is not None:
             self.handed = self.left = 0
-        self.is_unused = False
-
-    def forget(self) -> None:
-        """Stops counting: another loader (Opacus's BatchMemoryManager) takes the batches."""
-        self._parts = []
-        self.ticket = replace(self.ticket, largest=None, alone=None)
-        self.handed = self.pending = None
-        self.is_unused = self.is_firm = False

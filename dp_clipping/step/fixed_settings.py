@@ -90,5 +90,6 @@ class FixedSettings:
             values = adaptive.state_dict()
             found |= {f"adaptive_threshold's {name}": value for name, value in values.items()}
         return found | {
-            "steps": state.steps, "key fingerprint": self.noise.fingerprint, REFUSAL: state.refusal,
+            "steps": state.steps, "batch of the loader": state.batch_number,
+            "key fingerprint": self.noise.fingerprint, REFUSAL: state.refusal,
         }  # fmt: skip

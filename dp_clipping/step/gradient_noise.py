@@ -12,9 +12,9 @@ from dp_clipping.distributed.dtensor import local
 from dp_clipping.distributed.placement import Place, Span, place_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
+from dp_clipping.noise.add_noise import AddressedNoise, NoiseSource
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
-from dp_clipping.noise.sources import AddressedNoise, NoiseSource
 
 
 class GradientNoise:

@@ -213,17 +213,12 @@ class StepState:
 
     def begin_batch(self, number: int, in_training: bool) -> None:
         """Begins a new batch, which the loader is about to yield."""
-        if self.is_open or (self.usage.is_unused and in_training):
+        passes_over = in_training and self.usage.is_owed and number > self.usage.due
+        if self.is_open or passes_over:
             raise RuntimeError(
                 f"batch {number} of the loader begins before optimizer.step() has used "
                 "the last one: a step is one batch, an empty one too; to split it use "
                 "BatchMemoryManager, and to leave the loader's iteration begin another, after "
                 "optimizer.zero_grad()"
-            )
-        pending = self.usage.pending
-        if in_training and self.usage.is_firm and number != pending:
-            raise RuntimeError(
-                f"batch {number} of the loader begins, and no step has used batch {pending}, which "
-                "was left in training: begin another iteration, which yields that batch"
             )
         self.batch_number = number

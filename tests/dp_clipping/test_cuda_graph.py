@@ -19,7 +19,7 @@ from ddp_by_hand.experiments.networks.models import (
 from dp_clipping import cuda_graph
 from dp_clipping.cuda_graph import EAGER, refuse
 from dp_clipping.noise.gaussian import NoiseStream
-from dp_clipping.noise.kernel import StreamTable, add_noise_to_all_kernel_launch
+from dp_clipping.noise.kernel import StreamTable, add_noise_kernel_launch
 from dp_clipping.sampling.usage import Ticket
 from tests.support import engine, zoo
 from tests.support.engine import in_parts
@@ -568,7 +568,7 @@ def check_streams() -> None:
 
     def launch(make_table=None, step=0):
         outs = [torch.empty(n) for n in sizes]
-        add_noise_to_all_kernel_launch(totals, outs, streams(step), 2.0, 3.0, make_table)
+        add_noise_kernel_launch(totals, outs, streams(step), None, 2.0, 3.0, make_table)
         return outs
 
     taken = []
@@ -586,7 +586,7 @@ def check_streams() -> None:
         expected = launch(step=step)
         outs = [torch.empty(n) for n in sizes]
         rows[:, 1] = torch.tensor([out.data_ptr() for out in outs])
-        add_noise_to_all_kernel_launch(totals, outs, streams(0), 2.0, 3.0, lambda _, r=rows: r)
+        add_noise_kernel_launch(totals, outs, streams(0), None, 2.0, 3.0, lambda _, r=rows: r)
         assert all(map(torch.equal, outs, expected))
 
 

@@ -289,7 +289,7 @@ class TestRefused:
 
     def test_another_loader_over_the_sampler(self):
         run = build()
-        with pytest.raises(RuntimeError, match="it would split units of examples_per_unit"):
+        with pytest.raises(RuntimeError, match="it would split units of 4 rows: use dp_clipping"):
             next(iter(run.loader.batch_sampler))
 
     def test_other_units_in_one_account(self):

@@ -217,7 +217,7 @@ ORDINARY = {
 }  # fmt: skip
 PRIVATE = {
     "_gram_kernel": (1.0, 1), "_weighted_products_kernel": (3.0, 2), "nvjet_bz_NNT": (5.0, 4),
-    "add": (1.5, 1), "fill": (0.25, 2), "_add_noise_to_all_kernel": (0.2, 1),
+    "add": (1.5, 1), "fill": (0.25, 2), "_add_noise_kernel": (0.2, 1),
 }  # fmt: skip
 FLOORS = {NORMS: (0.0, 0.5), SUMS: (1.5, 1.6), NOISE: (0.0, 0.2)}
 

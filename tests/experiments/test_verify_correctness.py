@@ -47,7 +47,7 @@ from dp_clipping.distributed.norm_reduce import (
     PendingReduce,
     SplitNorms,
 )
-from dp_clipping.noise import sources
+from dp_clipping.noise import add_noise
 from dp_clipping.profiling.profile import SWITCH
 from dp_clipping.step import private_step
 from dp_clipping.step.sums import plain
@@ -166,7 +166,7 @@ WRONG = {  # what is replaced, by what, and what is said
     "not a number": (plain, "coefficients", scaled(float("nan")), "one sample adds inf C"),
     "a parameter is missed": (Norms, "add_rows", without_the_first, "one sample adds 1."),
     "half of a sum": (plain, "weighted_sum", scaled(0.5), "the clipped gradient of"),
-    "divided by more": (sources, "add_noise_to_all", divided_by_more, "is off by 9.9e-03"),
+    "divided by more": (add_noise, "add_noise_to_all", divided_by_more, "is off by 9.9e-03"),
 }
 
 

@@ -18,7 +18,7 @@ def numbers(count: int) -> TensorDataset:
 
 def poisson(count=60, batch_size=6, *, key=KEY, rank=0, world_size=1, **options) -> PoissonLoader:
     loader = DataLoader(numbers(count), batch_size=batch_size, **options)
-    return PoissonLoader.from_data_loader(loader, key=key, rank=rank, world_size=world_size)
+    return PoissonLoader(loader, key=key, rank=rank, world_size=world_size)
 
 
 def drawn(loader) -> list[list[int]]:

@@ -13,9 +13,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("dp_clipping/step/private_step.py",
      "losses = losses.masked_fill(self.fill, 0)", "losses = losses.masked_fill(self.fill, 1)"):
         "a constant has no gradient, and of losses only that they are finite is read",
-    ("dp_clipping/sampling/loader.py",
-     "elif sampler.rows_per_unit > 1:", "elif sampler.rows_per_unit != 1:"):
-        "a unit has one row at least",
     ("dp_clipping/accounting/truncated_poisson.py", "@lru_cache(4)", ""):
         "a cache of what its arguments alone say changes speed alone",
     ("dp_clipping/clipping/accumulation.py",

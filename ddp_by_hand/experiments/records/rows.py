@@ -108,7 +108,7 @@ GROUP_NORM = Row(
 RAND = replace(GROUP_NORM, method="pretrained_cnn", source=TANG, pretraining=1000)
 WIDE = Row(
     "wide_resnet", "wide_resnet", 2.7, DE, rate=4.0, batches=30, epochs=20, views=4, physical=1024,
-    grid={"rate": (2.0, 4.0)},
+    grid={"rate": (8.0, 16.0), "views": (1, 4), "batches": (15,), "epochs": (40,)},
 )  # fmt: skip
 FULL = Row(
     "lm_full", "transformer", 8.0, "none", data=STDLIB, delta=2e-6, batches=128, epochs=2,

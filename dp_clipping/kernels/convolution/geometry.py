@@ -61,18 +61,6 @@ class Grid(NamedTuple):
         return (pictures - 1) * prod(self.sizes) + last + 1
 
 
-class Run(NamedTuple):
-    """Taps that meet neighbouring places, so that their pixels are one row of a view.
-
-    Attributes:
-        place: of the first of them, at the first position.
-        taps: their numbers.
-    """
-
-    place: int
-    taps: tuple[int, ...]
-
-
 class Target(NamedTuple):
     """How an operand [N, C, D, H, W] is packed: [N / pictures · groups, rows, width].
 
@@ -117,8 +105,8 @@ class Layout(NamedTuple):
         positions: output positions in each dimension.
         inputs, outputs: channels of a group, as they are given.
         to_x, to_y: how operands are packed.
-        runs: one linear layer each.
-        order: the number of each tap among those of all runs; empty: they are in order.
+        taps: of a run, which is one linear layer: neighbouring rows of x.
+        places: where each run starts in a sample's packed x, in elements.
         rows: of the linear layers, T.
     """
 
@@ -129,14 +117,14 @@ class Layout(NamedTuple):
     outputs: int
     to_x: Target
     to_y: Target
-    runs: tuple[Run, ...]
-    order: tuple[int, ...]
+    taps: int
+    places: tuple[int, ...]
     rows: int
 
     @property
     def values(self) -> int:
         """Returns the number of values of a packed sample's G."""
-        taps = sum(len(run.taps) for run in self.runs)
+        taps = prod(self.geometry.taps)
         return self.geometry.groups * self.to_y.width * taps * self.to_x.width
 
     @property
@@ -147,7 +135,7 @@ class Layout(NamedTuple):
     @property
     def tiles(self) -> int:
         """Returns how many programs form a sample's G."""
-        columns = sum(ceil(len(run.taps) * self.to_x.width / TILE) for run in self.runs)
+        columns = len(self.places) * ceil(self.taps * self.to_x.width / TILE)
         return self.geometry.groups * ceil(self.to_y.width / TILE) * columns
 
 
@@ -180,21 +168,16 @@ def places_of(geometry: Geometry, grid: Grid, pictures: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=1024)
-def runs_of(geometry: Geometry, grid: Grid, pictures: int) -> tuple[Run, ...]:
-    """Returns all taps, each in one run."""
-    places = places_of(geometry, grid, pictures)
-    runs, taps = [], geometry.taps[2]
-    for first in range(0, len(places), taps):
-        left = list(range(first, first + taps))
-        while left:
-            run = [left.pop(0)]
-            for tap in list(left):
-                if places[tap] == places[run[-1]] + 1:
-                    run.append(tap)
-                    left.remove(tap)
-            runs.append(Run(places[run[0]], tuple(run)))
-    return tuple(runs)
+def runs_of(geometry: Geometry, grid: Grid, pictures: int) -> tuple[int, tuple[int, ...]]:
+    """Returns the number of taps of a run, and the place that each run's first tap meets.
+
+    The taps of a row are a run where they meet neighbouring places. Else each tap is one.
+    """
+    places, taps = places_of(geometry, grid, pictures), geometry.taps[2]
+    firsts = places[::taps]
+    if all(place == firsts[n // taps] + n % taps for n, place in enumerate(places)):
+        return taps, firsts
+    return 1, places
 
 
 def patches(x: Tensor, geometry: Geometry, positions: tuple[int, ...]) -> Tensor:

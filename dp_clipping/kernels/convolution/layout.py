@@ -3,14 +3,13 @@
     G_i[:, k] = Σ_r y_i[r] ⊗ x_i[r + place(k)]
 
 r runs over all places of the grid up to the last position. At places that are no position y is
-zero. Taps of one run are neighbouring rows of x, so they are one view, whose rows overlap:
-`pairs_of` returns these for the kernels of linear layers. A group of channels is a sample of its
-own there, and of several pictures of a sample one lies behind the other.
+zero. Taps of one run are neighbouring rows of x, so they are one view, whose rows overlap. All runs
+are one entry of a launch (`pair_of`), with the places where they start. A group of channels is a
+sample of its own there, and of several pictures of a sample one lies behind the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -57,12 +56,10 @@ def layout_of(
     wide_x, wide_y = (ceil_div(n, each) * each for n in (channels, outputs))
     to_x = Target(pictures, groups, wide_x, grid, geometry.padding, geometry.stride)
     to_y = Target(pictures, groups, wide_y, Grid((1, 1, 1), grid.sizes))
-    runs = runs_of(geometry, grid, pictures)
-    taps = [tap for run in runs for tap in run.taps]
-    order = sorted(range(len(taps)), key=taps.__getitem__)
+    taps, places = runs_of(geometry, grid, pictures)
     return Layout(
-        geometry, folds, positions, inputs, outputs, to_x, to_y, runs,
-        () if order == sorted(order) else tuple(order), grid.rows(pictures, positions),
+        geometry, folds, positions, inputs, outputs, to_x, to_y, taps,
+        tuple([place * wide_x for place in places]), grid.rows(pictures, positions),
     )  # fmt: skip
 
 
@@ -74,56 +71,40 @@ def folded(x: Tensor, geometry: Geometry, layout: Layout) -> Tensor:
     return x.narrow(4, 0, layout.positions[2]).movedim(5, 2).flatten(1, 2)
 
 
-def pairs_of(packed: Packed, layout: Layout) -> list[Pair]:
-    """Returns y [B · groups, T, O] and x [B · groups, T, taps · C] of each run."""
+def pair_of(packed: Packed, layout: Layout) -> Pair:
+    """Returns y [B · groups, T, O] and x [B · groups, T, taps · C], with the places of all runs."""
     x, y, _ = packed
-    width, start, rows = layout.to_x.width, x.storage_offset(), layout.rows
-    y, samples, strides = y[:, :rows], x.shape[0], (x.stride(0), width, 1)
-    pairs = []
-    for place, taps in layout.runs:
-        shape = samples, rows, len(taps) * width
-        pairs.append((y, x.as_strided(shape, strides, start + place * width)))
-    return pairs
+    shape = x.shape[0], layout.rows, layout.taps * layout.to_x.width
+    strides = x.stride(0), layout.to_x.width, 1
+    return y[:, : layout.rows], x.as_strided(shape, strides), layout.places
 
 
-def pairs_of_groups(pairs: Sequence[Pair], groups: int) -> list[Pair]:
-    """Returns y [B, T, O] and x [B, T, taps · C] of each run's groups."""
-    return [
-        (y[group::groups], x[group::groups]) for y, x in pairs for group in range(groups)
-    ]  # fmt: skip
+def pairs_of_groups(pair: Pair, layout: Layout) -> list[Pair]:
+    """Returns y [B, T, O] and x [B, T, taps · C] of each group, with the places of all runs."""
+    groups = layout.geometry.groups
+    y, x = pair[:2]
+    return [(y[group::groups], x[group::groups], layout.places) for group in range(groups)]
 
 
-def memory_of_gradients(
-    like: Tensor, layout: Layout, samples: int, dtype: torch.dtype
-) -> list[Tensor]:
-    """Returns memory for G of each run, [B · groups, O, taps · C], on the device of `like`."""
-    rows, width = samples * layout.geometry.groups, layout.to_x.width
-    return [
-        like.new_empty(rows, layout.to_y.width, len(run.taps) * width, dtype=dtype)
-        for run in layout.runs
-    ]  # fmt: skip
+def memory_of_gradients(like: Tensor, layout: Layout, samples: int, dtype: torch.dtype) -> Tensor:
+    """Returns memory for G, [B · groups, runs, O, taps · C], on the device of `like`."""
+    rows, columns = samples * layout.geometry.groups, layout.taps * layout.to_x.width
+    return like.new_empty(rows, len(layout.places), layout.to_y.width, columns, dtype=dtype)
 
 
-def weight_of(totals: Sequence[Tensor], layout: Layout, shape: torch.Size) -> Tensor:
+def weight_of(totals: list[Tensor], layout: Layout, shape: torch.Size) -> Tensor:
     """Returns a sum in the parameter's shape [O, C / groups, *taps].
 
     Args:
-        totals: of each run [groups · O, taps · C], or of each run and group [O, taps · C].
+        totals: [groups, runs, O, taps · C], or of each group [runs, O, taps · C].
     """
-    width, outputs, groups = layout.to_x.width, layout.to_y.width, layout.geometry.groups
-    if len(totals) > len(layout.runs):
-        firsts = range(0, len(totals), groups)
-        totals = [torch.stack(list(totals[first : first + groups])) for first in firsts]
-    own: list[Tensor] = []  # of each tap, [groups, O, C]
-    for total, run in zip(totals, layout.runs, strict=True):
-        own += total.view(-1, outputs, len(run.taps), width).unbind(2)
-    if layout.order:
-        own = [own[n] for n in layout.order]
-    found = torch.stack(own, 3) if len(own) > 1 else own[0].unsqueeze(3)
-    found = found[:, : layout.outputs]
-    if layout.folds:
-        found = found[:, :, : layout.inputs * shape[-1]]
-        found = found.unflatten(2, (layout.inputs, shape[-1])).movedim(3, 4)
+    found = totals[0] if len(totals) == 1 else torch.stack(totals)
+    sizes = layout.geometry.groups, -1, layout.to_y.width, layout.taps, layout.to_x.width
+    found = found.view(sizes).permute(0, 2, 4, 1, 3)[:, : layout.outputs]
+    if layout.folds:  # [1, O, C · columns, rows, 1]
+        columns = shape[-1]
+        found = found[:, :, : layout.inputs * columns]
+        found = found.unflatten(2, (layout.inputs, columns)).movedim(3, -1)
     else:
         found = found[:, :, : layout.inputs]
     return found.reshape(shape)

@@ -16,12 +16,20 @@ import torch
 from torch import Tensor
 
 from dp_clipping.kernels.convolution.geometry import Packed, Target
-from dp_clipping.kernels.launch.tiles import ceil_div, launch, next_power_of_two, tl, triton
+from dp_clipping.kernels.launch.tiles import (
+    ALIGNMENT,
+    ceil_div,
+    launch,
+    next_power_of_two,
+    tl,
+    triton,
+)
 
 EXPONENT = 14  # of the largest value in float16
 SMALLEST = -100  # exponent of a sample's largest value, below which it is scaled no further
 BLOCK = 64  # channels and pixels that a program packs
-PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them
+PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them,
+MOST_PACKED_BYTES = 1 << 28  # and the same in memory that backward has freed
 UNSPECIALIZED = [
     f"{name}_{operand}"
     for operand in "xy"
@@ -42,7 +50,7 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
     last_x, last_y = x.movedim(1, -1), y.movedim(1, -1)
     are_last = last_x.is_contiguous(), last_y.is_contiguous()
     work = _work_of(x.shape, y.shape, *are_last, is_scaled, to_x, to_y)
-    shapes, keeps, fills = work.shapes, work.keeps, work.fills
+    shapes, keeps = work.shapes, work.keeps
     if all(keeps):
         return tuple.__new__(Packed, (last_x.view(shapes[0]), last_y.view(shapes[1]), None))
     scale = None
@@ -55,15 +63,13 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
             largest((last_y if are_last[1] else y).reshape(rows), torch.inf, dim=1),
         )  # fmt: skip
         scale = norms[0].new_empty(samples)
-    results = []
-    for one, last, shape, keep, fill in zip(
-        (x, y), (last_x, last_y), shapes, keeps, fills, strict=True
-    ):
-        if keep:
-            results.append(last.view(shape))
-            continue
-        new = one.new_zeros if fill else one.new_empty
-        results.append(new(shape, dtype=torch.float16 if is_scaled else one.dtype))
+    new = x.new_zeros if work.fills else x.new_empty  # for both at once
+    memory = new(work.size, dtype=torch.float16 if is_scaled else x.dtype)
+    results = (
+        last_x.view(shapes[0]) if keeps[0] else memory.as_strided(shapes[0], work.strides[0]),
+        last_y.view(shapes[1]) if keeps[1]
+        else memory.as_strided(shapes[1], work.strides[1], work.start),
+    )  # fmt: skip
     x = x if are_last[0] else x.contiguous()
     y = y if are_last[1] else y.contiguous()
     if work.programs:
@@ -74,17 +80,35 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
     return tuple.__new__(Packed, (*results, scale))  # `Packed(..)` would call a function in Python
 
 
+def packed_at_a_time(freed: int) -> int:
+    """Returns how many bytes of operands are packed at a time, if nothing else keeps them.
+
+    They are a power of two: the division of a batch into pieces is looked up by them.
+
+    Args:
+        freed: bytes that backward has freed, of which they may take half.
+    """
+    half = 1 << max(0, freed // 2).bit_length() >> 1
+    return min(MOST_PACKED_BYTES, max(PACKED_BYTES, half))
+
+
 class _Work(NamedTuple):
     """Holds what follows from the shapes: of the results, and the arguments of the launch.
 
     Attributes:
-        keeps, fills: of each operand, whether it already lies so, and whether zeros are between
-            what is written.
+        strides: of the results in memory that they share.
+        start: of the second of them.
+        size: of that memory, in elements.
+        keeps: of each operand, whether it already lies so.
+        fills: whether zeros are between what is written.
     """
 
     shapes: tuple[tuple[int, int, int], tuple[int, int, int]]
+    strides: tuple[tuple[int, int, int], tuple[int, int, int]]
+    start: int
+    size: int
     keeps: tuple[bool, bool]
-    fills: tuple[bool, bool]
+    fills: bool
     programs: int
     numbers: tuple[int, ...]
     constants: dict[str, Any]
@@ -121,9 +145,13 @@ def _work_of(
             f"PLACED_{name}": is_placed, f"GROUPED_{name}": to.groups > 1, f"BLOCK_{name}": block,
         }  # fmt: skip
     shapes = to_x.shape(x[0]), to_y.shape(y[0])
+    strides = [(rows * width, width, 1) for _, rows, width in shapes]
+    sizes = [0 if keep else prod(shape) for keep, shape in zip(keeps, shapes, strict=True)]
+    start = ceil_div(sizes[0], ALIGNMENT) * ALIGNMENT
     return _Work(
-        shapes, (keeps[0], keeps[1]), (fills[0], fills[1]), sum(counts), (counts[0], *numbers),
-        constants,
+        shapes, (strides[0], strides[1]), start, start + sizes[1], (keeps[0], keeps[1]),
+        any(fill and not keep for fill, keep in zip(fills, keeps, strict=True)), sum(counts),
+        (counts[0], *numbers), constants,
     )  # fmt: skip
 
 

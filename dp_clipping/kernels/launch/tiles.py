@@ -28,7 +28,6 @@ except ImportError:  # no Triton on this platform: reference implementations ser
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes, of addresses and strides that the bulk copy engine takes
 LARGEST_STRIDE = 1 << 40  # bytes
-AT_ONCE = 1 << 23  # bytes of pictures that nothing else holds: norms of more do not wait for others
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Of tensors on the host that kernels run on: the interpreter's products in bfloat16 are wrong.
 HOST_DTYPES = (torch.float32, torch.float16) if INTERPRETED else ()
@@ -41,6 +40,7 @@ class Tile(NamedTuple):
         rows, columns: of the result that it accumulates.
         depth: elements of the summed dimension that are loaded at a time.
         warps, stages: of Triton's compiler; stages are tiles in flight.
+        speed: of results that fill it, relative to the kernel's other tiles.
     """
 
     rows: int
@@ -48,6 +48,7 @@ class Tile(NamedTuple):
     depth: int
     warps: int
     stages: int
+    speed: float = 1.0
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -199,6 +200,19 @@ def tile_of(size: int | None, *dtypes: torch.dtype) -> Tile | None:
     if size is None:
         return None
     return Tile(size, size, min(size, 128 // max(dtype.itemsize for dtype in dtypes)), 4, 3)
+
+
+@lru_cache(maxsize=4096)
+def default_tile(shapes: tuple[tuple[int, int, int], ...], tiles: tuple[Tile, ...]) -> Tile:
+    """Returns the tile that is fastest by what its copies cover of results [n, d, p] each."""
+
+    def time(tile: Tile) -> float:
+        return sum(
+            n * ceil_div(d, tile.rows) * tile.rows * ceil_div(p, tile.columns) * tile.columns
+            for n, d, p in shapes
+        ) / tile.speed  # fmt: skip
+
+    return min(tiles, key=time)
 
 
 def is_aligned(addresses: list[int], strides: list[int], size: int) -> bool:

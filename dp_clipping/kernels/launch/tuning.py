@@ -47,7 +47,7 @@ import torch
 from torch.cuda import is_current_stream_capturing  # the real one, also as in a capture
 
 from dp_clipping.files import write_atomically
-from dp_clipping.kernels.launch.tiles import INTERPRETED, Tile, triton
+from dp_clipping.kernels.launch.tiles import INTERPRETED, Tile, default_tile, triton
 from dp_clipping.torch_compat import spin
 
 if triton is None:
@@ -63,7 +63,6 @@ FILE = "tiles.json"
 SWITCH = "DP_CLIPPING_TUNE"
 BY_POINTERS = " by pointers"  # behind a kernel's name
 ROUNDS = 5
-MOST_PADDING = 1.1  # area that a default tile's copies cover, relative to the least of all
 
 Launch = Callable[[Tile], object]
 
@@ -109,8 +108,7 @@ def best_for_pairs(
 
     Args:
         operands: a `grouped_launch.Operands`.
-        tiles: candidates by the bytes of an element. The default is the first of those whose
-            padding is least.
+        tiles: candidates by the bytes of an element; see `tiles.default_tile`.
     """
     left, _ = operands.pairs[0]
     tokens, shapes = max(operands.tokens), tuple(operands.shapes)
@@ -124,21 +122,13 @@ def best_for_pairs(
 @lru_cache(maxsize=4096)
 def _class_of(
     kernel: str, dtype: torch.dtype, device: torch.device, batch_size: int, tokens: int,
-    shapes: tuple[tuple[int, int], ...], tiles: tuple[Tile, ...],
+    shapes: tuple[tuple[int, int, int], ...], tiles: tuple[Tile, ...],
 ) -> tuple[tuple[Tile, ...], tuple]:  # fmt: skip
     """Returns the tiles for a launch, the default first, and its class."""
-    covered = {
-        tile: sum(
-            ceil(d / tile.rows) * tile.rows * ceil(p / tile.columns) * tile.columns
-            for d, p in shapes
-        )
-        for tile in tiles
-    }
-    least = MOST_PADDING * min(covered.values())
-    default = next(tile for tile in tiles if covered[tile] <= least)
+    default = default_tile(shapes, tiles)
     if default != tiles[0]:  # of one class of sizes not all have the same default
         kernel += f" in tiles of {default.rows} x {default.columns}"
-    outputs, inputs = max(d for d, _ in shapes), max(p for _, p in shapes)
+    outputs, inputs = max(d for _, d, _ in shapes), max(p for _, _, p in shapes)
     key = _key(kernel, dtype, (len(shapes), batch_size, tokens, outputs, inputs), device)
     return (default, *[tile for tile in tiles if tile != default]), key
 
@@ -180,7 +170,7 @@ def _choose(key: tuple, candidates: Sequence[Tile], run: Launch) -> Tile:
 
 def _written(tile: Tile) -> dict[str, int]:
     """Returns a tile as it is stored."""
-    return dict(zip(("rows", "columns", "depth", "warps", "stages"), tile, strict=True))
+    return dict(zip(("rows", "columns", "depth", "warps", "stages"), tile[:5], strict=True))
 
 
 @lru_cache(maxsize=16)

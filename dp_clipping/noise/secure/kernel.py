@@ -7,7 +7,6 @@ Traffic: n float32 values are read once and n of the output's dtype written.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,7 +20,7 @@ from dp_clipping.kernels.launch.tiles import (
     table_on,
     triton,
 )
-from dp_clipping.noise.kernel import pieces_of, within_reach
+from dp_clipping.noise.kernel import pieces_of, run_row
 from dp_clipping.noise.secure import rounded_gaussian as reference
 
 if triton is not None:
@@ -51,7 +50,8 @@ def add_integers_kernel_launch(
         scale: the standard deviation of the integers.
     """
     device = totals[0].device
-    scales = table_on(device, [_bits(1 / grid), _bits(scale), _bits(grid / divisor)])
+    # As bits of float64: a launch would pass float32.
+    scales = table_on(device, np.array([1 / grid, scale, grid / divisor]).view("<i8").tolist())
     for has_rows in (False, True):
         rows = [
             row
@@ -74,25 +74,13 @@ def _runs_of(
 ) -> list[list[int]]:
     """Returns the table's rows of a total's runs with several rows, or of those with one."""
     n, found = total.numel(), []
-    for run in within_reach((Span(0, 0, n, n, 1),) if place is None else place):
+    for run in (Span(0, 0, n, n, 1),) if place is None else place:
         if (run.count > 1) != has_rows:
             continue
         is_aligned = run.offset % GROUP == 0 and (not has_rows or run.stride % GROUP == 0)
         width = ceil_div(run.length + (0 if is_aligned else GROUP - 1), GROUP)
-        found.append(
-            [
-                total.data_ptr() + run.local_start * total.element_size(),
-                out.data_ptr() + run.local_start * out.element_size(),
-                *np.frombuffer(key, dtype="<i8").tolist(), run.numel, run.count * width,
-                run.length, width, run.stride, run.offset,
-            ]
-        )  # fmt: skip
+        found.append(run_row(total, out, run, width, np.frombuffer(key, dtype="<i8").tolist()))
     return found
-
-
-def _bits(x: float) -> int:
-    """Returns the bits of a float64, which a launch would pass as float32."""
-    return struct.unpack("<q", struct.pack("<d", x))[0]
 
 
 if triton is not None:
@@ -369,11 +357,11 @@ if triton is not None:
         p_row = p_rows + RUN_WORDS * i_row
         p_total = tl.load(p_row).to(tl.pointer_type(tl.float32))
         p_out = tl.load(p_row + 1).to(tl.pointer_type(DTYPE))
-        k0, k1 = _word(p_row, 2)
-        k2, k3 = _word(p_row, 3)
-        k4, k5 = _word(p_row, 4)
-        k6, k7 = _word(p_row, 5)
-        n = tl.load(p_row + 6)
+        n = tl.load(p_row + 2)
+        k0, k1 = _word(p_row, 3)
+        k2, k3 = _word(p_row, 4)
+        k4, k5 = _word(p_row, 5)
+        k6, k7 = _word(p_row, 6)
         n_left = tl.load(p_row + 7) - i_piece * LOOPS * BLOCK
         length, width = tl.load(p_row + 8), tl.load(p_row + 9)
         stride, offset = tl.load(p_row + 10), tl.load(p_row + 11)

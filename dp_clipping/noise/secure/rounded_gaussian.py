@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from dp_clipping.sampling.chacha import blocks
+from dp_clipping.sampling.words import blocks
 
 GROUP = 16  # values that are made together
 BLOCKS = 3  # of ChaCha20 for a group: six words for a pair of values

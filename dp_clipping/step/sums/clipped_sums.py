@@ -65,16 +65,16 @@ def clipped_sums(
         elif isinstance(one, Table):
             tables.setdefault(one.sums, []).append(n)
         elif hasattr(one, "summands"):
-            row = rows[n]
             if not one.values and one.gradients is None:  # of a second backward
                 one.pack()
+            row = rows[n]
             if one.scale is not None:
                 scaled.append((row, one.scale))
                 row = count + len(scaled) - 1
             for pair in one.summands:
                 products.append((n, row, pair))
-            for gradients in one.gradients or ():
-                kept.append((n, row, gradients))
+            if one.gradients is not None:
+                kept.append((n, row, one.gradients))
             parts[n] = []
         else:
             alone.append(n)

@@ -27,6 +27,7 @@ from dp_clipping.clipping.coefficients import (
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
+from dp_clipping.kernels.convolution.packing import packed_at_a_time
 from dp_clipping.kernels.embedding import Tokens, token_sums
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
@@ -53,7 +54,7 @@ from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.clipped_sums import Table, clipped_sums
 from dp_clipping.step.sums.layer_plans import FusedPlans
 from dp_clipping.step.sums.work import Work
-from dp_clipping.torch_compat import version_of
+from dp_clipping.torch_compat import allocated, version_of
 
 Pair = tuple[Tensor, Tensor]
 ON_KERNELS: dict[type, Any] = {convolution.Factors: ConvolutionFactors, TiedFactors: TiedTokens.of}
@@ -169,19 +170,20 @@ class Fused(Work):
         of_convolutions: list[Trainable] = []
         tables: list[Tokens] = []
         of_tables: list[Trainable] = []
+        most = packed_at_a_time(self._held - allocated(self._device))
         while lefts:
             left = lefts.pop()
             (record,), value = left.records, left.value
-            make = ON_KERNELS.get(type(value))
-            use = value.on_kernels() if make is None else make(value)
+            if type(value) is convolution.Factors:
+                convolutions.append(ConvolutionFactors(value, most))
+                of_convolutions.append(record)
+                del left, value
+                continue
+            use = _on_kernels(value)
             del left, value
             if isinstance(use, Tokens):
                 tables.append(use)
                 of_tables.append(record)
-                continue
-            if isinstance(use, ConvolutionFactors):
-                convolutions.append(use)
-                of_convolutions.append(record)
                 continue
             keep = not (self.two_passes and use.may_be_recomputed)
             with NOTHING if label is None else label("norm/factors", (record,)):
@@ -198,13 +200,13 @@ class Fused(Work):
         if convolutions:
             with NOTHING if label is None else label("norm/factors", of_convolutions):
                 norms = take_norms(convolutions, keep=not self.two_passes)
-            for record, norm in zip(of_convolutions, norms, strict=True):
-                squares, scales, gram_error, sum_error = norm
+            for numbers, squares, scales, gram_error, sum_error in norms:
+                own = list(map(of_convolutions.__getitem__, numbers))
                 if scales is None:
-                    records += [record] * squares.shape[0]
+                    records += own
                     rows.append(squares)
                 else:
-                    table.add_rows([record], squares, scales, gram_error, sum_error)
+                    table.add_rows(own, squares, scales, gram_error, sum_error)
             if self.two_passes:
                 self.recomputed += of_convolutions
             else:
@@ -239,10 +241,10 @@ class Fused(Work):
         pairs = [pair for _, pair in several]
         with NOTHING if label is None else label(f"norm/{algorithm}", records):
             tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
-            results = gradients_and_squares(pairs, tile, store=algorithm == INSTANTIATE)
-        table.add_rows(records, torch.stack([own for _, own in results]))
+            gradients, squares = gradients_and_squares(pairs, tile, algorithm == INSTANTIATE)
+        table.add_rows(records, squares)
         if algorithm == INSTANTIATE:
-            self.keep(zip(records, [gradients for gradients, _ in results], strict=True))
+            self.keep(zip(records, gradients, strict=True))
 
     def _multiply_grams(self, mine: list[tuple[Trainable, Pair, Left]]) -> None:
         """Multiplies Gram matrices. Layers that read one input share its matrix, and one norm."""

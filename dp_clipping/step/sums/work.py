@@ -21,7 +21,6 @@ from typing import Any
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import full_float32
-from dp_clipping.kernels.launch.tiles import AT_ONCE
 from dp_clipping.layers.recorder import DENSE, FACTORS, Accumulate, Joint, Left, Summand, Trainable
 from dp_clipping.planning.cost_model import SUM_BYTES
 from dp_clipping.step.state import BatchNorms
@@ -32,7 +31,8 @@ from dp_clipping.torch_compat import allocated, current_stream, version_of
 from dp_clipping.trials.randomness import RandomStates
 
 PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case,
-PENDING_SHARE = 32  # but not above this part of what the forward has saved
+PENDING_SHARE = 32  # but not above this part of what the forward has saved,
+LEAST_PENDING_BYTES = 1 << 23  # if that is more
 MOST_PENDING_BYTES = 1 << 31  # the same, in memory that backward has freed
 ON_SEVERAL_STREAMS = (
     "layers of one backward ran on several CUDA streams, and norms and sums of several layers are "
@@ -143,7 +143,9 @@ class Work(ABC):
         self._held = allocated(self._device)
         saved = self._held - self.plans.at_first
         if saved > 0:
-            self._room = self._least = min(PENDING_BYTES, max(AT_ONCE, saved // PENDING_SHARE))
+            self._room = self._least = min(
+                PENDING_BYTES, max(LEAST_PENDING_BYTES, saved // PENDING_SHARE)
+            )
         self.streams = self.fused and self.context.streams
         self._staying = () if self.streams else self.plans.kept_as_they_are
         if not (self.streams or self.two_passes):
@@ -197,14 +199,10 @@ class Work(ABC):
         size = 0
         for tensor in tensors:
             size += tensor.nbytes
-        packs = kind is FACTORS and self.fused and not self.is_summing
-        if packs and size > AT_ONCE:
-            self._take_norms([left], everything=self.streams)
-            stays = not self.streams  # what is kept of them waits for their group
-        else:
-            self.waiting.append(left)
-            stays = kind in self._kinds or records[0] in self._staying
-        if not stays:
+        if kind is FACTORS and self.fused:
+            size *= 2  # kernels pack them, and a launch holds both
+        self.waiting.append(left)
+        if not (kind in self._kinds or records[0] in self._staying):
             self.pending += max(size, self.plans.gradient_bytes.get(records[0], 0))
             if self.streams or self.is_summing:
                 self.pending += self.bytes_of(records)

@@ -21,7 +21,6 @@ def test_steps_are_counted(history):
     steps = single(history)
     assert histories.count(history) == len(steps)
     assert histories.totals_of(history) == Counter(steps)
-    assert histories.end_of(history) == (len(history), history[-1][2] if history else 0)
 
 
 @given(HISTORIES, st.integers(0, 25))
@@ -41,10 +40,3 @@ def test_the_steps_with_which_two_histories_begin(first, second):
     same, a, b = histories.shared(first, second), single(first), single(second)
     assert a[:same] == b[:same]
     assert same in (len(a), len(b)) or a[same] != b[same]
-
-
-def test_a_saved_account_without_parts_is_of_its_key():
-    saved = {"steps": 7, "key_fingerprint": "k"}
-    assert histories.parts_of(saved, [(1.0, 0.1, 5)]) == {"k": (2, [(1.0, 0.1, 5)])}
-    parts = {"l": (0, [(1.0, 0.1, 5)])}
-    assert histories.parts_of({**saved, "account": parts}, [(1.0, 0.1, 5)]) == parts

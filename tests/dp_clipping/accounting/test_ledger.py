@@ -12,7 +12,6 @@ from dp_clipping.accounting.ledger import Account, Release
 from tests.support.saved_runs import (
     build,
     data,
-    edit,
     load,
     save,
     state,
@@ -183,16 +182,6 @@ class TestAccount:
         with pytest.raises(RuntimeError, match=r"load_checkpoint\(\.\., new_keys=True\)"):
             train(other, 1)
 
-    def test_a_run_that_was_only_looked_at_takes_no_key(self, path):
-        dataset = data()
-        one = build(dataset=dataset)
-        train(one, 2)
-        save(one, path)
-        other = build(engine=one.engine, dataset=dataset)
-        load(other, path)
-        train(one, 2)
-        assert steps_of(one) == 4
-
     @pytest.mark.parametrize(
         ("name", "value"),
         [
@@ -256,15 +245,6 @@ class TestAccount:
         with pytest.raises(RuntimeError, match=r"step 0 was made before, .* or the criterion"):
             train(other, 1)
 
-    def test_a_checkpoint_that_does_not_tell_keys_apart(self, path):
-        run = build()
-        train(run, 2)
-        save(run, path)
-        edit(run, path, lambda saved: saved["dp_clipping"].pop("account"))
-        train(run, 1)
-        self.load(run, path, 1, new_keys=True)
-        assert steps_of(run) == 3
-
     def test_an_account_of_one_noise_only_cannot_hold_both(self, path):
         warnings.filterwarnings("ignore", message="GDP accounting is experimental")
         save(other := build(accountant="gdp"), path)
@@ -317,16 +297,6 @@ def test_steps_of_a_key_stay_through_changes_of_the_noise():
     expected = [(0.8, 1 / 6, 1), (1.0, 1 / 6, 1), (1.2, 1 / 6, 2)]
     assert run.engine.accountant.history == expected
     assert run.engine.privacy_statement(1e-3).account["histories"] == [[[*e] for e in expected]]
-
-
-def test_a_step_that_a_hook_counts_is_taken_back():
-    account = Account(RDPAccountant())
-    account.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
-    with account.unchanged():
-        pass
-    with pytest.raises(RuntimeError, match="a step hook has counted"), account.unchanged():
-        account.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
-    assert account.history == [(1.0, 0.1, 1)]
 
 
 def test_steps_of_a_key_are_made_again_only_before_its_last_one():

@@ -44,7 +44,7 @@ NO_PART_OF_A_PROOF = {
 @pytest.mark.parametrize("name", VALUES)
 def test_each_value_has_a_page_or_a_reason(name):
     for value in VALUES[name]:
-        page = PAGES[name, value]
+        page = PAGES[name][value]
         assert (PROOFS / f"{page}.md").is_file() if page else WHY[name], (name, value)
 
 
@@ -55,7 +55,7 @@ def test_a_registered_name_is_not_ours():
 
 def test_no_argument_of_make_private_is_left_out():
     arguments = set(inspect.signature(PrivacyEngine.make_private).parameters) - {"self"}
-    known = {name.split(" with ")[0] for name, _ in PAGES}
+    known = {name.split(" with ")[0] for name in PAGES}
     assert arguments - known == NO_PART_OF_A_PROOF
 
 

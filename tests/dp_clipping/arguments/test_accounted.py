@@ -26,6 +26,4 @@ def test_each_combination_has_a_name_of_its_own():
 def test_cyclic_batches_are_for_another_relation():
     for noise in ("gaussian", CorrelatedNoise(2)):
         assert of(noise, "cyclic").relation == ZERO_OUT
-        assert of(noise, "cyclic").in_order
     assert of(sampling="balls_in_bins").relation == ADD_OR_REMOVE
-    assert not of(sampling="truncated_poisson", max_batch_size=20).in_order

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dp_clipping.checkpoint.random_states import is_random_state, set_states, states_of
+from dp_clipping.checkpoint.random_states import set_states, states_of
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,6 @@ def test_random_numbers_go_on_where_they_were(before):
     for _ in range(before):
         np.random.randn(), random.gauss(0, 1)
     states = states_of(CPU)
-    assert is_random_state(states)
     first = drawn()
     set_states(states, CPU)
     assert drawn() == first
@@ -32,7 +31,6 @@ def test_random_numbers_go_on_where_they_were(before):
 
 def test_files_of_earlier_versions_have_those_of_torch():
     states = {"cpu": states_of(CPU)["cpu"]}
-    assert is_random_state(states)
     first = torch.rand(3)
     set_states(states, CPU)
     assert torch.equal(torch.rand(3), first)
@@ -43,27 +41,7 @@ def test_another_generator_of_numpy_is_left_alone():
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
         states = states_of(CPU)
-        assert is_random_state(states)
         set_states(states, CPU)
         assert np.random.randn() != np.random.randn()
     finally:
         np.random.set_bit_generator(before)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"cpu": torch.zeros(3, dtype=torch.uint8)},
-        {"numpy": torch.zeros(3, dtype=torch.uint8)},
-        {"python": torch.zeros(2520)},
-        {"python": torch.full((2520,), 255, dtype=torch.uint8)},  # a place of -1
-        {"other": torch.zeros(3, dtype=torch.uint8)},
-    ],
-    ids=["torch", "numpy", "dtype", "place", "name"],
-)
-def test_what_is_no_state(change):
-    states = states_of(CPU)
-    assert is_random_state(states)
-    assert not is_random_state(states | change)
-    assert not is_random_state([states])
-    assert not is_random_state({name: x for name, x in states.items() if name != "python"})

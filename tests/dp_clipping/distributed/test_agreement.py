@@ -49,6 +49,12 @@ def one_more_step(run) -> None:
     run.model.step_state.steps += 1
 
 
+def evaluation_of_its_own(run) -> None:
+    run.model.eval()
+    list(run.loader)
+    run.model.train()
+
+
 def another_key(run) -> None:
     run.optimizer.resume(run.optimizer.steps, bytes(32))
 
@@ -61,6 +67,7 @@ DIFFERENT: dict[str, tuple[Callable, str]] = {
     "policy": (other_policy, r"clipping_function \(automatic on rank 0.*gamma \(0\.5 on rank 0"),
     "threshold": (other_learning_rate_of_the_threshold, r"learning_rate \(0\.3 on rank 0, 0\.2 on"),
     "steps": (one_more_step, r"steps \(\d on rank 0"),
+    "batch": (evaluation_of_its_own, r"batch of the loader \(\d+ on rank 0, 2 on"),
     "key": (another_key, r"key fingerprint \("),
 }  # fmt: skip
 

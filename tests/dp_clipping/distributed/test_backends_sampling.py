@@ -137,7 +137,7 @@ def held_back(context: Context, variant: str) -> tuple[bytes, str]:
     run, usual = build(context, variant), build(context, variant)
     inputs, targets, _ = next(iter(run.loader))
     for one in (run, usual):  # PyTorch's first step must not be under no_sync
-        one.loader.usage.forget()
+        one.loader.usage.handed = None  # of tensors of its own
         one.criterion(one.model(inputs), targets).backward()
         one.optimizer.step()
         one.optimizer.zero_grad()

@@ -9,8 +9,8 @@ import torch
 
 from dp_clipping import CorrelatedNoise
 from dp_clipping.distributed.placement import spans_of
+from dp_clipping.noise.add_noise import AddressedNoise, source_of
 from dp_clipping.noise.gaussian import NoiseStream, standard_normal
-from dp_clipping.noise.sources import AddressedNoise, source_of
 
 KEY = bytes(range(32))
 SHAPES = {"weight": (33, 35), "bias": (7,)}

@@ -35,7 +35,7 @@ def check_noise(device: str) -> None:
     for stream, offset, n in some if device == "cpu" else everything:
         guard = torch.full((n + 8,), torch.nan, device=device)
         total, place = torch.zeros(n, device=device), (Span(0, offset, n, n, 1),) if n else ()
-        kernels.add_noise_to_parts_kernel_launch([total], [guard[:n]], [stream], [place], 1.0, 1.0)
+        kernels.add_noise_kernel_launch([total], [guard[:n]], [stream], [place], 1.0, 1.0)
         expected = standard_normal(n, stream, offset=offset, device=device)
         torch.testing.assert_close(guard[:n], expected, rtol=0, atol=2e-6)
         assert guard[n:].isnan().all(), "written behind its end"
@@ -170,9 +170,7 @@ def check_places(device: str) -> None:
             n = sum(run.numel for run in place)
             guard = torch.full((n + 8,), torch.nan, device=device)
             total = torch.zeros(n, device=device)
-            kernels.add_noise_to_parts_kernel_launch(
-                [total], [guard[4:-4]], [stream], [place], 1.0, 1.0
-            )
+            kernels.add_noise_kernel_launch([total], [guard[4:-4]], [stream], [place], 1.0, 1.0)
             expected = torch.cat([
                 standard_normal(r.length, stream, offset=r.offset + q * r.stride, device=device)
                 for r in place
@@ -226,17 +224,6 @@ def check_earlier_alone(got, total, earlier, offset) -> None:
     exact = (total.double() + 3 * sum(z)) / 7
     rounding = HALF_STEP[got.dtype] * exact.abs() + 3e-6
     assert ((got.double() - exact).abs() <= rounding).all()
-
-
-def test_rows_that_32_bits_do_not_count(monkeypatch):
-    monkeypatch.setattr(kernels, "LONGEST", 8)
-    place = (Span(0, 3, 5, 9, 4), Span(20, 100, 19, 40, 2))
-    pieces = kernels.within_reach(place)
-    assert [(r.local_start, r.offset, r.length) for r in pieces if r.local_start >= 20] == [
-        (20, 100, 8), (28, 108, 8), (36, 116, 3), (39, 140, 8), (47, 148, 8), (55, 156, 3),
-    ]  # fmt: skip
-    assert {run.count for run in pieces} == {1}
-    assert kernels.within_reach(place[:1]) == place[:1]
 
 
 BODIES = [

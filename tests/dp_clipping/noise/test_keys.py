@@ -3,7 +3,6 @@
 import os
 import stat
 
-import pytest
 import torch
 
 from dp_clipping.noise.keys import KEY_BYTES, Keys, fixed_keys, fresh_keys, read_keys, write_keys
@@ -26,11 +25,6 @@ def test_a_mac_depends_on_key_and_digest():
 
 def test_a_key_is_not_printed():
     assert repr(ONE) == "Keys(fixed=False)"
-
-
-def test_keys_have_a_length():
-    with pytest.raises(ValueError, match="a key has 32 bytes, not 31"):
-        Keys(bytes(31))
 
 
 def test_fresh_keys_are_new_and_fixed_ones_are_of_the_seed():

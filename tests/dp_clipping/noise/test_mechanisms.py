@@ -69,7 +69,6 @@ def test_a_name_and_a_function_are_needed(name, quantile):
         (lambda u: logistic(u).clamp(max=1 / (len(u) > 1)), "alone|division"),
         (lambda u: logistic(u) - logistic(u).mean() + torch.rand(1), "alone, or is random"),
         (lambda u: normal(u.float()), "is not finite at"),
-        (lambda u: logistic(u.mul_(0.5) * 2), "writes to the numbers"),
     ],
 )
 def test_a_wrong_quantile_is_refused(quantile, message):

@@ -65,7 +65,8 @@ def test_ranks_together_have_the_examples_of_a_batch(run, key, size, ranks, rest
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    for number, shares in enumerate(zip(*samplers, strict=True)):
+    for number in range(3):
+        shares = [one.shares(number)[one.rank] for one in samplers]
         drawn = scheme(run).batch(key, number).tolist()
         rows = [row for share in shares for row in share]
         assert len(rows) == size * len(drawn)

@@ -8,7 +8,6 @@ from itertools import chain
 import pytest
 import torch
 from opacus.accountants import GaussianAccountant
-from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -86,7 +85,7 @@ def test_a_checkpoint_of_one_run_knows_the_batches_of_all(path, options):
     assert (statement.epsilon, statement.steps) == (math.inf, 4)
 
 
-@pytest.mark.parametrize("manager", [None, BatchMemoryManager, OpacusBatchMemoryManager])
+@pytest.mark.parametrize("manager", [None, BatchMemoryManager])
 def test_batches_of_the_returned_loader_are(manager):
     engine, _, (model, optimizer, criterion, loader) = made()
     with warnings.catch_warnings():

@@ -1,12 +1,14 @@
 """What the loader hands out is in one sum of one step, once."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchMemoryManager
 from torch.utils.data import DataLoader
 
+from dp_clipping import BatchMemoryManager
 from dp_clipping.sampling.usage import SampleUsage, Ticket
 from tests.support.engine import backward, build, data, fixed, in_parts, step
 
@@ -67,13 +69,9 @@ def test_a_loop_cannot_choose_among_batches():
     run = make()
     for _ in range(3):
         step(run, next(iter(run.loader)))
-    batches = [next(iter(run.loader))[0] for _ in range(100)]  # it waits for another batch
+    batches = [next(iter(run.loader))[0] for _ in range(3)]  # it waits for another batch
     assert all(torch.equal(batch, batches[0]) for batch in batches)
-    with pytest.raises(
-        RuntimeError, match="100 iterations of the loader in a row began with batch 3"
-    ):
-        next(iter(run.loader))
-    assert (run.loader.position, run.optimizer.steps) == (4, 3)
+    assert (run.loader.position, run.optimizer.steps) == (3, 3)
     for batch in run.loader:
         step(run, batch)
     assert run.loader.position == run.optimizer.steps == 3 + len(run.loader)
@@ -88,35 +86,68 @@ def test_prefetched_batches_are_not_chosen_among_either():
 def test_nor_among_those_that_the_memory_manager_splits():
     run = make()
     with warnings.catch_warnings(action="ignore"), in_parts(run, 1) as loader:
-        for _ in range(100):
-            next(iter(loader))
-        with pytest.raises(RuntimeError, match="in a row began with batch 0"):
-            next(iter(loader))
+        pieces = [next(iter(loader))[0] for _ in range(3)]
+    assert all(torch.equal(piece, pieces[0]) for piece in pieces)
 
 
-def test_nor_in_evaluation():
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_nor_in_evaluation(iterations):
+    """It may take the first batch of each iteration, or several of one."""
     run = make()
     run.model.eval()
-    batches = [next(iter(run.loader))[0] for _ in range(100)]
-    assert all(torch.equal(batch, batches[0]) for batch in batches)
-    with pytest.raises(RuntimeError, match="100 iterations of the loader in a row"):
-        next(iter(run.loader))
-    iteration = iter(run.loader)
-    for _ in range(3):
-        batch = next(iteration)
+    for _ in range(iterations):
+        batches = iter(run.loader)
+        for _ in range(4 - iterations):
+            batch = next(batches)
     run.model.train()
-    with pytest.raises(RuntimeError, match="after others of this iteration that were passed over"):
+    with pytest.raises(RuntimeError, match="no step has used batch 0, which was passed over"):
         backward(run, batch)
     step(run, next(iter(run.loader)))
+    assert run.loader.usage.ticket.number == 3
+
+
+def numbers_of_pass(run, loader=None):
+    """The numbers of the batches of a pass in evaluation, and how often each was yielded."""
+    run.model.eval()
+    found = [run.loader.usage.ticket.number for _ in loader or run.loader]
+    run.model.train()
+    return found
+
+
+@pytest.mark.parametrize("manager", [None, BatchMemoryManager, OpacusBatchMemoryManager])
+@pytest.mark.parametrize("is_left", [False, True])
+def test_each_pass_in_evaluation_has_new_batches(manager, is_left):
+    """Steps go on after them, with a batch that was `left` in training before."""
+    run = make(sample_rate=0.5, steps=4)
+    left = next(iter(run.loader))[0] if is_left else None
+    seen = [0] * is_left
+    with nullcontext() if manager is None else in_parts(run, 2, manager) as loader:
+        for _ in range(3):
+            found = sorted(set(numbers_of_pass(run, loader)))
+            assert found == list(range(len(seen), len(seen) + len(run.loader)))
+            seen += found
+    batch = next(iter(run.loader))
+    assert run.loader.usage.ticket.number == (0 if is_left else len(seen))
+    assert left is None or torch.equal(batch[0], left)
+    step(run, batch)
+    assert run.loader.position == len(seen) + (not is_left)
+
+
+def test_a_loop_that_trains_in_a_batch_of_evaluation_goes_on():
+    """One whose body ends in evaluation, as on a test set, and begins with `model.train()`."""
+    run = make()
+    for _ in range(2):
+        for batch in run.loader:
+            run.model.train()
+            step(run, batch)
+            run.model.eval()
+    assert run.loader.position == run.optimizer.steps == 2 * len(run.loader)
 
 
 def test_a_batch_that_was_left_comes_again_after_an_evaluation_and_a_load():
     run = make()
     left = next(iter(run.loader))[0]
-    run.model.eval()
-    for _ in run.loader:
-        pass
-    run.model.train()
+    numbers_of_pass(run)
     assert torch.equal(next(iter(run.loader))[0], left)
     run.loader.load_state_dict(run.loader.state_dict())
     again = next(iter(run.loader))
@@ -265,23 +296,46 @@ def test_a_microbatch_counts_once():
 def test_a_made_up_sample_is_none():
     run = make(data_loader=DataLoader(data(6), batch_size=1), rand_on_empty=True)
     for batch in run.loader:
-        dummy = run.loader.holds_dummy
+        dummy = run.loader.usage.ticket.is_dummy
         assert run.model.step_state.usage.handed == (0 if dummy else len(batch[0]))
         step(run, batch)
 
 
-def test_batches_that_opacus_takes_are_not_counted():
-    run = make()
+@pytest.mark.parametrize("rand_on_empty", [False, True])
+def test_batches_that_opacus_takes_count(rand_on_empty):
+    run = make(rand_on_empty=rand_on_empty)
     _, batch = first_draw(run)
     step(run, batch)
     with in_parts(run, 2, OpacusBatchMemoryManager) as loader:
-        for batch in loader:
-            step(run, batch)
+        sizes = [len(batch[0]) for batch in loader if step(run, batch) or True]
+    assert max(sizes) == 2
     _, batch = first_draw(run)
     step(run, batch)
-    assert run.loader.position == run.optimizer.steps, "each step has a draw of its own"
+    assert run.loader.position == run.optimizer.steps == 2 + len(run.loader), "a step has a batch"
     with pytest.raises(RuntimeError, match=TWICE):
         backward(run, batch)
+
+
+def test_steps_on_batches_that_opacus_takes_are_those_of_whole_ones():
+    whole, parts = make(rand_on_empty=True), make(rand_on_empty=True)
+    for batch in whole.loader:
+        step(whole, batch)
+    with in_parts(parts, 2, OpacusBatchMemoryManager) as loader:
+        for batch in loader:
+            step(parts, batch)
+    assert parts.optimizer.steps == whole.optimizer.steps
+    torch.testing.assert_close(
+        dict(parts.model.named_parameters()), dict(whole.model.named_parameters())
+    )
+
+
+def test_parts_that_opacus_takes_count_once():
+    run = make(sample_rate=1.0, steps=2)
+    with in_parts(run, 2, OpacusBatchMemoryManager) as loader:
+        batch = next(iter(loader))
+        backward(run, batch)
+        with pytest.raises(RuntimeError, match=TWICE):
+            backward(run, batch)
 
 
 def test_two_batches_that_opacus_takes_are_not_one_step():
@@ -293,19 +347,13 @@ def test_two_batches_that_opacus_takes_are_not_one_step():
             next(batches)
 
 
-@pytest.mark.parametrize(
-    ("loader", "options", "instead"),
-    [
-        (dict(num_workers=1), {}, "num_workers=0"),
-        ({}, dict(rand_on_empty=True), "rand_on_empty=False"),
-    ],
-)
-def test_batches_that_opacus_would_mix_up_are_refused(loader, options, instead):
-    """It skips steps as it fetches, ahead of them, and does not know what is made up."""
-    run = make(data_loader=DataLoader(data(), batch_size=3, **loader), **options)
+def test_batches_that_opacus_would_mix_up_are_refused():
+    """It skips steps as it fetches, ahead of them."""
+    run = make(data_loader=DataLoader(data(), batch_size=3, num_workers=1))
+    match = "use dp_clipping.BatchMemoryManager, or num_workers=0"
     with (
         in_parts(run, 2, OpacusBatchMemoryManager) as pieces,
-        pytest.raises(RuntimeError, match=f"use dp_clipping.BatchMemoryManager, or {instead}"),
+        pytest.raises(RuntimeError, match=match),
     ):
         next(iter(pieces))
 
@@ -326,6 +374,14 @@ def test_a_refusal_tells_too_many_samples_from_those_of_another_rank():
     usage.use(2)
     with pytest.raises(RuntimeError, match="of samples that another rank has used already"):
         usage.use(0, lambda here: True)
+
+
+def test_ranks_that_have_other_numbers_of_parts_do_not_wait_for_each_other():
+    usage = SampleUsage()
+    usage.hand_over(Ticket(3, same_parts=False))
+    for _ in range(3):
+        usage.use(1, lambda _: pytest.fail("another rank is asked"))
+        usage.end_part()
 
 
 def test_a_step_in_each_part_of_a_batch_is_refused_by_what_to_do():

@@ -142,7 +142,9 @@ class TestSamples:
 
     def test_a_draw_may_stay_unused_in_evaluation(self):
         state = StepState()
-        state.usage.hand_over(Ticket(4))
+        state.usage.begin(0, in_training=False)
+        state.begin_batch(1, in_training=False)
+        state.usage.begin(0, in_training=True)
         with pytest.raises(RuntimeError, match="batch 1 of the loader begins before"):
             state.begin_batch(1, in_training=True)
         state.begin_batch(1, in_training=False)
@@ -186,7 +188,6 @@ def test_one_step_of_an_engine_passes_through_all_phases():
     assert optimizer.step_state is state
     note = lambda: phases.append(state.phase)  # noqa: E731
     note()
-    model.step_state.usage.forget()
     criterion(model(dataset.tensors[0][:4]), dataset.tensors[1][:4]).backward()
     note()
     optimizer.pre_step()

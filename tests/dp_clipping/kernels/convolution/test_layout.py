@@ -10,11 +10,10 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.convolution import factors as of_factors
-from dp_clipping.kernels.convolution import packing
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
 from dp_clipping.kernels.convolution.geometry import Geometry, Packed
-from dp_clipping.kernels.convolution.layout import folded, layout_of, pairs_of, weight_of
-from dp_clipping.kernels.convolution.packing import pack
+from dp_clipping.kernels.convolution.layout import folded, layout_of, pair_of, weight_of
+from dp_clipping.kernels.convolution.packing import pack, packed_at_a_time
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
@@ -23,11 +22,13 @@ from tests.support.convolution_cases import DTYPES, TF32, WIDE, operands
 from tests.support.kernel_cases import Place, on_kernels
 
 
-def factors(x: Tensor, y: Tensor, case: tuple, tf32: bool = True) -> ConvolutionFactors:
+def factors(
+    x: Tensor, y: Tensor, case: tuple, tf32: bool = True, most: int = 1 << 26
+) -> ConvolutionFactors:
     size, _, channels, outputs, _, geometry = case
     shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
     with nullcontext() if tf32 else full_float32(layers=True):
-        return ConvolutionFactors(Factors(x, y, shape, size, geometry, transposed=False))
+        return ConvolutionFactors(Factors(x, y, shape, size, geometry, transposed=False), most)
 
 
 def total_of(use: ConvolutionFactors, c: Tensor) -> Tensor:
@@ -35,8 +36,8 @@ def total_of(use: ConvolutionFactors, c: Tensor) -> Tensor:
     if not use.values and use.gradients is None:
         use.pack()
     c = c if use.scale is None else c * use.scale
-    if use.gradients:
-        totals = weighted_sums(use.gradients, c[None], [0] * len(use.gradients))
+    if use.gradients is not None:
+        totals = weighted_sums([use.gradients], c[None], [0])
     else:
         pairs = use.summands
         totals = weighted_products(pairs, SortedCoefficients.of(c), [0] * len(pairs))
@@ -45,8 +46,8 @@ def total_of(use: ConvolutionFactors, c: Tensor) -> Tensor:
 
 def norm_of(use: ConvolutionFactors, keep: bool = True) -> tuple[Tensor, bool]:
     """Returns squared norms [B], and whether they are exact."""
-    ((squares, scales, _, _),) = take_norms([use], keep)
-    return squares.sum(0), scales is None
+    ((_, (squares,), scales, _, _),) = take_norms([use], keep)
+    return squares, scales is None
 
 
 def kept(use: ConvolutionFactors) -> tuple[Tensor, bool]:
@@ -61,19 +62,20 @@ def not_kept(use: ConvolutionFactors) -> tuple[Tensor, bool]:
 
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_runs_are_linear_layers(case):
-    """In float64: the views' products, added up over places, are G."""
+    """In float64: the products of a view's runs, added up over places, are G."""
     size, pictures, channels, outputs, _, geometry = case
     x, y, right = operands(case, torch.float64, "cpu")
     layout = layout_of(x.shape, y.shape, 2, pictures, geometry)
     with patch("dp_clipping.kernels.convolution.packing.launch", placed):
         x = folded(x, geometry, layout) if layout.folds else x
-        pairs = pairs_of(pack(x, y, layout.to_x, layout.to_y), layout)
-    found = [torch.einsum("btd,btp->bdp", left, a) for left, a in pairs]
+        left, a, places = pair_of(pack(x, y, layout.to_x, layout.to_y), layout)
+    runs = [a.as_strided(a.shape, a.stride(), a.storage_offset() + place) for place in places]
+    found = torch.stack([torch.einsum("btd,btp->bdp", left, run) for run in runs], 1)
     shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
     groups = geometry.groups
     for i in range(size):
-        own = [g[i * groups : (i + 1) * groups] for g in found]
-        torch.testing.assert_close(weight_of(own, layout, shape).flatten(2), right[i])
+        own = found[i * groups : (i + 1) * groups]
+        torch.testing.assert_close(weight_of([own], layout, shape).flatten(2), right[i])
 
 
 @on_kernels(tf32=True)
@@ -139,16 +141,15 @@ def test_pieces(place: Place) -> None:
         return pack(x, *rest)
 
     for most, programs in ((1 << 26, 1), (1, 1), (1, 10)):
-        of_factors.samples_at_a_time.cache_clear()
+        of_factors._plan_of.cache_clear()
         with (
-            patch.object(packing, "PACKED_BYTES", most),
             patch.object(of_factors, "LEAST_PROGRAMS", programs),
             patch.object(of_factors, "pack", counting),
         ):
-            use = factors(x, y, case)
+            use = factors(x, y, case, most=most)
             squares, _ = norm_of(use)
             found.append((squares, total_of(use, torch.ones(3, device=place.device))))
-    of_factors.samples_at_a_time.cache_clear()
+    of_factors._plan_of.cache_clear()
     assert packs == [6] + [2] * 3 + [6]
     for one, other, as_before in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * one.abs().max().item())
@@ -156,6 +157,12 @@ def test_pieces(place: Place) -> None:
     bound = TF32 if place.dtype == torch.float32 else DTYPES[place.dtype]  # PyTorch's default
     error = (found[1][1].flatten(2).double() - right.sum(0)).abs().max()
     assert error <= bound * right.abs().max()
+
+
+def test_pieces_grow_with_the_memory_that_is_freed():
+    """In MiB: half of it, a power of two, and never less than what may be packed in any case."""
+    for freed, packed in ((-1, 64), (0, 64), (255, 64), (256, 128), (511, 128), (9999, 256)):
+        assert packed_at_a_time(freed << 20) == packed << 20
 
 
 @on_kernels(tf32=True)

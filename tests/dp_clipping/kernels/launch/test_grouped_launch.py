@@ -4,7 +4,13 @@ from unittest.mock import patch
 
 import torch
 
-from dp_clipping.kernels.gradient import gradient_and_squares, gradients_and_squares
+from dp_clipping.kernels import gradient
+from dp_clipping.kernels import weighted_product as products
+from dp_clipping.kernels.gradient import (
+    gradient_and_squares,
+    gradient_and_squares_plain,
+    gradients_and_squares,
+)
 from dp_clipping.kernels.launch import grouped_launch
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import (
@@ -24,11 +30,11 @@ def test_products(place: Place) -> None:
     """Each layer gets what a launch of its own would give it, whatever is beside it."""
     device, dtype, tile = place.device, place.dtype, place.tile
     three = pairs_of(device, dtype, 3, 20, MOST + 1) + pairs_of(device, dtype, 3, 35, 2)
-    many = three + pairs_of(device, dtype, 2, 9, 2)
     for store in (True, False):
-        together = gradients_and_squares(many, tile, store)
-        for (y, a), (g, own) in zip(many, together, strict=True):
-            g_alone, alone = gradient_and_squares(y, a, tile, store)
+        gradients, squares = gradients_and_squares(three, tile, store)
+        for (y, a), g, own in zip(three, gradients, squares, strict=True):
+            with patch.object(gradient, "LARGE", 0):
+                g_alone, alone = gradient_and_squares(y, a, tile, store)
             torch.testing.assert_close(own, alone, rtol=1e-6, atol=0)
             assert (g is None and g_alone is None) or torch.equal(g, g_alone)
     c = torch.tensor([[0.5, 0.0, 2.0], [0.0, 0.0, 0.0], [1.0, 0.25, 1e-6]], device=device)
@@ -38,8 +44,33 @@ def test_products(place: Place) -> None:
     for (y, a), total, group in zip(three, totals, groups, strict=True):
         expected = weighted_product_plain(y, a, c[group])
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
-        alone = weighted_product(y, a, SortedCoefficients.of(c[group]), tile)
+        with patch.object(products, "LARGE", 0):
+            alone = weighted_product(y, a, SortedCoefficients.of(c[group]), tile)
         torch.testing.assert_close(total, alone, rtol=1e-6, atol=1e-6)
+
+
+@on_kernels()
+def test_products_of_one_left(place: Place) -> None:
+    """A pair with places has the results of each, beside another pair and over several shares."""
+    device, dtype, tile = place.device, place.dtype, place.tile
+    torch.manual_seed(0)
+    y, other, memory = (
+        torch.randn(32, *sizes).to(device, dtype) for sizes in ((20, 16), (20, 24), (29, 32))
+    )
+    starts = (0, 3, 7)
+    pairs = [(y, other), (y, memory[:, :20], tuple(start * 32 for start in starts))]
+    c = torch.rand(1, 32, device=device)
+    gradients, squares = gradients_and_squares(pairs, tile)
+    totals = weighted_products(pairs, SortedCoefficients.of(c), [0, 0], tile)
+    expected = torch.zeros(32, device=device)
+    for n, start in enumerate(starts):
+        right = memory[:, start : start + 20]
+        plain, norms = gradient_and_squares_plain(y, right)
+        torch.testing.assert_close(gradients[1][:, n], plain, rtol=1e-2, atol=1e-2)
+        expected += norms
+        product = weighted_product_plain(y, right, c[0])
+        torch.testing.assert_close(totals[1][n], product, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(squares[1], expected, rtol=1e-3, atol=0)
 
 
 @on_kernels()

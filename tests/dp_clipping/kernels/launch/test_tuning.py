@@ -8,6 +8,7 @@ import torch
 
 from dp_clipping.kernels import gradient, gram, weighted_product
 from dp_clipping.kernels.launch import tuning
+from dp_clipping.kernels.launch.grouped_launch import launches as launches_of
 from dp_clipping.kernels.launch.tiles import Tile, triton
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 
@@ -304,7 +305,7 @@ class Launches:
             sizes = (block, block, depth)
         else:
             sizes = tuple(options[f"BLOCK_{name}"] for name in "DPT")
-        self.tiles.append(Tile(*sizes, options["num_warps"], options["num_stages"]))
+        self.tiles.append((*sizes, options["num_warps"], options["num_stages"]))
 
 
 @pytest.fixture
@@ -351,7 +352,7 @@ def test_kernels_ask_for_their_tile(monkeypatch, launches, name, width):
 
     monkeypatch.setattr(tuning, "_choose", choose)
     launch(name, width, None)
-    assert launches.tiles == [candidates[1], candidates[-1]]
+    assert launches.tiles == [candidates[1][:5], candidates[-1][:5]]
     sizes = (1, 2, 8, 256) if name == "gram" else (1, 2, 8, 64, 128)
     kernel = tuning.name_of(name, described=width == 64)
     assert asked == [(kernel, torch.float32, sizes, torch.device("cpu"))]
@@ -362,14 +363,23 @@ def test_the_default_tile_fits_narrow_results(launches, name):
     narrow = KERNELS[name].TILES[4][2]
     for width, expected in ((narrow.rows, narrow), (2 * narrow.rows, KERNELS[name].TILES[4][0])):
         launch(name, width, None)
-        assert launches.tiles.pop() == expected
+        assert launches.tiles.pop() == expected[:5]
+
+
+def test_large_products_of_another_default_tile_have_a_launch_of_their_own():
+    """A small one is launched with others, whatever its own default would be."""
+    pair = lambda d, tokens: tuple(torch.empty(64, tokens, n, device="meta") for n in (d, 512))  # noqa: E731
+    pairs = [pair(512, 1024), pair(32, 8192), pair(32, 8), pair(512, 8), pair(32, 8192)]
+    tiles = {4: (Tile(64, 64, 32, 4, 3), Tile(32, 64, 32, 4, 3, 0.9))}
+    assert list(launches_of(pairs, 1e13, tiles)) == [((0, 2, 3), False), ((1, 4), False)]
+    assert list(launches_of(pairs, 1e13, {})) == [((0, 1, 2, 3, 4), False)]
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(64, 64), (65, 128)])
 def test_short_samples_have_small_gram_tiles(launches, tokens, rows):
     y, a = torch.zeros(2, 2, tokens, 16, dtype=torch.float16)
     gram.gram_squares([(a, [y])])
-    assert [tile.rows for tile in launches.tiles] == [rows]
+    assert [tile[0] for tile in launches.tiles] == [rows]
 
 
 @pytest.mark.gpu
@@ -379,9 +389,9 @@ def test_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("DP_CLIPPING_TUNE", "1")
     large = Tile(128, 128, 256, 8, 4)
-    for module in (gradient, weighted_product, gram):
-        first, second = module.TILES[2][:2]
-        monkeypatch.setitem(module.TILES, 2, (large, first, second))
+    for tiles in (gradient.TILES, gradient.NORM_TILES, weighted_product.TILES, gram.TILES):
+        first, second = tiles[2][:2]
+        monkeypatch.setitem(tiles, 2, (large, first, second))
     normal = lambda n: torch.randn(4, 512, n, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     y, a = normal(1024), normal(768)
     ones = SortedCoefficients.of(torch.ones(4, device="cuda"))
@@ -395,4 +405,4 @@ def test_on_a_gpu(monkeypatch, tmp_path):
         gram.gram_squares([(operands[1], [operands[0]])])
     kept = content()[tuning.key_of(y.device)]
     assert len(kept) == 8
-    assert large._asdict() not in kept.values()
+    assert large[:5] not in [tuple(tile.values()) for tile in kept.values()]

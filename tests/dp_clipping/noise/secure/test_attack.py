@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from dp_clipping.noise.add_noise import AddressedNoise
 from dp_clipping.noise.secure.source import SecureNoise
-from dp_clipping.noise.sources import AddressedNoise
 
 KEY = bytes(range(32))
 WIDTH = 64  # numbers that a person's contribution has, a row of an embedding

@@ -10,7 +10,7 @@ from dp_clipping.distributed.placement import Span, spans_of
 from dp_clipping.noise.secure import kernel as kernels
 from dp_clipping.noise.secure import rounded_gaussian as reference
 from dp_clipping.noise.secure.source import add_plain
-from dp_clipping.sampling.chacha import blocks
+from dp_clipping.sampling.words import blocks
 from tests.dp_clipping.noise.secure.test_rounded_gaussian import words
 
 triton = pytest.importorskip("triton")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dp_clipping.noise.secure import rounded_gaussian as made
-from dp_clipping.sampling.chacha import blocks
+from dp_clipping.sampling.words import blocks
 
 KEY = bytes(range(32))
 

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.kernels.convolution.factors import ConvolutionFactors
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
 from dp_clipping.profiling.profile import Timer
 from dp_clipping.step.state import BatchNorms
@@ -197,7 +198,7 @@ def test_no_more_waits_than_a_share_of_what_the_forward_saved(monkeypatch, saved
     """A small network's ordinary step holds little; 0: it is not known. In units of one use."""
     monkeypatch.setattr(work, "PENDING_BYTES", 8 * EACH)
     monkeypatch.setattr(work, "PENDING_SHARE", 3)
-    monkeypatch.setattr(work, "AT_ONCE", 0)
+    monkeypatch.setattr(work, "LEAST_PENDING_BYTES", 0)
     monkeypatch.setattr(work, "allocated", lambda device: 0)
     step = Step(two_passes=True, saved=saved * EACH)
     number = 0
@@ -227,18 +228,10 @@ def test_what_is_kept_for_its_sum_waits_in_any_case(little):
 def test_factors_on_kernels_wait_while_they_fit(little):
     """They are packed then, or let go of: nothing else would hold them."""
     step = Step()
-    step.take("dc", FACTORS)
+    step.take("d", FACTORS)
     assert step.events == []
-    step.take("b", FACTORS)
-    assert step.events == [("norms", "dcb")]
-
-
-def test_large_factors_are_normed_at_once(monkeypatch):
-    """Packing takes as much again as they hold, which all that wait would take together."""
-    monkeypatch.setattr(work, "AT_ONCE", EACH - 1)
-    step = Step()
-    step.take("dc", FACTORS)
-    assert step.events == [("norms", "d"), ("norms", "c")]
+    step.take("c", FACTORS)  # packing takes as much again as they hold
+    assert step.events == [("norms", "dc")]
     assert step.work.pending == 0
 
 
@@ -517,13 +510,37 @@ def check_large_pictures() -> None:
     model.skip_checks()
     batch = torch.randn(3, 2, 4, 4), torch.randn(3, 8)
     together = clipped_sums(model, batch)
-    with patch.object(work, "AT_ONCE", 0):
+    with patch.object(work, "PENDING_BYTES", 0), patch.object(work, "MOST_PENDING_BYTES", 0):
         at_once = clipped_sums(model, batch)
     torch.testing.assert_close(at_once, together)
 
 
 def test_large_pictures_are_summed_as_they_arrive(interpreter):
     interpreter.run(check_large_pictures)
+
+
+def check_pieces() -> None:
+    """Half of what backward has freed may be packed at a time."""
+    network = zoo.seeded(lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten()))
+    model = private(network, "flash_bookkeeping")
+    model.skip_checks()
+    most = []
+
+    def made(use: Any, bytes_at_a_time: int) -> Any:
+        most.append(bytes_at_a_time)
+        return ConvolutionFactors(use, bytes_at_a_time)
+
+    freed = 2 * 1 << 27
+    with (
+        patch.object(fused, "allocated", lambda device: -freed),
+        patch.object(fused, "ConvolutionFactors", made),
+    ):
+        clipped_sums(model, (torch.randn(3, 4, 4, 4), torch.randn(3, 32)))
+    assert most == [1 << 27]
+
+
+def test_pieces_grow_as_backward_frees_memory(interpreter):
+    interpreter.run(check_pieces)
 
 
 def check_tf32() -> None:
