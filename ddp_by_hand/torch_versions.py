@@ -1,7 +1,7 @@
 """The versions of PyTorch that `ddp`, `dp_clipping` and the programs are tested with.
 
-They run on others too. What they need without a public name is in their files `torch_compat.py`,
-which look for it where it is used and name what they do not find.
+They run on others too. What they need without a public name is in their files `torch_compat.py`:
+an error from there names what another version does not have.
 """
 
 import os

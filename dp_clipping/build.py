@@ -21,12 +21,12 @@ from dp_clipping.arguments.thresholds import check_noise
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.distributed.detect import sharding_of
-from dp_clipping.distributed.dtensor import shard_again, size_of
+from dp_clipping.distributed.dtensor import is_fsdp2, size_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.model import PrivateModel
 from dp_clipping.noise.add_noise import source_of
 from dp_clipping.noise.correlated import CorrelatedNoise
-from dp_clipping.noise.keys import Keys, fixed_keys, fresh_keys
+from dp_clipping.noise.keys import Keys
 from dp_clipping.noise.secure.certificate import Certificate, certificate_of
 from dp_clipping.noise.secure.source import SecureNoise
 from dp_clipping.optimizer import Hook, PrivateOptimizer
@@ -54,15 +54,6 @@ class Ranks:
     everyone: dist.ProcessGroup | None
     device: torch.device
 
-    @property
-    def data_rank(self) -> int:
-        group = self.data_parallel_group
-        return 0 if group is None else dist.get_rank(group)
-
-    @property
-    def data_ranks(self) -> int:
-        return size_of(self.data_parallel_group)
-
 
 def ranks_of(settings: Settings) -> Ranks:
     """Returns the ranks of the run, after checking that module and optimizer fit one.
@@ -71,7 +62,9 @@ def ranks_of(settings: Settings) -> Ranks:
         ValueError: for an optimizer of other parameters, or a module that mixes samples.
     """
     module, is_private = settings.module, settings.policy is not None
-    shard_again(module)
+    sharded: Any = filter(is_fsdp2, module.modules())
+    for one in sharded:
+        one.reshard()  # gathered, it has other parameters than the optimizer
     check_optimizer(settings.optimizer, module)
     if is_private:
         check_module(module)
@@ -89,28 +82,17 @@ def ranks_of(settings: Settings) -> Ranks:
         LOG.info(sharding.describe())
         ranks = Ranks(sharding, sharding.data_parallel_group, sharding.everyone, device)
     elif is_private and not hasattr(module, "gradient_ready"):
-        _warn_of_other_ranks()
+        others = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if others > 1:
+            warnings.warn(
+                f"{others} ranks, and module is neither wrapped nor sharded: each rank trains a "
+                "network of its own, on samples of the whole data set; to train one together give "
+                'ddp.wrap("ddp_bucketed", network) or shard it',
+                stacklevel=TO_USER,
+            )
     if settings.cuda_graph:
         cuda_graph.refuse(settings, ranks)
     return ranks
-
-
-def _warn_of_other_ranks() -> None:
-    """Warns if there are other ranks, of a module that is a plain network."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        warnings.warn(
-            f"{dist.get_world_size()} ranks, and module is neither wrapped nor sharded: each rank "
-            "trains a network of its own, on samples of the whole data set; to train one together "
-            'give ddp.wrap("ddp_bucketed", network) or shard it',
-            stacklevel=TO_USER + 1,
-        )
-
-
-def keys_for(settings: Settings, ranks: Ranks) -> Keys:
-    """Returns the run's keys, the same ones on all ranks."""
-    if settings.noise_generator is None:
-        return fresh_keys(ranks.everyone, ranks.device)
-    return fixed_keys(settings.noise_generator, ranks.everyone, ranks.device)
 
 
 def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
@@ -122,13 +104,14 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
             stacklevel=TO_USER,
         )
         return settings.data_loader
+    group = ranks.data_parallel_group
     return PoissonLoader(
         settings.data_loader,
         key=keys.sampling,
         sample_rate=settings.rates[0],
         steps=settings.rates[1],
-        rank=ranks.data_rank,
-        world_size=ranks.data_ranks,
+        rank=0 if group is None else dist.get_rank(group),
+        world_size=size_of(group),
         batch_first=settings.batch_first,
         rand_on_empty=settings.rand_on_empty,
         units=settings.units,
@@ -207,17 +190,17 @@ def certificate_for(settings: Settings, model: PrivateModel) -> Certificate | No
 
 
 def noise_for_target(
-    module: Any, training: Sampled, *, steps: int, accountant: str, secure_mode: bool,
-    expected_batch_size: float | None, target_epsilon: float, target_delta: float, **search: Any,
+    engine: Any, module: Any, training: Sampled, *, steps: int, expected_batch_size: float | None,
+    **target: Any,
 ) -> float:  # fmt: skip
     """Returns σ with which `steps` steps of what `make_private` makes end at (ε, δ).
 
     Args:
-        module: of `make_private`.
+        engine: a `PrivacyEngine`.
+        module: of its `make_private`.
         training: how the loader is sampled.
-        accountant: its name.
         expected_batch_size: as given to `make_private`, or None.
-        search: further arguments of `noise_multiplier_for`.
+        target: `target_epsilon`, `target_delta` and others of `noise_multiplier_for`.
 
     Raises:
         ValueError: for noise whose ε is a function of the user's, and as `noise_multiplier_for`.
@@ -230,21 +213,21 @@ def noise_for_target(
         )
     rate, _ = training.rates
     find = partial(
-        noise_multiplier_for, sample_rate=rate, steps=steps, accountant=accountant,
-        mechanism=training.mechanism, **search,
+        noise_multiplier_for, sample_rate=rate, steps=steps, mechanism=training.mechanism,
+        accountant=engine.accountant.mechanism(), **target,
     )  # fmt: skip
-    if secure_mode:  # a certificate that is not better than that of the run
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        parameters = module.parameters() if isinstance(module, nn.Module) else ()
-        sizes = [ranks * p.numel() for p in parameters if p.requires_grad]
-        if expected_batch_size is None:
-            expected_batch_size = training.expected_units(ranks)
-        check("expected_batch_size", expected_batch_size)
-        certificate = certificate_of(
-            sizes, float(expected_batch_size), rate, training.units_of_data
-        )
-        find = partial(certificate.noise_multiplier, steps=steps, find=find)
-    return find(target_epsilon=target_epsilon, target_delta=target_delta)
+    if not engine.secure_mode:
+        return find()
+    # By a certificate that is not better than that of the run.
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    sizes = [ranks * p.numel() for p in parameters if p.requires_grad]
+    if expected_batch_size is None:
+        expected_batch_size = training.expected_units(ranks)
+    check("expected_batch_size", expected_batch_size)
+    certificate = certificate_of(sizes, float(expected_batch_size), rate, training.units_of_data)
+    wanted = {name: target[name] for name in ("target_epsilon", "target_delta")}
+    return certificate.noise_multiplier(**wanted, steps=steps, find=find)
 
 
 def sizes_of(model: PrivateModel) -> list[int]:

@@ -57,7 +57,10 @@ class PrivateCriterion(nn.Module):
         if self.model.policy is None:
             losses, views = self._per_sample(*args, shape=shape, **kwargs), 1
             if self.model.training and torch.is_grad_enabled():
-                losses, views = self._real(losses), self.model.views
+                ticket, views = self.model.step_state.ticket, self.model.views
+                losses = losses[: ticket.real_of(len(losses))]
+                fill = ticket.fill_of(len(losses))
+                losses = losses if fill is None else losses[~fill.to(losses.device)]
             return losses.mean() if self.loss_reduction == "mean" else losses.sum() / views
         if not self.model.takes_step:
             losses = self._per_sample(*args, shape=shape, **kwargs)
@@ -95,13 +98,6 @@ class PrivateCriterion(nn.Module):
             private_step.look_at(losses, again.of_sample)
         self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
-
-    def _real(self, losses: Tensor) -> Tensor:
-        """Returns the losses of samples, of a batch in mode `no_dp`."""
-        ticket = self.model.step_state.ticket
-        real = losses[: ticket.real_of(len(losses))]
-        fill = ticket.fill_of(len(real))
-        return real if fill is None else real[~fill.to(real.device)]
 
     def for_model(self, model: Any) -> "PrivateCriterion":
         """Returns the same criterion for another model's outputs, as `engine.check` calls it."""

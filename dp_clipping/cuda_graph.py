@@ -19,12 +19,9 @@ change is refused. Other values that the body's Python reads (a variable, a crit
 stay as they were captured.
 """
 
-import linecache
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,22 +29,22 @@ from torch import Tensor
 
 from dp_clipping.kernels.launch.tiles import available, holding
 from dp_clipping.layers.registered.registry import is_registered
+from dp_clipping.layers.vmap.refusals import place_of
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import (
     any_compiled,
+    gradient_hooks,
     tree_flatten,
     tree_map,
     tree_unflatten,
-    with_gradient_hooks,
 )
 
 PLAIN = {bool, int, float, str}
 EAGER = 3  # whole steps before a capture: kernels are tuned and compiled, momentum is there
 WITHOUT = "or leave out cuda_graph=True"
-LIBRARIES = tuple(str(Path(place).parent) + "/" for place in (torch.__file__, __file__))
 
 
 def refuse(settings: Any, ranks: Any) -> None:
@@ -81,7 +78,7 @@ def refuse(settings: Any, ranks: Any) -> None:
             settings.memory_budget is not None
         ),
         "hooks of Tensor.register_hook on parameters: change .grad in the body of the step, after "
-        "optimizer.pre_step()": bool(with_gradient_hooks(parameters)),
+        "optimizer.pre_step()": any(map(gradient_hooks, parameters)),
         "adaptive_threshold, which changes max_grad_norm in each step: leave it out": (
             settings.adaptive_threshold is not None
         ),
@@ -130,22 +127,12 @@ def capturing(graph: Any) -> Iterator[None]:
                 torch.cuda.set_sync_debug_mode(before)
     except Exception as error:
         first = first or error
-        cause = _place_of(first) + str(first).partition("\n")[0]
+        cause = place_of(first) + str(first).partition("\n")[0]
         raise RuntimeError(
             f"the step cannot be captured as a CUDA graph ({cause}): nothing in its body may "
             "wait for the device (item(), cpu(), if on a tensor, an attention mask that is "
             "looked at, loss_per_sample)"
         ) from error
-
-
-def _place_of(error: BaseException) -> str:
-    """Returns the last line that is the user's own, of those that have led to an error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    if not own:
-        return ""
-    line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}, {line}: "
 
 
 class GraphedStep:
@@ -181,7 +168,10 @@ class GraphedStep:
             RuntimeError: where the body cannot be captured, or something that a step depends on
                 has changed since.
         """
-        args, kwargs = tree_map(self._moved, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x,
+            (args, kwargs),
+        )
         if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
             raise RuntimeError(
                 "a graphed step inside of torch.autocast would read weights as they were cast "
@@ -194,9 +184,6 @@ class GraphedStep:
         captured = _Captured(self, args, kwargs)
         self._captured = captured
         return captured.outputs()
-
-    def _moved(self, x: Any) -> Any:
-        return x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x
 
     def _is_alike(self) -> bool:
         """Returns whether the coming step is like all others: then it may be captured."""
@@ -360,6 +347,9 @@ class _Captured:
             for group in self.optimizer.param_groups
         ]
         held = [[id(p) for p in group["params"]] for group in self.optimizer.param_groups]
+        # The numbers, flags and strings that modules hold, as the rate of a dropout.
+        of_modules = chain.from_iterable(vars(module).values() for module in self._modules)
+        attributes = [value for value in of_modules if type(value) in PLAIN]
         return [
             ("noise_multiplier", float(self.optimizer.noise_multiplier)),
             ("max_grad_norm", self.model.thresholds.clip_norms()),
@@ -368,14 +358,9 @@ class _Captured:
             ("optimizer.param_groups", (groups, held)),
             ("optimizer.state", id(self.optimizer.state)),
             ("the address of a parameter", [p.data_ptr() for p in self._parameters]),
-            ("training, or another attribute of a module", self._attributes()),
+            ("training, or another attribute of a module", attributes),
             ("the step hooks", len(self.optimizer.hooks)),
         ]
-
-    def _attributes(self) -> list[Any]:
-        """Returns the numbers, flags and strings that modules hold, as the rate of a dropout."""
-        held = chain.from_iterable(vars(module).values() for module in self._modules)
-        return [value for value in held if type(value) in PLAIN]
 
 
 def _value(x: Any) -> Any:

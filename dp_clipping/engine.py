@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dp_clipping.accounting.target_epsilon import Plan
-from dp_clipping.arguments.checks import check, checked
+from dp_clipping.arguments.checks import checked
 from dp_clipping.arguments.given import refuse_used
 from dp_clipping.arguments.sampled import Sampled
 from dp_clipping.arguments.settings import Settings
@@ -26,7 +26,6 @@ from dp_clipping.build import (
     build_model,
     build_optimizer,
     certificate_for,
-    keys_for,
     noise_for_target,
     ranks_of,
 )
@@ -34,11 +33,12 @@ from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.clipping.coefficients import GAMMA
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.distributed.agreement import agree_on_settings
-from dp_clipping.kinds import by_name
+from dp_clipping.distributed.dtensor import size_of
 from dp_clipping.model import PrivateModel
 from dp_clipping.modes import DEFAULT_MODE
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.correlated import CorrelatedNoise
+from dp_clipping.noise.keys import fixed_keys, fresh_keys
 from dp_clipping.optimizer import PrivateOptimizer
 from dp_clipping.runs.checkpoints import Checkpoints
 from dp_clipping.validation import check_module
@@ -74,12 +74,10 @@ class PrivacyEngine(Checkpoints, Audits):
             count of non-finite samples, the loss in training, `check`, `audit`.
     """
 
-    @by_name(f'PrivacyEngine(accountant="pld"), and then {MAKE}', release="hide_unprotected")
+    @checked(f'PrivacyEngine(accountant="pld"), and then {MAKE}')
     def __init__(
         self, *, accountant: str = "pld", secure_mode: bool = False, hide_unprotected: bool = False
     ):
-        check("secure_mode", secure_mode)
-        check("hide_unprotected", hide_unprotected)
         super().__init__(accountant, secure=secure_mode)
         self._secure_mode, self._hide_unprotected = secure_mode, hide_unprotected
         self._dataset: Any = None
@@ -94,15 +92,9 @@ class PrivacyEngine(Checkpoints, Audits):
         """Returns what the engine was created with."""
         return self._hide_unprotected
 
-    @property
-    def release(self) -> bool:
-        """Returns `hide_unprotected`, of which this is the old name."""
-        warnings.warn("release is now hide_unprotected", DeprecationWarning, stacklevel=2)
-        return self.hide_unprotected
-
     # ---- what a user calls ----------------------------------------------------------------------
 
-    @by_name(MAKE)
+    @checked(MAKE)
     def make_private(
         self,
         *,
@@ -228,7 +220,7 @@ class PrivacyEngine(Checkpoints, Audits):
         )
         return self._build(Settings(**given, secure_mode=self.secure_mode))
 
-    @by_name(MAKE_WITH_EPSILON)
+    @checked(MAKE_WITH_EPSILON)
     def make_private_with_epsilon(
         self,
         *,
@@ -272,10 +264,6 @@ class PrivacyEngine(Checkpoints, Audits):
             )
         epochs = 1 if epochs is None else epochs
         target = {"target_epsilon": target_epsilon, "target_delta": target_delta}
-        for name, value in (target | {"epochs": epochs, "stop": stop}).items():
-            check(name, value)
-        if alphas is not None:
-            check("alphas", alphas)
         self._warn_of_delta(target_delta, training.units_of_data, 3)
         if len(self.accountant) > 0 or self._runs:
             has = "accountant has counted steps" if len(self.accountant) else "make_private ran"
@@ -287,9 +275,8 @@ class PrivacyEngine(Checkpoints, Audits):
             )
         steps = epochs * training.rates[1]
         noise_multiplier = noise_for_target(
-            module, training, steps=steps, accountant=self.accountant.mechanism(),
-            secure_mode=self.secure_mode, expected_batch_size=arguments.get("expected_batch_size"),
-            **target, epsilon_tolerance=epsilon_tolerance, alphas=alphas,
+            self, module, training, steps=steps, **target, epsilon_tolerance=epsilon_tolerance,
+            alphas=alphas, expected_batch_size=arguments.get("expected_batch_size"),
         )  # fmt: skip
         private = self.make_private(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader,
@@ -299,7 +286,7 @@ class PrivacyEngine(Checkpoints, Audits):
         self._runs[-1].follow(plan)
         return private
 
-    @checked
+    @checked()
     def check(self, model: PrivateModel, batch: Any, *, loss: Loss | None = None) -> Check:
         """Compares a private step with one non-private backward per sample: `print` the result.
 
@@ -331,7 +318,7 @@ class PrivacyEngine(Checkpoints, Audits):
             return compare(run, batch, loss)
 
     @classmethod
-    @checked
+    @checked()
     def is_compatible(
         cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
     ) -> bool:
@@ -343,13 +330,13 @@ class PrivacyEngine(Checkpoints, Audits):
         return True
 
     @classmethod
-    @checked
+    @checked()
     def validate(cls, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
         """Raises ValueError naming the modules that mix samples, with replacements."""
         check_module(module)
 
     @classmethod
-    @checked
+    @checked()
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
         """Returns a copy in which Opacus's fixes have replaced modules that mix samples."""
         from opacus.validators import ModuleValidator
@@ -368,10 +355,11 @@ class PrivacyEngine(Checkpoints, Audits):
         self._refuse_other_units(settings.unit)
         self._refuse_other_mechanism(mechanism)
         ranks = ranks_of(settings)
-        keys = keys_for(settings, ranks)
+        generator, to_all = settings.noise_generator, (ranks.everyone, ranks.device)
+        keys = fixed_keys(generator, *to_all) if generator else fresh_keys(*to_all)
         self._note_dataset(settings.data_loader)
         loader = build_loader(settings, ranks, keys)
-        settings = settings.with_batch_size(ranks.data_ranks)
+        settings = settings.with_batch_size(size_of(ranks.data_parallel_group))
         agree_on_settings(
             settings.compared()
             | {

@@ -1,18 +1,12 @@
-"""Checks names and types of arguments, and refuses wrong ones by name with what to give."""
+"""Checks types of arguments, and refuses wrong ones by name with what to give."""
 
-import difflib
-import functools
-import inspect
 import math
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Rational, Real
-from typing import Any, TypeVar, cast
-
-Function = TypeVar("Function", bound=Callable)
+from typing import Any
 
 
 class WrongType(TypeError, ValueError):
@@ -21,8 +15,6 @@ class WrongType(TypeError, ValueError):
 
 def is_number(x: Any) -> bool:
     """Returns whether x is a real number that a float has room for; True and False are not."""
-    if type(x) is float:
-        return True
     if isinstance(x, bool) or not isinstance(x, Real):
         return False
     return not isinstance(x, Rational) or _is_within(x, sys.float_info.max)
@@ -79,9 +71,6 @@ def whole(wanted: str, least: int = 1) -> Argument:
     return Argument(wanted, is_count, lambda value: value >= least)
 
 
-FILE = 'the name of a file, a string or pathlib.Path, as {name}="run.pt"'
-
-
 def is_path(x: Any) -> bool:
     """Returns whether x can be the name of a file or folder."""
     try:
@@ -91,10 +80,10 @@ def is_path(x: Any) -> bool:
         return False
 
 
-def check_path(name: str, value: Any) -> None:
-    """Raises WrongType unless the value names a file or a folder."""
-    if not is_path(value):
-        raise WrongType(f"{name} is {shown(value)}: give {FILE.format(name=name)}")
+def file(name: str, more: str = "") -> Argument:
+    """Returns an argument of this name that takes names of files and folders."""
+    wanted = f'the name of a file, a string or pathlib.Path, as {name}="run.pt"'
+    return Argument(wanted + more, is_path)
 
 
 def plain(value: Any) -> Any:
@@ -111,52 +100,3 @@ def shown(value: Any) -> str:
     if isinstance(value, str | int | float | bool | None):
         return repr(value)
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-
-
-def by_name(call: str, /, **renamed: str) -> Callable[[Function], Function]:
-    """Decorates a method: arguments that are unknown, missing or not by name show how to call it.
-
-    Args:
-        call: an example, as the message shows it.
-        renamed: arguments `old=new`; the old ones warn.
-
-    Raises:
-        TypeError: as Python does.
-    """
-
-    def decorate(function: Function) -> Function:
-        parameters = list(inspect.signature(function).parameters.values())
-        name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-        most = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        known = [p.name for p in parameters[1:] if p.kind is not p.VAR_KEYWORD]
-        needed = [p.name for p in parameters[1:] if p.name in known and p.default is p.empty]
-
-        @functools.wraps(function)
-        def checked(*args: Any, **arguments: Any) -> Any:
-            for old, new in renamed.items():
-                if old not in arguments:
-                    continue
-                if new in arguments:
-                    raise TypeError(f"{old} is the old name of {new}: give {new} alone")
-                warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
-                arguments[new] = arguments.pop(old)
-            if len(args) > most:
-                raise TypeError(f"{name} takes arguments by name: {call}")
-            for given in arguments:
-                if given not in known and not takes_all:
-                    nearest = _nearest(given, known)
-                    raise TypeError(f"{name} has no argument {given}{nearest}: {call}")
-            for wanted in needed[max(0, len(args) - 1) :]:
-                if wanted not in arguments:
-                    raise TypeError(f"{name}: {wanted} is missing: {call}")
-            return function(*args, **arguments)
-
-        return cast(Function, checked)
-
-    return decorate
-
-
-def _nearest(given: str, known: list[str]) -> str:
-    found = difflib.get_close_matches(given, known, n=1, cutoff=0.7)
-    return f" (did you mean {found[0]}?)" if found else ""

@@ -5,38 +5,33 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.arguments.checks import check, checked
+from dp_clipping.arguments.checks import checked
 from dp_clipping.arguments.thresholds import Thresholds
 from dp_clipping.capture.calls import Calls, plain_names, with_signature_of
 from dp_clipping.capture.capture import Capture
 from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
 from dp_clipping.distributed.dtensor import fsdp_classes
-from dp_clipping.distributed.global_norms import GlobalNorms
+from dp_clipping.distributed.norm_reduce import PendingReduce
 from dp_clipping.distributed.sharding import Sharding
+from dp_clipping.distributed.torch_compat import active_wrapper
 from dp_clipping.losses.in_network import LossInNetwork
 from dp_clipping.losses.private_loss import PrivateLoss, refuse_reentrant
-from dp_clipping.modes import REFERENCE_MODE
+from dp_clipping.planning.plan import Plans
 from dp_clipping.profiling.metrics import loss_and_count
-from dp_clipping.profiling.profile import NOTHING, SWITCH, Profile, ranged
+from dp_clipping.profiling.profile import NOTHING, SWITCH, Profile
 from dp_clipping.sampling.usage import SampleUsage
 from dp_clipping.step.context import StepContext, context_of
 from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
-from dp_clipping.torch_compat import active_wrapper, never_compiled
-from dp_clipping.validation import replicas
-
-WRAPPED = (
-    "{kind} would wrap a private model, whose clipped sums it does not exchange: wrap or shard the "
-    "network first and make that private, "
-    'engine.make_private(module=ddp.wrap("ddp_bucketed", network), ..)'
-)
+from dp_clipping.validation import refuse_to_be_compiled, refuse_wrapper, replicas
 
 
 class PrivateModel(nn.Module):
@@ -46,9 +41,6 @@ class PrivateModel(nn.Module):
     private criterion's loss clips and sums, the private optimizer's `step()` adds noise and applies
     the sum, and `zero_grad()` makes room for the next one. In evaluation and under `torch.no_grad`
     calls and unknown attributes are those of the network itself.
-
-    The methods for users are here: those of Opacus's model and of `nn.Module`. Criterion and
-    optimizer call the parts.
 
     Args:
         settings: an `arguments.settings.Settings`, whose `module`, the network or its data-parallel
@@ -67,113 +59,93 @@ class PrivateModel(nn.Module):
         loss_in_network: lets a network that is given labels return losses that can be clipped.
     """
 
+    network: nn.Module
+    returned: nn.Module
+    profile: Profile | None = None  # while the switch is on
+
     def __init__(
         self, settings: Any, *, sharding: Sharding | None = None,
         usage: SampleUsage | None = None, hide_unprotected: bool = False,
     ):  # fmt: skip
         super().__init__()
-        module, policy, wrap_model = settings.module, settings.policy, settings.wrap_model
+        module, policy = settings.module, settings.policy
         self.module: Any = module  # a network, or a wrapper with methods of its own
         self.forward = with_signature_of(self.forward, module)  # type: ignore[method-assign]
         self.mode, self.policy, self.clipping = settings.grad_sample_mode, policy, settings.clipping
         self.batch_first, self.views = settings.batch_first, settings.views
         self.examples_per_unit = settings.rows_per_unit * settings.views  # rows of one unit
-        self.hide_unprotected = hide_unprotected
+        self.hide_unprotected, self._loss_reduction = hide_unprotected, settings.loss_reduction
         self.sharding = sharding
         self.step_state = StepState(usage, is_private=policy is not None)
-        self._capture: Capture | None = None
-        self.step_context: StepContext | None = None
         self._is_wrapped = hasattr(module, "gradient_ready")
-        self.__dict__["returned"] = self.module if not wrap_model else self  # and no child
-        self._calls: Calls | None = None
+        own = self.__dict__  # in which a module is no child
+        own["network"] = own["_module"] = module.module if self._is_wrapped else module
+        own["returned"] = self if settings.wrap_model else module
+        self.step_context: StepContext | None = None
         if policy is None:
             self.thresholds = Thresholds(settings.max_grad_norm, self.clipping, None)
-            self._return(wrap_model)
-            return
-        self._capture = Capture(self.network, self.clipping, sharding)
-        self.step_context = context_of(settings, self._capture, hide_unprotected)
+        else:
+            self._capture_layers(settings)
+        self._calls: Calls | None = None
+        if settings.wrap_model:
+            self.register_load_state_dict_pre_hook(_load_plain_names)
+        else:
+            self._calls = Calls(
+                module, self._call_of_unwrapped, zero_grad=self.zero_grad,
+                refuse_wrapper=refuse_wrapper,
+            )  # fmt: skip
+
+    def _capture_layers(self, settings: Any) -> None:
+        self.capture = Capture(self.network, self.clipping, self.sharding)
+        context = self.step_context = context_of(settings, self.capture, self.hide_unprotected)
+        self.profile = context.profile
         try:
-            groups = self.capture.group_names
-            self.thresholds = Thresholds(settings.max_grad_norm, self.clipping, groups)
-            wrapper = module if self._is_wrapped else None
-            self.gradient_buffer = GradientBuffer(self.step_context, self.step_state, wrapper)
+            limits, groups = settings.max_grad_norm, self.capture.group_names
+            self.thresholds = Thresholds(limits, self.clipping, groups)
+            wrapper = self.module if self._is_wrapped else None
+            self.gradient_buffer = GradientBuffer(context, self.step_state, wrapper)
         except ValueError:
             self.capture.remove()
             raise
-        self.passes = ForwardBackward(self.step_context, self.step_state, self.gradient_buffer)
+        self.passes = ForwardBackward(context, self.step_state, self.gradient_buffer)
         self.loss_in_network = LossInNetwork(
             self.network, self.batch_first, self.capture.is_compiled
         )
-        self._loss_reduction = settings.loss_reduction
-        self._return(wrap_model)
 
-    # ---- what a user calls ----------------------------------------------------------------------
-
-    returned: nn.Module
-
-    @property
-    def network(self) -> nn.Module:
-        """Returns the bare network."""
-        module: Any = self._modules["module"]
-        return module.module if self._is_wrapped else module
-
-    @property
-    def _module(self) -> nn.Module:
-        """Returns the bare network, under its name in Opacus's model."""
-        return self.network
-
-    @property
-    def capture(self) -> Capture:
-        assert self._capture is not None
-        return self._capture
-
-    @property
-    def profile(self) -> Profile | None:
-        """Returns the profile of the model's steps; None: the switch is off."""
-        return None if self.step_context is None else self.step_context.profile
+    # ---- what a user looks at, and ε does not cover: `hide_unprotected=True` refuses it ---------
 
     @property
     def per_sample_gradient_norms(self) -> Tensor:
-        """Returns unclipped norms of all samples since `zero_grad`, float32 [local batch].
+        """Returns unclipped norms of all samples since `zero_grad`, float32 [local batch]."""
+        self.refuse_in_release("per_sample_gradient_norms")
+        return torch.cat([batch.norms for batch in self._norms()])
 
-        Not covered by ε: for looking, not for publishing.
-        """
-        return torch.cat(
-            [batch.norms for batch in self._norms_to_look_at("per_sample_gradient_norms")]
-        )
-
-    def global_norms(self) -> GlobalNorms:
+    def global_norms(self) -> PendingReduce:
         """Returns squared norms of all samples of all ranks since `zero_grad`, on every rank.
 
-        Every rank calls it, once per step. Not covered by ε: refused with `hide_unprotected=True`.
+        Every rank calls it, once per step.
         """
-        self._norms_to_look_at("global_norms")
+        self.refuse_in_release("global_norms")
         return self.gather_norms()
 
     def norm_statistics(self) -> NormStatistics:
         """Returns clipped fraction and histogram of all ranks' norms since `zero_grad`.
 
-        Every rank calls it, after a backward and before `zero_grad`; all get the same. Not covered
-        by ε: refused with `hide_unprotected=True`.
+        Every rank calls it, after a backward and before `zero_grad`; all get the same.
         """
-        self._norms_to_look_at("norm_statistics")
+        self.refuse_in_release("norm_statistics")
         return norm_statistics(self.gather_norms().wait(), self.step_state.clip_norms)
 
     @property
     def nonfinite_samples(self) -> int:
-        """Counts the samples since `zero_grad` whose norms are not finite; they were left out.
-
-        Not covered by ε either.
-        """
+        """Counts the samples since `zero_grad` whose norms are not finite; they were left out."""
         self.refuse_in_release("nonfinite_samples")
         return int(sum(batch.nonfinite for batch in self.step_state.norms))
 
     def profile_report(self) -> str:
         """Returns times of a step's phases and layers on this rank, and its norms: see `profiling`.
 
-        Not covered by ε: refused with `hide_unprotected=True`. `profile.data()` has the same for
-        JSON.
-        Raises RuntimeError if the switch was off when the model was made.
+        `profile.data()` has the same for JSON. Raises RuntimeError if the switch was off.
         """
         self.refuse_in_release("profile_report")
         if self.profile is None:
@@ -184,33 +156,38 @@ class PrivateModel(nn.Module):
         """Shows what the last fused step did with each linear layer; see `planning.plan`.
 
         In every private mode it names the modules whose samples run one after another, and says
-        why. It shows the size of that batch: refused with `hide_unprotected=True`.
-
-        Raises:
-            RuntimeError: there was no fused step, and no module has to be named.
+        why. It shows the size of that batch. Raises RuntimeError where there is neither.
         """
         self.refuse_in_release("plan_table")
-        plan = None if self.step_context is None else self.step_context.plans.last
-        lines = [] if plan is None else [plan.table()]
-        slow = [
-            f"{handle.name or 'the network'}: one sample after another: {handle.one_by_one}"
-            for handle in (() if self.policy is None else self.capture.handles)
-            if handle.one_by_one
-        ]
-        if slow:
-            lines += [*([""] if lines else []), *slow]
-        if lines:
-            return "\n".join(lines)
-        if self.policy is None or not self.policy.fused:
+        handles = () if self.policy is None else self.capture.handles
+        slow = {handle.name or "the network": handle.one_by_one for handle in handles}
+        plans = Plans() if self.step_context is None else self.step_context.plans
+        return plans.table(self.mode, slow)
+
+    def refuse_in_release(self, what: str) -> None:
+        """Raises RuntimeError in a run whose every output is to be covered by ε."""
+        if self.hide_unprotected:
             raise RuntimeError(
-                f"mode {self.mode} has no plan: choose "
-                f"grad_sample_mode={' or '.join(REFERENCE_MODE)}"
+                f"{what} depends on the samples without noise and is not covered by ε: it is off "
+                "with hide_unprotected=True; build PrivacyEngine(hide_unprotected=False) to look "
+                "at it in private"
             )
-        raise RuntimeError(
-            "no step has run on fused kernels yet: call plan_table() after loss.backward(); "
-            f"where they are not available, {self.mode} runs as {REFERENCE_MODE[self.mode]}, "
-            "which has no plan"
-        )
+
+    def gather_norms(self) -> PendingReduce:
+        """Returns `global_norms` to code that adds noise to them before it shows them."""
+        squared = torch.cat([batch.squared for batch in self._norms()], dim=1)
+        assert self.step_context is not None
+        return self.step_context.reducer.gather(squared)
+
+    def _norms(self) -> list[BatchNorms]:
+        """Returns the norms of each backward since `zero_grad`."""
+        if self.policy is None:
+            raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
+        if not self.step_state.norms:
+            raise RuntimeError("no backward since zero_grad: there are no norms yet")
+        return self.step_state.norms
+
+    # ---- what a user calls ----------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.policy is None:
@@ -219,16 +196,17 @@ class PrivateModel(nn.Module):
             with self.capture.attached(None):
                 return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
-            _refuse_to_be_compiled()
+            refuse_to_be_compiled()
         if (wrapper := active_wrapper()) is not None:
-            self.refuse_wrapper(type(wrapper).__name__)
+            refuse_wrapper(type(wrapper).__name__)
         if not self.network.training:
             raise RuntimeError(
                 "a private training step of a network in evaluation: call model.train(); single "
                 "modules may stay in evaluation"
             )
         module: Any = self._modules["module"]
-        is_open = self.step_state.is_open
+        state = self.step_state
+        is_open = state.is_open
         if is_open:
             self.gradient_buffer.watch.refuse_unclipped()
         try:
@@ -237,22 +215,20 @@ class PrivateModel(nn.Module):
         except RuntimeError as error:
             refuse_reentrant(error)
             raise
-        for lengths in self.step_state.pending.lengths:
-            lengths.around = self._as_in_forward(lengths.around, kwargs)
+        for lengths in state.pending.lengths:
+            lengths.around = partial(self._as_in_forward, lengths.around, kwargs)
         if is_open:
             self.gradient_buffer.watch.note()  # a wrapper may have waited for sums under way
-        return self._with_private_loss(outputs)
+        private = partial(PrivateLoss, self, state.pending, reduction=self._loss_reduction)
+        return self.loss_in_network.wrapped(outputs, state.pending, private)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuses the subclasses that `fully_shard` and `replicate` make of a module's class."""
         super().__init_subclass__(**options)
         if issubclass(cls, (*replicas(), *fsdp_classes())):
-            cls.refuse_wrapper(cls.__mro__[1].__name__)
+            refuse_wrapper(cls.__mro__[1].__name__)
 
-    @staticmethod
-    def refuse_wrapper(kind: str) -> NoReturn:
-        """Raises RuntimeError; a `ddp` wrapper of class `kind` calls it, and so do forwards."""
-        raise RuntimeError(WRAPPED.format(kind=kind))
+    refuse_wrapper = staticmethod(refuse_wrapper)  # which a `ddp` wrapper calls
 
     def no_sync(self) -> AbstractContextManager:
         """Enters a context in which sums add up locally; the next backward outside sends them."""
@@ -273,19 +249,19 @@ class PrivateModel(nn.Module):
             self.clear_gradients()
 
     def reset_batch_layouts(self) -> None:
-        """Searches for the batch dimension again. Call this when layers are called differently.
+        """Searches for the batch dimension again: for layers that are called differently now.
 
         With a sharded model every rank calls it.
         """
         self.passes.reset_batch_layouts()
 
+    @checked()
     def skip_checks(self, batches: int = 1024) -> None:
         """Counts this number of batches as checked for dependent samples.
 
         Batches 1, 2, 4, 8, ... are checked: ten of the first thousand, but half of the first four.
         Call this before you time a few steps, and not in training. Every rank calls it.
         """
-        check("batches", batches)
         if self.policy is not None:
             self.passes.skip_checks(batches)
 
@@ -311,10 +287,7 @@ class PrivateModel(nn.Module):
         self.__dict__["_training"] = mode
 
     def whole_parameters(self) -> AbstractContextManager:
-        """Returns a context in which parameters are whole that a `ddp` wrapper has divided.
-
-        A collective call for such a wrapper; for others it does nothing.
-        """
+        """Returns a context with whole parameters, if a `ddp` wrapper divides them; collective."""
         return getattr(self.module, "whole_parameters", nullcontext)()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +295,7 @@ class PrivateModel(nn.Module):
         with self.whole_parameters():
             return self.network.state_dict(*args, **kwargs)
 
-    @checked
+    @checked()
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -335,17 +308,13 @@ class PrivateModel(nn.Module):
                 plain_names(state_dict, self.network), strict=strict, assign=assign
             )
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the network's, under the network's own names."""
-        return self.network.named_parameters(prefix, recurse, remove_duplicate)
+        return self.network.named_parameters(*args, **kwargs)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields the network's, under the network's own names."""
-        return self.network.named_buffers(prefix, recurse, remove_duplicate)
+        return self.network.named_buffers(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Makes `copy.deepcopy` and `torch.save` copy the plain network.
@@ -376,42 +345,26 @@ class PrivateModel(nn.Module):
         # The compiler, which is refused in a step, follows no `map`.
         return any([p.requires_grad for p in self.capture.parameters])
 
-    def refuse_in_release(self, what: str) -> None:
-        """Raises RuntimeError in a run whose every output is to be covered by ε."""
-        if self.hide_unprotected:
-            raise RuntimeError(
-                f"{what} depends on the samples without noise and is not covered by ε: it is off "
-                "with hide_unprotected=True; build PrivacyEngine(hide_unprotected=False) to look "
-                "at it in private"
-            )
-
     def reached(self) -> AbstractContextManager:
         """Returns a context in which calls of the user's own module run its own forward."""
         return NOTHING if self._calls is None else self._calls.reached()
 
-    def gather_norms(self) -> GlobalNorms:
-        """Returns `global_norms` to code that adds noise to them before it shows them."""
-        squared = torch.cat([batch.squared for batch in self._batch_norms()], dim=1)
-        return GlobalNorms(self.step_context.reducer, squared)
-
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
         """Runs the private backward; see `ForwardBackward.backward`."""
         if self.step_state.keeps_losses and not private_step.is_empty:
-            real, without = private_step.real, private_step.without_loss
-            self.step_state.losses.append(loss_and_count(losses, real, without))
-        sync = self._sync_context()
-        self.passes.backward(private_step, losses, self.thresholds.clip_norms, sync)
+            self.step_state.losses.append(loss_and_count(private_step, losses))
+        limits, sync = self.thresholds.clip_norms, self._sync_context()
+        self.passes.backward(private_step, losses, limits, sync)
 
-    @ranged("gradient_sync")
     def finish_synchronization(self) -> None:
         """Blocks until each `.grad` is (this rank's shard of) the sum over all ranks.
 
-        Raises:
-            RuntimeError: parameters have no sum, as after a backward that was cut off.
+        Raises RuntimeError if parameters have no sum, as after a backward that was cut off.
         """
         self.step_state.accumulating = False
-        if self.policy is not None:
-            self.gradient_buffer.finish()
+        if self.step_context is not None:
+            with self.step_context.timer.part("gradient_sync", is_labelled=False):
+                self.gradient_buffer.finish()
         elif hasattr(self.module, "finish_gradient_synchronization"):
             self.module.finish_gradient_synchronization()
 
@@ -421,54 +374,18 @@ class PrivateModel(nn.Module):
 
     # ---- what these are made of -----------------------------------------------------------------
 
-    def _return(self, wrap_model: bool) -> None:
-        """Sets `returned`: this object, or the user's module with its calls redirected here."""
-        if wrap_model:
-            self.register_load_state_dict_pre_hook(_load_plain_names)
-            return
-        self._calls = Calls(
-            self.module, self._call_of_unwrapped, zero_grad=self.zero_grad,
-            refuse_wrapper=self.refuse_wrapper,
-        )  # fmt: skip
-
     def _call_of_unwrapped(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.module, (*replicas(), *fsdp_classes())) and self.sharding is None:
-            self.refuse_wrapper(type(self.module).__name__)
+            refuse_wrapper(type(self.module).__name__)
         return self.forward(*args, **kwargs)
 
-    def _with_private_loss(self, outputs: Any) -> Any:
-        private_step = self.step_state.pending
-
-        def private(losses: Tensor) -> PrivateLoss:
-            private_step.look_at(losses)
-            return PrivateLoss(self, private_step, losses, self._loss_reduction)
-
-        size = 0 if private_step.is_empty else private_step.rows
-        return self.loss_in_network.wrapped(outputs, private, size)
-
+    @contextmanager
     def _as_in_forward(
         self, context: Callable[[], AbstractContextManager], kwargs: dict
-    ) -> Callable[[], AbstractContextManager]:
-        """Returns what enters the context of a forward with these arguments, and another one."""
-
-        @contextmanager
-        def entered() -> Iterator[None]:
-            with self.reached(), context(), self.loss_in_network.per_sample(kwargs):
-                yield
-
-        return entered
-
-    def _norms_to_look_at(self, what: str) -> list[BatchNorms]:
-        """Returns the norms of each backward, if they may be looked at."""
-        self.refuse_in_release(what)
-        if self.policy is None:
-            raise RuntimeError(f"mode {self.mode} computes no per-sample norms")
-        return self._batch_norms()
-
-    def _batch_norms(self) -> list[BatchNorms]:
-        if not self.step_state.norms:
-            raise RuntimeError("no backward since zero_grad: there are no norms yet")
-        return self.step_state.norms
+    ) -> Iterator[None]:
+        """Enters the context of a forward with these arguments, and another one."""
+        with self.reached(), context(), self.loss_in_network.per_sample(kwargs):
+            yield
 
     def _sync_context(self) -> AbstractContextManager:
         return self.no_sync() if self.step_state.accumulating else NOTHING
@@ -481,12 +398,3 @@ def _load_plain_names(model: Any, state_dict: dict[str, Any], prefix: str, *_: A
     of_network = {key.removeprefix(prefix): value for key, value in own.items()}
     named = plain_names(of_network, model.network)
     state_dict.update({f"{inner}{name}": value for name, value in named.items()})
-
-
-@never_compiled
-def _refuse_to_be_compiled() -> None:
-    """Raises where the private model is called: it is not traced."""
-    raise RuntimeError(
-        "torch.compile of a private model: compile the network or its blocks, and before "
-        "make_private, as network.compile() or block.compile()"
-    )

@@ -12,6 +12,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +23,6 @@ DEFAULT_MODE = "flash_bookkeeping"
 REFERENCE_MODE = {"flash": "ghost", "flash_bookkeeping": "bookkeeping"}
 
 LOG = logging.getLogger(__name__)
-_said: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,11 @@ def policy_of(mode: str, **options: Any) -> Policy | None:
     )
 
 
+@cache
 def say_plain(mode: str) -> None:
     """Logs once, on the first rank, that the mode runs without its kernels."""
-    if mode in _said or (dist.is_initialized() and dist.get_rank() > 0):
-        return
-    _said.add(mode)
-    LOG.info(
-        "%s runs as %s, in plain PyTorch: its fused kernels need a CUDA device, Triton, and "
-        "parameters in float32, bfloat16 or float16",
-        mode,
-        REFERENCE_MODE[mode],
-    )
+    if not (dist.is_initialized() and dist.get_rank()):
+        LOG.info(
+            f"{mode} runs as {REFERENCE_MODE[mode]}, in plain PyTorch: its fused kernels need a "
+            "CUDA device, Triton, and parameters in float32, bfloat16 or float16"
+        )

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from operator import is_
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,11 +13,10 @@ from dp_clipping.cuda_graph import GraphedStep
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.add_noise import NoiseSource
-from dp_clipping.profiling.profile import ranged
+from dp_clipping.profiling.profile import Timer
 from dp_clipping.sampling.loader import PREPARED
 from dp_clipping.step.fixed_settings import FixedSettings
 from dp_clipping.step.gradient_noise import GradientNoise
-from dp_clipping.torch_compat import is_hook_registry
 
 Hook = Callable[["PrivateOptimizer"], None]
 STEPS = "private_steps"  # in the optimizer's state: steps that it has seen
@@ -70,11 +69,11 @@ class PrivateOptimizer(Optimizer):
     """
 
     def __init__(
-        self, settings: Any, *, model: Any, noise_key: bytes, count: Hook | None = None,
+        self, settings: Any, *, model: Any, noise_key: bytes, count: Hook,
         agreement: Agreement | None = None, noise_source: NoiseSource | None = None,
     ):  # fmt: skip
         self.original_optimizer = settings.optimizer
-        self.model, self.profile = model, model.profile
+        self.model, self._timer = model, Timer(model.profile)
         self.step_state = model.step_state
         self.noise_multiplier = settings.noise_multiplier
         self.expected_batch_size = settings.expected_batch_size
@@ -112,7 +111,7 @@ class PrivateOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Registers hooks with the wrapped optimizer, whose steps have noise."""
-        if is_hook_registry(name):
+        if name.startswith("_optimizer_"):  # hooks of its steps or state dicts
             return getattr(self.original_optimizer, name)
         raise AttributeError(
             f"PrivateOptimizer has no attribute {name!r}: docs/from_opacus.md says what takes the "
@@ -229,13 +228,9 @@ class PrivateOptimizer(Optimizer):
         if not self.step_state.keeps_sums:
             self.original_optimizer.zero_grad(set_to_none or self.model.policy is not None)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Takes a step. Raises RuntimeError without a backward since the last step."""
         loss = None
         if closure is not None:
@@ -285,7 +280,11 @@ class PrivateOptimizer(Optimizer):
         if self.step_state.is_noisy:
             return
         self.model.finish_synchronization()
-        self._add_noise()
+        with self._timer.part("noise", is_labelled=False):
+            number = self.count()
+            if self.model.policy is not None:
+                self.noise.add(number)
+            self.step_state.add_noise()
 
     def refuse(self) -> None:
         """Raises RuntimeError if `.grad` must not be applied, before anything is counted."""
@@ -298,22 +297,18 @@ class PrivateOptimizer(Optimizer):
         capture = self.model.capture
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            self._refuse_missing(held)
+            those = set(held)
+            missing = [capture.names[p] for p in capture.parameters if p not in those]
+            if missing:
+                raise RuntimeError(
+                    f"the optimizer no longer holds {', '.join(missing[:5])}, which would get "
+                    "noise and never move: keep the parameters in optimizer.param_groups, or make "
+                    "the network private again with a new optimizer"
+                )
             self._held = held
             self._not_trained = [p for p in held if p not in capture.groups]
         for parameter in self._not_trained:
             parameter.grad = None
-
-    def _refuse_missing(self, held: list[Any]) -> None:
-        """Raises RuntimeError if the optimizer does not hold all parameters that are trained."""
-        capture, those = self.model.capture, set(held)
-        missing = [capture.names[p] for p in capture.parameters if p not in those]
-        if missing:
-            raise RuntimeError(
-                f"the optimizer no longer holds {', '.join(missing[:5])}, which would get noise "
-                "and never move: keep the parameters in optimizer.param_groups, or make the "
-                "network private again with a new optimizer"
-            )
 
     def _guard(self, optimizer: Optimizer) -> None:
         """Refuses a step of the wrapped optimizer itself, which would apply sums without noise."""
@@ -330,14 +325,6 @@ class PrivateOptimizer(Optimizer):
         handle = optimizer.register_step_pre_hook(refuse)
         weakref.finalize(self, handle.remove)
 
-    @ranged("noise")
-    def _add_noise(self) -> None:
-        """Counts the step, and lets `.grad` have its noise."""
-        number = self.count()
-        if self.model.policy is not None:
-            self.noise.add(number)
-        self.step_state.add_noise()
-
     def count(self) -> int:
         """Counts the step in hooks, account and state; returns its number."""
         is_private = self.model.policy is not None
@@ -348,10 +335,7 @@ class PrivateOptimizer(Optimizer):
             self.noise.check_process()
             self.fixed_settings.agree()
             self._refuse_noise_alone()
-        if self._count is None:
-            self.run_step_hooks()
-        else:
-            self._count(self)
+        self._count(self)
         # Counted before noise is made: what fails from here on never adds the same noise again.
         return self.step_state.count()
 

@@ -6,6 +6,7 @@ mix samples, or carry what they saw from one batch into the next, have none.
 
 import sys
 from collections.abc import Iterable
+from typing import NoReturn
 
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
@@ -13,18 +14,23 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.weight_norm import WeightNorm
 
+from dp_clipping.distributed.torch_compat import ComposableReplica
 from dp_clipping.layers.recurrent import kinds as recurrent_kinds
 from dp_clipping.torch_compat import (
     BATCH_NORM,
     INSTANCE_NORM,
-    composable_replicas,
-    forward_pre_hooks,
+    hooks_of,
+    never_compiled,
     own_buffers,
-    pruned_name,
+    own_parameters,
     tree_leaves,
 )
 
-REPLICAS = (nn.DataParallel, nn.parallel.DistributedDataParallel, *composable_replicas())
+REPLICAS = (
+    nn.DataParallel,
+    nn.parallel.DistributedDataParallel,
+    ComposableReplica,
+)  # DDP as hooks on a module
 
 
 def replicas() -> tuple[type, ...]:
@@ -35,18 +41,30 @@ def replicas() -> tuple[type, ...]:
     return (*REPLICAS, opacus.DifferentiallyPrivateDistributedDataParallel)
 
 
-MESSAGE = "{name} ({kind}): {why}; {instead}"
+def refuse_wrapper(kind: str) -> NoReturn:
+    """Raises RuntimeError where a wrapper of class `kind` would call a private model."""
+    raise RuntimeError(
+        f"{kind} would wrap a private model, whose clipped sums it does not exchange: wrap or "
+        "shard the network first and make that private, "
+        'engine.make_private(module=ddp.wrap("ddp_bucketed", network), ..)'
+    )
+
+
+@never_compiled
+def refuse_to_be_compiled() -> None:
+    """Raises RuntimeError where a private model is called by compiled code: it is not traced."""
+    raise RuntimeError(
+        "torch.compile of a private model: compile the network or its blocks, and before "
+        "make_private, as network.compile() or block.compile()"
+    )
 
 
 def check_module(module: nn.Module) -> None:
     """Raises ValueError listing every module that cannot be trained privately."""
     problems = [
-        MESSAGE.format(
-            name=name or "the module", kind=type(child).__name__, why=why, instead=instead
-        )
+        f"{name or 'the module'} ({type(child).__name__}): {problem[0]}; {problem[1]}"
         for name, child in module.named_modules()
-        if (reason := problem_of(child))
-        for why, instead in [reason]
+        if (problem := problem_of(child))
     ]
     if problems:
         raise ValueError("not trainable privately: " + " | ".join(problems))
@@ -64,9 +82,10 @@ def check_still_fixed(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Raises ValueError for a frozen normalisation that `model.train()` put in training mode."""
     for name, module in modules:
         if problem := problem_of(module):
-            kind = type(module).__name__
-            instead = f"keep it in evaluation: {name or 'it'}.eval() after each model.train()"
-            raise ValueError(MESSAGE.format(name=name, kind=kind, why=problem[0], instead=instead))
+            raise ValueError(
+                f"{name} ({type(module).__name__}): {problem[0]}; keep it in evaluation: "
+                f"{name or 'it'}.eval() after each model.train()"
+            )
 
 
 def problem_of(module: nn.Module) -> tuple[str, str] | None:
@@ -112,14 +131,15 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
             return "computes something else than nn.LSTMCell, on kernels without rules for vmap", (
                 "use that, without parametrizations, or freeze it"
             )
-    for hook in forward_pre_hooks(module):
+    for hook in hooks_of(module):
         if isinstance(hook, WeightNorm):
             return "computes its weight before its forward, where no sample is seen", (
                 "use nn.utils.parametrizations.weight_norm"
             )
         if isinstance(hook, BasePruningMethod):
+            (name, *_) = [n for n in own_parameters(module) if n.endswith("_orig")] or ["weight"]
             return "is pruned, with a mask that is multiplied in before its forward", (
-                f'make it permanent: nn.utils.prune.remove(module, "{pruned_name(hook)}")'
+                f'make it permanent: nn.utils.prune.remove(module, "{name.removesuffix("_orig")}")'
             )
     buffers = set(own_buffers(module).keys())
     if "weight_u" in buffers or {"_u", "_v"} <= buffers:
@@ -134,12 +154,11 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
 
 def refuse_packed(args: tuple, kwargs: dict) -> None:
     """Raises ValueError for a PackedSequence, which no sharded or compiled network is given."""
-    for name, value in [*enumerate(args), *kwargs.items()]:
-        leaves = tree_leaves(value, is_leaf=lambda x: isinstance(x, PackedSequence))
-        if any(isinstance(leaf, PackedSequence) for leaf in leaves):
-            raise ValueError(
-                f"argument {name} of the model is a PackedSequence, in which a sample has no rows "
-                "of its own, and the network is sharded or compiled: give the padded tensor and "
-                "the lengths, and pack in the model's forward, pack_padded_sequence(x, "
-                "lengths.cpu(), batch_first=True, enforce_sorted=False)"
-            )
+    leaves = tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        raise ValueError(
+            "the model is given a PackedSequence, in which a sample has no rows of its own, and "
+            "the network is sharded or compiled: give the padded tensor and the lengths, and pack "
+            "in the model's forward, pack_padded_sequence(x, lengths.cpu(), batch_first=True, "
+            "enforce_sorted=False)"
+        )

@@ -370,7 +370,7 @@ def test_the_layers_of_opacus_are_refused_where_the_page_says_so():
         r"call cleanup\(\) of": {"module": hooked},
         r"give optimizer\.original_optimizer": {"module": net, "optimizer": dp},
         r"give criterion\.criterion": {"criterion": ghost[2]},
-        "DPDataLoader of Opacus": {"data_loader": ghost[3]},
+        r"\(DPDataLoader\): it does Poisson": {"data_loader": ghost[3]},
         "does not visit each": {"data_loader": DataLoader(data, batch_sampler=sampler)},
     }.items():  # fmt: skip
         assert isinstance(ghost[3], DPDataLoader)

@@ -1,7 +1,7 @@
 """Describes what the steps of an account release: the mechanism, noise and sampling together.
 
 An account holds the steps of one mechanism: no theorem is known that adds up two of them, and some
-hold for other neighbouring data sets than others. `arguments.accounted` chooses the mechanism.
+hold for other neighbouring data sets than others. `arguments.sampled` chooses the mechanism.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -14,7 +14,7 @@ from dp_clipping.accounting.mechanism import Mechanism
 from dp_clipping.accounting.proofs import covered_by
 from dp_clipping.accounting.tradeoff import Curve, gaussian_mu, true_positive_rate
 from dp_clipping.files import write_atomically
-from dp_clipping.kinds import check_path
+from dp_clipping.kinds import file
 
 RATES = (0.001, 0.01, 0.1)
 """False positive rates of which a statement has the largest true positive rate."""
@@ -91,7 +91,7 @@ class PrivacyStatement:
         `software`, and `answers` to what NIST SP 800-226 asks of a guarantee.
         `python -m ddp_by_hand.examples.check_privacy FILE` checks its numbers.
         """
-        check_path("path", path)
+        file("path").check("path", path)
         content = {
             "schema_version": SCHEMA_VERSION,
             **_finite(self.as_dict()),
@@ -106,7 +106,7 @@ class PrivacyStatement:
         The section is `as_markdown()`. It takes the place of the one from an earlier call, or comes
         at the end.
         """
-        check_path("folder", folder)
+        file("folder").check("folder", folder)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         card = folder / "README.md"

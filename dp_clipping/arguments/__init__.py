@@ -4,8 +4,7 @@ Files:
 
     settings    all of them in one frozen object, checked once
     given       the objects that it is handed
-    sampled     those that say how the data are sampled, and the rates and units that follow
-    accounted   the account that covers noise and sampling together
+    sampled     those that say how the data are sampled; rates, units and account follow
     thresholds  C, as it is set, and C_k of each clipping group
     checks      the table: what each may be
 """

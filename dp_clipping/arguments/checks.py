@@ -5,6 +5,7 @@ each step, because schedulers may change them. What must fit together is checked
 meet: in `sampled`, `settings` and `thresholds`.
 """
 
+import difflib
 import functools
 import inspect
 import math
@@ -21,13 +22,12 @@ from dp_clipping.arguments.thresholds import LARGEST
 from dp_clipping.clipping.coefficients import known_clipping_functions
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from dp_clipping.kinds import (
-    FILE,
     Argument,
     WrongType,
+    file,
     instance_of,
     is_count,
     is_number,
-    is_path,
     number,
     positive,
     shown,
@@ -56,13 +56,11 @@ class Choice:
 
     def check(self, name: str, value: Any) -> None:
         """Raises WrongType or ValueError for a value that is no such name."""
+        choose = f"choose one of {', '.join(map(str, self.names()))}{self.more}"
         if not (isinstance(value, str) or is_count(value)):
-            raise WrongType(f"{name} is {shown(value)}: choose one of {self._shown()}")
+            raise WrongType(f"{name} is {shown(value)}: {choose}")
         if value not in self.names():
-            raise ValueError(f"{name} {value!r} is unknown: choose one of {self._shown()}")
-
-    def _shown(self) -> str:
-        return ", ".join(map(str, self.names())) + self.more
+            raise ValueError(f"{name} {value!r} is unknown: {choose}")
 
 
 def _are_names(values: Any) -> bool:
@@ -74,17 +72,29 @@ def _entries(wanted: str) -> Argument:
 
 
 FLAG = instance_of(bool, "True or False")
-OPTIONS = _entries("a dict of arguments by name")
+FLAGS = (
+    "new_keys", "strict", "assign", "set_to_none", "do_skip", "secure_mode", "hide_unprotected",
+    "batch_first", "poisson_sampling", "wrap_model", "rand_on_empty", "cuda_graph", "stop",
+    "pad_batches", "log_unprotected",
+)  # fmt: skip
+OPTIONS = (
+    "module_state_dict_kwargs", "module_load_dict_kwargs", "torch_save_kwargs", "torch_load_kwargs",
+)  # fmt: skip
 SCHEDULER = Argument(
     "a scheduler of opacus.schedulers, or None",
     lambda value: not isinstance(value, type) and hasattr(value, "state_dict"),
 )
+COUNT = whole("a whole number of 1 or more")
 DELTA = number("a number above 0, far below 1 / samples", lambda value: 0 < value < 1)
 ARGUMENTS: dict[str, Argument | Choice] = {
     # objects
     "module": Argument(
         "the network, a torch.nn.Module, and no ScriptModule, whose layers are hidden",
         lambda x: isinstance(x, nn.Module) and not isinstance(x, torch.jit.ScriptModule),
+    ),
+    "optimizer": Argument(
+        "a torch.optim.Optimizer over module.parameters()",
+        lambda x: not isinstance(x, type) and hasattr(x, "param_groups"),
     ),
     "criterion": Argument(
         "a callable that has a reduction, such as nn.CrossEntropyLoss()",
@@ -136,8 +146,7 @@ ARGUMENTS: dict[str, Argument | Choice] = {
         lambda value: 0 < value <= 1,
     ),
     "steps": whole("a whole number of 1 or more: the batches of an epoch"),
-    "examples_per_unit": whole("a whole number of 1 or more"),
-    "examples_per_step": whole("a whole number of 1 or more"),
+    **dict.fromkeys(("examples_per_unit", "examples_per_step", "epochs"), COUNT),
     "views": whole("a whole number of 1 or more: how many rows a batch has of each sample"),
     "max_batch_size": whole(
         "the most units that a batch of all ranks may have, a whole number of 1 or more"
@@ -145,7 +154,6 @@ ARGUMENTS: dict[str, Argument | Choice] = {
     # the target of make_private_with_epsilon
     "target_epsilon": positive("a finite number above 0"),
     "target_delta": DELTA,
-    "epochs": whole("a whole number of 1 or more"),
     "alphas": Argument(
         "a list of Rényi orders, numbers above 1, as alphas=[1.5, 2, 4, 8, 16, 32], or None",
         lambda value: isinstance(value, list | tuple) and all(map(is_number, value)),
@@ -164,8 +172,8 @@ ARGUMENTS: dict[str, Argument | Choice] = {
     "batches": whole("a whole number of batches, 0 or more", least=0),
     "every": whole("a whole number of steps, 1 or more"),
     # checkpoints
-    "path": Argument(FILE.format(name="path") + ", and no open one or bytes", is_path),
-    "key_path": Argument(FILE.format(name="key_path") + ", or None", is_path),
+    "path": file("path", ", and no open one or bytes"),
+    "key_path": file("key_path", ", or None"),
     "weights": Choice(lambda: WEIGHTS),
     "noise_scheduler": SCHEDULER,
     "grad_clip_scheduler": SCHEDULER,
@@ -176,27 +184,11 @@ ARGUMENTS: dict[str, Argument | Choice] = {
         lambda value: isinstance(value, Mapping),
         lambda value: "param_groups" in value and "state" in value,
     ),
-    "module_state_dict_kwargs": OPTIONS,
-    "module_load_dict_kwargs": OPTIONS,
-    "torch_save_kwargs": OPTIONS,
-    "torch_load_kwargs": OPTIONS,
     # the optimizer's methods
     "closure": Argument("a function without arguments that returns the loss, or None", callable),
     "hook": Argument("a function of the optimizer", callable),
-    # flags
-    "new_keys": FLAG,
-    "strict": FLAG,
-    "assign": FLAG,
-    "set_to_none": FLAG,
-    "do_skip": FLAG,
-    "secure_mode": FLAG,
-    "hide_unprotected": FLAG,
-    "batch_first": FLAG,
-    "poisson_sampling": FLAG,
-    "wrap_model": FLAG,
-    "rand_on_empty": FLAG,
-    "cuda_graph": FLAG,
-    "stop": FLAG,
+    **dict.fromkeys(OPTIONS, _entries("a dict of arguments by name")),
+    **dict.fromkeys(FLAGS, FLAG),
 }
 
 
@@ -216,15 +208,32 @@ def refuse_first(*refusals: tuple[Any, str]) -> None:
             raise ValueError(message)
 
 
-def checked(function: Function) -> Function:
-    """Decorates a method: each argument in the table is checked, but for a default of None."""
-    signature = inspect.signature(function)
+def checked(call: str = "") -> Callable[[Function], Function]:
+    """Decorates a method: its arguments are looked up in the table, but for a default of None.
 
-    @functools.wraps(function)
-    def of_checked(*args: Any, **kwargs: Any) -> Any:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            if value is not None or signature.parameters[name].default is not None:
-                check(name, value)
-        return function(*args, **kwargs)
+    `call`: an example, which is shown where arguments are unknown, missing or not by name.
+    """
 
-    return cast(Function, of_checked)
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        parameters = signature.parameters
+        name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+        @functools.wraps(function)
+        def of_checked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                unknown = [one for one in kwargs if one not in parameters]
+                near = [difflib.get_close_matches(one, parameters, 1, 0.7) for one in unknown]
+                likely = ", ".join(name for names in near for name in names)
+                meant = likely and f" (did you mean {likely}?)"
+                raise TypeError(f"{name}: {error}{meant}{call and f': {call}'}") from None
+            for argument, value in given.items():
+                if value is not None or parameters[argument].default is not None:
+                    check(argument, value)
+            return function(*args, **kwargs)
+
+        return cast(Function, of_checked)
+
+    return decorate

@@ -6,58 +6,45 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from dp_clipping.kinds import WrongType
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from dp_clipping.torch_compat import is_intercepted
 
-PRIVATE = (
-    "module is private already: give the network that model.to_standard_module() returns, called "
-    "on the model of the earlier make_private, or a new network"
+NETWORK = (
+    "give the network that model.to_standard_module() returns, called on the model of the earlier "
+    "make_private, or a new network"
 )
 USED = {
-    "module": {
-        "PrivateModel": PRIVATE,
-        "AbstractGradSampleModule": "module is a GradSampleModule of Opacus: give the network, "
-        "which its module.to_standard_module() returns",
-    },
-    "optimizer": {
-        "PrivateOptimizer": "optimizer is private already: give optimizer.original_optimizer",
-        "DPOptimizer": "optimizer is one of Opacus: give optimizer.original_optimizer",
-        "AcceleratedOptimizer": "optimizer comes from accelerator.prepare(), whose steps are "
-        "skipped while it accumulates: give the optimizer itself, as what make_private returns "
-        "needs no accelerator.prepare()",
-    },
-    "criterion": {
-        "PrivateCriterion": "criterion is private already: give criterion.criterion",
-        "DPLossFastGradientClipping": "criterion is one of Opacus: give criterion.criterion",
-    },
-    "data_loader": dict.fromkeys(
-        ("PoissonLoader", "BatchMemoryManager"),
-        "data_loader does Poisson sampling or is split already: give the one it was made from",
-    )
-    | {
-        "DPDataLoader": "data_loader is a DPDataLoader of Opacus, which does Poisson sampling "
-        "already: give the DataLoader that it was made from",
-    },
+    "PrivateModel": NETWORK,
+    "AbstractGradSampleModule": "give the network, which its module.to_standard_module() returns",
+    **dict.fromkeys(("PrivateOptimizer", "DPOptimizer"), "give optimizer.original_optimizer"),
+    "AcceleratedOptimizer": "give the optimizer itself, as what make_private returns needs no "
+    "accelerator.prepare(), whose steps are skipped while it accumulates",
+    **dict.fromkeys(
+        ("PrivateCriterion", "DPLossFastGradientClipping"), "give criterion.criterion"
+    ),
+    **dict.fromkeys(
+        ("PoissonLoader", "BatchMemoryManager", "DPDataLoader"),
+        "it does Poisson sampling or is split already, give the DataLoader that it was made from",
+    ),
 }  # fmt: skip
-"""Argument -> class -> message. Classes are found by name, and no library is imported for them."""
+"""Class -> what to give. Classes are found by name, and no library is imported for them."""
 LIBRARIES = ("dp_clipping.", "opacus.", "accelerate.")
 
 
-def refuse_used(*, module: Any, **others: Any) -> None:
+def refuse_used(**given: Any) -> None:
     """Raises ValueError for what dp_clipping, Opacus or accelerate has returned or wrapped.
 
     Args:
-        module: of `make_private`.
-        others: `optimizer`, `criterion` and `data_loader`.
+        given: `module`, `optimizer`, `criterion` and `data_loader` of `make_private`.
     """
+    module = given["module"]
     inner = list(module.modules()) if isinstance(module, nn.Module) else []
-    for name, value in [*(("module", one) for one in inner), *others.items()]:
+    for name, value in [*(("module", one) for one in inner), *given.items()]:
         for kind in type(value).__mro__:
-            if kind.__name__ in USED[name] and kind.__module__.startswith(LIBRARIES):
-                raise ValueError(USED[name][kind.__name__])
-    if any("_private" in vars(one) or is_intercepted(one) for one in inner):
-        raise ValueError(PRIVATE)
+            if kind.__name__ in USED and kind.__module__.startswith(LIBRARIES):
+                already = f"is private or prepared already ({kind.__name__})"
+                raise ValueError(f"{name} {already}: {USED[kind.__name__]}")
+    if any({"_private", "refuse_wrapper"} & vars(one).keys() for one in inner):
+        raise ValueError(f"module is private or prepared already: {NETWORK}")
     if getattr(module, "autograd_grad_sample_hooks", None):
         raise ValueError(
             "module has hooks of Opacus's make_private(.., wrap_model=False): call cleanup() of "
@@ -66,13 +53,7 @@ def refuse_used(*, module: Any, **others: Any) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    """Raises WrongType or ValueError unless it is an optimizer of the module's parameters."""
-    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
-        kind = "the class " if isinstance(optimizer, type) else "of type "
-        kind += getattr(optimizer, "__name__", type(optimizer).__name__)
-        raise WrongType(
-            f"optimizer is {kind}: give a torch.optim.Optimizer over module.parameters()"
-        )
+    """Raises ValueError unless it is an optimizer of the module's parameters."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

@@ -2,18 +2,22 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from dp_clipping.accounting.mechanism import DEFAULT, Mechanism
-from dp_clipping.arguments.accounted import accounted
+from dp_clipping.accounting import balls_in_bins, cyclic, truncated_poisson
+from dp_clipping.accounting.history import History, joined
+from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, DEFAULT, ZERO_OUT, Mechanism
 from dp_clipping.arguments.checks import check, refuse_first
 from dp_clipping.noise.correlated import EXAMPLE, CorrelatedNoise
+from dp_clipping.noise.mechanisms import mechanism_of
 from dp_clipping.sampling.loader import batches_of, expected_batch_size_of
 from dp_clipping.sampling.schemes import FIXED
 from dp_clipping.sampling.units import Units, units_of
+
+WHOLE = ("steps", "max_batch_size", "examples_per_unit", "examples_per_step", "views")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +61,19 @@ class Sampled:
             value = getattr(self, one.name)
             if value is not None or one.default is not None:
                 check(one.name, value)
+            if value is not None and one.name in WHOLE:
+                object.__setattr__(self, one.name, int(value))
         if self.data_loader is not None:
             _refuse_without_length(self.data_loader)
         noise, sampling, each = self.noise_mechanism, self.sampling, self.examples_per_unit
         is_correlated = isinstance(noise, CorrelatedNoise)
-        is_poisson, is_rated = self.poisson_sampling, self.sample_rate is not None
-        drawn = self.examples_per_step
+        is_rated, drawn = self.sample_rate is not None, self.examples_per_step
+        of_poisson = {
+            "sampling": sampling != "poisson", "sample_rate": is_rated,
+            "steps": self.steps is not None, "unit_ids": self.unit_ids is not None,
+            "examples_per_step": drawn is not None, "views": self.views > 1,
+        }  # fmt: skip
+        beside = ", ".join(name for name, is_given in of_poisson.items() if is_given)
         other = f"sampling={sampling!r} does not go with "
         refuse_first(
             (is_correlated and sampling != "cyclic",
@@ -74,17 +85,15 @@ class Sampled:
             (self.max_batch_size is None and sampling == "truncated_poisson",
              "max_batch_size is missing: give the most units that a batch of all ranks may have, "
              'as make_private(.., sampling="truncated_poisson", max_batch_size=128)'),
-            (sampling != "poisson" and not is_poisson,
-             f"{other}poisson_sampling=False, which leaves the loader's own batches: leave it out"),
+            (not self.poisson_sampling and beside,
+             f"{beside} does not go with poisson_sampling=False, which leaves the loader's own "
+             "batches: leave it out"),
             (sampling != "poisson" and not is_correlated and noise != DEFAULT.name,
              f"{other}noise_mechanism={noise!r}, whose account is for Poisson batches: leave it "
              'out, or give sampling="poisson"'),
             (sampling in FIXED and is_rated,
              f"{other}sample_rate, as each unit is in one batch of each epoch: give steps=, the "
              "number of batches of an epoch, a public constant"),
-            (not is_poisson and (is_rated or self.steps is not None),
-             "sample_rate and steps are those of Poisson sampling: leave them out, or "
-             "poisson_sampling=False"),
             (self.unit_ids is not None and each == 1 and drawn is None,
              "unit_ids says which examples are one unit, and examples_per_unit=1 is one example: "
              "give examples_per_unit, the most examples that a unit has, or examples_per_step, how "
@@ -95,15 +104,6 @@ class Sampled:
             (drawn is not None and each > 1 and drawn > each,
              f"examples_per_step={drawn} is more than examples_per_unit={each}, the most examples "
              f"that a unit has: give examples_per_step={each} or less, or leave it out"),
-            (drawn is not None and not is_poisson,
-             "examples_per_step is drawn where units are, and poisson_sampling=False leaves the "
-             "loader's own batches: leave one of them out"),
-            (self.unit_ids is not None and not is_poisson,
-             "unit_ids is for Poisson sampling, which puts a unit's examples side by side: leave "
-             "out poisson_sampling=False"),
-            (self.views > 1 and not is_poisson,
-             f"views={self.views} is for Poisson sampling, which asks the data set for each sample "
-             "so often: leave out poisson_sampling=False"),
             (self.rand_on_empty and self.rows_per_unit * self.views > 1,
              "rand_on_empty=True makes up one row for an empty batch, and a unit has "
              f"{self.rows_per_unit * self.views}: leave rand_on_empty out, a batch without samples "
@@ -116,8 +116,7 @@ class Sampled:
     @property
     def rows_per_unit(self) -> int:
         """Returns how many rows a batch has for each unit, each once for a view: m, or k."""
-        drawn = self.examples_per_step
-        return int(self.examples_per_unit if drawn is None else drawn)
+        return self.examples_per_unit if self.examples_per_step is None else self.examples_per_step
 
     @property
     def has_units(self) -> bool:
@@ -135,10 +134,10 @@ class Sampled:
         """
         if not (self.has_units or self.views > 1) or not self.poisson_sampling:
             return None
-        most, drawn = int(self.examples_per_unit), self.examples_per_step
+        most, drawn = self.examples_per_unit, self.examples_per_step
         return units_of(
             len(self.data_loader.dataset), most if most > 1 or drawn is None else None,
-            self.unit_ids, None if drawn is None else int(drawn), int(self.views),
+            self.unit_ids, drawn, self.views,
         )  # fmt: skip
 
     @property
@@ -165,13 +164,13 @@ class Sampled:
         steps, loader = self.steps, self.data_loader
         units = self.units if self.has_units else None
         if self.sampling in FIXED and steps is not None:
-            return 1 / int(steps), int(steps)
+            return 1 / steps, steps
         if self.sample_rate is None:
             length = len(loader) if units is None else batches_of(loader, len(units), units.size)
             length = max(1, length)
-            return 1 / length, length if steps is None else int(steps)
+            return 1 / length, steps or length
         rate = float(self.sample_rate)
-        return rate, max(1, round(1 / rate)) if steps is None else int(steps)
+        return rate, steps or max(1, round(1 / rate))
 
     @cached_property
     def mechanism(self) -> Mechanism:
@@ -200,3 +199,57 @@ def _refuse_without_length(loader: DataLoader) -> None:
             f"data_loader has no length, as its {kind} has none, and each sample takes part with "
             f"probability 1 / len(data_loader): {instead}"
         ) from None
+
+
+def accounted(
+    noise: str | CorrelatedNoise, sampling: str, *, units: int, max_batch_size: int | None = None
+) -> Mechanism:
+    """Returns the mechanism of these settings, whose account covers a run's steps.
+
+    Args:
+        noise: `noise_mechanism` of `make_private`; what goes with which sampling is checked before.
+        units: of privacy, in the data.
+        max_batch_size: for truncated Poisson sampling.
+    """
+    if isinstance(noise, CorrelatedNoise):
+        drawn: dict[str, Any] = {"bands": noise.bands}
+        if noise.batches is not None:
+            drawn["weights"] = list(noise.weights(noise.bands))
+        return Mechanism(
+            f"{noise}, cyclic", "cyclic", ZERO_OUT,
+            f"Gaussian mechanism of {noise} on the steps that use one unit (dp-accounting)",
+            partial(cyclic.epsilon, sensitivity=noise.sensitivity),
+            constants=drawn,
+        )  # fmt: skip
+    if sampling == "truncated_poisson":
+        assert max_batch_size is not None
+        constants: dict[str, Any] = {"units": units, "max_batch_size": int(max_batch_size)}
+        limits = f"at most {max_batch_size} of {units} units"
+        return Mechanism(
+            f"gaussian, truncated_poisson, {limits}", "truncated_poisson", ADD_OR_REMOVE,
+            f"privacy loss distribution of truncated batches, {limits} (dp-accounting)",
+            partial(truncated_poisson.epsilon, **constants),
+            curve=partial(truncated_poisson.curve, **constants), constants=constants,
+        )  # fmt: skip
+    if sampling == "balls_in_bins":
+        return Mechanism(
+            "gaussian, balls_in_bins", "balls_in_bins", ADD_OR_REMOVE,
+            "privacy loss distribution of random allocation (dp-accounting)",
+            balls_in_bins.epsilon, curve=balls_in_bins.curve,
+        )  # fmt: skip
+    if sampling == "cyclic":
+        return Mechanism(
+            "gaussian, cyclic", "cyclic", ZERO_OUT,
+            "Gaussian mechanism of the steps that use one unit (dp-accounting)",
+            cyclic.epsilon,
+        )  # fmt: skip
+    registered = mechanism_of(noise)
+    if registered is None:
+        return DEFAULT
+
+    def epsilon(histories: Any, delta: float) -> float:
+        whole: History = reduce(joined, histories, [])
+        return registered.epsilon(whole, delta)
+
+    accountant = f"that of noise mechanism {registered.name!r}"
+    return Mechanism(registered.name, accountant=accountant, epsilon=epsilon)

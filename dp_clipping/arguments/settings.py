@@ -72,43 +72,24 @@ class Settings(Sampled):
         check_max_grad_norm(self.max_grad_norm, self.clipping)
         if self.clipping_function == "automatic":
             check_range("gamma", self.gamma)
-        noise = self.noise_mechanism
-        if not isinstance(noise, str) or mechanisms.mechanism_of(noise) is not None:
-            self._refuse_beside_noise()
-        if self.secure_mode:
-            self._refuse_beside_secure()
+        self._refuse_beside_mechanism()
         for name in ("noise_multiplier", "max_grad_norm", "gamma", "expected_batch_size"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, plain(value))
-        for name in ("examples_per_unit", "examples_per_step", "max_batch_size", "views"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, int(value))
 
-    def _refuse_beside_noise(self) -> None:
-        """Raises ValueError for settings that noise beside Gaussian noise does not go with."""
-        what = f"noise_mechanism {self.noise_mechanism!r} does not go with"
+    def _refuse_beside_mechanism(self) -> None:
+        """Raises ValueError for settings that noise beside the default's does not go with."""
+        noise, parameters = self.noise_mechanism, self.module.named_parameters()
+        is_other = not isinstance(noise, str) or mechanisms.mechanism_of(noise) is not None
+        wide = [n for n, p in parameters if p.requires_grad and p.dtype == torch.float64]
         instead = 'leave it out, or give noise_mechanism="gaussian"'
-        refuse_first(
-            (self.adaptive_threshold,
-             f"{what} adaptive_threshold, whose noisy counts its account omits: {instead}"),
-            (self.cuda_graph,
-             f"{what} cuda_graph=True, whose kernel makes independent Gaussian noise: {instead}"),
-        )  # fmt: skip
-
-    def _refuse_beside_secure(self) -> None:
-        """Raises ValueError for what secure noise is not made for, or has no certificate for."""
-        wide = [
-            name
-            for name, p in self.module.named_parameters()
-            if p.requires_grad and p.dtype == torch.float64
-        ]
-        rows = (
+        of_secure = (
             (self.noise_generator is not None,
              "noise_generator, whose seed others may know: leave it out"),
             (self.adaptive_threshold is not None,
              "adaptive_threshold, whose counts get other noise: leave it out"),
-            (self.noise_mechanism != "gaussian",
-             f"noise_mechanism={self.noise_mechanism!r}, whose noise is not of integers: give "
+            (noise != "gaussian",
+             f'noise_mechanism={noise!r}, whose noise is not of integers: give '
              'noise_mechanism="gaussian"'),
             (self.cuda_graph, "cuda_graph=True, which draws noise of another generator: leave it "
              "out"),
@@ -118,11 +99,16 @@ class Settings(Sampled):
             (wide, f"parameters in float64, such as {wide[:1]}: give module=network.float()"),
         )  # fmt: skip
         refuse_first(
-            *(
-                (holds, f"secure_mode=True does not go with {what}, or build PrivacyEngine()")
-                for holds, what in rows
-            )
-        )
+            (is_other and self.adaptive_threshold,
+             f"noise_mechanism {noise!r} does not go with adaptive_threshold, whose noisy counts "
+             f"its account omits: {instead}"),
+            (is_other and self.cuda_graph,
+             f"noise_mechanism {noise!r} does not go with cuda_graph=True, whose kernel makes "
+             f"independent Gaussian noise: {instead}"),
+            *((self.secure_mode and holds,
+               f"secure_mode=True does not go with {what}, or build PrivacyEngine()")
+              for holds, what in of_secure),
+        )  # fmt: skip
 
     @cached_property
     def policy(self) -> Policy | None:

@@ -50,25 +50,24 @@ class Thresholds:
         self, max_grad_norm: float | list[float], clipping: str, groups: Sequence[str] | None
     ):
         self._clipping, self._groups = clipping, groups
-        self._known: tuple[float, ...] = ()  # thresholds of the groups, of this C
-        self._known_of: float | list[float] | None = None
+        self._known: list[float] = []
         self.set(max_grad_norm)
 
     def set(self, max_grad_norm: float | list[float]) -> None:
         """Sets C from the next step on."""
-        if self._groups is not None:
-            self._checked(max_grad_norm, self._groups)
+        self._known = self._checked(max_grad_norm)
         self.max_grad_norm = max_grad_norm
 
     def clip_norms(self) -> list[float]:
         """Returns C_k of each clipping group."""
-        if self._groups is None:
-            return []
-        if self.max_grad_norm is not self._known_of or isinstance(self.max_grad_norm, list):
-            return self._checked(self.max_grad_norm, self._groups)
+        if isinstance(self.max_grad_norm, list):  # whose entries may have changed
+            return self._checked(self.max_grad_norm)
         return list(self._known)
 
-    def _checked(self, max_grad_norm: float | list[float], groups: Sequence[str]) -> list[float]:
+    def _checked(self, max_grad_norm: float | list[float]) -> list[float]:
+        groups = self._groups
+        if groups is None:
+            return []
         check_max_grad_norm(max_grad_norm, self._clipping)
         clip_norms = clip_norms_of(max_grad_norm, len(groups), self._clipping)
         if len(clip_norms) != len(groups):
@@ -77,5 +76,4 @@ class Thresholds:
                 f"({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''}): give one per "
                 "group, or one number"
             )
-        self._known, self._known_of = tuple(clip_norms), max_grad_norm
         return clip_norms

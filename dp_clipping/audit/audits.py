@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments.checks import check
+from dp_clipping.arguments.checks import checked
 from dp_clipping.arguments.given import refuse_used
 from dp_clipping.arguments.thresholds import check_max_grad_norm
 from dp_clipping.audit.attacks import guesses
@@ -25,7 +25,7 @@ from dp_clipping.audit.noise import Parameter
 from dp_clipping.audit.records import TOLERANCE, RecordedStep, RecordedSums, record
 from dp_clipping.audit.report import AuditReport, bounds_of
 from dp_clipping.criterion import PrivateCriterion
-from dp_clipping.kinds import by_name, whole
+from dp_clipping.kinds import whole
 from dp_clipping.runs.accounts import Accounts
 from dp_clipping.runs.steps import PRIVATE_SIZE
 from dp_clipping.sampling.memory_manager import BatchMemoryManager
@@ -43,7 +43,7 @@ FEWEST = 16  # canaries
 class Audits(Accounts):
     """Audits of private runs of copies."""
 
-    @by_name(AUDIT)
+    @checked(AUDIT)
     def audit(
         self,
         *,
@@ -91,14 +91,10 @@ class Audits(Accounts):
                 for a module that is wrapped, sharded or private already, and as `make_private`.
         """
         self._refuse_engine("engine.audit")
-        if loss is not None:
-            check("loss", loss)
         check_max_grad_norm(max_grad_norm, arguments.get("clipping", "flat"))
         wanted = f"{FEWEST} or more, a whole number, as canaries=5000"
         whole(wanted, least=FEWEST).check("canaries", canaries)
-        check("delta", delta)
         CONFIDENCE.check("confidence", confidence)
-        check("noise_multiplier", noise_multiplier)
         if noise_multiplier == 0:
             raise ValueError(
                 "noise_multiplier=0 states no epsilon that an audit could refute: give more, as "
@@ -137,7 +133,7 @@ class Audits(Accounts):
             noise_faults=noise_faults, **bounds,
         )  # fmt: skip
 
-    @by_name(RECORD)
+    @checked(RECORD)
     def record_sums(
         self,
         *,
@@ -171,11 +167,8 @@ class Audits(Accounts):
             ValueError: as `audit`, and unless 1 ≤ removed < units.
         """
         self._refuse_engine("engine.record_sums")
-        if loss is not None:
-            check("loss", loss)
         whole("a whole number of 2 or more, as units=16", least=0).check("units", units)
         whole("a whole number of 1 or more, as removed=4", least=0).check("removed", removed)
-        check("noise_multiplier", noise_multiplier)
         refuse_used(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader
         )

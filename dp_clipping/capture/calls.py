@@ -15,8 +15,8 @@ from torch import nn
 
 from dp_clipping.torch_compat import (
     ADDED,
+    Intercepted,
     call_intercepted,
-    intercept_calls,
     is_intercepted,
     stop_intercepting,
 )
@@ -82,7 +82,7 @@ class Calls:
     def __init__(self, module: nn.Module, run: Callable[..., Any], **methods: Callable[..., Any]):
         self.module, self._run, self._methods = module, run, methods
         self._is_inside = False
-        intercept_calls(module, self._call)
+        Intercepted(module, self._call)
         vars(module).update(methods)
         let_copies_be_plain(module)
 

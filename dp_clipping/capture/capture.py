@@ -24,13 +24,13 @@ from dp_clipping.capture.calls import (
 from dp_clipping.capture.layer_kinds import ALL, Computation, inner_layer, kind_of
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.ownership import CONTAINERS, can_be_apart, owned, trainable_names
-from dp_clipping.distributed.dtensor import is_fsdp1, owner_of
+from dp_clipping.distributed.dtensor import is_fsdp1, owner_of, plain_name
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers import inner_call
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.inner_call import Inner
 from dp_clipping.layers.registered.registry import refuse_where_unfit
-from dp_clipping.torch_compat import own_parameters, plain_name, stop_intercepting
+from dp_clipping.torch_compat import own_parameters, stop_intercepting
 
 
 class Capture(CapturedNetwork):

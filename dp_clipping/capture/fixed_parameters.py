@@ -8,10 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork
-from dp_clipping.torch_compat import (
-    every_module,
-    parameters_and_children,
-)
+from dp_clipping.torch_compat import every_module, own_modules, own_parameters
 
 IS_TRAINED = attrgetter("requires_grad")
 
@@ -69,7 +66,10 @@ class FixedParameters:
 
     def _hold(self) -> tuple[list[Any], list[Any]]:
         """Returns the sizes and names of modules' parameters and children, and the objects."""
-        dicts = parameters_and_children(self._modules)
+        dicts: list[dict[str, Any]] = [
+            *map(own_parameters, self._modules),
+            *map(own_modules, self._modules),
+        ]
         names = [*map(len, dicts), *chain.from_iterable(dicts)]
         return names, list(chain.from_iterable(map(dict.values, dicts)))
 

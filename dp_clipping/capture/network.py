@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.samples.known_bags import refuse_offsets
 from dp_clipping.clipping.accumulation import accumulation_dtype
-from dp_clipping.distributed.dtensor import owner_of
+from dp_clipping.distributed.dtensor import owner_of, plain_name
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Trainable
@@ -25,7 +25,6 @@ from dp_clipping.torch_compat import (
     any_compiled,
     any_size,
     every_module,
-    plain_name,
     reusable_backwards,
     tensors_in,
 )

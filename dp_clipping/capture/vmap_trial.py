@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run, trials
 from dp_clipping.capture.samples.batch import map_tensors, refuse_iterators
-from dp_clipping.distributed.dtensor import owner_of
+from dp_clipping.distributed.dtensor import owner_of, plain_name
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap, is_close
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output, plain_forward
 from dp_clipping.layers.tensor_parallel import local
@@ -36,7 +36,6 @@ from dp_clipping.torch_compat import (
     is_passed_on,
     next_node_number,
     nodes_before,
-    plain_name,
     tensors_in,
 )
 from dp_clipping.trials.objects import Objects

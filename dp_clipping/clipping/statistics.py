@@ -42,7 +42,7 @@ class NormStatistics:
 
 
 def norm_statistics(squares: Tensor, clip_norms: Sequence[float]) -> NormStatistics:
-    """Returns statistics of squared norms [K, G] (`global_norms.GlobalNorms.wait()`).
+    """Returns statistics of squared norms [K, G] (`NormReducer.gather`).
 
     Args:
         squares: the same on every rank.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from dp_clipping.distributed.dtensor import is_fsdp1, is_fsdp2, is_sharded, local, size_of
-from dp_clipping.distributed.sharding import Gathering, ParameterPart, Sharding
+from dp_clipping.distributed.sharding import ParameterPart, Sharding, owned
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,32 +80,31 @@ def _of_fsdp(root: nn.Module) -> Sharding:
     parts: dict[Parameter, ParameterPart] = {}
     data: dict[DeviceMesh, int] = {}  # mesh -> how many of its dimensions are data axes
     tensor: set[DeviceMesh] = set()
-    units = _units(root)
     gathering = []
+    modules: list[Any] = [m for m in root.modules() if is_fsdp2(m)]
+    sharded = [{p: n for p, n in own.items() if is_sharded(p)} for own in owned(modules)]
+    units = [(module, names) for module, names in zip(modules, sharded, strict=True) if names]
     for unit, (module, names_of) in enumerate(units):
-        meshes = {p.device_mesh for p in names_of}
-        if not all(mesh.ndim == 1 for mesh in meshes):
+        is_plain = all(p.device_mesh.ndim == 1 for p in names_of)
+        if not is_plain:
             module.unshard()
         try:
             gathered = dict(module.named_parameters())
-            names = {p: name for p, name in names_of.items() if p.requires_grad}
-            gathering.append((module, names))
+            gathering.append((module, {p: name for p, name in names_of.items() if p.requires_grad}))
             for parameter, name in names_of.items():  # frozen ones too: they tell the axes as well
                 now = gathered[name]
                 inner = now.device_mesh if now is not parameter and is_sharded(now) else None
                 if inner is not None:
                     tensor.add(inner)
-                mesh, placements = parameter.device_mesh, parameter.placements
-                axes = mesh.ndim - (0 if inner is None else inner.ndim)
-                kinds = placements[:axes]
-                dims = [p.dim for p in kinds if hasattr(p, "dim")]
+                mesh = parameter.device_mesh
+                axes = data[mesh] = mesh.ndim - (0 if inner is None else inner.ndim)
+                dims = [p.dim for p in parameter.placements[:axes] if hasattr(p, "dim")]
                 shape = parameter.shape if inner is None else local(now).shape
                 split = inner is not None and any(p.is_shard() for p in now.placements)
-                data[mesh] = axes
                 if parameter.requires_grad:
                     parts[parameter] = ParameterPart(shape, unit, dims[0] if dims else None, split)
         finally:
-            if not all(mesh.ndim == 1 for mesh in meshes):
+            if not is_plain:
                 module.reshard()
     missing = [n for n, p in root.named_parameters() if p.requires_grad and p not in parts]
     if missing:
@@ -115,63 +113,35 @@ def _of_fsdp(root: nn.Module) -> Sharding:
             "shard or freeze them"
         )
     largest = max(mesh.ndim for mesh in data)
-    meshes = [mesh for mesh in data if mesh.ndim == largest]
-    if len(meshes) > 1:
+    mesh, *others = (mesh for mesh in data if mesh.ndim == largest)
+    if others:
         raise ValueError(
-            f"parts of the model are sharded over different meshes ({meshes}): private training "
-            "takes one"
+            f"parts of the model are sharded over different meshes ({[mesh, *others]}): private "
+            "training takes one"
         )
-    sharding = _joined(
-        "FSDP2 (fully_shard)", meshes[0], data[meshes[0]], tensor, parts, tuple(gathering)
-    )
-    gathered = frozenset(m for m in root.modules() if is_fsdp2(m) and m is not root)
-    return replace(sharding, managed=root, gathered=gathered)
-
-
-def _units(root: nn.Module) -> list[tuple[Any, dict[Parameter, str]]]:
-    """Returns the modules that FSDP manages, with the parameters of each and their names."""
-    found = []
-    taken: set[Parameter] = set()
-    modules = [m for m in root.modules() if is_fsdp2(m)]
-    for module in reversed(modules):  # inner ones first: what they manage is not the outer ones'
-        names = module.named_parameters()
-        parameters = {p: n for n, p in names if p not in taken and is_sharded(p)}
-        taken.update(parameters)
-        if parameters:
-            found.append((module, parameters))
-    return found[::-1]
-
-
-def _joined(
-    api: str,
-    mesh: DeviceMesh,
-    axes: int,
-    tensor: set[DeviceMesh],
-    parts: dict[Parameter, ParameterPart],
-    gathering: tuple[Gathering, ...],
-) -> Sharding:
-    """Returns the sharding over a mesh whose first `axes` dimensions are data axes."""
     if len(tensor) > 1 or any(one.ndim > 1 for one in tensor):
         raise ValueError(
             f"the model's parameters are split over several tensor-parallel meshes ({tensor}): "
             "private training takes one, with one axis"
         )
-    if axes > 2:
+    if (axes := data[mesh]) > 2:
         raise ValueError(
-            f"{api} over a mesh of {axes} data axes: private training takes one or two"
+            f"FSDP2 (fully_shard) over a mesh of {axes} data axes: private training takes one or "
+            "two"
         )
-    tensor_group = next(iter(tensor)).get_group() if tensor else None
-    ranks = mesh.mesh
-    place = mesh.get_coordinate()
-    inner = tuple(place[axes:])
-    data_ranks = ranks[(slice(None),) * axes + inner].flatten().tolist()
-    replicas = mesh.get_group(0) if axes == 2 else None
-    shards = mesh.get_group(axes - 1)
-    data_parallel_group = shards if axes == 1 else _group(data_ranks)
-    everyone = data_parallel_group if tensor_group is None else _group(ranks.flatten().tolist())
+    shards = data_parallel_group = mesh.get_group(axes - 1)
+    if axes == 2:
+        others_there = tuple(mesh.get_coordinate()[axes:])
+        ranks = mesh.mesh[(slice(None),) * axes + others_there]
+        data_parallel_group = _group(ranks.flatten().tolist())
     return Sharding(
-        api + (" x tensor parallel" if tensor else ""), data_parallel_group, tensor_group, everyone,
-        replicas, shards, parts, gathering,
+        api="FSDP2 (fully_shard)" + (" x tensor parallel" if tensor else ""),
+        data_parallel_group=data_parallel_group,
+        tensor_group=next(iter(tensor)).get_group() if tensor else None,
+        everyone=_group(mesh.mesh.flatten().tolist()) if tensor else data_parallel_group,
+        replicas=mesh.get_group(0) if axes == 2 else None, shards=shards, parts=parts,
+        gathering=tuple(gathering), managed=root,
+        gathered=frozenset(modules) - {root},
     )  # fmt: skip
 
 
@@ -202,7 +172,6 @@ def _of_tensor_parallel(
                 f"ranks are not the {dist.get_world_size()} of the world: private training takes "
                 "all of them"
             )
-    if data_parallel_group is not None:
         with torch.no_grad():
             for x in (*module.parameters(), *module.buffers()):
                 dist.broadcast(local(x), group=data_parallel_group, group_src=0)

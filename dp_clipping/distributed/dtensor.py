@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+WRAPPED = "_fsdp_wrapped_module"  # the child of each module that FSDP1 wraps around another
+
 
 def local(x: Tensor) -> Tensor:
     """Returns this rank's part of a DTensor. Returns any other tensor as it is."""
@@ -62,11 +64,9 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def shard_again(module: nn.Module) -> None:
-    """Reshards gathered FSDP2 modules, so that they have the parameters that the optimizer has."""
-    for one in module.modules():
-        if is_fsdp2(one):
-            one.reshard()
+def plain_name(name: str) -> str:
+    """Returns the name of a module or a parameter before FSDP1 wrapped modules around it."""
+    return name.replace(f"{WRAPPED}.", "").removesuffix(WRAPPED).removesuffix(".")
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -37,10 +37,9 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from dp_clipping.distributed.dtensor import is_sharded
-from dp_clipping.distributed.sharding import ParameterPart, Sharding, Slice
-from dp_clipping.torch_compat import (
+from dp_clipping.distributed.sharding import ParameterPart, Sharding, Slice, owned
+from dp_clipping.distributed.torch_compat import (
     USE_FSDP2,
-    check_fsdp1,
     fsdp1_end_backward,
     fsdp1_free,
     fsdp1_gather_in_backward,
@@ -84,9 +83,10 @@ class FlatSharding(Sharding):
 
         hooks = []
         for number, unit in enumerate(_units(self.root)):
-            for _, handle in _handles(unit, recurse=False) if number in self.units else ():
+            if number in self.units:
                 hook = partial(note_all, self.units[number])
-                hooks.append(handle.flat_param.register_post_accumulate_grad_hook(hook))
+                flat = fsdp1_handle(unit).flat_param
+                hooks.append(flat.register_post_accumulate_grad_hook(hook))
         return hooks
 
     def stands_for(self, now: Tensor | None, before: Parameter) -> bool:
@@ -157,7 +157,7 @@ def flat_sharding_of(module: nn.Module) -> FlatSharding:
     _refuse(module, units)
     group = units[0].process_group
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    names_of = _parameters_of(units)
+    names_of = owned([unit.module for unit in units])
     lengths: list[list[int]] = [[]] * world
     lengths_here = [p.numel() for names in names_of for p in names]
     dist.all_gather_object(lengths, lengths_here, group=group)
@@ -187,17 +187,6 @@ def flat_sharding_of(module: nn.Module) -> FlatSharding:
 def _units(module: nn.Module) -> list[FSDP]:
     """Returns the units in the order of their numbers."""
     return [m for m in module.modules() if isinstance(m, FSDP)]
-
-
-def _parameters_of(units: list[FSDP]) -> list[dict[Parameter, str]]:
-    """Returns each unit's parameters that are no inner unit's, with their names there."""
-    taken: set[Parameter] = set()
-    found = []
-    for unit in reversed(units):
-        parameters = {p: name for name, p in unit.module.named_parameters() if p not in taken}
-        taken.update(parameters)
-        found.append(parameters)
-    return found[::-1]
 
 
 def _slices(
@@ -253,7 +242,6 @@ def _refuse(module: nn.Module, units: list[FSDP]) -> None:
                 "FSDP1 with CPUOffload(offload_params=True): sums are formed where layers "
                 "compute; leave parameters on the GPU"
             )
-    check_fsdp1(units)
 
 
 @contextmanager
@@ -288,13 +276,12 @@ def _shard_again(root: FSDP) -> None:
 
 def _free(unit: FSDP) -> None:
     """Frees the gathered parameters of a unit, as FSDP1 does at the end of a backward."""
-    for _, handle in _handles(unit, recurse=False):
-        if handle.uses_sharded_strategy:
-            fsdp1_free(unit, handle)
+    handle = fsdp1_handle(unit)
+    if handle is not None and handle.uses_sharded_strategy:
+        fsdp1_free(unit, handle)
 
 
-def _handles(root: FSDP, recurse: bool = True) -> list[tuple[FSDP, Any]]:
+def _handles(root: FSDP) -> list[tuple[FSDP, Any]]:
     """Returns units that have parameters, each with FSDP1's private state of it."""
-    units = FSDP.fsdp_modules(root) if recurse else [root]
-    found = [(unit, fsdp1_handle(unit)) for unit in units]
+    found = [(unit, fsdp1_handle(unit)) for unit in FSDP.fsdp_modules(root)]
     return [(unit, handle) for unit, handle in found if handle is not None]

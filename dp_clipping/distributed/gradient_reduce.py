@@ -9,25 +9,58 @@ arXiv:1910.02054, for sharding; Zhao et al. 2023, arXiv:2304.11277, for FSDP).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.profiler import record_function
 
-from dp_clipping.distributed.awaited import awaited_sum
 from dp_clipping.distributed.dtensor import local, size_of
 from dp_clipping.distributed.sharding import Sharding
-from dp_clipping.profiling.profile import Profile
-from dp_clipping.torch_compat import all_reduce_together, reduce_scatter_together, version_of
+from dp_clipping.distributed.torch_compat import all_reduce_together, reduce_scatter_together
+from dp_clipping.profiling.profile import Profile, Timer
+from dp_clipping.torch_compat import version_of, without_memory
 
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
+REMEDY = (
+    "between backward() and optimizer.step(), and the noise is scaled to the sum as it was: to "
+    "clip or scale it, call optimizer.pre_step() first, then clip_grad_norm_(..) and "
+    "optimizer.step(); if it was zeroed, or an ordinary backward has added to it, call "
+    "optimizer.zero_grad() to drop the step"
+)
+
+
+class AwaitedSum(Tensor):
+    """A tensor without memory, for a sum that the step puts into `.grad` when all ranks have it.
+
+    What adds to it, as an ordinary backward does in the midst of FSDP2's collectives, only raises
+    its version: the step refuses that.
+    """
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
+        if function is torch.ops.aten.add_.Tensor and isinstance(args[0], cls):
+            return args[0]
+        raise RuntimeError(
+            "the gradient of a sharded parameter was used, and is not there before the step; it "
+            f"would be changed {REMEDY}"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return "AwaitedSum(there after optimizer.pre_step() or optimizer.step())"
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise RuntimeError("a sum that is not there cannot be saved: call optimizer.step() first")
+
+
+def awaited_sum(parameter: Tensor, like: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Returns one for a parameter's gradient; `like` gives a part the parameter's layout."""
+    part, dtype = local(parameter.detach()), parameter.grad_dtype or parameter.dtype
+    like(parameter, part.new_empty((), dtype=dtype).expand(part.shape))  # finds the layout
+    return like(parameter, without_memory(AwaitedSum, part, dtype))
 
 
 class Departures:
@@ -78,7 +111,7 @@ class ShardedSums:
     """
 
     def __init__(self, sharding: Sharding, profile: Profile | None = None):
-        self.sharding, self.profile = sharding, profile
+        self.sharding, self._timer = sharding, Timer(profile)
         self.deferred = False
         self._order = sorted(sharding.units, reverse=True)
         self._arrived: dict[int, dict[Parameter, Tensor]] = {}
@@ -135,10 +168,11 @@ class ShardedSums:
     def launch_ready(self) -> None:
         """Launches the units whose sums are complete; every rank calls it at the same place among
         other collectives."""
-        while self._next < len(self._order) and self._is_complete(self._order[self._next]):
-            unit = self._order[self._next]
+        for unit in self._order[self._next :]:
+            if len(self._arrived.get(unit, ())) < len(self.sharding.units[unit]):
+                break
             self._next += 1
-            with self._range():
+            with self._timer.phase("reduce_scatter"):
                 self._launch(self.sharding.units[unit], self._arrived.pop(unit))
                 if len(self._pending) > IN_FLIGHT:
                     self._complete(self._pending.pop(0))
@@ -153,70 +187,53 @@ class ShardedSums:
             RuntimeError: some parameters have no sum, as after an error half-way.
         """
         while self._pending:
-            with self._range():
+            with self._timer.phase("reduce_scatter"):
                 self._complete(self._pending.pop(0))
         if self._next or self._arrived:
             raise RuntimeError("sums of some parameters have not arrived: was a backward cut off?")
         for parameter, total in self._sums.items():
             if parameter.grad is not None and parameter.grad is not self._awaited.get(parameter):
-                local(parameter.grad).add_(total)
+                local(parameter.grad).add_(total.view(local(parameter).shape))
             else:
                 parameter.grad = self.sharding.like(parameter, total.view(local(parameter).shape))
         for parameter in self._sums:  # packed ones share a version: when all are done
             self._written[parameter] = parameter.grad, _versions(parameter.grad)
         self._sums.clear()
 
-    def _range(self) -> AbstractContextManager:
-        """Returns the range of a trace for a collective; nothing if there is none."""
-        travels = size_of(self.sharding.shards) > 1
-        name = "reduce_scatter"
-        if not travels:
-            return nullcontext()
-        return record_function(name) if self.profile is None else self.profile.range(name)
-
-    def _is_complete(self, unit: int) -> bool:
-        return len(self._arrived.get(unit, ())) == len(self.sharding.units[unit])
-
     def _launch(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> None:
         """Starts one collective for all sums of a unit that have one dtype and layout."""
-        world, slices = size_of(self.sharding.shards), self.sharding.slices
-        flat = [p for p in parameters if p in slices]
         transfers: list[Transfer] = []
-        alike: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
-        for parameter in reversed([p for p in parameters if p not in slices]):
-            totals[parameter] = total = totals[parameter].contiguous()
-            if world == 1:
-                transfers.append(Transfer(None, [(parameter, total)]))
+        alike: dict[tuple[torch.dtype, bool], dict[Parameter, Tensor]] = {}
+        for parameter in reversed(parameters):
+            total = totals[parameter].contiguous()
+            is_cut = parameter in self.sharding.slices
+            is_cut |= self.sharding.parts[parameter].dim is not None
+            alike.setdefault((total.dtype, is_cut), {})[parameter] = total
+        for (_, is_cut), group in alike.items():
+            if size_of(self.sharding.shards) == 1:
+                transfers.append(Transfer(None, list(group.items())))
+            elif is_cut:
+                transfers.append(self._scatter(group))
             else:
-                is_sharded = self.sharding.parts[parameter].dim is not None
-                alike.setdefault((total.dtype, is_sharded), []).append(parameter)
-        for (_, is_sharded), group in alike.items():
-            start = self._scatter if is_sharded else self._reduce
-            transfers.append(start({p: totals[p] for p in group}))
-        for dtype in dict.fromkeys(totals[p].dtype for p in flat):
-            group = [p for p in flat if totals[p].dtype == dtype]
-            transfers.append(self._scatter_slices(group, totals))
+                work = all_reduce_together(list(group.values()), self.sharding.shards)
+                transfers.append(Transfer(work, list(group.items())))
         totals.clear()
         self._pending.append(transfers)
 
-    def _reduce(self, totals: dict[Parameter, Tensor]) -> Transfer:
-        """Starts the all-reduce of sums that are not sharded over the data axis."""
-        work = all_reduce_together(list(totals.values()), self.sharding.shards)
-        return Transfer(work, list(totals.items()))
-
     def _scatter(self, totals: dict[Parameter, Tensor]) -> Transfer:
         """Starts the reduce-scatter of sums: even ones as they are, the others packed into one."""
-        world, parts = size_of(self.sharding.shards), self.sharding.parts
-        uneven = {}
+        world, uneven = size_of(self.sharding.shards), {}
         shards, sent, received = [], [], []
         for parameter, total in totals.items():
-            if parts[parameter].dim or not total.numel() or total.shape[0] % world:
-                uneven[parameter] = total
-                continue
-            shard = total.new_empty(total.shape[0] // world, *total.shape[1:])
-            shards.append((parameter, shard))
-            sent.append(total)
-            received.append(shard)
+            is_sliced = parameter in self.sharding.slices
+            is_sliced |= bool(self.sharding.parts[parameter].dim) or not total.numel()
+            if is_sliced or total.shape[0] % world:
+                uneven[parameter] = self._pieces(parameter, total)
+            else:
+                shard = total.new_empty(total.shape[0] // world, *total.shape[1:])
+                shards.append((parameter, shard))
+                sent.append(total)
+                received.append(shard)
         if uneven:
             rows, row, pieces = self._pack(uneven)
             shards += pieces
@@ -225,57 +242,35 @@ class ShardedSums:
         work = reduce_scatter_together(received, sent, self.sharding.shards)
         return Transfer(work, shards, sent)
 
+    def _pieces(self, parameter: Parameter, total: Tensor) -> list[Tensor]:
+        """Returns what each rank keeps of a sum, flattened; chunks of no rows are empty."""
+        if parameter in self.sharding.slices:
+            flat = total.reshape(-1)
+            return [flat[start : start + n] for start, n in self.sharding.slices[parameter]]
+        chunks = total.chunk(size_of(self.sharding.shards), self.sharding.parts[parameter].dim)
+        missing = size_of(self.sharding.shards) - len(chunks)
+        return [chunk.reshape(-1) for chunk in chunks] + [total.new_empty(0)] * missing
+
     def _pack(
-        self, totals: dict[Parameter, Tensor]
+        self, pieces: dict[Parameter, list[Tensor]]
     ) -> tuple[Tensor, Tensor, list[tuple[Parameter, Tensor]]]:
-        """Arranges shards side by side, padded, for a reduce-scatter.
+        """Arranges pieces side by side, padded, for a reduce-scatter.
 
         Returns rows [ranks, n], of which row r goes to rank r; the row [n] that this rank receives;
         and that row's part of each parameter.
         """
-        group, parts = self.sharding.shards, self.sharding.parts
-        world, rank = size_of(group), dist.get_rank(group)
-        widths = []
-        for p, total in totals.items():
-            shape = list(total.shape)
-            shape[parts[p].dim] = math.ceil(shape[parts[p].dim] / world)
-            widths.append(math.prod(shape))
-        rows = next(iter(totals.values())).new_zeros(world, sum(widths))
-        first = 0
-        shapes = []
-        for (p, total), width in zip(totals.items(), widths, strict=True):
-            pieces = _pieces(total, world, parts[p].dim)
-            shapes.append(pieces[rank].shape)
-            for row, piece in enumerate(pieces):
-                rows[row, first : first + piece.numel()] = piece.reshape(-1)
-            first += width
-        row = torch.empty_like(rows[0])
-        shards = [
-            (p, column[: math.prod(shape)].view(shape))
-            for p, column, shape in zip(totals, row.split(widths), shapes, strict=True)
-        ]
-        return rows, row, shards
-
-    def _scatter_slices(
-        self, parameters: list[Parameter], totals: dict[Parameter, Tensor]
-    ) -> Transfer:
-        """Starts the reduce-scatter of FSDP1's slices, padded: row r goes to rank r."""
-        slices, group = self.sharding.slices, self.sharding.shards
-        world, rank = size_of(group), dist.get_rank(group)
-        width = max(sum(slices[p][r][1] for p in parameters) for r in range(world))
-        send = totals[parameters[0]].new_zeros(world, width)
-        ends = [0] * world
-        for p in parameters:
-            flat = totals[p].reshape(-1)
-            for row, (start, length) in enumerate(slices[p]):
-                if length:
-                    send[row, ends[row] : ends[row] + length] = flat[start : start + length]
-                    ends[row] += length
-        received = send.new_empty(width)
-        work = reduce_scatter_together([received], [send.view(-1)], group)
-        lengths = [slices[p][rank][1] for p in parameters]
-        pieces = received[: sum(lengths)].split(lengths)
-        return Transfer(work, list(zip(parameters, pieces, strict=True)), [send])
+        of_rank = list(zip(*pieces.values(), strict=True))
+        width = max(sum(map(len, of_one)) for of_one in of_rank)
+        rows = of_rank[0][0].new_zeros(len(of_rank), width)
+        for row, of_one in zip(rows, of_rank, strict=True):
+            first = 0
+            for piece in of_one:
+                row[first : first + len(piece)] = piece
+                first += len(piece)
+        received = torch.empty_like(rows[0])
+        lengths = list(map(len, of_rank[dist.get_rank(self.sharding.shards)]))
+        own = received[: sum(lengths)].split(lengths)
+        return rows, received, list(zip(pieces, own, strict=True))
 
     @torch.no_grad()
     def _complete(self, transfers: Iterable[Transfer]) -> None:
@@ -286,13 +281,10 @@ class ShardedSums:
             if replicas is not None and shards:
                 all_reduce_together(shards, replicas).wait()
             for parameter, shard in transfer.shards:
-                self._add(parameter, shard)
-
-    def _add(self, parameter: Parameter, shard: Tensor) -> None:
-        if parameter in self._sums:
-            self._sums[parameter].add_(shard.view_as(self._sums[parameter]))
-        else:
-            self._sums[parameter] = shard
+                if parameter in self._sums:
+                    self._sums[parameter].add_(shard.view_as(self._sums[parameter]))
+                else:
+                    self._sums[parameter] = shard
 
 
 @dataclass
@@ -314,10 +306,3 @@ class Transfer:
 def _versions(gradient: Tensor) -> tuple[int, int]:
     """Returns the version of a DTensor, which counts changes made through it, and of its part."""
     return version_of(gradient), version_of(local(gradient))
-
-
-def _pieces(x: Tensor, count: int, dim: int) -> list[Tensor]:
-    """Returns `torch.chunk`, with the empty pieces at the end that torch omits."""
-    found = list(x.chunk(count, dim))
-    empty = x.narrow(dim, 0, 0)
-    return found + [empty] * (count - len(found))

@@ -12,8 +12,8 @@ shard k) that it owns, every pair owned once. A mesh has two kinds of axes:
 Slot by slot over the tensor axis is exact. Slot by slot over a *data* axis is a privacy bug: each
 norm would look conservatively large, and yet removing one huge sample would un-clip the W - 1
 samples that shared its slot, so that the sum moves by up to C(1 + √(W - 1)) while the noise is
-calibrated to C. So `reduce` and `layerwise` know the tensor axis only, and `global_norms`
-gives every data rank slots of its own.
+calibrated to C. So `reduce` and `layerwise` know the tensor axis only, and `gather` gives each data
+rank slots of its own.
 
 Norms for clipping are reduced in one of three ways (`NORM_REDUCTIONS`), equal up to the rounding of
 additions:
@@ -25,26 +25,29 @@ additions:
 All members of the tensor axis end up with the same bits, so they clip alike.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import cos, pi, sin
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
 NORM_REDUCTIONS = ("sync", "async", "layerwise")
 SAME_LOSS = 1e-3  # losses of one sample on two ranks are this close; those of two samples are not
+DIFFERS = 1e-3  # relative; replicas of one norm differ by rounding, far less
+NONE = 1e-32  # squared norms that are nothing beside any C: float32 rounds the smallest coarsely
 PARAMETERS_PER_PARTIAL_SUM = 16  # parameters to a partial sum: an 8B Llama, 291 of them, has 19
 
 
 class NormReducer:
     """Sums squared norms over the axes of a mesh on which they add up.
 
-    A model has one. A private step calls `reduce` once per backward, or makes a `layerwise` sum at
-    its beginning.
+    A model has one. A private step calls `reduce` once per backward, or `layerwise` at its
+    beginning; `gather` is for statistics and adaptive thresholds.
 
     Collectives match by call order, so all members of an axis make the same calls in the same
     order, also where a batch is empty. World size 1 communicates nothing.
@@ -72,16 +75,17 @@ class NormReducer:
         self.mode, self.device, self.dtype = mode, torch.device(device), dtype
         self.tensor = Axis("tensor-parallel", tensor_group)
         self.data = Axis("data", data_parallel_group)
-        _check_axes(self.tensor, self.data)
+        groups = [axis.group for axis in (self.tensor, self.data) if axis.size > 1]
+        ranks = [rank for group in groups for rank in dist.get_process_group_ranks(group)]
+        if len(ranks) - len(set(ranks)) > 1:
+            raise ValueError(
+                "the data and tensor-parallel axes have ranks in common: a rank with other samples "
+                "and one with other shards of the parameters are different ranks, so give the "
+                "groups of a mesh's axes"
+            )
         self.splits_parameters = self.tensor.size > 1
         is_cuda = self.device.type == "cuda"
         self.side_stream = torch.cuda.Stream(self.device) if is_cuda else None
-
-    @property
-    def contrasts(self) -> tuple[float, float]:
-        """Returns two weights of this rank; each adds up to zero over the tensor axis."""
-        angle = 2 * pi * self.tensor.rank / self.tensor.size
-        return cos(angle), sin(angle)
 
     def check_same_samples(self, losses: Tensor) -> None:
         """Raises RuntimeError on every member if losses [B] differ over the tensor axis; blocks.
@@ -112,16 +116,47 @@ class NormReducer:
         what = f"a table {list(table.shape)} of squared norms"
         return self.tensor.sum(self.exchanged(table), what, self.mode)
 
-    def layerwise(
-        self,
-        order: Sequence[Hashable],
-        table: Callable[[Sequence[Hashable]], Tensor],
-        every: int = PARAMETERS_PER_PARTIAL_SUM,
-    ) -> "Layerwise":
+    def layerwise(self, order: Sequence[Hashable], table: Any, **every: int) -> "Layerwise":
         """Returns the partial sums of one backward: see `Layerwise`."""
-        return Layerwise(self, order, table, every)
+        return Layerwise(self, order, table, **every)
 
     # ---- the global view: over all ranks --------------------------------------------------------
+
+    def gather(self, squares: Tensor) -> "PendingReduce":
+        """Launches an exchange of squared norms [K, B] for those of the global batch, [K, G].
+
+        All ranks get the same bits, of samples in the order of data ranks.
+
+        Raises:
+            RuntimeError: on every rank of a tensor axis whose ranks have different numbers of
+                samples, or if a rank was lost.
+        """
+        sizes = self._batch_sizes(squares.shape[-1])
+        before, rest = sum(sizes[: self.data.rank]), sum(sizes[self.data.rank + 1 :])
+        # Each slot has one owner, and adding zeros rounds nothing.
+        table = F.pad(self.exchanged(squares), (before, rest))
+        what = f"squared norms of the global batch of {sum(sizes)}"
+        return self.data.sum(table, what, "async")
+
+    def _batch_sizes(self, size: int) -> list[int]:
+        """Returns local batch sizes in order of data ranks, on every rank's host.
+
+        On a GPU they travel on a stream of their own: reading them does not wait for the model.
+        """
+        sizes = [0] * self.data.size
+        sizes[self.data.rank] = size
+        with torch.cuda.stream(self.side_stream):  # None: the current one
+            table = torch.tensor(sizes, device=self.device)
+            table = self.data.sum(table, what := "the local batch sizes", "async").wait()
+            both = torch.cat([table, -table])  # largest and smallest of the tensor axis
+            found = self.tensor.sum(both, what, "async", dist.ReduceOp.MAX).wait().tolist()
+        largest, smallest = found[: len(sizes)], [-size for size in found[len(sizes) :]]
+        if largest != smallest:
+            raise RuntimeError(
+                "ranks of one tensor-parallel axis have different numbers of samples (largest by "
+                f"data rank {largest}, smallest {smallest}): they must sample the same batches"
+            )
+        return largest
 
     def exchanged(self, table: Tensor) -> Tensor:
         """Returns a copy in the dtype of the exchange, which must not round."""
@@ -143,11 +178,6 @@ class Axis:
         self.rank = 0 if group is None else dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(f"this rank is no member of the group given as its {name} axis")
-
-    @property
-    def ranks(self) -> set[int]:
-        """Returns the global ranks of the members, if there are others."""
-        return set() if self.size == 1 else set(dist.get_process_group_ranks(self.group))
 
     def sum(self, table: Tensor, what: str, mode: str, operation: Any = None) -> "PendingReduce":
         """Launches an all-reduce in place, contiguous; nothing for one member or an empty table."""
@@ -199,7 +229,7 @@ class Layerwise:
 
     def __init__(
         self, reducer: NormReducer, order: Sequence[Hashable],
-        table: Callable[[Sequence[Hashable]], Tensor], every: int,
+        table: Callable[[Sequence[Hashable]], Tensor], every: int = PARAMETERS_PER_PARTIAL_SUM,
     ):  # fmt: skip
         if every < 1:
             raise ValueError(f"every is {every}: give at least 1 key to a chunk")
@@ -239,6 +269,62 @@ class Layerwise:
         self._pending.append(self._reducer.tensor.sum(part, what, "layerwise"))
 
 
+class SplitNorms:
+    """Norms of one batch whose parameters are split: each rank has a part of every norm.
+
+    Each rank writes a table of what adds up over ranks (`table`), the reducer adds the tables up,
+    and `unpack` reads the sum. A parameter that all ranks have whole is counted by one of them. It
+    also has to be the same everywhere: its per-sample gradient is then the same on each rank, and
+    sums of its squared norms with weights that add up to zero vanish. They do not where a rank has
+    computed with a part of its input (an RMSNorm over the heads that the rank has): there it holds
+    a term of the gradient, and no norm of a sample is known.
+
+    Args:
+        sharding: how the network is spread over ranks, a `sharding.Sharding`; None: it is not.
+
+    Attributes:
+        is_split: ranks have parts of the norms, to be summed before clipping.
+        differ: on the device, whether ranks differed in what all have whole; None before `unpack`.
+    """
+
+    def __init__(self, reducer: NormReducer, sharding: Any):
+        self._reducer, self._sharding = reducer, sharding
+        self.is_split = reducer.splits_parameters
+        self.differ: Tensor | None = None
+
+    def table(self, norms: Any, parameters: Iterable[Any]) -> Tensor:
+        """Returns this rank's table for some parameters, whose rows add up over ranks: [5, K, B].
+
+        `norms`: the `clipping.norms.Norms` of the batch.
+
+        Squared norms; upper bounds of the squared norms of what will be summed; squared norms of
+        shared parameters, as they are and with two weights.
+        """
+        counts_shared = self._reducer.tensor.rank == 0  # one rank does, of those that have them
+        every, whole = set(parameters), self._shared(parameters)
+        counted = norms.only(every if counts_shared else every - whole)
+        shared = norms.only(whole).squared()
+        # Weights of this rank, each of which adds up to zero over the axis.
+        angle = 2 * pi * self._reducer.tensor.rank / self._reducer.tensor.size
+        across, along = cos(angle), sin(angle)
+        rows = counted.squared(), counted.bounds(), shared, across * shared, along * shared
+        return torch.stack(rows)
+
+    def unpack(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns squared norms and upper bounds [K, B] from the sum of all tables [5, K, B]."""
+        squares, bounds, shared, across, along = total
+        differs = across.abs() + along.abs() > DIFFERS * shared + NONE
+        self.differ = differs.any() if self.differ is None else self.differ | differs.any()
+        return squares, torch.where(differs, torch.inf, bounds)
+
+    def _shared(self, parameters: Iterable[Any]) -> set[Any]:
+        """Returns the parameters that all ranks of the tensor axis have whole."""
+        if self._sharding is None:
+            return set(parameters)
+        parts = self._sharding.parts
+        return {p for p in parameters if not parts[p.parameter].split}
+
+
 def refuse_split_samples(layer: str, what: str, placements: Sequence[Any], shape: Sequence[int],
                          features: int = 1) -> None:  # fmt: skip
     """Raises ValueError if the tensor-parallel axis splits one sample's tokens, or the batch.
@@ -273,13 +359,3 @@ def _naming(description: str) -> Iterator[None]:
             f"exchange of {description} failed: a rank was lost, came too late or exchanges "
             f"something else; its own error says why ({error})"
         ) from error
-
-
-def _check_axes(tensor: Axis, data: Axis) -> None:
-    """Raises ValueError unless the axes have one rank in common, as those of a mesh have."""
-    if len(tensor.ranks & data.ranks) > 1:
-        raise ValueError(
-            "the data and tensor-parallel axes have ranks in common: a rank with other samples "
-            "and one with other shards of the parameters are different ranks, so give the groups "
-            "of a mesh's axes"
-        )

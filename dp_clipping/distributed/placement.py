@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.distributed.dtensor import is_sharded
-from dp_clipping.torch_compat import strided_shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -171,8 +170,8 @@ def _shard_of(placement: Placement) -> tuple[int | None, int]:
 
     if isinstance(placement, Replicate):
         return None, 1
-    if (strided := strided_shard(placement)) is not None:
-        return strided
+    if type(placement).__name__ == "_StridedShard":
+        return placement.dim, int(placement.split_factor)  # type: ignore[attr-defined]
     if type(placement) is Shard:
         return placement.dim, 1
     raise ValueError(f"a parameter placed as {placement!r} is not supported: shard or replicate it")

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from dp_clipping.distributed.dtensor import is_sharded, size_of
-from dp_clipping.torch_compat import layout_of, with_layout
+from dp_clipping.distributed.torch_compat import layout_of, with_layout
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,16 @@ Slice = tuple[int, int]
 
 Gathering = tuple[nn.Module, dict[Parameter, str]]
 """A module, and the names in it of the trainable parameters that it gathers."""
+
+
+def owned(modules: list[Any]) -> list[dict[Parameter, str]]:
+    """Returns each module's parameters that are no inner module's, with their names there."""
+    taken: set[Parameter] = set()
+    found = []
+    for module in reversed(modules):
+        found.append({p: name for name, p in module.named_parameters() if p not in taken})
+        taken.update(found[-1])
+    return found[::-1]
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,46 @@
-"""`PrivacyArguments`, and the arguments of a Trainer that private training refuses."""
+"""`PrivacyArguments`, and the arguments and adapters that private training refuses."""
 
 import copy
 import logging
-from collections.abc import Hashable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, fields
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dp_clipping.arguments.checks import FLAG, check
+from dp_clipping.arguments.checks import checked
 from dp_clipping.arguments.sampled import Sampled
-from dp_clipping.arguments.settings import Settings
-from dp_clipping.kinds import WrongType, by_name, instance_of, shown
+from dp_clipping.kinds import WrongType, instance_of, shown
 
 LOG = logging.getLogger(__name__)
 OPTIMIZERS = (  # that read `.grad` in `step()`, and nowhere else
     "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "stable_adamw",
 )  # fmt: skip
-GIVEN_BY_TRAINER = (
-    "module", "optimizer", "data_loader", "criterion", "wrap_model", "noise_multiplier",
-    "max_grad_norm", "sample_rate", "steps", "poisson_sampling", "expected_batch_size",
-    "batch_first", "cuda_graph", "examples_per_unit", "unit_ids", "examples_per_step", "views",
-    "sampling", "max_batch_size",
+OPTIONS = (  # of make_private, which no argument of a trainer stands for
+    "adaptive_threshold", "clipping", "clipping_function", "data_parallel_group", "gamma",
+    "grad_sample_mode", "loss_reduction", "memory_budget", "noise_generator", "noise_mechanism",
+    "norm_algorithm", "norm_reduction", "rand_on_empty", "tile_size",
 )  # fmt: skip
-
-NAMES = {one.name for one in fields(Settings)} - {"secure_mode"}  # arguments of make_private
 SAMPLED = (
     "sample_rate", "steps", "sampling", "max_batch_size", "examples_per_unit", "unit_ids",
     "examples_per_step", "views",
 )  # fmt: skip
+UNREACHED = (
+    "the loss has no gradient for {names}, which would get noise and nothing else: freeze them, "
+    "p.requires_grad_(False), or let the loss use them (of a PEFT model: "
+    'model.set_adapter("..") activates an adapter, model.enable_adapter_layers() all)'
+)
+FROZEN = (
+    'of the active adapter {names} are frozen and will not move: model.set_adapter(".."), or '
+    "LoraConfig(inference_mode=False), trains it"
+)
+STILL = (
+    "{names} have not moved in {steps} steps: is the learning rate 0, or did a scheduler leave it "
+    "there? TrainingArguments(learning_rate=1e-3, ..)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,22 +109,13 @@ class PrivacyArguments:
                 "give one of target_epsilon and noise_multiplier: "
                 "PrivacyArguments(target_epsilon=8.0, target_delta=1e-5)"
             )
-        for name in ("target_epsilon", "target_delta", "noise_multiplier"):
-            if (value := getattr(self, name)) is not None or name == "target_delta":
-                check(name, value)
-        for name in ("secure_mode", "pad_batches", "log_unprotected", "new_keys"):
-            FLAG.check(name, getattr(self, name))
         instance_of(Mapping, "a dict of arguments of make_private").check("options", self.options)
         for name in self.options:
-            if name in GIVEN_BY_TRAINER:
+            if name not in OPTIONS:
                 raise ValueError(
-                    f"options has {name}, which PrivateTrainer gives to make_private itself: leave "
-                    "it out, or write it as an argument of PrivacyArguments, if it is one"
-                )
-            if name not in NAMES:
-                raise ValueError(
-                    f"options has {name}, which is no argument of make_private: leave it out, or "
-                    "write it as an argument of PrivacyArguments, if it is one"
+                    f"options has {name}, which is no argument of make_private or given by the "
+                    "trainer: leave it out, or write it as an argument of PrivacyArguments, if it "
+                    "is one"
                 )
         Sampled.of(self.of_make_private())
 
@@ -126,8 +128,8 @@ class PrivacyArguments:
         return Sampled.of(self.of_make_private(), data_loader=loader)
 
 
-_by_name = by_name("PrivacyArguments(target_epsilon=8.0, target_delta=1e-5, max_grad_norm=1.0)")
-setattr(PrivacyArguments, "__init__", _by_name(PrivacyArguments.__init__))  # noqa: B010
+_checked = checked("PrivacyArguments(target_epsilon=8.0, target_delta=1e-5, max_grad_norm=1.0)")
+setattr(PrivacyArguments, "__init__", _checked(PrivacyArguments.__init__))  # noqa: B010
 
 
 def arguments_of_loop(args: Any) -> Any:
@@ -188,17 +190,17 @@ def refuse_dataset(dataset: Any, trainer: str = "PrivateTrainer") -> None:
         raise ValueError("train_dataset is empty: PrivateTrainer(train_dataset=.., ..)")
 
 
-def refuse_arguments(args: Any, privacy: PrivacyArguments, has_data_parallel: bool) -> None:
-    """Raises ValueError for `TrainingArguments` that private training cannot follow, by name."""
-    for is_given, name, why in _refusals(args, privacy, has_data_parallel):
+def refuse_arguments(args: Any, refusals: Iterable[tuple[bool, str, str]]) -> None:
+    """Raises ValueError for the first that is given: whether it is, its name, and why it is not."""
+    for is_given, name, why in refusals:
         if is_given:
             raise ValueError(f"{type(args).__name__}({name}): {why}")
 
 
-def _refusals(
+def refusals_of(
     args: Any, privacy: PrivacyArguments, has_data_parallel: bool
 ) -> list[tuple[bool, str, str]]:
-    """Returns whether each is given, its name, and why it is refused, with what to use instead."""
+    """Returns what private training cannot follow of a Trainer, for `refuse_arguments`."""
     loader = args.accelerator_config
     old = getattr(args, "gradient_checkpointing_kwargs", None)  # its name at first
     checkpointing = getattr(args, "activation_checkpointing_kwargs", old) or {}
@@ -252,3 +254,58 @@ def _refusals(
          "activation_checkpointing_kwargs={'use_reentrant': True}",
          "reentrant checkpointing hides what a layer does: use {'use_reentrant': False}"),
     ]  # fmt: skip
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def adapters_of(model: Any) -> dict[str, nn.Parameter]:
+    """Returns the trainable parameters of a model with PEFT adapters; of another one, none."""
+    own = model.named_parameters() if hasattr(model, "peft_config") else ()
+    return {name: p for name, p in own if p.requires_grad}
+
+
+def refuse_unreached(model: Any, loss: Callable[[], Tensor]) -> None:
+    """Checks that the loss of a sample reaches each adapter; accumulates no gradient.
+
+    Warns of modules whose active adapter is frozen as a whole.
+
+    Raises:
+        ValueError: it does not reach one; the message names it.
+    """
+    adapters = adapters_of(model)
+    if not adapters:
+        return
+    if frozen := _frozen(model):
+        warnings.warn(FROZEN.format(names=_some(frozen)), stacklevel=2)
+    total = loss()
+    found: Any = [None] * len(adapters)
+    if total.requires_grad:
+        found = torch.autograd.grad(total, list(adapters.values()), allow_unused=True)
+    missing = [name for name, g in zip(adapters, found, strict=True) if g is None]
+    if missing:
+        raise ValueError(UNREACHED.format(names=_some(missing)))
+
+
+def warn_of_still(before: dict[str, Tensor], model: Any, steps: int) -> None:
+    """Warns of adapters that `steps` steps have not changed."""
+    now = adapters_of(model)
+    still = [name for name, x in before.items() if name in now and torch.equal(x, now[name])]
+    if still and steps:
+        warnings.warn(STILL.format(names=_some(still), steps=steps), stacklevel=3)
+
+
+def _frozen(model: Any) -> list[str]:
+    """Returns the modules whose active adapters are frozen as a whole."""
+    active = set(getattr(model, "active_adapters", ()))
+    trained: dict[str, bool] = {}
+    for name, p in model.named_parameters():
+        module, _, rest = name.partition(".lora_")
+        if rest and active & set(rest.split(".")):
+            trained[module] = trained.get(module, False) or p.requires_grad
+    return [module for module, is_trained in trained.items() if not is_trained]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -14,14 +14,17 @@ from torch.utils.data import DataLoader
 from dp_clipping.accounting.statement import PrivacyStatement
 from dp_clipping.build import noise_for_target
 from dp_clipping.engine import PrivacyEngine
-from dp_clipping.integrations.adapters import adapters_of, refuse_unreached, warn_of_still
 from dp_clipping.integrations.logical_batches import LogicalBatches, Microbatches
 from dp_clipping.integrations.trainer_arguments import (
     PrivacyArguments,
+    adapters_of,
     arguments_of_loop,
+    refusals_of,
     refuse_arguments,
     refuse_dataset,
     refuse_missing,
+    refuse_unreached,
+    warn_of_still,
 )
 from dp_clipping.losses.private_loss import PrivateLoss
 
@@ -49,9 +52,6 @@ UNPROTECTED = ("loss", "train_loss", "total_flos", "num_input_tokens_seen")
 
 class NotLogged(float):
     """A loss that is not shown, since ε does not cover it: as a number NaN, printed as words."""
-
-    def __new__(cls) -> "NotLogged":
-        return super().__new__(cls, "nan")
 
     def __repr__(self) -> str:
         return "not shown: PrivacyArguments(log_unprotected=True)"
@@ -104,12 +104,11 @@ class PrivateTrainer(Trainer):
         data_parallel: Callable[[nn.Module], nn.Module] | None = None,
         **kwargs: Any,
     ):
-        names = ("model", "args")
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = dict(zip(("model", "args"), args, strict=False)) | kwargs
         refuse_missing(given, privacy)
         assert privacy is not None
         own: TrainingArguments = given.pop("args")
-        refuse_arguments(own, privacy, data_parallel is not None)
+        refuse_arguments(own, refusals_of(own, privacy, data_parallel is not None))
         self.privacy, self._data_parallel = privacy, data_parallel
         self._accumulation_steps = own.gradient_accumulation_steps
         self.engine = PrivacyEngine(accountant=privacy.accountant, secure_mode=privacy.secure_mode)
@@ -146,7 +145,7 @@ class PrivateTrainer(Trainer):
         if self.privacy.log_unprotected:
             return output._replace(metrics=metrics)
         metrics = {name: x for name, x in metrics.items() if name not in UNPROTECTED}
-        return output._replace(training_loss=NotLogged(), metrics=metrics)
+        return output._replace(training_loss=NotLogged("nan"), metrics=metrics)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError: each trial trains on the data, and so spends its own ε."""
@@ -180,8 +179,9 @@ class PrivateTrainer(Trainer):
         return args.train_batch_size * self._accumulation_steps * args.world_size
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:
-        batches = self.privacy.sampled(dataloader).rates[1]
-        return super().set_initial_training_values(args, _Epoch(dataloader.dataset, batches))
+        batches = range(self.privacy.sampled(dataloader).rates[1])
+        epoch: DataLoader = DataLoader(dataloader.dataset, batch_size=None, sampler=batches)
+        return super().set_initial_training_values(args, epoch)  # of which its length counts
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
         """Returns None: a sample's loss does not depend on the others' tokens."""
@@ -193,8 +193,8 @@ class PrivateTrainer(Trainer):
     ) -> tuple[nn.Module, LogicalBatches]:
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        is_one_training = self.privacy.target_epsilon is not None
-        if len(self.engine.accountant) and is_one_training and resume_from_checkpoint is None:
+        target = self.privacy.target_epsilon
+        if target and len(self.engine.accountant) and resume_from_checkpoint is None:
             raise ValueError(
                 "train() was called before, and target_epsilon is for one training: give "
                 "PrivacyArguments(noise_multiplier=..), with which epsilon adds up"
@@ -211,8 +211,8 @@ class PrivateTrainer(Trainer):
         if resume_from_checkpoint is not None:
             self.optimizer.leave_microbatches(half_way=True)  # of a step that was interrupted
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        if is_made or resume_from_checkpoint is not None:
-            self._refuse_above_target(max_steps)
+        if target and (is_made or resume_from_checkpoint is not None):
+            self._refuse_above(target, max_steps - self.optimizer.steps)
         batches = self._made[1]
         handler = self.callback_handler
         handler.model, handler.optimizer = self.model, self.optimizer
@@ -229,23 +229,20 @@ class PrivateTrainer(Trainer):
         noise = privacy.noise_multiplier
         if noise is None:
             noise = noise_for_target(
-                network, privacy.sampled(loader), steps=max_steps, accountant=privacy.accountant,
-                secure_mode=privacy.secure_mode,
+                self.engine, network, privacy.sampled(loader), steps=max_steps,
                 expected_batch_size=arguments.get("expected_batch_size"),
                 target_epsilon=privacy.target_epsilon, target_delta=privacy.target_delta,
             )  # fmt: skip
         self.model_wrapped, self.optimizer, self.criterion, loader = self.engine.make_private(
             module=network, optimizer=self.optimizer, data_loader=loader,
-            criterion=self._loss_per_sample(),
-            noise_multiplier=noise, max_grad_norm=privacy.max_grad_norm, wrap_model=False,
-            **arguments,
+            criterion=self._loss_per_sample(), noise_multiplier=noise,
+            max_grad_norm=privacy.max_grad_norm, wrap_model=False, **arguments,
         )  # fmt: skip
         if self._user_loss is not None:
-            self.compute_loss_func = _with_count(self.criterion)
+            self.compute_loss_func = lambda outputs, labels, **_: self.criterion(outputs, labels)
         self._refuse_unreached_adapters(loader)
-        batches = LogicalBatches(
-            loader, self.optimizer, self.args.train_batch_size, privacy.pad_batches
-        )
+        size = self.args.train_batch_size
+        batches = LogicalBatches(loader, self.optimizer, size, privacy.pad_batches)
         self._made = self.model, batches, self.train_dataset
 
     def _network(self) -> nn.Module:
@@ -254,21 +251,16 @@ class PrivateTrainer(Trainer):
 
     def _loss_per_sample(self) -> Callable[..., Any] | None:
         """Returns the criterion of the private run; None: the model computes its loss."""
-        return self._user_loss and _without_count(self._user_loss)
+        return self._user_loss and partial(self._user_loss, num_items_in_batch=None)
 
-    def _refuse_above_target(self, max_steps: int) -> None:
-        """Raises ValueError if a resumed run would end above its `target_epsilon`."""
-        privacy = self.privacy
-        if privacy.target_epsilon is None:
-            return
-        left = max_steps - self.optimizer.steps
-        epsilon = self.engine.epsilon_at_end(self.optimizer, left, privacy.target_delta)
-        if epsilon > privacy.target_epsilon:
+    def _refuse_above(self, target: float, left: int) -> None:
+        """Raises ValueError if so many more steps would end above `target_epsilon`."""
+        epsilon = self.engine.epsilon_at_end(self.optimizer, left, self.privacy.target_delta)
+        if epsilon > target:
             raise ValueError(
-                f"epsilon would end at {epsilon:.3f}, above target_epsilon="
-                f"{privacy.target_epsilon:g}, which is for the steps of the first run: give its "
-                "TrainingArguments(num_train_epochs=.., max_steps=..), or "
-                "PrivacyArguments(noise_multiplier=..), with which epsilon adds up"
+                f"epsilon would end at {epsilon:.3f}, above target_epsilon={target:g}, which is "
+                "for the steps of the first run: give its TrainingArguments(num_train_epochs=.., "
+                "max_steps=..), or PrivacyArguments(noise_multiplier=..), by which epsilon adds up"
             )
 
     def _refuse_unreached_adapters(self, loader: DataLoader) -> None:
@@ -399,37 +391,10 @@ class PrivateTrainer(Trainer):
                 "with save_only_model=True, or by another Trainer): give a checkpoint that "
                 "PrivateTrainer has saved"
             )
-        try:
-            self.engine.load_checkpoint(
-                path=path, module=self.model_wrapped, optimizer=self.optimizer,
-                data_loader=self._made[1].loader, key_path=self._key_file(checkpoint),
-                new_keys=self.privacy.new_keys,
-            )  # fmt: skip
-        except ValueError as error:
-            said = str(error)
-            if "pass new_keys=True" not in said:
-                raise
-            own = said.replace("pass new_keys=True", "give PrivacyArguments(new_keys=True, ..)")
-            raise ValueError(own) from error
+        self.engine.load_checkpoint(
+            path=path, module=self.model_wrapped, optimizer=self.optimizer,
+            data_loader=self._made[1].loader, key_path=self._key_file(checkpoint),
+            new_keys=self.privacy.new_keys,
+        )  # fmt: skip
         scheduler = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
-
-
-class _Epoch:
-    """Stands for a loader where only its length counts."""
-
-    def __init__(self, dataset: Any, steps: int):
-        self.dataset, self._steps = dataset, steps
-
-    def __len__(self) -> int:
-        return self._steps
-
-
-def _without_count(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `compute_loss_func` as a criterion of outputs and labels."""
-    return lambda outputs, labels: loss(outputs, labels, num_items_in_batch=None)
-
-
-def _with_count(criterion: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a criterion of outputs and labels as a `compute_loss_func`."""
-    return lambda outputs, labels, num_items_in_batch=None: criterion(outputs, labels)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from dp_clipping.integrations.preference_losses import LOSSES, Pairs, loss_of_pairs
 from dp_clipping.integrations.trainer_arguments import (
     PrivacyArguments,
+    refuse_arguments,
     refuse_dataset,
     refuse_missing,
 )
@@ -33,8 +34,27 @@ class _PrivateTRLTrainer(PrivateTrainer):
     """A private trainer of TRL: refuses what mixes samples, and logs what is asked for."""
 
     _config: Any = SFTConfig
-    _refused: Callable[[Any], list[tuple[bool, str, str]]]
+    _refused: Callable[[Any, Any], list[tuple[bool, str, str]]]
     _noted: dict[str, list[float]]  # of the microbatches since the last log
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *, privacy: Any = None, **given: Any
+    ) -> None:
+        self._refuse(model, args, privacy, given)
+        self._noted = {}
+        super().__init__(model=model, args=args, privacy=privacy, **given)
+        examples = len(given["train_dataset"])
+        if self.aux_loss_enabled:
+            raise ValueError(
+                "the loss of this model balances experts over the tokens of the batch: give "
+                f"{self._config.__name__}(router_aux_loss_coef=0.0)"
+            )
+        if _has_units(privacy) and len(self.train_dataset) != examples:
+            raise ValueError(
+                f"{examples - len(self.train_dataset)} examples of train_dataset were left out, as "
+                "max_length leaves nothing of them to train on, so units are not those of unit_ids "
+                "or of consecutive examples: leave these examples out, or give a larger max_length"
+            )
 
     def _refuse(self, model: Any, args: Any, privacy: Any, given: dict) -> None:
         name, config = type(self).__name__, self._config
@@ -45,16 +65,14 @@ class _PrivateTRLTrainer(PrivateTrainer):
             )
         refuse_dataset(given.get("train_dataset"), name)
         columns = getattr(given["train_dataset"], "column_names", ())
-        for is_given, what, why in (
+        refuse_arguments(args, [
             (args.activation_offloading, "activation_offloading=True",
              "activations are kept for the gradients of samples: gradient_checkpointing=True saves "
              "memory"),
             (bool(args.router_aux_loss_coef), f"router_aux_loss_coef={args.router_aux_loss_coef}",
              "it balances experts over the tokens of the batch: router_aux_loss_coef=0.0"),
-            *type(self)._refused(args),
-        ):  # fmt: skip
-            if is_given:
-                raise ValueError(f"{config.__name__}({what}): {why}")
+            *type(self)._refused(args, privacy),
+        ])  # fmt: skip
         adapters = given.get("peft_config") or getattr(model, "active_peft_config", None)
         if getattr(adapters, "is_prompt_learning", False):
             raise ValueError(
@@ -73,20 +91,6 @@ class _PrivateTRLTrainer(PrivateTrainer):
             logs.update({name: sum(values) / len(values) for name, values in self._noted.items()})
             self._noted.clear()
         super().log(logs, start_time)
-
-    def _refuse_prepared(self, examples: int) -> None:
-        """Raises ValueError for what the trainer has made of its model and data."""
-        if self.aux_loss_enabled:
-            raise ValueError(
-                "the loss of this model balances experts over the tokens of the batch: give "
-                f"{self._config.__name__}(router_aux_loss_coef=0.0)"
-            )
-        if _has_units(self.privacy) and len(self.train_dataset) != examples:
-            raise ValueError(
-                f"{examples - len(self.train_dataset)} examples of train_dataset were left out, as "
-                "max_length leaves nothing of them to train on, so units are not those of unit_ids "
-                "or of consecutive examples: leave these examples out, or give a larger max_length"
-            )
 
 
 def _has_units(privacy: PrivacyArguments) -> bool:
@@ -134,28 +138,18 @@ class PrivateSFTTrainer(_PrivateTRLTrainer, SFTTrainer):
     """
 
     @staticmethod
-    def _refused(args: Any) -> list[tuple[bool, str, str]]:
+    def _refused(args: Any, privacy: Any) -> list[tuple[bool, str, str]]:
         each = "each sample needs rows of its own"
         return [
             (args.packing, "packing=True",
              f"{each}: leave it out; max_length truncates a sample, and longer texts are cut "
              "before, into examples of one unit, PrivacyArguments(examples_per_unit=.., "
              "unit_ids=..)"),
+            (_has_units(privacy) and args.shuffle_dataset, "shuffle_dataset=True",
+             "units are told by the order of train_dataset: leave it out, batches are random "
+             "samples"),
             (args.padding_free, "padding_free=True", f"{each}: leave it out"),
         ]  # fmt: skip
-
-    def __init__(
-        self, model: Any = None, args: Any = None, *, privacy: Any = None, **given: Any
-    ) -> None:
-        self._refuse(model, args, privacy, given)
-        if _has_units(privacy) and args.shuffle_dataset:
-            raise ValueError(
-                "SFTConfig(shuffle_dataset=True): units are told by the order of train_dataset: "
-                "leave it out, batches are random samples"
-            )
-        self._noted = {}
-        super().__init__(model=model, args=args, privacy=privacy, **given)
-        self._refuse_prepared(len(given["train_dataset"]))
 
     def _loss_per_sample(self) -> Callable[..., Any]:
         return super()._loss_per_sample() or self._losses
@@ -205,7 +199,7 @@ class PrivateDPOTrainer(_PrivateTRLTrainer, DPOTrainer):
     _config = DPOConfig
 
     @staticmethod
-    def _refused(args: Any) -> list[tuple[bool, str, str]]:
+    def _refused(args: Any, privacy: Any) -> list[tuple[bool, str, str]]:
         mixing = [name for name in args.loss_type if name not in LOSSES]
         return [
             (bool(mixing), f"loss_type={mixing}",
@@ -244,9 +238,9 @@ class PrivateDPOTrainer(_PrivateTRLTrainer, DPOTrainer):
         is_adapted = given.get("peft_config") is not None or hasattr(model, "active_peft_config")
         if ref_model is None and not is_adapted and not args.precompute_ref_log_probs:
             ref_model = copy.deepcopy(model)
-        self._noted = {}
-        super().__init__(model=model, ref_model=ref_model, args=args, privacy=privacy, **given)
-        self._refuse_prepared(len(given["train_dataset"]))
+        super().__init__(
+            model=model, args=args, privacy=privacy, **given | {"ref_model": ref_model}
+        )
 
     def get_train_dataloader(self) -> DataLoader:
         """Returns a plain loader of pairs: each tensor is [pairs, 2, ..], the chosen one first."""

@@ -3,6 +3,5 @@
 Files:
 
     private_loss  a batch's losses as one number, whose `backward` clips
-    in_network    lets `model(**batch).loss` be one
-    reductions    means and sums over a batch, taken for each sample instead
+    in_network    lets `model(**batch).loss` be one: its means are taken for each sample
 """

@@ -15,19 +15,30 @@ The second one looks at each call of torch, so it is left alone once the first o
 not reach into compiled code.
 """
 
+import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened
 from dp_clipping.losses.private_loss import PrivateLoss
-from dp_clipping.losses.reductions import PerSampleReductions
 from dp_clipping.profiling.profile import NOTHING
 
 OF_BATCH = "num_items_in_batch"
+OF_CLASSES = (F.cross_entropy, F.nll_loss)
+FUNCTIONS = (
+    *OF_CLASSES, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)  # fmt: skip
+SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONS}
 
 
 class LossInNetwork:
@@ -49,9 +60,11 @@ class LossInNetwork:
     def per_sample(self, kwargs: Mapping[str, Any]) -> AbstractContextManager:
         """Returns a context in which a forward with these arguments returns losses [B], if any."""
         self._count = 0
-        if not (self._batch_first and _has_labels(kwargs)):
-            return NOTHING
-        return self._all_exchanged()
+        has_labels = any(
+            isinstance(value, Tensor) and ("label" in name or name.endswith("_positions"))
+            for name, value in kwargs.items()
+        )
+        return self._all_exchanged() if self._batch_first and has_labels else NOTHING
 
     @contextmanager
     def _all_exchanged(self) -> Iterator[None]:
@@ -68,20 +81,26 @@ class LossInNetwork:
         elif self._looks_inside:
             self._count = mode.count
 
-    def wrapped(self, outputs: Any, losses: Callable[[Tensor], PrivateLoss], size: int) -> Any:
-        """Returns outputs whose `loss`, or first entry of a tuple, is a private loss.
+    def wrapped(self, outputs: Any, step: Any, private: Callable[..., PrivateLoss]) -> Any:
+        """Returns outputs whose `loss`, or first entry of a tuple, is made `private(losses=..)`.
 
-        Outputs in which there is no loss of `size` samples are returned as they are.
+        Outputs in which there is no loss of the step's samples are returned as they are.
         """
-        found = _loss_of(outputs) if self._count else None
-        if not isinstance(found, Tensor) or found.shape != (size,):
-            return outputs
-        if isinstance(outputs, tuple) and not hasattr(outputs, "loss"):
-            return (losses(found), *outputs[1:])
-        if isinstance(outputs, Mapping) and not hasattr(outputs, "loss"):
-            outputs["loss"] = losses(found)  # type: ignore[index]
+        put: Callable[[PrivateLoss], None] | None = None
+        if hasattr(outputs, "loss"):
+            found, put = outputs.loss, partial(setattr, outputs, "loss")
+        elif isinstance(outputs, Mapping):
+            found, put = outputs.get("loss"), partial(operator.setitem, outputs, "loss")
         else:
-            outputs.loss = losses(found)
+            found = outputs[0] if isinstance(outputs, tuple) and outputs else None
+        size = 0 if step.is_empty else step.rows
+        if not self._count or not isinstance(found, Tensor) or found.shape != (size,):
+            return outputs
+        step.look_at(found)
+        loss = private(losses=found)
+        if put is None:
+            return (loss, *outputs[1:])
+        put(loss)
         return outputs
 
     def _note_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -121,16 +140,68 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
         yield from _owners(child)
 
 
-def _has_labels(kwargs: Mapping[str, Any]) -> bool:
-    return any(
-        isinstance(value, Tensor) and ("label" in name or name.endswith("_positions"))
-        for name, value in kwargs.items()
-    )
+class PerSampleReductions(TorchFunctionMode):
+    """A context in which losses of `torch.nn.functional` return one value per sample.
+
+    The mean is over a sample's own entries: of `cross_entropy` over its targets that are not
+    `ignore_index`, weighted by the weights of their classes if there are some; 0 without any.
+    Inputs may be flattened, sample after sample: [B·T, V] beside targets [B·T]. What has another
+    number of entries than a multiple of B is left as it is.
+
+    Args:
+        batch_size: called for B, the number of samples of the forward that runs.
+
+    Attributes:
+        count: reductions so far.
+    """
+
+    def __init__(self, batch_size: Callable[[], int]):
+        super().__init__()
+        self._batch_size = batch_size
+        self.count = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        signature = SIGNATURES.get(function)
+        if signature is None:
+            return function(*args, **(kwargs or {}))
+        bound = signature.bind(*args, **(kwargs or {}))
+        bound.apply_defaults()
+        found = per_sample(function, bound.arguments, self._batch_size())
+        if found is None:
+            return function(*args, **(kwargs or {}))
+        self.count += 1
+        return found
 
 
-def _loss_of(outputs: Any) -> Any:
-    if hasattr(outputs, "loss"):
-        return outputs.loss
-    if isinstance(outputs, Mapping):
-        return outputs.get("loss")
-    return outputs[0] if isinstance(outputs, tuple) and outputs else None
+def per_sample(function: Any, arguments: dict[str, Any], batch_size: int) -> Tensor | None:
+    """Returns a loss [B]; None: it is not reduced, or its entries are not those of B samples.
+
+    Args:
+        function: one of `FUNCTIONS`.
+        arguments: all of its arguments by name.
+    """
+    reduction = arguments["reduction"]
+    if reduction not in ("mean", "sum") or arguments.get("size_average") is not None:
+        return None
+    losses = function(**{**arguments, "reduction": "none"})
+    if not batch_size or losses.numel() % batch_size:
+        return None
+    total = losses.reshape(batch_size, -1).sum(1)
+    if reduction == "sum":
+        return total
+    counted = _counted(function, arguments, losses).reshape(batch_size, -1).sum(1)
+    return total / torch.where(counted > 0, counted, 1)
+
+
+def _counted(function: Any, arguments: dict[str, Any], losses: Tensor) -> Tensor:
+    """Returns how much each entry counts in a mean, in the shape of the losses."""
+    target = arguments["target"]
+    if function not in OF_CLASSES or target.is_floating_point():
+        return torch.ones_like(losses)
+    counts = target != arguments["ignore_index"]
+    weight = arguments["weight"]
+    if weight is None:
+        return counts.to(losses.dtype)
+    return weight[target.where(counts, 0)].to(losses.dtype) * counts

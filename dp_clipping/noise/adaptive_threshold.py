@@ -128,7 +128,7 @@ class AdaptiveThreshold:
         """Sets the thresholds of the next step. Once a step, also for an empty batch.
 
         Args:
-            squares: squared norms [K, G] of the global batch (`global_norms.GlobalNorms.wait()`),
+            squares: squared norms [K, G] of the global batch (`NormReducer.gather`),
                 the same on every rank, of a step that was clipped by the present limits. What is
                 not finite counts as above.
             step: number of the step, part of the key of the noise as in the optimizer.

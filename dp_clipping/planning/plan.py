@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from dp_clipping.modes import REFERENCE_MODE
 from dp_clipping.planning.cost_model import (
     ACCUMULATE,
     ALGORITHMS,
@@ -203,9 +204,23 @@ class Plans:
     saved: dict[tuple, int] = field(default_factory=Recent)
     last: Plan | None = None
 
+    def table(self, mode: str, slow: Mapping[str, str | None]) -> str:
+        """Returns the last plan's table, and which modules run one sample after another, and why.
+
+        Raises:
+            RuntimeError: there is neither.
+        """
+        parts = [] if self.last is None else [self.last.table(), ""]
+        parts += [f"{name}: one sample after another: {why}" for name, why in slow.items() if why]
+        if not parts:
+            raise RuntimeError(
+                f"mode {mode} has no plan: choose grad_sample_mode={' or '.join(REFERENCE_MODE)} "
+                "and parameters that have fused kernels, and call plan_table() after "
+                "loss.backward()"
+            )
+        return "\n".join(parts).rstrip()
+
     def forget(self) -> None:
         """Drops what is known about networks with other shapes."""
-        self.known.clear()
-        self.of_calls.clear()
-        self.measured.clear()
-        self.saved.clear()
+        for known in (self.known, self.of_calls, self.measured, self.saved):
+            known.clear()

@@ -4,5 +4,4 @@ Files:
 
     profile               times of a step's phases and layers, and its norms
     metrics               metrics of each step, for a callback of the user's
-    timer                 the ranges that a step enters, timed or only labelled
 """

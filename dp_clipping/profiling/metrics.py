@@ -9,17 +9,6 @@ from torch import Tensor
 UNPROTECTED = ("loss", "samples", "clipped_fraction", "median_norm", "nonfinite_samples")
 
 
-def check_unprotected(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names. Raises ValueError for an unknown one."""
-    names = (names,) if isinstance(names, str) else tuple(names)
-    for name in names:
-        if name not in UNPROTECTED:
-            raise ValueError(
-                f"unprotected={name!r} is unknown: choose from {', '.join(UNPROTECTED)}"
-            )
-    return names
-
-
 class StepMetrics:
     """Calls `call(metrics)` after a step of the optimizer, on every rank.
 
@@ -37,8 +26,13 @@ class StepMetrics:
         unprotected: Sequence[str],
         every: int,
     ):
-        self.call, self.epsilon = call, epsilon
-        self.unprotected, self.every = check_unprotected(unprotected), every
+        self.call, self.epsilon, self.every = call, epsilon, every
+        self.unprotected = (unprotected,) if isinstance(unprotected, str) else tuple(unprotected)
+        for name in self.unprotected:
+            if name not in UNPROTECTED:
+                raise ValueError(
+                    f"unprotected={name!r} is unknown: choose from {', '.join(UNPROTECTED)}"
+                )
 
     def attach(self, model: Any, optimizer: Any) -> None:
         """Starts to call `call` after each step of the optimizer."""
@@ -72,39 +66,27 @@ class StepMetrics:
         if set(self.unprotected) - {"loss"}:
             statistics = model.norm_statistics()
             norms = model.gather_norms().wait().sum(0).sqrt()
+            finite = norms[norms.isfinite()]
             found = {
                 "samples": statistics.samples,
                 "clipped_fraction": statistics.clipped_fraction,
-                "median_norm": _median(norms[norms.isfinite()]),
+                "median_norm": float(finite.median()) if finite.numel() else 0.0,
                 "nonfinite_samples": statistics.nonfinite,
             }
         if "loss" in self.unprotected:
-            found["loss"] = mean_loss(model)
+            reducer, kept = model.step_context.reducer, model.step_state.losses
+            here = torch.stack(kept).sum(0) if kept else torch.zeros(2, dtype=torch.float64)
+            table = here.to(device=reducer.device, dtype=torch.float64)
+            what = "the losses of a step"
+            total, count = reducer.data.sum(table, what, "async").wait().tolist()
+            found["loss"] = total / max(1.0, count)
         return {name: found[name] for name in self.unprotected}
 
 
-def mean_loss(model: Any) -> float:
-    """Returns the mean loss of the step's samples of all ranks; 0 without any."""
-    reducer, kept = model.step_context.reducer, model.step_state.losses
-    here = torch.stack(kept).sum(0) if kept else torch.zeros(2, dtype=torch.float64)
-    table = here.to(device=reducer.device, dtype=torch.float64)
-    total, count = reducer.data.sum(table, "the losses of a step", "async").wait().tolist()
-    return total / max(1.0, count)
-
-
-def loss_and_count(losses: Tensor, real: int, padding: Tensor | None) -> Tensor:
-    """Returns the sum of the losses of a batch, and how many they are: [2].
-
-    Args:
-        real: so many are of samples, the first ones.
-        padding: True for those that are of none, in its place.
-    """
-    losses = losses.detach().double()
+def loss_and_count(private_step: Any, losses: Tensor) -> Tensor:
+    """Returns the sum of the losses of a step's samples, and how many they are: [2]."""
+    losses, padding = losses.detach().double(), private_step.without_loss
     if padding is not None:
         return torch.stack([losses.masked_fill(padding, 0).sum(), (~padding).sum().double()])
-    losses = losses[:real]
+    losses = losses[: private_step.real]
     return torch.stack([losses.sum(), losses.new_tensor(float(len(losses)))])
-
-
-def _median(norms: Tensor) -> float:
-    return float(norms.median()) if norms.numel() else 0.0

@@ -20,9 +20,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -76,14 +76,6 @@ class Nothing(AbstractContextManager[None]):
 NOTHING = Nothing()
 
 
-def is_on() -> bool:
-    """Raises ValueError for a value of the variable that is neither 0 nor 1."""
-    value = os.environ.get(SWITCH, "0") or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH}={value!r} is neither 1 (on) nor 0 (off)")
-    return value == "1"
-
-
 def switch_on() -> None:
     """Turns profiling on for models made from now on, here and in processes started from here."""
     os.environ[SWITCH] = "1"
@@ -95,31 +87,15 @@ def profile_of(device: torch.device, hide_unprotected: bool, alone: bool) -> Pro
     With `hide_unprotected` it is off: how often a range runs in a step, and how long it takes, tell
     the size of the Poisson batch.
     """
-    if not is_on():
+    value = os.environ.get(SWITCH, "0") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH}={value!r} is neither 1 (on) nor 0 (off)")
+    if value == "0":
         return None
     if hide_unprotected:
         LOG.warning("%s=1 does nothing with hide_unprotected=True: times tell batch sizes", SWITCH)
         return None
     return Profile(device, alone)
-
-
-def ranged(name: str) -> Callable:
-    """Decorates a method of an object with `.profile`: times it as a range, unless that is None.
-
-    Traces are not labelled: those who call the method do it, with the switch on or off.
-    """
-
-    def decorate(method: Callable) -> Callable:
-        @wraps(method)
-        def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.profile is None:
-                return method(self, *args, **kwargs)
-            with self.profile.range(name, is_labelled=False):
-                return method(self, *args, **kwargs)
-
-        return inside
-
-    return decorate
 
 
 class Profile:
@@ -148,7 +124,27 @@ class Profile:
         """Returns a context whose time is taken, and which has a label in a profiler's trace."""
         if not self.is_on or (self.alone and name in TRAVEL):
             return NOTHING
-        return _Span(self, name, is_labelled)
+        return self._timed(name, is_labelled)
+
+    @contextmanager
+    def _timed(self, name: str, is_labelled: bool) -> Iterator[None]:
+        # A label costs more than both marks.
+        with record_function(name) if is_labelled and is_profiling() else NOTHING:
+            span = _Span(name, self._inner[-1] if self._inner else None, self._clock.mark())
+            self._spans.append(span)
+            self._inner.append(span)
+            try:
+                yield
+            finally:
+                span.end = self._clock.mark()
+                is_abandoned = not self._inner
+                if not is_abandoned:
+                    self._inner.pop()
+        if name == LAST and not is_abandoned:
+            self._unread.append((self._spans, self._norms))
+            self._spans, self._norms = [], []
+            if len(self._unread) > KEPT:  # long over: its events are read without waiting
+                self._read(*self._unread.popleft(), with_norms=False)
 
     def note_norms(self, before: Tensor | None, after: Tensor) -> None:
         """Records squared norms [K, B] of one backward.
@@ -162,12 +158,6 @@ class Profile:
     def abandon(self) -> None:
         """Drops the step that is under way: it has failed, or its sums are dropped."""
         self._spans, self._inner, self._norms = [], [], []
-
-    def _close_step(self) -> None:
-        self._unread.append((self._spans, self._norms))
-        self._spans, self._norms = [], []
-        if len(self._unread) > KEPT:  # long over: its events are read without waiting
-            self._read(*self._unread.popleft(), with_norms=False)
 
     # ---- what a user calls ----------------------------------------------------------------------
 
@@ -250,15 +240,14 @@ class Profile:
 
     def _read(self, spans: list[_Span], norms: list[dict], with_norms: bool) -> None:
         ranges: dict[str, dict[str, float]] = {}
-        taken = [self._clock.milliseconds(span.start, span.end) for span in spans]
-        inside = [0.0] * len(spans)
-        for span, ms in zip(spans, taken, strict=True):
+        for span in spans:
+            span.ms = self._clock.milliseconds(span.start, span.end)
             if span.outer is not None:
-                inside[span.outer] += ms
-        for span, ms, rest in zip(spans, taken, inside, strict=True):
+                span.outer.inside += span.ms
+        for span in spans:
             one = ranges.setdefault(span.name, {"ms": 0.0, "own_ms": 0.0, "calls": 0})
-            one["ms"] += ms
-            one["own_ms"] += ms - rest
+            one["ms"] += span.ms
+            one["own_ms"] += span.ms - span.inside
             one["calls"] += 1
         self._clock.release([mark for span in spans for mark in (span.start, span.end)])
         looked = [
@@ -267,36 +256,67 @@ class Profile:
         self._steps.append({"ranges": ranges, "norms": looked})
 
 
-class _Span(AbstractContextManager):
-    """One range, from its entry to its exit."""
+class Timer:
+    """Labels the phases in the trace that a profiler records, and times them with the switch on.
 
-    __slots__ = ("_is_labelled", "_label", "_profile", "end", "name", "number", "outer", "start")
+    Args:
+        profile: the profile of the model's steps; None: the switch is off.
+    """
 
-    def __init__(self, profile: Profile, name: str, is_labelled: bool):
-        self._profile, self.name, self._is_labelled = profile, name, is_labelled
+    def __init__(self, profile: Profile | None):
+        self._profile = profile
 
-    def __enter__(self) -> _Span:
-        profile = self._profile
-        self._label = None  # it costs more than both marks
-        if self._is_labelled and is_profiling():
-            self._label = record_function(self.name)
-            self._label.__enter__()
-        self.outer = profile._inner[-1].number if profile._inner else None
-        self.number = len(profile._spans)
-        profile._spans.append(self)
-        profile._inner.append(self)
-        self.start = profile._clock.mark()
-        return self
+    def phase(self, name: str) -> AbstractContextManager:
+        """Returns a context for a phase of a step, which has a label while a profiler records."""
+        if self._profile is not None:
+            return self._profile.range(name)
+        return record_function(name) if is_profiling() else NOTHING
 
-    def __exit__(self, kind: Any, *error: Any) -> None:
-        profile = self._profile
-        self.end = profile._clock.mark()
-        if self._label is not None:
-            self._label.__exit__(kind, *error)
-        if profile._inner:  # else it has been abandoned
-            profile._inner.pop()
-            if self.name == LAST and kind is None:
-                profile._close_step()
+    def part(self, name: str, is_labelled: bool = True) -> AbstractContextManager:
+        """Times a part of a phase; without the switch, or by request, it has no label."""
+        return NOTHING if self._profile is None else self._profile.range(name, is_labelled)
+
+    def around_each(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+        """Returns a function that takes several things, timed as `part` times."""
+        if self._profile is None:
+            return function
+
+        def timed(several: Iterable[Any]) -> None:
+            for one in several:  # which may be formed only now
+                with self.part(name):
+                    function([one])
+
+        return timed
+
+    def labels_layers(self) -> bool:
+        """Returns whether `layers` does anything now."""
+        return self._profile is not None or is_profiling()
+
+    def layers(self, what: str, parameters: Iterable[Any]) -> AbstractContextManager:
+        """Labels and times work `{what}/{layer}` (`+` between layers), as a phase."""
+        return self.phase(f"{what}/{'+'.join([p.name for p in parameters])}")
+
+    def note_norms(self, own: Callable[[], Tensor | None], squared: Tensor) -> None:
+        """Records norms [K, B] with the switch on; `own`: those of this rank's parts."""
+        if self._profile is not None:
+            self._profile.note_norms(own(), squared)
+
+    def abandon(self) -> None:
+        """Drops the step that is under way: it has failed, or its sums are dropped."""
+        if self._profile is not None:
+            self._profile.abandon()
+
+
+@dataclass(eq=False)
+class _Span:
+    """One range, from its entry to its exit, inside of another one."""
+
+    name: str
+    outer: _Span | None
+    start: Any
+    end: Any = None
+    ms: float = 0.0
+    inside: float = 0.0  # ms of the ranges in it
 
 
 class _HostClock:

@@ -14,9 +14,9 @@ from dp_clipping.accounting.pld import PLDAccountant, interface
 from dp_clipping.accounting.proofs import options_of
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.tradeoff import Curve, curve_of
-from dp_clipping.arguments.checks import check, checked
+from dp_clipping.arguments.checks import checked
 from dp_clipping.checkpoint.run import PrivateRun
-from dp_clipping.kinds import Argument, by_name, instance_of, is_count, shown
+from dp_clipping.kinds import Argument, instance_of, is_count, shown
 from dp_clipping.layers.registered.registry import is_registered
 from dp_clipping.profiling.metrics import StepMetrics
 from dp_clipping.runs.steps import (
@@ -85,14 +85,13 @@ class Accounts:
             )
         return accountant
 
-    @by_name("engine.get_epsilon(delta=1e-5)")
+    @checked("engine.get_epsilon(delta=1e-5)")
     def get_epsilon(self, delta: float) -> float:
         """Returns ε spent so far at this δ; infinite if a step had no noise (as in mode `no_dp`).
 
         Raises ValueError unless 0 < δ < 1; it should be far below one over the number of samples.
         Warns with accountant `"gdp"`, whose ε is an approximation that may be below the true one.
         """
-        check("delta", delta)
         if self._runs:
             self._warn_of_delta(delta, self._runs[-1].units, 3)
         if any(run.keys.fixed for run in self._runs):
@@ -158,7 +157,6 @@ class Accounts:
 
         Steps that are made again, as after a load, are in the account already.
         """
-        check("delta", delta)
         Argument("a whole number of steps", is_count).check("steps", steps)
         run = self._run_with(optimizer)
         if not run.keys.fixed:
@@ -169,7 +167,7 @@ class Accounts:
         parts[run.keys.fingerprint] = first, joined(part, more if steps > 0 else [])
         return self._epsilon_of([part for _, part in parts.values()], delta)
 
-    @by_name("engine.privacy_statement(delta=1e-5)")
+    @checked("engine.privacy_statement(delta=1e-5)")
     def privacy_statement(self, delta: float) -> PrivacyStatement:
         """Returns the guarantee at this δ with all that it depends on: `print` it.
 
@@ -205,7 +203,7 @@ class Accounts:
             is_adaptive=run.optimizer.adaptive_threshold is not None,
         )  # fmt: skip
 
-    @checked
+    @checked()
     def on_step(
         self,
         call: Callable[[dict[str, Any]], object],

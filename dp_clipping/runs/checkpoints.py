@@ -19,7 +19,7 @@ from dp_clipping.runs.accounts import Accounts
 class Checkpoints(Accounts):
     """Saves a run with the account, and continues it."""
 
-    @checked
+    @checked()
     def save_checkpoint(
         self,
         *,
@@ -75,7 +75,7 @@ class Checkpoints(Accounts):
         )
         checkpoint.save(snapshot, checkpoint_dict or {})
 
-    @checked
+    @checked()
     def load_checkpoint(
         self,
         *,

@@ -15,7 +15,7 @@ PRIVATE_SIZE = (
     "epsilon takes the number of samples as public, because {} of this training came from it: "
     "if it is private, give {} (docs/sharp_edges.md says how)"
 )
-TO_STEP = 7  # frames from `Accounts._count` to the user's call of `optimizer.step()`
+TO_STEP = 5  # frames from `Accounts._count` to the user's call of `optimizer.step()`
 OTHER_BATCH = (
     "the batch of this step did not come from the data_loader that make_private returned with this "
     "model: it is no batch of sampling={sampling!r}, and the ε that is stated does not hold; use "

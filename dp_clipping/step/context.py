@@ -15,8 +15,7 @@ from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.modes import Policy
 from dp_clipping.planning.plan import Plans
-from dp_clipping.profiling.profile import Profile, profile_of
-from dp_clipping.profiling.timer import Timer
+from dp_clipping.profiling.profile import Profile, Timer, profile_of
 
 
 @dataclass(frozen=True)

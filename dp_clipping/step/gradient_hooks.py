@@ -12,13 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork
-from dp_clipping.torch_compat import (
-    GRADIENT_HOOKS,
-    accumulation_hooks,
-    put_gradient_hooks,
-    take_gradient_hooks,
-    with_gradient_hooks,
-)
+from dp_clipping.torch_compat import accumulation_hooks, gradient_hooks, set_gradient_hooks
 
 INSTEAD = "change .grad between optimizer.pre_step() and optimizer.step()"
 
@@ -40,7 +34,7 @@ class GradientHooks:
 
     def __init__(self, capture: CapturedNetwork, is_wrapped: bool, is_divided: bool):
         self._capture, self._is_wrapped = capture, is_wrapped
-        hooked = with_gradient_hooks(capture.parameters)
+        hooked = list(filter(gradient_hooks, capture.parameters))
         if hooked and is_divided:
             raise ValueError(
                 f"{self._names(hooked)} has a hook of Tensor.register_hook, which would be called "
@@ -53,7 +47,9 @@ class GradientHooks:
                 "not called in private training, where autograd accumulates nothing: use "
                 f"Tensor.register_hook, which is called with the noisy gradient, or {INSTEAD}"
             )
-        self.taken: dict[Parameter, dict[int, Any]] = {p: take_gradient_hooks(p) for p in hooked}
+        self.taken: dict[Parameter, dict[int, Any]] = {p: gradient_hooks(p) for p in hooked}
+        for parameter in hooked:
+            set_gradient_hooks(parameter, None)
         self._others: list[dict] = []
 
     def note(self) -> None:
@@ -64,9 +60,9 @@ class GradientHooks:
     def refuse_later(self) -> None:
         """Raises RuntimeError if a parameter has been given a hook since `make_private`."""
         parameters = self._capture.parameters
-        if any(map(GRADIENT_HOOKS, parameters)) or sum(map(len, self._others)) > self._count:
+        if any(map(gradient_hooks, parameters)) or sum(map(len, self._others)) > self._count:
             counts = map(len, self._accumulated())
-            found = with_gradient_hooks(parameters)
+            found = list(filter(gradient_hooks, parameters))
             found += [p for p, n in zip(parameters, counts, strict=False) if n > 1]
             raise RuntimeError(
                 f"{self._names(found)} was given a hook after make_private, which is not called "
@@ -86,13 +82,14 @@ class GradientHooks:
     def remove(self) -> None:
         """Puts the hooks back on the parameters."""
         for parameter, hooks in self.taken.items():
-            put_gradient_hooks(parameter, hooks)
+            hooks.update(gradient_hooks(parameter) or {})  # later ones come after them
+            set_gradient_hooks(parameter, hooks)
 
     def _accumulated(self) -> list[dict]:
         """Returns the hooks after accumulation of each parameter; [] where others may have some."""
         if self._is_wrapped:
             return []
-        return [hooks or {} for hooks in accumulation_hooks(self._capture.parameters)]
+        return [hooks or {} for hooks in map(accumulation_hooks, self._capture.parameters)]
 
     def _names(self, parameters: list[Parameter]) -> str:
         return ", ".join(self._capture.names[p] for p in parameters[:5])

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork
-from dp_clipping.distributed.awaited import REMEDY
-from dp_clipping.distributed.gradient_reduce import ShardedSums
+from dp_clipping.distributed.gradient_reduce import REMEDY, ShardedSums
 from dp_clipping.distributed.placement import Piece
 from dp_clipping.step.state import StepState
 from dp_clipping.torch_compat import version_of

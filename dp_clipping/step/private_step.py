@@ -6,7 +6,7 @@
     sum        Σ_i c_i G_i of each parameter, passed on as soon as it is final
 
 In a profiler's trace these are `norm_pass`, `clip_coefficients` and `weighted_sum`; within them
-`norm/{how}/{layer}` and `sum/{layer}` (`profiling.timer`).
+`norm/{how}/{layer}` and `sum/{layer}` (`profiling.profile`).
 
 Bookkeeping modes keep what layers deliver and sum it afterwards: one backward. Two-pass modes keep
 nothing and run backward a second time. Neither computes a non-private weight gradient.

@@ -21,7 +21,6 @@ from dp_clipping.torch_compat import (
     TorchDispatchMode,
     WeakStorage,
     address_of_storage,
-    is_dtype_cast,
     tensors_in,
 )
 
@@ -90,7 +89,7 @@ class Routing(TorchDispatchMode):
                 self._mark(y)
                 if how or self._has_places:
                     self._note(y, how, given, name == "view" and y.shape[:1] == (self._rows,))
-        if is_dtype_cast(function) and args[0].is_floating_point():
+        if packet.__name__ == "_to_copy" and args[0].is_floating_point():
             self.checks_values |= not (result.is_floating_point() or result.is_complex())
         self.checks_values |= packet.__name__ in OF_SOME_NUMBERS
         return result
@@ -176,7 +175,7 @@ def _is_mask(index: Tensor) -> bool:
 def _address(x: Tensor) -> int | None:
     """Returns what tells the memory of a tensor from others; None: it has none of its own."""
     plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided
-    return address_of_storage(x) if plain and not x.is_meta else None
+    return address_of_storage(x.untyped_storage()) if plain and not x.is_meta else None
 
 
 def _place(x: Tensor) -> tuple:

@@ -2,12 +2,11 @@
 
 import logging
 
-from dp_clipping import modes
 from dp_clipping.modes import say_plain
 
 
-def test_a_mode_without_kernels_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(modes, "_said", set())
+def test_a_mode_without_kernels_says_so_once(caplog):
+    say_plain.cache_clear()
     with caplog.at_level(logging.INFO, "dp_clipping.modes"):
         for mode in ("flash", "flash", "flash_bookkeeping"):
             say_plain(mode)

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import PrivacyEngine
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
+from dp_clipping.arguments.sampled import Sampled
 from tests.dp_clipping.conftest import assert_close, gradients_of
 from tests.support import engine as runs
 from tests.support import zoo
@@ -213,6 +214,12 @@ class TestAccount:
         assert statement.sample_rate == 1 / 3  # 6 units, of which the last has two examples
         assert run.engine.accountant.history == [(1.0, 1 / 3, 3)]
         assert run.optimizer.expected_batch_size == 2.0
+
+    def test_the_account_has_the_rate_of_units_of_any_size(self):
+        loader = DataLoader(TensorDataset(torch.arange(float(SAMPLES))), batch_size=2 * MOST)
+        drawn = {"unit_ids": IDS, "examples_per_unit": 6, "examples_per_step": MOST}
+        assert len(loader) == 3
+        assert Sampled.of(drawn, data_loader=loader).rates == (1 / 4, 4)  # 7 or 8 units, 2 a batch
 
     def test_the_divisor_is_of_units(self):
         net = network()

@@ -40,10 +40,13 @@ from ddp_by_hand.lm.rank_pool import Context
 from ddp_by_hand.lm.runtime import Hardware
 from ddp_by_hand.measure.options import parse_options
 from dp_clipping.clipping.norms import Norms
-from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.gradient_reduce import ShardedSums
-from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
-from dp_clipping.distributed.split_norms import SplitNorms
+from dp_clipping.distributed.norm_reduce import (
+    NORM_REDUCTIONS,
+    NormReducer,
+    PendingReduce,
+    SplitNorms,
+)
 from dp_clipping.noise import add_noise
 from dp_clipping.profiling.profile import SWITCH
 from dp_clipping.step import private_step
@@ -208,7 +211,8 @@ BREAKS = {  # what is replaced on a rank, by what, where, and what is said
         "tensor", "a norm is off by",
     ),
     "norms differ by less than any tolerance": (
-        GlobalNorms, "wait", lambda right, rank: lambda self: right(self) * (1 + 1e-6 * rank),
+        NormReducer, "gather",
+        lambda right, rank: lambda *own: PendingReduce(right(*own).wait() * (1 + 1e-6 * rank)),
         "data", "ranks have different norms",
     ),
 }  # fmt: skip

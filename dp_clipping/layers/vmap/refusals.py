@@ -49,7 +49,7 @@ def refusal_of(error: RuntimeError, name: str, module: nn.Module) -> ValueError 
     first_line = str(error).partition("\n")[0]
     return ValueError(
         f"{name or 'the network'} ({type(module).__name__}) cannot be run under torch.vmap, "
-        f"so its per-sample gradients are not to be had ({_place_of(error)}{first_line}); leave "
+        f"so its per-sample gradients are not to be had ({place_of(error)}{first_line}); leave "
         "out what needs numbers or new shapes: torch.where(condition, a, b) in place of if, y * "
         "mask in place of y[mask], no item(), numpy(), tolist(), nonzero(), data_ptr(), copies of "
         "y or hooks on it, no y written into a tensor made before; or let parameters of its own be "
@@ -62,7 +62,7 @@ def refusal_of(error: RuntimeError, name: str, module: nn.Module) -> ValueError 
 def reason_of(error: BaseException) -> str:
     """Returns why a module does not run under vmap: the line of its code, and the error's."""
     lines = str(error).splitlines() or [type(error).__name__]
-    return f"torch.vmap cannot run it ({_place_of(error)}{lines[0]})"
+    return f"torch.vmap cannot run it ({place_of(error)}{lines[0]})"
 
 
 def recomputed(who: str) -> ValueError:
@@ -95,7 +95,7 @@ def recomputation_of(error: BaseException, kinds: Iterable[str]) -> ValueError |
     )
 
 
-def _place_of(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """Returns the last line of code outside of libraries that has led to an error."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
@@ -141,7 +141,7 @@ def escape_of(error: BaseException) -> ValueError | None:
         return None
     return ValueError(
         "an attribute or a variable holds what a module under torch.vmap has computed of one "
-        f"sample, and code outside of that module uses it ({_place_of(error)}no such tensor is "
+        f"sample, and code outside of that module uses it ({place_of(error)}no such tensor is "
         "valid there): return it from the module's forward, as return y, attention, in place of "
         "self.attention = attention"
     )

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.norms import Norms
-from dp_clipping.distributed.norm_reduce import Layerwise
-from dp_clipping.distributed.split_norms import SplitNorms
+from dp_clipping.distributed.norm_reduce import Layerwise, SplitNorms
 from dp_clipping.kernels.launch.tiles import on_device
 from dp_clipping.layers.recorder import Trainable
 

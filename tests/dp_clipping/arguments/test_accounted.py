@@ -2,7 +2,7 @@
 
 from dp_clipping import CorrelatedNoise
 from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, ZERO_OUT
-from dp_clipping.arguments.accounted import accounted
+from dp_clipping.arguments.sampled import accounted
 from dp_clipping.sampling.schemes import SAMPLINGS
 
 

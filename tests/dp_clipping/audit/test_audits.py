@@ -185,7 +185,7 @@ class TestRefusals:
             audited(**changes)
 
     def test_unknown_arguments(self):
-        with pytest.raises(TypeError, match="has no argument nois"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'nois"):
             audited(nois=1)
 
     def test_a_private_network(self):
@@ -193,7 +193,7 @@ class TestRefusals:
         arguments = given(net)
         model, *_ = PrivacyEngine().make_private(**arguments)
         for module in (net, model):
-            with pytest.raises(ValueError, match="private already"):
+            with pytest.raises(ValueError, match="is private or prepared already"):
                 PrivacyEngine().audit(**{**arguments, "module": module})
 
     @pytest.mark.parametrize("name", ["ddp_bucketed", "zero2", "fsdp", "fully_shard", "torch"])

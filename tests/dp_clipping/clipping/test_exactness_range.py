@@ -13,8 +13,7 @@ from torch import nn
 from dp_clipping.clipping.accumulation import norms, product_squares
 from dp_clipping.clipping.coefficients import HIGHEST, LOWEST, coefficients
 from dp_clipping.clipping.norms import GRAM_ROUNDING, UNDERFLOW
-from dp_clipping.distributed.norm_reduce import NormReducer
-from dp_clipping.distributed.split_norms import SplitNorms
+from dp_clipping.distributed.norm_reduce import NormReducer, SplitNorms
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from tests.dp_clipping.conftest import MODES, clipped_sums, private, unchecked
 from tests.support import zoo

@@ -7,7 +7,6 @@ import torch
 
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.clipping.statistics import EDGES, norm_statistics
-from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NormReducer
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
@@ -65,7 +64,7 @@ def on_a_rank(context: Context, norms: list[float]):
     reducer = NormReducer(data_parallel_group=context.group)
     start = sum(SIZES[: context.rank])
     mine = torch.tensor(norms[start : start + SIZES[context.rank]])
-    squares = GlobalNorms(reducer, mine.square()[None]).wait()
+    squares = reducer.gather(mine.square()[None]).wait()
     return norm_statistics(squares, [1.0])
 
 

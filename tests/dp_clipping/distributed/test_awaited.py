@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dp_clipping.distributed.awaited import awaited_sum
+from dp_clipping.distributed.gradient_reduce import awaited_sum
 from dp_clipping.torch_compat import version_of
 
 

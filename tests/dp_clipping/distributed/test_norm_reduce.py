@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ddp_by_hand.lm.rank_pool import Context
-from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS, NormReducer, refuse_split_samples
 from tests.support.on_ranks import on_ranks
 
@@ -93,7 +92,7 @@ def test_chunks_do_not_depend_on_what_arrives(context: Context, every: int) -> N
             values += torch.tensor([1.0, 2.0]) * 2.0 ** int(key[1:])
         return values
 
-    sums = reducer.layerwise(order, table, every)
+    sums = reducer.layerwise(order, table, every=every)
     for key in reversed(reached):
         sums.add(key)
     assert sums.launched == 4 // every, "the chunk of p4 and all after it are held back"
@@ -136,7 +135,7 @@ def test_tensor_ranks_have_the_same_samples(context: Context) -> None:
     reducer = reducer_of(context, "data x tensor")
     own = torch.ones(1, 3 if context.rank else 2)  # rank 1 is its tensor-parallel partner
     with pytest.raises(RuntimeError, match="must sample the same batches"):
-        GlobalNorms(reducer, own)
+        reducer.gather(own)
 
 
 @on_ranks(2)
@@ -191,7 +190,7 @@ def late(context: Context) -> None:
         (sums.wait, "tensor-parallel"),
         (lambda: of_tensor["sync"].reduce(table).wait(), "tensor-parallel"),
         (lambda: of_tensor["async"].reduce(table).wait(), "tensor-parallel"),
-        (lambda: GlobalNorms(NormReducer(data_parallel_group=group), table[0]), "data"),
+        (lambda: NormReducer(data_parallel_group=group).gather(table[0]).wait(), "data"),
     ):
         with pytest.raises(RuntimeError, match=f"over the {axis} axis .4 ranks. failed") as lost:
             wait()

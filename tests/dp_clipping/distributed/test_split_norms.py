@@ -6,9 +6,8 @@ import torch
 from torch.nn import Parameter
 
 from dp_clipping.clipping.norms import Norm, Norms
-from dp_clipping.distributed.norm_reduce import NormReducer
+from dp_clipping.distributed.norm_reduce import NormReducer, SplitNorms
 from dp_clipping.distributed.sharding import ParameterPart
-from dp_clipping.distributed.split_norms import SplitNorms
 from tests.dp_clipping.conftest import trained
 from tests.support.on_ranks import on_ranks
 

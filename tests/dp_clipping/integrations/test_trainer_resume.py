@@ -95,7 +95,7 @@ def test_a_resume_with_a_new_key(tmp_path):
     out = tmp_path / "out"
     trainer_of("gpt2", out, save_strategy="steps", save_steps=2).train()
     (tmp_path / "out.keys/checkpoint-2.key").unlink()
-    with pytest.raises(ValueError, match=r"PrivacyArguments\(new_keys=True, ..\)"):
+    with pytest.raises(ValueError, match="pass new_keys=True"):
         trainer_of("gpt2", out).train(resume_from_checkpoint=str(out / "checkpoint-2"))
     again = trainer_of("gpt2", out, privacy={"new_keys": True})
     again.train(resume_from_checkpoint=str(out / "checkpoint-2"))

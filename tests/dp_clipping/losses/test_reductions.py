@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dp_clipping.losses.reductions import FUNCTIONS, PerSampleReductions
+from dp_clipping.losses.in_network import FUNCTIONS, PerSampleReductions
 
 B, T, V = 3, 4, 5
 

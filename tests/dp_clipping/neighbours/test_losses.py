@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dp_clipping.arguments.checks import LOSS_REDUCTIONS
 from dp_clipping.integrations.preference_losses import LOSSES as OF_PAIRS
 from dp_clipping.integrations.preference_losses import Pairs
-from dp_clipping.losses.reductions import FUNCTIONS
+from dp_clipping.losses.in_network import FUNCTIONS
 from tests.dp_clipping.neighbours.replay import HOSTILE, Row, check, loss_of
 from tests.support import zoo
 from tests.support.language_models import LANGUAGE_MODELS, batch_of, language_model

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ddp_by_hand.lm.rank_pool import Context
-from dp_clipping.distributed.global_norms import GlobalNorms
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.noise.adaptive_threshold import (
     DEFAULT_STD,
@@ -190,7 +189,7 @@ def after_some_steps(context: Context, sizes: list[tuple[int, ...]]) -> float:
         every = torch.linspace(0.1, 3.0, max(1, sum(of_ranks)))
         start = sum(of_ranks[: context.rank])
         mine = every[start : start + of_ranks[context.rank]]
-        squares = GlobalNorms(reducer, mine.square()[None])
+        squares = reducer.gather(mine.square()[None])
         threshold.update(squares.wait(), step=step, noise_key=KEY)
     return threshold.max_grad_norm
 

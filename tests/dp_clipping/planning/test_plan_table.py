@@ -62,5 +62,5 @@ def test_without_a_profiler_nothing_is_recorded(monkeypatch):
     def refuse(name: str):
         return pytest.fail(name) if "/" in name else torch.profiler.record_function(name)
 
-    monkeypatch.setattr("dp_clipping.profiling.timer.record_function", refuse)
+    monkeypatch.setattr("dp_clipping.profiling.profile.record_function", refuse)
     clipped_sums(private(network()), BATCH)

@@ -140,7 +140,7 @@ def test_a_target_delta_that_is_too_large():
 def test_delta_is_missing():
     engine, *_ = made()
     for method in (engine.get_epsilon, engine.privacy_statement):
-        with pytest.raises(TypeError, match=r"delta is missing: engine\..*\(delta=1e-5\)"):
+        with pytest.raises(TypeError, match=r"missing .*'delta': engine\..*\(delta=1e-5\)"):
             method()
 
 

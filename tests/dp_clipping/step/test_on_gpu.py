@@ -48,7 +48,7 @@ def test_a_step_does_not_wait_for_the_device(mode):
         optimizer=torch.optim.AdamW(network.parameters(), fused=True), noise_multiplier=1.0,
         expected_batch_size=4, loss_reduction="mean", adaptive_threshold=None, cuda_graph=False,
     )  # fmt: skip
-    optimizer = PrivateOptimizer(settings, model=model, noise_key=bytes(32))
+    optimizer = PrivateOptimizer(settings, model=model, noise_key=bytes(32), count=lambda _: None)
     try:
         for step in range(3):
             if step == 2:  # the ones before look for layouts and mixing, and compile kernels

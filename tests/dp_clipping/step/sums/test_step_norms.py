@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from dp_clipping.distributed.norm_reduce import PARAMETERS_PER_PARTIAL_SUM, NormReducer
-from dp_clipping.profiling.timer import Timer
+from dp_clipping.profiling.profile import Timer
 from dp_clipping.step.sums.step_norms import StepNorms
 from tests.dp_clipping.conftest import trained
 

@@ -21,7 +21,7 @@ from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
-from dp_clipping.profiling.timer import Timer
+from dp_clipping.profiling.profile import Timer
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums import clipped_sums as sums
 from dp_clipping.step.sums import fused, layer_plans, sync_points, work
