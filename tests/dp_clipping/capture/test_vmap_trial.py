@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dp_clipping.capture import vmap_trial
 from dp_clipping.capture.callers import Uses
@@ -139,8 +139,19 @@ def test_nothing_to_try():
     assert unfit_modules(capture, *[((torch.randn(n, 3),), {}) for n in (2, 3)], Routing()) == []
 
 
+class Latents(nn.Module):
+    """Rows that are the same for each sample, for so many of them, as in Perceiver."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, count: int) -> Tensor:
+        return self.rows.expand(count, -1)
+
+
 def test_rows_that_no_argument_counts():
-    latents = zoo.Net(lambda net, x: net.latents(len(x)).sum(1, True) + x, latents=zoo.Latents())
+    latents = zoo.Net(lambda net, x: net.latents(len(x)).sum(1, True) + x, latents=Latents())
     assert tried(latents) == {}
     capture = Capture(latents)
     capture.make_whole([h for h in capture.handles if h.kind == "vectorized"])

@@ -246,7 +246,7 @@ class Device:
         self.launches = launches  # seconds that the host takes for each sample
         self.spun: list[float] = []
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
-        monkeypatch.setattr(torch.cuda, "_sleep", self.spin)
+        monkeypatch.setattr(tuning, "spin", self.spin)
 
     def spin(self, cycles: int) -> None:
         self.spun.append(cycles / tuning.SPIN_RATE)
