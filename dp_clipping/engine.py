@@ -74,7 +74,7 @@ class PrivacyEngine(Checkpoints, Audits):
             count of non-finite samples, the loss in training, `check`, `audit`.
     """
 
-    @checked(f'PrivacyEngine(accountant="pld"), and then {MAKE}')
+    @checked(f'PrivacyEngine(accountant="pld"), and then {MAKE}', release="hide_unprotected")
     def __init__(
         self, *, accountant: str = "pld", secure_mode: bool = False, hide_unprotected: bool = False
     ):
@@ -91,6 +91,12 @@ class PrivacyEngine(Checkpoints, Audits):
     def hide_unprotected(self) -> bool:
         """Returns what the engine was created with."""
         return self._hide_unprotected
+
+    @property
+    def release(self) -> bool:
+        """Returns `hide_unprotected`, of which this is the old name."""
+        warnings.warn("release is now hide_unprotected", DeprecationWarning, stacklevel=2)
+        return self.hide_unprotected
 
     # ---- what a user calls ----------------------------------------------------------------------
 

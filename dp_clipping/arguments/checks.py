@@ -9,7 +9,8 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -208,10 +209,12 @@ def refuse_first(*refusals: tuple[Any, str]) -> None:
             raise ValueError(message)
 
 
-def checked(call: str = "") -> Callable[[Function], Function]:
+def checked(call: str = "", /, **renamed: str) -> Callable[[Function], Function]:
     """Decorates a method: its arguments are looked up in the table, but for a default of None.
 
-    `call`: an example, which is shown where arguments are unknown, missing or not by name.
+    Args:
+        call: an example, which is shown where arguments are unknown, missing or not by name.
+        renamed: arguments `old=new`; the old ones warn.
     """
 
     def decorate(function: Function) -> Function:
@@ -221,13 +224,14 @@ def checked(call: str = "") -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def of_checked(*args: Any, **kwargs: Any) -> Any:
+            for old, new in renamed.items():
+                if old in kwargs and new not in kwargs:
+                    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
+                    kwargs[new] = kwargs.pop(old)
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
-                unknown = [one for one in kwargs if one not in parameters]
-                near = [difflib.get_close_matches(one, parameters, 1, 0.7) for one in unknown]
-                likely = ", ".join(name for names in near for name in names)
-                meant = likely and f" (did you mean {likely}?)"
+                meant = _meant([one for one in kwargs if one not in parameters], parameters)
                 raise TypeError(f"{name}: {error}{meant}{call and f': {call}'}") from None
             for argument, value in given.items():
                 if value is not None or parameters[argument].default is not None:
@@ -237,3 +241,9 @@ def checked(call: str = "") -> Callable[[Function], Function]:
         return cast(Function, of_checked)
 
     return decorate
+
+
+def _meant(unknown: list[str], known: Iterable[str]) -> str:
+    """Returns which known names are like these."""
+    near = [name for one in unknown for name in difflib.get_close_matches(one, known, 1, 0.7)]
+    return f" (did you mean {', '.join(near)}?)" if near else ""

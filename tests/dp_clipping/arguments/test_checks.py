@@ -1,4 +1,4 @@
-"""Arguments of methods by name: unknown and missing ones."""
+"""Arguments of methods by name: unknown, missing and renamed ones."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from dp_clipping.arguments.checks import checked
 
 
 class Door:
-    @checked("Door(key=1)")
+    @checked("Door(key=1)", old="key")
     def __init__(self, *, key, lock=None):
         self.key, self.lock = key, lock
 
@@ -33,6 +33,7 @@ def test_arguments_by_name(call, message):
 
 
 def test_what_is_right_passes():
-    assert Door(key=3).key == 3
+    with pytest.warns(DeprecationWarning, match="old is now key"):
+        assert Door(old=3).key == 3
     assert Door(key=1).turn(2, slowly=True, other=4) == (2, True, {"other": 4})
     assert Door(key=1).turn(times=2) == (2, False, {})

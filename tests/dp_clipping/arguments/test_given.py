@@ -53,3 +53,13 @@ def test_an_open_file_is_told_a_name(method):
     model, *_ = made.make_private(**engine.arguments())
     with pytest.raises(ValueError, match=r'path is a BytesIO: give .* path="run\.pt"'):
         getattr(made, method)(path=io.BytesIO(), module=model)
+
+
+def test_an_old_name_works_and_warns():
+    with pytest.warns(DeprecationWarning, match="release is now hide_unprotected"):
+        built = PrivacyEngine(accountant="rdp", release=True)
+    assert built.hide_unprotected
+    with pytest.warns(DeprecationWarning, match="release is now hide_unprotected"):
+        assert built.release
+    with pytest.raises(TypeError, match="unexpected keyword argument 'release': PrivacyEngine"):
+        PrivacyEngine(release=True, hide_unprotected=True)
