@@ -24,6 +24,7 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.kernels.launch.grouped_launch import (
     MOST_ROWS,
+    ONE,
     WORDS,
     Operands,
     Pair,
@@ -103,7 +104,7 @@ def _launch(
         ]  # fmt: skip
         return results, squares
     tile = tile or best_for_pairs(
-        "instantiate" if store else "accumulate", operands,
+        "instantiate" if store else "accumulate alone" if is_large else "accumulate", operands,
         TILES if store or is_large else NORM_TILES,
         lambda tile: _launch(operands, tile, given or store, is_large),
     )  # fmt: skip
@@ -124,7 +125,7 @@ def _launch(
     written = store and described and aligned
     # In a loop over samples the tile that is being stored has memory of its own.
     written_in_loop = written and dtype.itemsize <= y.element_size()
-    if is_large and described and written == store:
+    if len(pairs) == 1 and operands.places[0] is ONE and described and written == store:
         (_, a), (gradients,) = pairs[0], results
         target = describe(gradients, (tile.rows, tile.columns)) if store else None
         _gradient_kernel[(counts[0] * batch_size,)](

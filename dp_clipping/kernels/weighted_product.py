@@ -30,6 +30,7 @@ from torch import Tensor
 
 from dp_clipping.kernels.launch.grouped_launch import (
     MOST_ROWS,
+    ONE,
     WORDS,
     Operands,
     Pair,
@@ -77,9 +78,9 @@ def weighted_products(
         groups: which of the K clipping groups each pair belongs to.
     """
     found: list = [None] * len(pairs)
-    for numbers, is_large in launches(pairs, LARGE, {} if tile else TILES, longest_first=True):
+    for numbers, _ in launches(pairs, LARGE, {} if tile else TILES, longest_first=True):
         operands = operands_of([pairs[n] for n in numbers])
-        launched = _launch(operands, weights, [groups[n] for n in numbers], tile, is_large)
+        launched = _launch(operands, weights, [groups[n] for n in numbers], tile)
         for number, result in zip(numbers, launched, strict=True):
             found[number] = result
     return found
@@ -93,9 +94,8 @@ def weighted_product(
 
 
 def _launch(
-    operands: Operands, weights: SortedCoefficients, groups: list[int], tile: Tile | None,
-    is_large: bool,
-) -> list[Tensor]:  # fmt: skip
+    operands: Operands, weights: SortedCoefficients, groups: list[int], tile: Tile | None
+) -> list[Tensor]:
     pairs, shapes, described = operands.pairs, operands.shapes, operands.described
     y, _ = pairs[0]
     batch_size, tokens = y.shape[0], tuple(operands.tokens)
@@ -104,7 +104,7 @@ def _launch(
     name, tiles = _candidates(tokens, y.element_size())
     tile = tile or best_for_pairs(
         name, operands, tiles,
-        lambda tile: _launch(operands, weights, groups, tile, is_large),
+        lambda tile: _launch(operands, weights, groups, tile),
     )  # fmt: skip
     counts, share, splits, aligned = _division(tuple(shapes), batch_size, tokens, tile)
     parts = [y.new_empty(splits, *shape, dtype=torch.float32) for shape in operands.results]
@@ -113,7 +113,7 @@ def _launch(
         BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     ordered = weights.order, weights.values, weights.first
-    if is_large and described:
+    if len(pairs) == 1 and operands.places[0] is ONE and described:
         _, a = pairs[0]
         _weighted_product_kernel[(counts[0], splits)](
             describe(y, (tile.depth, tile.rows)), describe(a, (tile.depth, tile.columns)),
@@ -134,7 +134,7 @@ def _launch(
 
 @lru_cache(maxsize=1024)
 def _candidates(tokens: tuple[int, ...], size: int) -> tuple[str, dict[int, tuple[Tile, ...]]]:
-    """Returns a name for products of T tokens each, and their tiles; the first needs no tuning.
+    """Returns a name for products of T tokens each, and their tiles.
 
     Where T fills an odd number of shallow blocks, half of a deep one would be padding.
 

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 LINEAR = "linear"  # (output gradients, inputs, site), from which G and norms of a product follow
 NORMALIZED = "normalized"  # (`Normalized`, (record or None of the weight, of the bias))
 DENSE = "dense"  # (G [B, *parameter], its squared norms [B] or None)
-FACTORS = "factors"  # an object with `norm`, `weighted_sum` and `only`; see `sums.fused.on_kernels`
+FACTORS = "factors"  # an object with `norm`, `weighted_sum` and `only`; see `sums.fused`
 
 # What arrives at the slots of a layer in a compiled region: see `layers.linear`.
 GRADIENT_SLOTS = ("gradient", "squares", "count")

@@ -18,6 +18,8 @@ WIDE = [
     # A stride beyond the taps, and with a dilation: pixels that no tap meets.
     (2, 2, 16, 8, (1, 9, 9), Geometry((1, 1, 1), (1, 2, 2), (0, 0, 0), (1, 1, 1), 1)),
     (2, 1, 16, 8, (1, 12, 11), Geometry((1, 3, 3), (1, 3, 2), (0, 1, 4), (1, 2, 3), 1)),
+    # The grid has the sizes of the pixels, which lie at other places in it.
+    (2, 1, 8, 8, (1, 3, 3), Geometry((1, 1, 1), (1, 2, 2), (0, 1, 1), (1, 1, 1), 1)),
 ]
 NARROW = [
     (2, 2, 6, 6, (1, 5, 7), Geometry((1, 3, 3), (1, 2, 1), (0, 1, 1), (1, 1, 1), 6)),

@@ -144,7 +144,8 @@ def take_norms(uses: Sequence[ConvolutionFactors], keep: bool) -> list[Rows]:
         numbers.append(n)
         own.append(use)
         pairs.append(use.pair)  # type: ignore[arg-type]
-    for (stores, *plain), (numbers, own, pairs) in together.items():
+    while together:  # packed operands are freed as G is kept
+        (stores, *plain), (numbers, own, pairs) = together.popitem()
         gradients, squares = gradients_and_squares(pairs, None, stores)
         if plain != [True, 1]:
             squares = _of_samples(own, squares)
@@ -152,6 +153,7 @@ def take_norms(uses: Sequence[ConvolutionFactors], keep: bool) -> list[Rows]:
         if stores:
             for use, one in zip(own, gradients, strict=True):
                 use.keep(one)
+        del pairs
     return found
 
 

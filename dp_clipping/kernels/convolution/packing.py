@@ -131,7 +131,9 @@ def _work_of(
         ("X", x, x_is_last, to_x), ("Y", y, y_is_last, to_y),
     ):  # fmt: skip
         count, block = prod(pixels), min(BLOCK, next_power_of_two(max(1, channels)))
-        is_placed = (*pixels,) != to.grid.sizes or prod(to.grid.phases) > 1
+        # With padding and a stride the grid may have the sizes of the pixels, and other places.
+        is_moved = (*pixels,) != to.grid.sizes or prod(to.grid.phases) > 1
+        is_placed = is_moved or any(to.padding)
         is_padded = to.groups * to.width != channels
         keeps.append(is_last and not (is_scaled or is_placed or is_padded or to.groups > 1))
         fills.append(is_placed or is_padded)

@@ -39,7 +39,8 @@ ONE = (0,)  # places of a product of its own
 
 Pair = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, tuple[int, ...]]
 """Left [B, T, d] and right [B, T, p] of a product; or of several ones with the same left, whose
-rights start so many elements behind the given one. Their results are side by side [.., n, d, p]."""
+rights start so many elements behind the given one, which is read as it lies: its last stride is 1,
+and if it is aligned, so are they. Their results are side by side [.., n, d, p]."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def launches(
     Products of another default tile have launches of their own, unless they are small.
 
     Args:
-        large: operations from which on a product has a launch of its own.
+        large: operations from which on a product has a launch of its own, unless it has places.
         tiles: the kernel's tiles by the bytes of an element; none: all have the same.
         longest_first: those with most tokens come first, for programs that read all samples.
     """

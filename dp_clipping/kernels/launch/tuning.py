@@ -1,10 +1,10 @@
 """Chooses a matrix kernel's tile: the fastest candidate, measured once and stored.
 
-A kernel's first candidate needs no tuning, but another may suit a shape or a GPU better. With
+A kernel's default needs no tuning, but another tile may suit a shape or a GPU better. With
 `DP_CLIPPING_TUNE=1` in the environment a kernel's first launch on a class of operands times all
 candidates on these operands and takes the fastest; those that do not compile, or need more shared
 memory than there is, are left out. A class is the kernel, how it reads (tensor descriptors or
-pointers), the dtype, the number of layers in the launch, and the dimensions, each number rounded up
+pointers), the dtype, the number of pairs in the launch, and the dimensions, each number rounded up
 to a power of two: batches and lengths that vary fall into few classes. Each costs the compilation
 of all candidates and a few launches of each.
 

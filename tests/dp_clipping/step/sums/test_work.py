@@ -504,7 +504,7 @@ def test_a_launch_serves_all_layers(interpreter, mode, clipping):
 
 
 def check_large_pictures() -> None:
-    """Large pictures are summed as they arrive, small ones together: to the same sums."""
+    """Without room for what waits pictures are normed as they arrive, else together."""
     layers = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 8)
     model = private(zoo.seeded(lambda: nn.Sequential(*layers)), "flash_bookkeeping")
     model.skip_checks()
@@ -515,7 +515,7 @@ def check_large_pictures() -> None:
     torch.testing.assert_close(at_once, together)
 
 
-def test_large_pictures_are_summed_as_they_arrive(interpreter):
+def test_pictures_without_room_are_normed_as_they_arrive(interpreter):
     interpreter.run(check_large_pictures)
 
 
