@@ -125,6 +125,10 @@ def read(path: Path, torch_kwargs: Mapping[str, Any], of_keys: Path) -> dict[str
         raise ValueError(
             f"{path} has version {shown(details['version'])}, this program reads {VERSION}"
         )
+    counted = sum(steps for *_, steps in saved[ACCOUNTANT]["history"])
+    if counted < details["steps"]:
+        what = f"its account has {counted} steps, and the run has taken {details['steps']}"
+        raise damaged(path, what)
     try:
         keys = read_keys(of_keys)
     except ValueError:

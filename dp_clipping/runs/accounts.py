@@ -14,7 +14,7 @@ from dp_clipping.accounting.pld import PLDAccountant, interface
 from dp_clipping.accounting.proofs import options_of
 from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.tradeoff import Curve, curve_of
-from dp_clipping.arguments.checks import checked
+from dp_clipping.arguments.checks import check, checked
 from dp_clipping.checkpoint.run import PrivateRun
 from dp_clipping.kinds import Argument, instance_of, is_count, shown
 from dp_clipping.layers.registered.registry import is_registered
@@ -157,6 +157,7 @@ class Accounts:
 
         Steps that are made again, as after a load, are in the account already.
         """
+        check("delta", delta)
         Argument("a whole number of steps", is_count).check("steps", steps)
         run = self._run_with(optimizer)
         if not run.keys.fixed:
@@ -251,9 +252,12 @@ class Accounts:
             look_at_plan(run, self.epsilon_at_end)
         if optimizer.hooks:
             before = list(self._account.history)
-            optimizer.run_step_hooks()
-            if self._account.history != before:
+            try:
+                optimizer.run_step_hooks()
+            finally:
+                counted = self._account.history != before
                 self._account.accountant.history = before
+            if counted:
                 raise RuntimeError(COUNTED_BY_A_HOOK)
         step = release_of(run)
         if step.batch_number is None and is_private and step.sigma:

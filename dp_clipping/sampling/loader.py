@@ -43,6 +43,13 @@ OVER = (
     "another iteration of this loader, or load_state_dict, has ended this one: use one at a time, "
     "the last that was begun"
 )
+IN_VAIN = 100  # iterations in a row that begin with one batch, at which the next is refused
+AGAIN = (
+    "{times} iterations of the loader in a row began with batch {number}, and no step has used it: "
+    "a batch cannot be left out, since ε does not cover a choice among batches, so make a step of "
+    "each, of small and empty ones too; to look at batches take several of one iteration, for x, y "
+    "in loader:, after model.eval()"
+)
 PREPARED = (
     "what make_private returns needs no accelerator.prepare(), which would deal out Poisson "
     "batches and skip steps: call engine.make_private(module=model, optimizer=optimizer, "
@@ -134,6 +141,7 @@ class PoissonLoader(Uncopied, DataLoader):
         self.is_over: Callable[[], bool] = lambda: False
         sampler.to_another = self._to_another
         self._epoch_end = 0  # of the last iteration that was begun
+        self._in_vain = 0  # iterations in training whose first batch no step has used
 
     @property
     def sample_rate(self) -> float:
@@ -144,6 +152,8 @@ class PoissonLoader(Uncopied, DataLoader):
         """Returns the number of the batch that an iteration in training would begin with."""
         usage = self.usage
         is_next = usage.is_owed or self.batch_sampler.scheme.in_order
+        if self.is_training() and usage.shown == usage.due + 1:
+            is_next = True  # one that was looked at alone, in evaluation, comes again too
         return usage.due if is_next else usage.shown
 
     @property
@@ -234,6 +244,10 @@ class PoissonLoader(Uncopied, DataLoader):
         epoch = self.batch_sampler.epoch = range(coming.start, coming.stop)
         self._epoch_end = epoch.stop
         if self.is_training():
+            self._in_vain = self._in_vain + 1 if self.usage.is_owed else 0
+            if self._in_vain == IN_VAIN:
+                self._in_vain = 0
+                raise RuntimeError(AGAIN.format(number=epoch.start, times=IN_VAIN))
             self.usage.due = epoch.start
         if self._owns_generator:
             self.generator.manual_seed(self.batch_sampler.seed(epoch.start))
@@ -281,9 +295,17 @@ class PoissonLoader(Uncopied, DataLoader):
         With the same key the same batches follow.
 
         Raises:
-            ValueError: for the state of before a batch that a step has used or passed over.
+            ValueError: for the state of before a batch that a step has used or passed over, or
+                behind one that the next step must have.
         """
         due = self.usage.due
+        must = self.usage.is_owed or self.batch_sampler.scheme.in_order
+        if state["position"] > due and must:
+            raise ValueError(
+                f"data_loader would go on with batch {state['position']}, and the next step must "
+                f"have batch {due}, as ε does not cover a choice among batches: leave it where it "
+                "is; engine.load_checkpoint sets a run to a saved step, with its batch"
+            )
         if state["position"] < due:
             raise ValueError(
                 f"data_loader would be set back to batch {state['position']}, and steps have used, "
@@ -291,7 +313,9 @@ class PoissonLoader(Uncopied, DataLoader):
                 "where it is; engine.load_checkpoint sets a run back, with its steps"
             )
         self._epoch_end = state["epoch_end"]
+        is_owed = self.usage.is_owed
         self.usage.restart(state["position"])
+        self.usage.is_owed = is_owed and state["position"] == due
         self.batch_sampler.epoch = None
 
 

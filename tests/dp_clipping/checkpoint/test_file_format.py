@@ -121,3 +121,17 @@ def test_an_interrupt_while_writing_is_an_interrupt(tmp_path, monkeypatch, at):
     with pytest.raises(KeyboardInterrupt):
         save(run, path)
     assert not path.exists()
+
+
+def test_an_account_of_fewer_steps_than_the_run_is_no_whole_checkpoint(path, monkeypatch):
+    """As by a program that has shortened it, and has sealed the file again."""
+    run = build()
+    train(run, 2)
+    state = run.engine._account.accountant.state_dict()
+    (sigma, rate, _), *_ = state["history"]
+    with monkeypatch.context() as patch:
+        shorter = state | {"history": [(sigma, rate, 1)]}
+        patch.setattr(type(run.engine._account.accountant), "state_dict", lambda *_: shorter)
+        save(run, path)
+    with pytest.raises(ValueError, match="its account has 1 steps, and the run has taken 2"):
+        load(build(), path)

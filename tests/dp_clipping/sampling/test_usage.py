@@ -411,3 +411,36 @@ def test_rows_that_are_no_samples():
         usage.ticket.real_of(2)
     usage.end_padding()
     assert usage.ticket.real_of(5) == 5
+
+
+def test_a_batch_that_was_looked_at_alone_is_the_next_step_s():
+    """A loop that looks at one in evaluation cannot leave it out, either."""
+    run, numbers = make(), []
+    for _ in range(4):
+        run.model.eval()
+        next(iter(run.loader))
+        run.model.train()
+        step(run, next(iter(run.loader)))
+        numbers.append(run.loader.position)
+    assert numbers == [1, 2, 3, 4]
+
+
+def test_a_loop_that_leaves_batches_out_is_told():
+    run = make()
+    for _ in range(100):
+        next(iter(run.loader))
+    with pytest.raises(RuntimeError, match=r"100 iterations .* batch 0, and no step has used it"):
+        next(iter(run.loader))
+
+
+def test_a_state_does_not_pass_over_a_batch():
+    """Of batches in order each step has the next one; of others one that was yielded for it."""
+    in_order = make(sampling="cyclic", steps=4)
+    step(in_order, next(iter(in_order.loader)))
+    owed = make()
+    next(iter(owed.loader))
+    for run in (in_order, owed):
+        state = run.loader.state_dict()
+        run.loader.load_state_dict(state)
+        with pytest.raises(ValueError, match="the next step must have batch"):
+            run.loader.load_state_dict(state | {"position": state["position"] + 2})
