@@ -25,6 +25,7 @@ STATEMENT = "tests/dp_clipping/accounting/test_statement.py"
 TRADEOFF = "tests/dp_clipping/accounting/test_tradeoff.py"
 POISSON = "tests/dp_clipping/sampling/test_poisson.py"
 LOADER = "tests/dp_clipping/sampling/test_loader.py"
+CONVOLUTIONS = "tests/dp_clipping/kernels/convolution/test_layout.py"
 USAGE = "tests/dp_clipping/sampling/test_usage.py"
 PARTS = "tests/dp_clipping/sampling/test_parts.py"
 COLLATE_CHECK = "tests/dp_clipping/sampling/test_collate_check.py"
@@ -169,6 +170,10 @@ ROWS = [
     ("rows of a table are those of other samples", "layers/vmap/own.py",
      "rows = own.copies.index_select(1,", "rows = own.copies.flip(0).index_select(1,", WHOLE_BATCH,
      "all_copies_at_once"),
+    ("padded pixels stay where they are", "kernels/convolution/packing.py",
+     "is_moved or any(to.padding)", "is_moved", CONVOLUTIONS, "norms_and_sums"),
+    ("all products of a pair are the first", "kernels/launch/grouped_launch.py",
+     "pointer_type(DTYPE)) + offset", "pointer_type(DTYPE))", CONVOLUTIONS, "norms_and_sums"),
     ("a launch is known by other operands", "kernels/launch/tiles.py",
      "(x.dtype, x.data_ptr() % ALIGNMENT == 0)", "(x.dtype,)", TILES, "known"),
     ("copies are those of other samples", "layers/vmap/own.py",
@@ -490,6 +495,10 @@ ROWS = [
      "is_next = usage.is_owed or", "is_next =", USAGE, "comes_again"),
     ("a pass in evaluation repeats another", "sampling/loader.py",
      "if self.is_training() else self.usage.shown", "if True else 0", USAGE, "each_pass"),
+    ("a batch that was looked at alone is left out", "sampling/loader.py",
+     "usage.shown == usage.due + 1", "False", USAGE, "alone"),
+    ("a state passes over a batch", "sampling/loader.py",
+     'state["position"] > due and must', "False", USAGE, "pass_over"),
     ("a step follows batches that were passed over", "sampling/usage.py",
      "if number is not None and number > self.due:", "if False:", USAGE, "evaluation"),
     ("a batch of a step comes again", "sampling/usage.py",
