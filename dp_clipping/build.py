@@ -30,7 +30,8 @@ from dp_clipping.noise.keys import Keys
 from dp_clipping.noise.secure.certificate import Certificate, certificate_of
 from dp_clipping.noise.secure.source import SecureNoise
 from dp_clipping.optimizer import Hook, PrivateOptimizer
-from dp_clipping.sampling.loader import PoissonLoader, batch_size_of
+from dp_clipping.sampling.given_loader import batch_size_of
+from dp_clipping.sampling.loader import PoissonLoader
 from dp_clipping.sampling.schemes import scheme_of
 from dp_clipping.validation import check_module
 

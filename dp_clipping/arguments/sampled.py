@@ -13,7 +13,7 @@ from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, DEFAULT, ZERO_OUT, M
 from dp_clipping.arguments.checks import check, refuse_first
 from dp_clipping.noise.correlated import EXAMPLE, CorrelatedNoise
 from dp_clipping.noise.mechanisms import mechanism_of
-from dp_clipping.sampling.loader import batches_of, expected_batch_size_of
+from dp_clipping.sampling.given_loader import batches_of, expected_batch_size_of
 from dp_clipping.sampling.schemes import FIXED
 from dp_clipping.sampling.units import Units, units_of
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dp_clipping.losses.private_loss import PrivateLoss
-from dp_clipping.sampling.loader import batch_size_of
+from dp_clipping.sampling.given_loader import batch_size_of
 
 LARGE = 100.0
 

@@ -124,7 +124,7 @@ def check_scales(std: float, divisor: float) -> None:
 
 
 class NoiseSource(Protocol):
-    """What adds the noise of a step: `AddressedNoise`, `noise.secure.source.SecureNoise`."""
+    """Adds the noise of a step: `AddressedNoise`, `noise.secure.source.SecureNoise`."""
 
     spans_steps: bool
 

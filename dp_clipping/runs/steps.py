@@ -1,4 +1,4 @@
-"""What a step releases, as the account counts it, and what is said of it before."""
+"""Describes what a step releases, as the account counts it, and says what it should not."""
 
 import logging
 import warnings

@@ -7,6 +7,7 @@ Files:
     words                 the random words that batches are made of
     units                 which examples are one unit of privacy
     loader                the user's DataLoader with Poisson batches
+    given_loader          what the user's loader says, and which cannot be replaced
     collate               batches without samples
     collate_check         refuses a collate function whose rows are not one sample each
     alone                 samples that are collated alone, beside their batch

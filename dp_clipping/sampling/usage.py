@@ -104,8 +104,20 @@ class SampleUsage:
 
     def restart(self, position: int) -> None:
         """Records that batch `position` is the next one, whatever was yielded before."""
-        self.ticket, self.is_owed = Ticket(), False
+        self.ticket, self.is_owed = Ticket(), self.is_owed and position == self.due
         self.due = self.shown = position
+
+    def next(self, in_training: bool, in_order: bool) -> int:
+        """Returns the number of the batch that an iteration begins with.
+
+        In training it is the one that a step must have: a batch that was yielded for it, or was
+        looked at alone in evaluation.
+
+        Args:
+            in_order: each step has the batch after that of the last one.
+        """
+        was_looked_at = in_training and self.shown == self.due + 1
+        return self.due if self.is_owed or was_looked_at or in_order else self.shown
 
     def begin(self, number: int, in_training: bool) -> None:
         """Records that batch `number` is about to be yielded.

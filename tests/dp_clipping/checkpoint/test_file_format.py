@@ -124,7 +124,7 @@ def test_an_interrupt_while_writing_is_an_interrupt(tmp_path, monkeypatch, at):
 
 
 def test_an_account_of_fewer_steps_than_the_run_is_no_whole_checkpoint(path, monkeypatch):
-    """As by a program that has shortened it, and has sealed the file again."""
+    """Also if a program has shortened it and has sealed the file again."""
     run = build()
     train(run, 2)
     state = run.engine._account.accountant.state_dict()

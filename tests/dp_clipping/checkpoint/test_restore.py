@@ -1,4 +1,4 @@
-"""What cannot be gone on from, and what was damaged, is refused: nothing is changed."""
+"""Refuses what cannot be gone on from and what was damaged, and changes nothing."""
 
 import os
 import pickle

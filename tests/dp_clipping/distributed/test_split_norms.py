@@ -14,7 +14,7 @@ from tests.support.on_ranks import on_ranks
 
 @on_ranks(3)
 def test_no_sample_is_kept_where_ranks_differ(context) -> None:
-    """Of three ranks two agree on the norms of a parameter that they share."""
+    """Two of three ranks agree on the norms of a parameter that they share."""
     shared = trained(Parameter(torch.zeros(2)))
     parts = {shared.parameter: ParameterPart(torch.Size([2]))}
     reducer = NormReducer(tensor_group=context.group)

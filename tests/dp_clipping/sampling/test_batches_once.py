@@ -44,7 +44,7 @@ def test_a_checkpoint_sets_it_back(options, tmp_path):
 
 
 def test_a_checkpoint_knows_which_batches_were_used(tmp_path):
-    """Those that were looked at in evaluation were not, and do not come again."""
+    """Batches that were looked at in evaluation are not left, and do not come again."""
     run = build()
     train(run, 1)
     run.model.eval()

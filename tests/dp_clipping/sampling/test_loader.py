@@ -13,7 +13,8 @@ from torch.utils.data import (
     DistributedSampler,
 )
 
-from dp_clipping.sampling.loader import PoissonLoader, batches_of, expected_batch_size_of
+from dp_clipping.sampling.given_loader import batches_of, expected_batch_size_of
+from dp_clipping.sampling.loader import PoissonLoader
 from dp_clipping.sampling.memory_manager import BatchMemoryManager
 from dp_clipping.sampling.poisson import PoissonSampler
 from tests.support.draws import KEY, drawn, joined, numbers, poisson

@@ -434,7 +434,7 @@ def test_a_loop_that_leaves_batches_out_is_told():
 
 
 def test_a_state_does_not_pass_over_a_batch():
-    """Of batches in order each step has the next one; of others one that was yielded for it."""
+    """A step has the next of batches in order, and of others the one that was yielded for it."""
     in_order = make(sampling="cyclic", steps=4)
     step(in_order, next(iter(in_order.loader)))
     owed = make()

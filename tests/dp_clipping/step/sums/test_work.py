@@ -544,7 +544,7 @@ def test_pieces_grow_as_backward_frees_memory(interpreter):
 
 
 def check_tf32() -> None:
-    """Where G is kept, where operands are, and of groups; each sample has a scale of its own."""
+    """Sums are right where G is kept, where operands are, and of groups, at any scales."""
     layers = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 16, 1), nn.Conv2d(16, 48, 3, groups=2), nn.Flatten()
     model = private(zoo.seeded(lambda: nn.Sequential(*layers)), "flash_bookkeeping")
     model.skip_checks()
