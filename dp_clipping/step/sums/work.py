@@ -27,6 +27,7 @@ from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.layer_plans import PlainPlans
 from dp_clipping.step.sums.step_norms import StepNorms
 from dp_clipping.step.sums.sync_points import SyncPoints
+from dp_clipping.step.sums.uses import Uses, gradients_left
 from dp_clipping.torch_compat import allocated, current_stream, version_of
 from dp_clipping.trials.randomness import RandomStates
 
@@ -46,7 +47,7 @@ class Work(ABC):
     Args:
         context: what all steps of the model have in common, a `context.StepContext`.
         batch_size: samples of the batch.
-        uses: joins what several uses of a parameter leave, a `uses.Uses`.
+        uses: joins what several uses of a parameter leave.
         padding: [B] bool, True for samples that are padding; None: none is.
         plans: how each linear layer is handled.
         compiled: operands arrive in another order than activations are freed, those of linear
@@ -69,7 +70,7 @@ class Work(ABC):
     fused: bool
 
     def __init__(
-        self, context: Any, batch_size: int, uses: Any, padding: Tensor | None = None,
+        self, context: Any, batch_size: int, uses: Uses, padding: Tensor | None = None,
         plans: PlainPlans | None = None, compiled: bool = False,
     ):  # fmt: skip
         self.context, self.batch_size, self.padding = context, batch_size, padding
@@ -175,7 +176,7 @@ class Work(ABC):
         if self.is_summing and self.taken.issuperset(records):
             return
         if self._is_dense and kind is not DENSE:
-            for record, gradients in self._uses.gradients(kind, records, value):
+            for record, gradients in gradients_left(kind, records, value, self.batch_size):
                 self.take(DENSE, (record,), (gradients, None), (gradients,))
             return
         if self._is_on_gpu:
@@ -278,13 +279,8 @@ class Work(ABC):
         if not everything:
             self.waiting = [left for left in waiting if self._stays(left)]
             waiting = [left for left in waiting if not self._stays(left)]
-        self._take_norms(waiting, everything)
-
-    def _take_norms(self, lefts: list[Left], everything: bool) -> None:
-        self.versions.refuse_changed(
-            [(left.records, left.tensors, left.versions) for left in lefts]
-        )
-        self.take_norms(lefts, everything)
+        self.versions.refuse_changed([(one.records, one.tensors, one.versions) for one in waiting])
+        self.take_norms(waiting, everything)
 
     def keep(self, several: Iterable[tuple[Trainable, Any]]) -> None:
         """Keeps what sums of parameters are formed of: G, or an object that knows what it holds."""
