@@ -108,7 +108,7 @@ ROWS = [
      "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=True)]", "[]",
      KEPT, "its_norm"),
     ("what waits is not compared before norms", "step/sums/work.py",
-     "[(left.records, left.tensors, left.versions) for left in lefts]", "[]", KEPT, "sibling"),
+     "[(one.records, one.tensors, one.versions) for one in waiting]", "[]", KEPT, "sibling"),
     ("uses that wait to be joined are not compared", "step/sums/uses.py",
      "self.versions.refuse_changed([((record,), *one) for one in noted], values=False)", "pass",
      KEPT, "two_uses"),

@@ -35,6 +35,12 @@ class Uses:
         self._batch_size, self.versions = batch_size, versions
         self.forget()
 
+    def gradients(
+        self, kind: str, records: tuple[Trainable, ...], value: Any
+    ) -> list[tuple[Trainable, Tensor]]:
+        """Returns G of some parameters, that one use leaves."""
+        return gradients_left(kind, records, value, self._batch_size)
+
     def forget(self) -> None:
         self._products: dict[Trainable, list[Pair]] = {}  # [B, T, d], [B, T, p]
         self._look_ups: dict[Trainable, list[Pair]] = {}  # ids [B, S], [B, S, p]
@@ -55,7 +61,7 @@ class Uses:
         elif kind is FACTORS and records[0] in records[0].joint.factored and value.samples is None:
             self._note(self._look_ups, records[0], (value.ids, value.y), tensors)
             return
-        for record, gradients in gradients_left(kind, records, value, self._batch_size):
+        for record, gradients in self.gradients(kind, records, value):
             self._add(record, gradients, kind is not DENSE)
 
     def _note(

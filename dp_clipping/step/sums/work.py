@@ -27,7 +27,6 @@ from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.layer_plans import PlainPlans
 from dp_clipping.step.sums.step_norms import StepNorms
 from dp_clipping.step.sums.sync_points import SyncPoints
-from dp_clipping.step.sums.uses import Uses, gradients_left
 from dp_clipping.torch_compat import allocated, current_stream, version_of
 from dp_clipping.trials.randomness import RandomStates
 
@@ -47,7 +46,7 @@ class Work(ABC):
     Args:
         context: what all steps of the model have in common, a `context.StepContext`.
         batch_size: samples of the batch.
-        uses: joins what several uses of a parameter leave.
+        uses: joins what several uses of a parameter leave, a `uses.Uses`.
         padding: [B] bool, True for samples that are padding; None: none is.
         plans: how each linear layer is handled.
         compiled: operands arrive in another order than activations are freed, those of linear
@@ -70,7 +69,7 @@ class Work(ABC):
     fused: bool
 
     def __init__(
-        self, context: Any, batch_size: int, uses: Uses, padding: Tensor | None = None,
+        self, context: Any, batch_size: int, uses: Any, padding: Tensor | None = None,
         plans: PlainPlans | None = None, compiled: bool = False,
     ):  # fmt: skip
         self.context, self.batch_size, self.padding = context, batch_size, padding
@@ -176,7 +175,7 @@ class Work(ABC):
         if self.is_summing and self.taken.issuperset(records):
             return
         if self._is_dense and kind is not DENSE:
-            for record, gradients in gradients_left(kind, records, value, self.batch_size):
+            for record, gradients in self._uses.gradients(kind, records, value):
                 self.take(DENSE, (record,), (gradients, None), (gradients,))
             return
         if self._is_on_gpu:
