@@ -145,10 +145,15 @@ def test_layers_are_computed_in_float32_where_it_is_said(layers):
     assert [one.fp32_precision for one in of] == before
 
 
-def test_float32_products_are_put_back():
-    before = torch.backends.cuda.matmul.fp32_precision
-    with full_float32():
-        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    with pytest.raises(RuntimeError), full_float32():
-        torch.mm(torch.ones(2, 3), torch.ones(2, 3))
-    assert torch.backends.cuda.matmul.fp32_precision == before
+@pytest.mark.parametrize("own", ["tf32", "ieee"])
+def test_products_are_float32_whatever_the_precision_settings(own):
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, own
+    try:
+        with full_float32():
+            assert matmul.fp32_precision == "ieee"
+        with pytest.raises(RuntimeError), full_float32():
+            torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+        assert matmul.fp32_precision == own
+    finally:
+        matmul.fp32_precision = before
