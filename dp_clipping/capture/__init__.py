@@ -7,7 +7,6 @@ Files:
     vmap_trial            whether modules under vmap can leave their child layers outside
     callers               modules whose code needs weights that other layers own
     layer_kinds           which arithmetic a layer gets, and whether it still fits
-    rms_norms             RMS norms of other libraries, known by what they compute
     network               a captured network as steps and searches know it: parameters, sessions
     fixed_parameters      refuses parameters that were frozen or replaced meanwhile
     samples/              the samples in a forward's arguments

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from dp_clipping.capture.rms_norms import rms_norm_kind
 from dp_clipping.distributed.dtensor import plain_type
 from dp_clipping.layers import attention, convolution, linear, norm
 from dp_clipping.layers.embedding import bag
@@ -30,7 +29,7 @@ from dp_clipping.layers.registered.registry import (
     is_registered,
     register,
 )
-from dp_clipping.layers.rms_norm_copies import COPIES
+from dp_clipping.layers.rms_norm_copies import COPIES, rms_norm_kind
 from dp_clipping.layers.vmap import module as vectorized
 
 
@@ -92,7 +91,7 @@ KINDS = (
     Kind("rms_norm", norm.forward, has_forward_of(nn.RMSNorm), (nn.RMSNorm,)),
     Kind("layer_norm", norm.forward, has_forward_of(nn.LayerNorm), (nn.LayerNorm,)),
     Kind("conv1d", linear.forward, _is_conv1d_of_transformers, is_linear=True),
-    *(Kind(name, norm.forward) for name in COPIES),  # which `capture.rms_norms` knows
+    *(Kind(name, norm.forward) for name in COPIES),  # which `rms_norm_kind` knows
 )  # fmt: skip
 ALL = {
     kind.name: kind

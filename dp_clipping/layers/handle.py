@@ -301,24 +301,31 @@ class LayerState:
         self.is_unseen = True
         return LayoutUnknown(self.name)
 
-    def layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
+    def layouts_of(
+        self, inputs: list[Tensor], batch_size: int | None = None, of_units: bool = True
+    ) -> tuple[Layout, ...]:
+        """Returns the layouts of a call's inputs, which have rows of so many samples.
+
+        Args:
+            batch_size: None: the private step's.
+            of_units: or of the single examples of each.
+
+        Raises:
+            ValueError: one has other rows.
+        """
         found = self.layouts.get(tuple([x.ndim for x in inputs]))
         if found is None:
             raise LayoutUnknown(self.name)
-        return self._of_units(found)
+        found = self._of_units(found) if of_units else found
+        batch_size = self.private_step.batch_size if batch_size is None else batch_size
+        for x, layout in zip(inputs, found, strict=True):
+            check_size(x, layout, self, batch_size)
+        return found
 
-    def output_layouts_of(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
+    def output_layouts_of(self, inputs: list[Tensor], of_units: bool = True) -> tuple[Layout, ...]:
         """Returns the layouts of the outputs of a call with these inputs."""
-        return self._of_units(self.output_layouts[tuple(x.dim() for x in inputs)])
-
-    def layouts_of_examples(
-        self, inputs: list[Tensor]
-    ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        """Returns the layouts of inputs and outputs of a call, of single examples of each unit."""
-        dims = tuple(x.dim() for x in inputs)
-        if dims not in self.layouts:
-            raise LayoutUnknown(self.name)
-        return self.layouts[dims], self.output_layouts[dims]
+        found = self.output_layouts[tuple([x.ndim for x in inputs])]
+        return self._of_units(found) if of_units else found
 
     def _of_units(self, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """Returns the layouts of a private step's samples, from the layouts of examples."""

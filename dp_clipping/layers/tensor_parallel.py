@@ -184,9 +184,10 @@ def settled(x: Tensor) -> Tensor:
 
     What arrives from a hook may be a wrapper that waits when it is used, which kernels cannot take.
     """
-    if type(x) is Tensor or torch.compiler.is_compiling() or not _is_under_way(x):
+    if type(x) is Tensor or torch.compiler.is_compiling():
         return x
-    return Settle.apply(x)
+    # An asynchronous tensor, whose class has no public name.
+    return Settle.apply(x) if type(x).__name__ == "AsyncCollectiveTensor" else x
 
 
 def arrived(gy: Tensor) -> Tensor:
@@ -211,11 +212,6 @@ DIFFERENTIATED_AGAIN = (
     "it beside the outputs; a network that is sharded over ranks, or compiled, has no such "
     "gradients"
 )
-
-
-def _is_under_way(x: Tensor) -> bool:
-    """Returns whether x is an asynchronous tensor; the class has no public name in torch."""
-    return type(x).__name__ == "AsyncCollectiveTensor"
 
 
 class Settle(torch.autograd.Function):

@@ -15,7 +15,6 @@ FACTORS = "tests/dp_clipping/layers/test_linear_factors.py"
 TIED = "tests/dp_clipping/layers/embedding/test_tied.py"
 UNITS = "tests/dp_clipping/test_units_of_privacy.py"
 VIEWS = "tests/dp_clipping/test_views.py"
-BUFFER = "tests/dp_clipping/step/test_gradient_buffer.py"
 GAUSSIAN = "tests/dp_clipping/noise/test_gaussian.py"
 KEYS = "tests/dp_clipping/noise/test_keys.py"
 ADAPTIVE = "tests/dp_clipping/noise/test_adaptive_threshold.py"
@@ -109,7 +108,7 @@ ROWS = [
      "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=True)]", "[]",
      KEPT, "its_norm"),
     ("what waits is not compared before norms", "step/sums/work.py",
-     "[(left.records, left.tensors, left.versions) for left in lefts]", "[]", KEPT, "sibling"),
+     "[(one.records, one.tensors, one.versions) for one in waiting]", "[]", KEPT, "sibling"),
     ("uses that wait to be joined are not compared", "step/sums/uses.py",
      "self.versions.refuse_changed([((record,), *one) for one in noted], values=False)", "pass",
      KEPT, "two_uses"),
@@ -320,7 +319,7 @@ ROWS = [
      "total = weighted_sum(weights, value)", "total = torch.sum(value, 0)", CONTRACT,
      "test_networks and half_frozen"),
     ("a second microbatch replaces the first", "step/gradient_buffer.py",
-     "grad.add_(", "grad.copy_(", BUFFER),
+     "grad.add_(", "grad.copy_(", SAMPLES, "several_backwards"),
     ("the second backward draws anew", "trials/randomness.py",
      "        self.restore()\n        try:", "        try:", SAMPLES, "other_numbers"),
     ("noisy sums may be noisy again", "step/state.py",

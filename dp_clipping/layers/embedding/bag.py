@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.batch_layout import Layout, check_size, expand_shared
+from dp_clipping.layers.batch_layout import Layout, expand_shared
 from dp_clipping.layers.embedding.factors import EmbeddingFactors, by_sample, without_padding
 from dp_clipping.layers.handle import FIRST, LayerState, forward_of
 from dp_clipping.layers.recorder import FACTORS
@@ -50,8 +50,6 @@ def _first_call(
         )
     tensors = handle.tensors(((input, offsets, scales), {}))
     layouts = handle.layouts_of(tensors)
-    for x, layout in zip(tensors, layouts, strict=True):
-        check_size(x, layout, handle, private_step.batch_size)
     layout = layouts[0]
     if is_flat and set(layouts) != {handle.layout_of_rows}:
         raise ValueError(

@@ -4,7 +4,6 @@ Tokens that repeat within a sample add up before the norm is taken: the squared 
 over the distinct tokens of the sample, of the squared norm of that sum.
 """
 
-from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
@@ -19,7 +18,6 @@ from dp_clipping.clipping.accumulation import (
 from dp_clipping.clipping.norms import Norm
 from dp_clipping.kernels.embedding import Tokens
 from dp_clipping.kernels.small_table import is_small, table_gradients
-from dp_clipping.kernels.squared_norms import squared_norms as norms_on_kernels
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.linear_factors import LinearFactors
 
@@ -44,20 +42,6 @@ def by_sample(
     if ids.ndim != 2 or ids.shape[0] != batch_size:
         ids, y = ids.reshape(batch_size, -1), y.reshape(batch_size, -1, y.shape[-1])
     return ids, y
-
-
-@dataclass(frozen=True)
-class TableGradients:
-    """G [B, V, d] float32 of one use, summed like any stored per-sample gradient."""
-
-    gradients: Tensor
-
-    held = staticmethod(lambda _: ())  # nobody else has it
-    may_be_recomputed = False
-
-    def take_norm(self, _keep: bool) -> Norm:
-        """Returns ‖G_i‖² of exactly what is summed."""
-        return Norm(norms_on_kernels(self.gradients.flatten(1)))
 
 
 class EmbeddingFactors:
@@ -135,12 +119,12 @@ class EmbeddingFactors:
         sums, samples, tokens = self.distinct()
         gradients.index_put_((samples, tokens), sums.to(gradients.dtype), accumulate=True)
 
-    def on_kernels(self) -> Tokens | TableGradients:
-        """Returns the tokens for the kernels, or G of a small table, formed on kernels."""
+    def on_kernels(self) -> Tokens | Tensor:
+        """Returns the tokens for the kernels, or G [B, V, d] float32 of a small table."""
         if self.samples is not None:
             return Tokens(self.ids[:, None], self.y[:, None], self.vocabulary, self.samples)
         if is_small(self.vocabulary, self.ids.shape[1]):
-            return TableGradients(table_gradients(self.ids, self.y, self.vocabulary))
+            return table_gradients(self.ids, self.y, self.vocabulary)
         return Tokens(self.ids, self.y, self.vocabulary)
 
     def only(self, good: Tensor) -> "EmbeddingFactors":
@@ -164,10 +148,6 @@ class TiedFactors(LinearFactors):
     def __init__(self, products: LinearFactors, look_ups: EmbeddingFactors):
         super().__init__(products.a, products.y, products.transposed)
         self.look_ups, self.is_one_token, self.accumulates = look_ups, False, True
-
-    def dense(self) -> Tensor:
-        """Returns G itself: the reference implementation."""
-        return self.gradients(slice(0, len(self.a)))
 
     def gradients(self, part: slice) -> Tensor:
         """Returns G of some samples."""

@@ -25,12 +25,9 @@ def _first_call(self: nn.Embedding, handle: LayerState, ids: Tensor) -> Tensor:
     layout, ids = handle.batched(call.x)
     if torch.compiler.is_compiling():
         return call.leave(_run_compiled(handle, ids, call.weight.detach(), layout, padding_idx))
-    site = handle.site(
-        Embedding, ids, layout, options=padding_idx, settings=padding_idx, reads=SETTINGS
-    )
-    if call.mesh is None:
-        handle.keep(call.x, site)
-    return call.leave(site.use(handle.private_step, ids, call.weight))
+    given = call.x if call.mesh is None else None
+    own = (call.weight, None)
+    return call.leave(handle.run(Embedding, self, ids, layout, *own, padding_idx, SETTINGS, given))
 
 
 forward = forward_of("embedding", _first_call)

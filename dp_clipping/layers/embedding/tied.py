@@ -60,7 +60,6 @@ class TiedTokens:
         tokens: ids [B, S] and e [B, S, d] of its look-ups.
     """
 
-    may_be_recomputed = True
     held = attrgetter("y", "a")  # nobody else has the sums of look-ups
 
     def __init__(self, y: Tensor, a: Tensor, tokens: Tokens):
@@ -80,7 +79,7 @@ class TiedTokens:
             del self._tokens
         return self._sums
 
-    def take_norm(self, _keep: bool) -> Norm:
+    def norm(self) -> Norm:
         """Returns ‖G_i‖² with a bound of its rounding: see above."""
         y, a = self.y, self.a
         tokens, outputs, inputs = y.shape[1], y.shape[2], a.shape[2]

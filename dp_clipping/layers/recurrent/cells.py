@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.layers import projection, tensor_parallel
-from dp_clipping.layers.batch_layout import Layout, check_size
+from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.torch_compat import never_compiled
 
@@ -51,7 +51,6 @@ def _layout(self: nn.RNNCellBase, handle: LayerState, input: Tensor, hx: Any) ->
     tensor_parallel.refuse_distributed(handle, *tensors, *self.parameters())
     layouts = handle.layouts_of(tensors)
     for x, layout in zip(tensors, layouts, strict=True):
-        check_size(x, layout, handle, handle.private_step.batch_size)
         if x.dim() != 2 or layout != layouts[0] or layout.kind == "shared" or layout.dim:
             raise ValueError(
                 f"{handle.name or 'the network'} ({type(self).__name__}) is given a tensor of "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.batch_layout import Layout, check_size
+from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, autocast_of
 from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recurrent import kernel
@@ -144,7 +144,6 @@ def _sequences(
     layouts = handle.layouts_of(tensors)
     place = 0 if isinstance(input, PackedSequence) or self.batch_first else 1
     for x, layout, dim in zip(tensors, layouts, (place, 1, 1), strict=False):
-        check_size(x, layout, handle, handle.private_step.batch_size)
         if x.dim() < 3 or layout.kind == "shared" or layout.dim != dim:
             where = "[batch, time, features]" if self.batch_first else "[time, batch, features]"
             raise ValueError(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import accumulation_dtype, only
-from dp_clipping.layers.batch_layout import check_size
 from dp_clipping.layers.handle import LayerState, Site, plain_forward
 from dp_clipping.layers.projection import gradients_of
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
@@ -60,15 +59,14 @@ class Use:
         self.arithmetic = arithmetic_of(module)
         self.places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors = [leaves[n] for n in self.places]
-        self.layouts, (self.of_output, *others) = handle.layouts_of_examples(tensors)
+        self.layouts = handle.layouts_of(tensors, self.rows, of_units=False)
+        self.of_output, *others = handle.output_layouts_of(tensors, of_units=False)
         if others or self.of_output.kind == "shared":
             raise ValueError(
                 f"{self.title} returns {len(others) + 1} tensors, or one that is the same for all "
                 "samples, and register_layer is for layers that return one tensor with a row for "
                 "each sample: give it x.expand(len(batch), ..), or leave out register_layer"
             )
-        for x, layout in zip(tensors, self.layouts, strict=True):
-            check_size(x, layout, handle, self.rows)
         self.trainable = {name: one.parameter for name, one in handle.records.items()}
         # Tensors are saved by autograd, which notices what is changed in place.
         self.leaves = [None if isinstance(x, Tensor) else x for x in leaves]

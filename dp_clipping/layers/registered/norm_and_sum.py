@@ -96,7 +96,6 @@ class NormAndSum:
         good: samples that are summed [B], None: all.
     """
 
-    may_be_recomputed = True
     gradients = None
     held = attrgetter("sums.tensors")
 
@@ -113,10 +112,6 @@ class NormAndSum:
         norms = self.sums.norms[self.name]
         squared, norms = (x.to(self.sums.dtype) for x in (norms.square(), norms))
         return Norm(squared, norms, 0.0, self.sums.slack)
-
-    def take_norm(self, keep: bool) -> Norm:
-        """Returns the norm. If the fused step keeps anything, it keeps these factors."""
-        return self.norm()
 
     def on_kernels(self) -> "NormAndSum":
         return self

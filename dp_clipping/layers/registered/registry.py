@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import plain_type
 
 
@@ -108,13 +107,9 @@ def checked(
         elif not isinstance(one, Tensor) or tuple(one.shape) != shape:
             given = list(one.shape) if isinstance(one, Tensor) else type(one).__name__
             raise ValueError(f"{who} returns {given} for {name!r}: return a tensor {list(shape)}")
-        elif not (one.is_floating_point() if are_gradients else _is_wide(one)):
+        elif not one.is_floating_point() or not (are_gradients or one.element_size() >= 4):
             raise ValueError(
                 f"{who} returns {one.dtype} for {name!r}, whose rounding is felt in the bound on a "
                 "sample: compute in float32, as gradient.float()"
             )
     return {name: found[name] for name in shapes}
-
-
-def _is_wide(x: Tensor) -> bool:
-    return x.dtype == accumulation_dtype(x.dtype)

@@ -1,41 +1,22 @@
 """Runs a module for each sample with a copy of the parameters: under `torch.vmap`, or in turn."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping.distributed.dtensor import fsdp_classes, owner_of
-from dp_clipping.layers.batch_layout import LayoutUnknown, check_size, rows_unknown
+from dp_clipping.layers.batch_layout import LayoutUnknown, rows_unknown
 from dp_clipping.layers.handle import LayerState, plain_forward
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
-from dp_clipping.layers.vmap.own import refuse_other_number, rows_of_table, taken_for
+from dp_clipping.layers.vmap.own import refuse_other_number, replaced, rows_of_table, taken_for
 from dp_clipping.layers.vmap.refusals import leaves_samples, reason_of, refusal_of
-from dp_clipping.torch_compat import (
-    is_passed_on,
-    own_parameters,
-    tree_flatten,
-    tree_unflatten,
-    version_of,
-)
+from dp_clipping.torch_compat import is_passed_on, tree_flatten, tree_unflatten, version_of
 from dp_clipping.trials.objects import Objects
-
-
-class Body(nn.Module):
-    """The module's own forward, without its hooks, which run around the captured call already."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return plain_forward(self.module, *args, **kwargs)
 
 
 def every_sample(
@@ -63,7 +44,7 @@ def every_sample(
     # and chooses a kernel without.
     masks: Any = nullcontext() if is_traced else sdpa_kernel(SDPBackend.MATH)
     try:
-        with _uncovered(call.owners), masks, nullcontext() if is_traced else _Padding():
+        with masks, nullcontext() if is_traced else _Padding():
             places = [None if layout.kind == "shared" else 0 for layout in call.layouts]
             run = torch.vmap(call, (0, *places), randomness="different")
             return call.joined(run(copies, *call.rows))
@@ -116,21 +97,19 @@ def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, .
     inputs = [(x, layout.kind == "shared") for x, layout in pairs]
     objects = Objects(*call.roots)
     found, given, left = [], [], []
-    with _uncovered(call.owners):
-        for n in range(call.batch_size):
-            objects.put_back()
-            own = {name: values[n] for name, values in parameters.items()}
-            # Copies: a write to a view of one sample would count as one to those of the others.
-            rows = [x if is_shared else x[n].clone() for x, is_shared in inputs]
-            given.append(rows)
-            found.append(call(own, *rows))
-            if call.handle.private_step is None:
-                mine = {id(p) for p in own.values()}  # recurrent layers list them: see below
-                others = Objects(*call.roots).left_since(objects)
-                left.append([x for x in others if id(x) not in mine])
+    for n in range(call.batch_size):
+        objects.put_back()
+        own = {name: values[n] for name, values in parameters.items()}
+        # Copies: a write to a view of one sample would count as one to those of the others.
+        rows = [x if is_shared else x[n].clone() for x, is_shared in inputs]
+        given.append(rows)
+        found.append(call(own, *rows))
+        if call.handle.private_step is None:
+            mine = {id(p) for p in own.values()}  # recurrent layers list them: see below
+            others = Objects(*call.roots).left_since(objects)
+            left.append([x for x in others if id(x) not in mine])
     # PyTorch's recurrent layers list the parameters that they were called with last.
-    pairs_of_own = zip(call.handle.trainable, call.owners, strict=True)
-    Objects(*call.roots).show({id(own[name]): getattr(*owner) for name, owner in pairs_of_own})
+    Objects(*call.roots).show({id(own[name]): p for name, p in call.own.items()})
     if leaves_samples(left):
         raise ValueError(
             f"{call.handle.title(call.module)} leaves what it computes of a sample in an object, "
@@ -150,7 +129,7 @@ class _OneSample:
     """Calls a module with one sample: under `torch.vmap`, or for each sample in turn.
 
     Attributes:
-        owners: of the parameters that it captures: module and name.
+        own: the parameters that it captures, by their names.
         has_attributes: copies have the class and the attributes of their parameters.
         rows: the inputs, those that have samples as [B, ..].
         layouts, out_layouts: where samples are in inputs and outputs.
@@ -162,19 +141,19 @@ class _OneSample:
     ):
         self.module, self.batch_size = module, batch_size
         self.handle: LayerState = module._private
-        self.owners = [owner_of(module, name) for name in self.handle.trainable]
-        self.roots, self._body = (module, args, kwargs), Body(module)
-        pairs = zip(self.handle.trainable, self.owners, strict=True)
-        self._taken_for = {n: getattr(*owner) for n, owner in pairs} if has_attributes else {}
+        self.roots, self._has_attributes = (module, args, kwargs), has_attributes
+        self.own = {name: getattr(*owner_of(module, name)) for name in self.handle.trainable}
+        every = dict(module.named_parameters(remove_duplicate=False))
+        self._paths = {name: name for name in self.own}  # where the code finds them
+        for name in self.own:
+            self._paths |= {path: name for path, p in every.items() if p is every.get(name)}
         given, self._structure = tree_flatten((args, kwargs))
         self._leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given]
         refuse_distributed(self.handle, *self._leaves, *module.parameters())
         self._places = [n for n, leaf in enumerate(given) if isinstance(leaf, Tensor)]
         tensors = [self._leaves[n] for n in self._places]
-        self.layouts = list(self.handle.layouts_of(tensors))
+        self.layouts = self.handle.layouts_of(tensors, batch_size)
         self.out_layouts = self.handle.output_layouts_of(tensors)
-        for x, layout in zip(tensors, self.layouts, strict=True):
-            check_size(x, layout, self.handle, batch_size)
         inputs = zip(tensors, self.layouts, strict=True)
         self.rows = [x if at.kind == "shared" else at.split(x, batch_size) for x, at in inputs]
 
@@ -184,10 +163,11 @@ class _OneSample:
         for n, row in zip(self._places, rows, strict=True):
             leaves[n] = row
         args, kwargs = tree_unflatten(leaves, self._structure)
-        for name, parameter in self._taken_for.items():  # in place: the caller looks for them
-            parameters[name] = taken_for(parameters[name], parameter)
-        prefixed = {f"module.{name}": value for name, value in parameters.items()}
-        found = functional_call(self._body, prefixed, args, kwargs)
+        if self._has_attributes:
+            for name, parameter in self.own.items():  # in place: the caller looks for them
+                parameters[name] = taken_for(parameters[name], parameter)
+        with replaced(self.module, {path: parameters[name] for path, name in self._paths.items()}):
+            found = plain_forward(self.module, *args, **kwargs)
         outputs, self._shape = tree_flatten(found)
         self._outputs = [None if isinstance(y, Tensor) else y for y in outputs]
         self._where = [n for n, y in enumerate(outputs) if isinstance(y, Tensor)]
@@ -206,22 +186,3 @@ class _OneSample:
                 raise rows_unknown(self.handle.name)
             self._outputs[n] = layout.joined(y)
         return tree_unflatten(self._outputs, self._shape)
-
-
-@contextmanager
-def _uncovered(owners: list[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Enters a context in which `functional_call` can replace these parameters.
-
-    The plain tensors that FSDP1 lays over them would be found first.
-    """
-    covers = [
-        (vars(owner), name)
-        for owner, name in owners
-        if name in vars(owner) and name in own_parameters(owner)
-    ]
-    values = [attributes.pop(name) for attributes, name in covers]
-    try:
-        yield
-    finally:
-        for (attributes, name), value in zip(covers, values, strict=True):
-            attributes[name] = value

@@ -18,7 +18,6 @@ from dp_clipping.kernels.launch.tiles import on_device, tile_of
 from dp_clipping.kernels.sorted_coefficients import Coefficients, SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
-from dp_clipping.layers.embedding.factors import TableGradients
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.profiling.profile import NOTHING
 
@@ -60,8 +59,6 @@ def clipped_sums(
                 alone.append(n)
             else:
                 products.append((n, rows[n], one))
-        elif isinstance(one, TableGradients):
-            kept.append((n, rows[n], one.gradients))
         elif isinstance(one, Table):
             tables.setdefault(one.sums, []).append(n)
         elif hasattr(one, "summands"):

@@ -24,7 +24,7 @@ from dp_clipping.clipping.coefficients import (
     coefficients,
     finite_samples,
 )
-from dp_clipping.clipping.norms import GRAM_ROUNDING
+from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
 from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
 from dp_clipping.kernels.convolution.packing import packed_at_a_time
@@ -185,9 +185,10 @@ class Fused(Work):
                 tables.append(use)
                 of_tables.append(record)
                 continue
-            keep = not (self.two_passes and use.may_be_recomputed)
+            is_formed = isinstance(use, Tensor)  # which nobody else has
+            keep = is_formed or not self.two_passes
             with NOTHING if label is None else label("norm/factors", (record,)):
-                norm = use.take_norm(keep)
+                norm = Norm(squared_norms(use)) if is_formed else use.norm()
             if norm.scale is None:
                 records.append(record)
                 rows.append(norm.squared[None])

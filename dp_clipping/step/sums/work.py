@@ -278,13 +278,8 @@ class Work(ABC):
         if not everything:
             self.waiting = [left for left in waiting if self._stays(left)]
             waiting = [left for left in waiting if not self._stays(left)]
-        self._take_norms(waiting, everything)
-
-    def _take_norms(self, lefts: list[Left], everything: bool) -> None:
-        self.versions.refuse_changed(
-            [(left.records, left.tensors, left.versions) for left in lefts]
-        )
-        self.take_norms(lefts, everything)
+        self.versions.refuse_changed([(one.records, one.tensors, one.versions) for one in waiting])
+        self.take_norms(waiting, everything)
 
     def keep(self, several: Iterable[tuple[Trainable, Any]]) -> None:
         """Keeps what sums of parameters are formed of: G, or an object that knows what it holds."""

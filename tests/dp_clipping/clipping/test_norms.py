@@ -26,38 +26,28 @@ def squares(*values: float) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def test_squares_add_up_over_all_parameters(parameters):
-    norms = of(parameters, [0, 0, 0], 1, *(Norm(squares(n, 2 * n)) for n in (1.0, 4.0, 16.0)))
-    assert norms.squared().tolist() == [[21.0, 42.0]]
-    torch.testing.assert_close(norms.bounds(), torch.tensor([[21.0, 42.0]]))
+INF, NAN = torch.inf, torch.nan
+SUMS = {  # groups, a norm of each parameter, squared norms and their bounds of each group
+    "all": ([0, 0, 0], [((n, 2 * n),) for n in (1.0, 4.0, 16.0)], [[21.0, 42.0]], [[21.0, 42.0]]),
+    "groups": ([1, 0, 1], [((n, n),) for n in (1.0, 4.0, 16.0)], [[4.0] * 2, [17.0] * 2],
+               [[4.0] * 2, [17.0] * 2]),
+    "both allowances, (√(n² + e·S²) + f·S)²": (
+        [0], [((7.0, 0.0), (3.0, 2.0), 1.0, 0.5)], [[7.0, 0.0]], [[5.5**2, 3.0**2]]),
+    "an allowance of its own parameter": (
+        [0, 1], [((4.0, 4.0),), ((0.0, 0.0), (2.0, 2.0), 1.0)], [[4.0] * 2, [0.0] * 2],
+        [[4.0] * 2] * 2),
+    "below zero, and infinite": (
+        [0, 0], [((-1.0, -INF),), ((4.0, 4.0),)], [[4.0, INF]], [[4.0, INF]]),
+    "not a number": ([0], [((NAN, 1.0),)], [[NAN, 1.0]], [[NAN, 1.0]]),
+}  # fmt: skip
 
 
-def test_each_group_has_its_own_sum(parameters):
-    norms = of(parameters, [1, 0, 1], 2, *(Norm(squares(n, n)) for n in (1.0, 4.0, 16.0)))
-    assert norms.squared().tolist() == [[4.0, 4.0], [17.0, 17.0]]
-
-
-def test_a_bound_has_both_allowances(parameters):
-    """(√(n² + e·S²) + f·S)²."""
-    norms = of(parameters[:1], [0], 1, Norm(squares(7.0, 0.0), squares(3.0, 2.0), 1.0, 0.5))
-    torch.testing.assert_close(norms.bounds(), torch.tensor([[5.5**2, 3.0**2]]))
-    assert norms.squared().tolist() == [[7.0, 0.0]]
-
-
-def test_an_allowance_is_of_its_own_parameter(parameters):
-    plain, wide = Norm(squares(4.0, 4.0)), Norm(squares(0.0, 0.0), squares(2.0, 2.0), 1.0)
-    assert of(parameters[:2], [0, 1], 2, plain, wide).bounds().tolist() == [[4.0] * 2, [4.0] * 2]
-
-
-def test_what_rounding_left_below_zero_is_zero_and_infinities_stay(parameters):
-    norms = of(parameters[:2], [0, 0], 1, Norm(squares(-1.0, -torch.inf)), Norm(squares(4.0, 4.0)))
-    assert norms.squared().tolist() == [[4.0, torch.inf]]
-
-
-def test_a_nan_is_no_norm(parameters):
-    norms = of(parameters[:1], [0], 1, Norm(squares(torch.nan, 1.0)))
-    assert not norms.bounds()[0, 0].isfinite()
-    assert norms.bounds()[0, 1] == 1
+@pytest.mark.parametrize(("groups", "given", "squared", "bounds"), SUMS.values(), ids=SUMS)
+def test_sums_over_groups_and_what_rounding_may_add(parameters, groups, given, squared, bounds):
+    each = [Norm(squares(*n), *(squares(*s) for s in rest[:1]), *rest[1:]) for n, *rest in given]
+    norms = of(parameters[: len(groups)], groups, max(groups) + 1, *each)
+    torch.testing.assert_close(norms.squared(), torch.tensor(squared), equal_nan=True)
+    torch.testing.assert_close(norms.bounds(), torch.tensor(bounds), equal_nan=True)
 
 
 def test_a_part_leaves_the_whole_as_it_is(parameters):

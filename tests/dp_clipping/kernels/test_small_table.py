@@ -7,7 +7,8 @@ import torch
 from dp_clipping.kernels import small_table
 from dp_clipping.kernels.embedding import Tokens, token_sums
 from dp_clipping.kernels.small_table import is_small, table_gradients, table_gradients_plain
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, TableGradients
+from dp_clipping.kernels.squared_norms import squared_norms
+from dp_clipping.layers.embedding.factors import EmbeddingFactors
 from tests.support.kernel_cases import SUM_BOUND, Place, assert_squares, assert_within, on_kernels
 
 # B, T, d, V: one tile, several chunks with a rest, many features, one row, no token, no sample
@@ -33,14 +34,12 @@ def test_gradients_of_a_small_table(place: Place) -> None:
                 ids, y = ids.int(), y.permute(2, 0, 1).contiguous().permute(1, 2, 0)
             if n == 1:  # all samples share them
                 ids = ids[:1].expand(batch_size, -1)
-            found = TableGradients(table_gradients(ids, y, vocabulary))
+            found = table_gradients(ids, y, vocabulary)
             expected = table_gradients_plain(ids, y, vocabulary)
             magnitude = table_gradients_plain(ids, y.abs(), vocabulary).double()
-            assert found.gradients.dtype == torch.float32
-            bound = SUM_BOUND[torch.float32] * magnitude
-            assert_within(found.gradients, expected, bound)
-            stored = found.gradients.double().square().sum((1, 2)).float()
-            assert_squares(found.take_norm(True).squared, stored)
+            assert found.dtype == torch.float32
+            assert_within(found, expected, SUM_BOUND[torch.float32] * magnitude)
+            assert_squares(squared_norms(found), found.double().square().sum((1, 2)).float())
 
 
 @on_kernels()
@@ -68,10 +67,10 @@ def test_which_tables_are_small(place: Place) -> None:
     y = place.normal(2, 64, 8)
     ids = torch.arange(64, device=place.device).expand(2, -1)
     small, large = (EmbeddingFactors(ids % v, y, v).on_kernels() for v in (16, 17))
-    assert isinstance(small, TableGradients)
+    assert isinstance(small, torch.Tensor)
     assert isinstance(large, Tokens)
     ((_, other),) = token_sums([Tokens(ids % 16, y, 16)], 2)
-    torch.testing.assert_close(small.take_norm(True).squared, other.squares[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(squared_norms(small), other.squares[0], rtol=1e-5, atol=0)
 
 
 def test_a_table_is_small_beside_its_tokens():

@@ -550,6 +550,7 @@ OTHERS = [
     R("registered_dense", lambda: Dense(5, 4), (6, 5)),
     R("registered_apart", lambda: Apart(5, 4), (6, 5), in_16_bit=False),
     R("registered_batch_second", lambda: Gate(5, 4), (6, 5), batch_second),
+    R("embedding_few_rows", lambda: nn.Embedding(IDS, 4), (40,), ids=LONG),
 ]  # fmt: skip
 RECORDS = (*LINEAR, *NORMS, *EMBEDDINGS, *CONVOLUTIONS, *RECURRENT, *ATTENTION, *OTHERS)
 NUMBER = {record.name: n for n, record in enumerate(RECORDS)}

@@ -26,12 +26,6 @@ PLAIN = Rates(
 USE = LinearShape("w", 3, 8, 8, 8, 2, 4)
 
 
-def test_sizes():
-    assert USE.operations == 2 * 3 * 8 * 8 * 8
-    assert USE.gradient_bytes == 3 * 8 * 8 * 4
-    assert USE.factor_bytes == 3 * 8 * (8 + 8) * 2
-
-
 def test_gradient_writes_and_reads_every_value():
     found = predict(USE, INSTANTIATE, PLAIN)
     moved = 2 * USE.gradient_bytes + 8 * 8 * SUM_BYTES
@@ -92,10 +86,3 @@ def test_more_work_takes_more_time(algorithm, name):
     rates, use = Rates(), LinearShape("w", 64, 1024, 2048, 2048, 2, 2)
     more = use._replace(**{name: 4 * getattr(use, name)})
     assert predict(more, algorithm, rates).seconds > predict(use, algorithm, rates).seconds
-
-
-def test_gram_matrices_are_for_short_sequences():
-    rates = Rates()
-    for tokens, best in ((256, GRAM), (8192, INSTANTIATE)):
-        use = LinearShape("w", 8, tokens, 4096, 4096, 2, 2)
-        assert min(ALGORITHMS, key=lambda a: predict(use, a, rates).seconds) == best

@@ -114,15 +114,6 @@ def test_one_token_never_forms_gradients():
     assert choice.seconds < 0.1 * 1024**3 * 4 / RATES.bandwidth
 
 
-def test_one_sample():
-    one = use(batch_size=1, tokens=4096, inputs=2048, outputs=2048)
-    plan = Plan([one], RATES)
-    assert plan.choices[0].algorithm == INSTANTIATE
-    assert plan.bytes == 2048 * 2048 * 2
-    short = use(batch_size=1, tokens=64, inputs=2048, outputs=2048)
-    assert Plan([short], RATES, budget=short.factor_bytes).bytes == short.factor_bytes
-
-
 def test_no_layer():
     plan = Plan([], RATES, budget=0, may_recompute=True)
     assert plan.bytes == 0

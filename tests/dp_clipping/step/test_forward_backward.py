@@ -27,15 +27,6 @@ def model():
     return private(zoo.linear(3, 2), "bookkeeping")
 
 
-def test_a_forward_opens_a_step_with_its_batch(model):
-    model(torch.ones(4, 3))
-    first = model.step_state.pending
-    assert isinstance(first, PrivateStep)
-    assert first.batch_size == 4
-    model(torch.ones(5, 3))
-    assert model.step_state.pending is not first
-
-
 def test_precision_is_as_before_where_sums_are_not_taken(model, monkeypatch):
     """Whoever holds the error holds the generator that forms them."""
 

@@ -6,12 +6,17 @@ from torch import nn
 
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.state import StepState
+from tests.dp_clipping.conftest import private
 
 
-def begin(buffer: GradientBuffer) -> None:
-    buffer.begin_backward()
-    if not buffer.state.is_open:
-        buffer.state.open([1.0])
+@pytest.fixture
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2, dtype=torch.bfloat16), nn.Linear(2, 1))
+
+
+@pytest.fixture
+def buffer(network) -> GradientBuffer:
+    return private(network, "bookkeeping").gradient_buffer
 
 
 def clear(buffer: GradientBuffer) -> None:
@@ -20,35 +25,22 @@ def clear(buffer: GradientBuffer) -> None:
 
 
 def fill(buffer: GradientBuffer, value: float = 1.0) -> None:
-    begin(buffer)
+    buffer.begin_backward()
+    buffer.state.open([1.0])
     buffer.accumulate([(one, torch.full(one.shape, value)) for one in buffer.capture.trained])
     buffer.end_backward()
-
-
-def test_sums_add_up_in_float32(buffer, network):
-    fill(buffer)
-    fill(buffer, 2.0**-12)  # lost beside 1 in bfloat16
-    for parameter in network.parameters():
-        assert parameter.grad.dtype == torch.float32
-        assert (parameter.grad == 1 + 2.0**-12).all()
 
 
 def test_what_is_applied_has_the_parameters_own_dtype(buffer, network):
     fill(buffer)
     weight = network[0].weight
+    assert weight.grad.dtype == torch.float32
     noisy = weight.grad.to(torch.bfloat16)
     buffer.apply([(weight, noisy)])
     assert weight.grad is noisy
     clear(buffer)
     fill(buffer)
     assert weight.grad.dtype == torch.float32
-
-
-def test_zeros_are_sums_too(buffer, network):
-    begin(buffer)
-    buffer.accumulate([(one, None) for one in buffer.capture.trained])
-    buffer.end_backward()
-    assert all((p.grad == 0).all() for p in network.parameters())
 
 
 class Wrapper(nn.Module):

@@ -77,7 +77,7 @@ def test_norms_and_sums(place: Place) -> None:
     for n, shape in enumerate([*shapes, (2, 3, 40, 32), (2, 5, 7, 3)]):
         y, a, ids, e = operands = drawn(place, shape, (1, shape[1] + 3, 6)[n % 3], n)
         tokens, gradients = tokens_of(*operands), dense(*operands)
-        norm, expected = tokens.take_norm(True), gradients.square().sum((1, 2)).sqrt()
+        norm, expected = tokens.norm(), gradients.square().sum((1, 2)).sqrt()
         found, error = norm.squared.double().clamp_min(0).sqrt(), norm.scale.double()
         assert (norm.gram_error, norm.sum_error) == (0, 1)
         assert ((found - expected).abs() <= error + 1e-6 * expected).all()
@@ -99,7 +99,7 @@ def test_a_sample_that_is_left_out_is_not_read(place: Place) -> None:
     for x, sample, value in ((y, 1, torch.nan), (a, 1, torch.inf), (e, 2, -torch.inf)):
         x[sample] = value
     tokens = tokens_of(y, a, ids, e)
-    norm = tokens.take_norm(True)
+    norm = tokens.norm()
     assert bound_of(norm).isfinite().tolist() == [True, False, False, True]
     assert torch.equal(tokens.weighted_sum(c), expected)
 
@@ -113,7 +113,7 @@ def test_products_and_look_ups_that_cancel(place: Place) -> None:
     for shape in shapes:
         for seed, epsilon in enumerate((0, 2.0**-20, 2.0**-12, 2.0**-6)):
             factors = tokens_of(*cancelling(place, shape, epsilon, seed))
-            norm = factors.take_norm(True)
+            norm = factors.norm()
             bounds = bound_of(norm)
             for i, only in enumerate(torch.eye(shape[0], device=place.device)):
                 found = factors.weighted_sum(only).double().norm()

@@ -166,7 +166,16 @@ WITHOUT_VMAP |= {
     "a class of its own": (
         scaled(lambda n, x: n.linear(x) * n.w.positive(), w=Logarithm(torch.randn(5))), (5,)),
 }  # fmt: skip
+
+
+def two_names() -> nn.Module:
+    network = scaled(lambda n, x: n.linear(x) * n.w + n.twin, w=bare(5))()
+    network.inner.twin = network.inner.w
+    return network
+
+
 UNDER_VMAP = {
+    "one parameter of two names": (two_names, (4, 5)),
     "written to a row": (scaled(into_a_row, w=bare(5)), (4, 5)),
     "a function": (
         scaled(lambda n, x: n.linear(x) * Twice.apply(n.w), w=bare(5)), (4, 5)),

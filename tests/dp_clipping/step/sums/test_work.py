@@ -24,7 +24,7 @@ from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
 from dp_clipping.profiling.profile import Timer
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums import clipped_sums as sums
-from dp_clipping.step.sums import fused, layer_plans, sync_points, work
+from dp_clipping.step.sums import fused, sync_points, work
 from dp_clipping.step.sums.uses import Uses
 from dp_clipping.step.sums.work import Work
 from tests.dp_clipping.conftest import clipped_sums, private, trained
@@ -169,6 +169,14 @@ def little(monkeypatch):
     monkeypatch.setattr(work, "allocated", lambda device: 0)
 
 
+def arrivals_before_a_launch(step: Step) -> int:
+    number = 0
+    while not step.events:
+        step.backward("d")
+        number += 1
+    return number
+
+
 # Without shards
 
 
@@ -201,11 +209,7 @@ def test_no_more_waits_than_a_share_of_what_the_forward_saved(monkeypatch, saved
     monkeypatch.setattr(work, "LEAST_PENDING_BYTES", 0)
     monkeypatch.setattr(work, "allocated", lambda device: 0)
     step = Step(two_passes=True, saved=saved * EACH)
-    number = 0
-    while not step.events:
-        step.backward("d")
-        number += 1
-    assert number == arrivals
+    assert arrivals_before_a_launch(step) == arrivals
 
 
 def test_what_is_kept_for_its_sum_waits_in_any_case(little):
@@ -247,11 +251,7 @@ def test_half_of_what_backward_has_freed_may_wait(monkeypatch, freed, arrivals):
     levels = iter([1000 * EACH])  # as backward begins
     monkeypatch.setattr(work, "allocated", lambda device: next(levels, (1000 - freed) * EACH))
     step = Step(two_passes=True)
-    number = 0
-    while not step.events:
-        step.backward("d")
-        number += 1
-    assert number == arrivals
+    assert arrivals_before_a_launch(step) == arrivals
 
 
 @pytest.mark.parametrize(
@@ -558,28 +558,3 @@ def check_tf32() -> None:
 
 def test_convolutions_in_tf32_are_summed_by_their_scales(interpreter):
     interpreter.run(check_tf32)
-
-
-def check_rooms() -> None:
-    """What a forward had saved in front of a layer, but for its input, leaves no room for it."""
-    model = private(zoo.seeded(lambda: blocks(2)), "flash_bookkeeping")
-    model.skip_checks()
-    batch = torch.randn(3, 6, 8), torch.randn(3, 6, 8)
-    rooms, plan = [], layer_plans.Plan
-    seen = lambda *args, **options: (rooms.append(options["rooms"]), plan(*args, **options))[1]  # noqa: E731
-    bytes_in_use = iter([7, *range(10**6, 20 * 10**6, 10**6)])
-    with (
-        patch.object(layer_plans, "allocated", lambda _: next(bytes_in_use)),
-        patch.object(layer_plans, "Plan", seen),
-    ):
-        clipped_sums(model, batch)
-    ((*found,),) = rooms
-    uses = model.step_context.plans.last.uses
-    held = 10**6 * (len(uses) + 1) - 7  # when the forward has ended
-    inputs = [one.batch_size * one.tokens * one.inputs * one.element_size for one in uses]
-    rooms = [held - (10**6 * n - 7 - own) for n, own in enumerate(inputs, 1)]
-    assert found == list(enumerate(rooms))
-
-
-def test_what_was_saved_before_a_layer_takes_part_of_its_room(interpreter):
-    interpreter.run(check_rooms)
