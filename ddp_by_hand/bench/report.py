@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_by_hand.bench.gate import FLOOR, TOLERANCE, tolerance
@@ -184,10 +185,10 @@ def _row(
     tokens = data_ranks * settings.batch_size * settings.model.context_length
     to_floor, to_reference = (
         None if subject.layout.splits_tensors  # the other's step does other work
-        else _ratio(cells, subject, subject._replace(implementation=name))
+        else _ratio(cells, subject, replace(subject, implementation=name))
         for name in (FLOOR, REFERENCE)
     )  # fmt: skip
-    to_ordinary = _ratio(cells, subject, subject._replace(clipping=NOT_PRIVATE))
+    to_ordinary = _ratio(cells, subject, replace(subject, clipping=NOT_PRIVATE))
     return {
         **row,
         "status": OK,
@@ -214,7 +215,7 @@ def _row(
 
 
 def _exposed(subject: Subject, median: float, cells: dict[Subject, Cell]) -> float | None:
-    floor = subject._replace(implementation=FLOOR)
+    floor = replace(subject, implementation=FLOOR)
     if subject == floor or subject.layout.splits_tensors or floor not in cells:
         return None
     found = cells[floor].samples()
