@@ -25,7 +25,7 @@ from ddp_by_hand.measure import (
 from ddp_by_hand.measure.files import say_unwritten
 from ddp_by_hand.measure.report_tables import calls, milliseconds
 from ddp_by_hand.measure.runs import Cell, cells_of, ratio_beside
-from ddp_by_hand.measure.statistics import NOISY
+from ddp_by_hand.measure.statistics import NOISY, Ratio
 
 REFERENCE = "torch_ddp"
 WITHOUT_PRIVACY = "not private"  # what the overhead of privacy is relative to, in the picture
@@ -201,9 +201,9 @@ def _row(
         f"[{milliseconds(times.p10)}, {milliseconds(times.p90)}]",
         "tokens_per_second": tokens / times.median * 1e3,
         "exposed_ms": _exposed(subject, times.median, cells),
-        "overhead": _ratio_text(to_ordinary, interval=True),
-        "to_floor": _ratio_text(to_floor, interval=False),
-        "to_reference": _ratio_text(to_reference, interval=True),
+        "overhead": to_ordinary and str(to_ordinary),
+        "to_floor": to_floor and f"{to_floor.value:.3f}",
+        "to_reference": to_reference and str(to_reference),
         "ratio_to_ordinary": to_ordinary,
         "ratio_to_baseline": to_floor,
         "ratio_to_reference": to_reference,
@@ -222,18 +222,9 @@ def _exposed(subject: Subject, median: float, cells: dict[Subject, Cell]) -> flo
     return median - summarize(found).median if found else None
 
 
-def _ratio(
-    cells: dict[Subject, Cell], subject: Subject, other: Subject
-) -> tuple[float, float, float] | None:
+def _ratio(cells: dict[Subject, Cell], subject: Subject, other: Subject) -> Ratio | None:
     """Returns the ratio of step times and its interval, over the rounds that both have finished."""
-    found = None if subject == other else ratio_beside(cells[subject], cells.get(other))
-    return found and (found.value, found.low, found.high)
-
-
-def _ratio_text(value: tuple[float, float, float] | None, interval: bool) -> str | None:
-    if value is None:
-        return None
-    return f"{value[0]:.3f}" + (f" [{value[1]:.3f}, {value[2]:.3f}]" if interval else "")
+    return None if subject == other else ratio_beside(cells[subject], cells.get(other))
 
 
 def _mfu(settings: Settings, tokens_per_second: float, device: str) -> float | None:
