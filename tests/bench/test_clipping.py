@@ -85,7 +85,9 @@ def test_private_cells_differ_by_mode_and_by_every_setting():
         settings = settings_for("--implementations", "ddp", "--clipping", "ghost", "flash", *more)
         for cell in plan(settings):
             assert config_of(cell, settings)["clipping"]["mode"] == cell.subject.clipping
-            keys.add(cell.row(settings, 2, "cpu")["key"])
+            row = cell.row(settings, 2, "cpu")
+            assert row["clipping"] == cell.subject.clipping
+            keys.add(row["key"])
     assert len(keys) == len(options) * 2 * 6
 
 
