@@ -5,6 +5,7 @@
     python -m ddp_by_hand.experiments.price --rows 8x1024 --variants ordinary bookkeeping
     python -m ddp_by_hand.experiments.price --model llama-3.1-8b-block --compile
     python -m ddp_by_hand.experiments.price --rows 4x1024 4x2048 4x4096   growth with the length
+    python -m ddp_by_hand.experiments.price --model tiny --rounds 1       a rehearsal on a CPU
 
 The network has the shape of a Llama for sequence classification, the 1B one or some layers of the
 8B one, with random weights in bfloat16, all of it trainable, `nn.RMSNorm` in place of the library's
