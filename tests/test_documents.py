@@ -199,32 +199,20 @@ def test_programs_take_the_commands_of_documents(path):
     ("command", "error", "says"),
     [
         ("python -m ddp_by_hand.measure.compare A B --treshold 0.05", SystemExit, "--treshold"),
-        ("python -m ddp_by_hand.measure.compare A", SystemExit, "required: B"),
-        (
-            "python -m ddp_by_hand.measure.report A a comment without its sign",
-            SystemExit,
-            "comment",
-        ),
+        ("python -m ddp_by_hand.measure.report A a comment", SystemExit, "comment"),
         ("python -m docs.draw_flash --size 3", SystemExit, "--size"),
         ("X=1 python benchmark_ddp.py --dtype float3", SystemExit, "'float3'"),
-        ("python benchmark_ddp.py --rounds 0", SystemExit, "--rounds 0: give a positive"),
         ("python benchmark_ddp.py --clipping bookkeping", ValueError, ""),
-        ("python benchmark_ddp.py --implementations my.py:A ddp_buckets", ValueError, ""),
         ("torchrun --nproc_per_node=2 benchmark_ddp.py --rounds x", SystemExit, "'x'"),
         ("torchrun --procs=2 benchmark_ddp.py", SystemExit, "--procs"),
-        ("torchrun -m ddp_by_hand.measure.compares A B", ImportError, ""),
         ("python -m ddp_by_hand.measure.compares A B", ImportError, ""),
-        ("python -m benchmark_ddp.py", ImportError, ""),
         ("python benchmark.py", FileNotFoundError, ""),
         ("torchrun --standalone ddp_by_hand.measure.compare A B", FileNotFoundError, ""),
         ("ddp-exercise check averages my_average.py", ValueError, ""),
-        ("ddp-exercise check my_average.py", ValueError, ""),
-        ("ddp-exercise start averages", ValueError, ""),
         ("ddp-exercise begin average", AssertionError, ""),
         ("dp-verify --use-fspd", SystemExit, "--use-fspd"),
         ("ddp-benchmark --rounds 0", SystemExit, "--rounds 0: give a positive"),
         ("python -m ddp_by_hand.lm.launch", AssertionError, ""),
-        ("python -m ddp_by_hand.measure.files", AssertionError, ""),
     ],
 )
 def test_a_wrong_command_is_found(command, error, says, capsys):
@@ -416,10 +404,7 @@ def test_what_a_proof_names_is_there(path):
     assert named
     for file, name in named:
         text = (ROOT / file).read_text()
-        assert not name or re.search(rf"^ *(?:def|class) {name}\b", text, re.MULTILINE), (
-            file,
-            name,
-        )
+        assert not name or re.search(rf"^ *(?:def|class) {name}\b", text, re.M), (file, name)
 
 
 @each_proof

@@ -11,9 +11,11 @@ import opacus
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from dp_clipping import BatchMemoryManager, PrivacyEngine
+from tests.support.engine import CLASSES, build, data, step
+from tests.support.engine import arguments as given
 
 PAGE = Path(__file__).parents[1] / "docs/from_opacus.md"
 STATES = ("same", "keep", "apart", "other", "refused", "inside")
@@ -126,42 +128,17 @@ def test_every_argument_and_mode_has_a_row_and_no_row_is_of_a_name_that_is_gone(
 # ---- what the rows say --------------------------------------------------------------------------
 
 
-def given(network: nn.Module | None = None, **others) -> dict:
-    network = network or nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    data = TensorDataset(torch.randn(32, 3, 4)[:, 0], torch.randint(2, (32,)))
-    return {
-        "module": network,
-        "optimizer": torch.optim.SGD(network.parameters(), lr=0.1),
-        "data_loader": DataLoader(data, batch_size=8),
-        "noise_multiplier": 1.0,
-        "max_grad_norm": 1.0,
-    } | others
-
-
-class Run(SimpleNamespace):
-    """What `make_private` returns, after a backward."""
-
-    def __init__(self, network: nn.Module | None = None, **others):
-        engine = PrivacyEngine(accountant="rdp")
-        made = engine.make_private(**given(network, **others))
-        model, optimizer, criterion, loader = made
-        super().__init__(
-            engine=engine, model=model, optimizer=optimizer, criterion=criterion, loader=loader
-        )
-
-    def step(self, loader: DataLoader | None = None) -> int:
-        for x, y in loader or self.loader:
-            self.loss = self.criterion(self.model(x), y)
-            self.loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return self.optimizer.steps
+def epoch(run: SimpleNamespace, loader: DataLoader | None = None) -> int:
+    """Takes the steps of an epoch; returns how many there were."""
+    for batch in loader or run.loader:
+        step(run, batch)
+    return run.optimizer.steps
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
-    torch.manual_seed(0)
-    run = Run()
+def run() -> SimpleNamespace:
+    """What `make_private` returns, after a backward."""
+    run = build()
     x, y = run.loader.dataset[:4]
     run.loss = run.criterion(run.model(x), y)
     run.loss.backward()
@@ -223,7 +200,7 @@ def test_modes(mode):
 
 def scheduler(name: str):
     def trial():
-        run, schedulers = Run(), importlib.import_module("opacus.schedulers")
+        run, schedulers = build(max_grad_norm=1.0), importlib.import_module("opacus.schedulers")
         options = {
             "Exponential": {"gamma": 0.5}, "Step": {"step_size": 1, "gamma": 0.5},
             "Lambda": {"noise_lambda" if "Noise" in name else "scheduler_function": lambda _: 0.5},
@@ -232,16 +209,16 @@ def scheduler(name: str):
         getattr(schedulers, name)(run.optimizer, **given).step()
         changed = "noise_multiplier" if "Noise" in name else "max_grad_norm"
         assert getattr(run.optimizer, changed) == 0.5
-        run.step()
+        epoch(run)
 
     return trial
 
 
 def accountant(name: str):
     def trial():
-        run = Run()
+        run = build()
         run.engine.accountant = getattr(importlib.import_module("opacus.accountants"), name)()
-        run.step()
+        epoch(run)
         assert run.engine.get_epsilon(delta=1e-3) > 0
 
     return trial
@@ -265,11 +242,11 @@ def registered() -> None:
 
 
 class Sequence(nn.Module):
-    """samples [B, 4] -> logits [B, 2], through a layer of sequences."""
+    """samples [B, 4] -> logits [B, 3], through a layer of sequences."""
 
     def __init__(self, layer: nn.Module, width: int):
         super().__init__()
-        self.layer, self.head = layer, nn.Linear(width, 2)
+        self.layer, self.head = layer, nn.Linear(width, CLASSES)
 
     def forward(self, x):
         x = x.unsqueeze(0).expand(3, -1, -1)  # [tokens, B, 4]
@@ -281,11 +258,11 @@ def layer(name: str, *sizes: int):
     def trial():
         made = getattr(importlib.import_module("opacus.layers"), name)(*sizes)
         width = 5 if name in ("DPLSTM", "DPGRU", "DPRNN") else 4
-        run = Run(Sequence(made, width))
+        run = build(module=Sequence(made, width))
         x, y = run.loader.dataset[:6]
         check = run.engine.check(run.model, (x, y))
         assert check.ok, str(check)
-        run.step()
+        epoch(run)
 
     return trial
 
@@ -293,16 +270,16 @@ def layer(name: str, *sizes: int):
 def split() -> None:
     from opacus.utils.batch_memory_manager import wrap_data_loader
 
-    run = Run()
+    run = build()
     pieces = wrap_data_loader(data_loader=run.loader, max_batch_size=3, optimizer=run.optimizer)
-    assert run.step(pieces) == len(run.loader)
+    assert epoch(run, pieces) == len(run.loader)
 
 
 def fixed() -> None:
     from opacus.validators import ModuleValidator
 
     net = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (4, 1)), nn.BatchNorm1d(4), nn.Flatten())
-    Run(nn.Sequential(ModuleValidator.fix(net), nn.Linear(4, 2))).step()
+    epoch(build(module=nn.Sequential(ModuleValidator.fix(net), nn.Linear(4, CLASSES))))
 
 
 class Odd(nn.Linear):
@@ -313,10 +290,13 @@ def own_fix() -> None:
     from opacus.validators import ModuleValidator, register_module_fixer, register_module_validator
 
     register_module_validator([Odd])(lambda module: [ValueError("odd")])
-    register_module_fixer([Odd])(lambda module, **_: nn.Linear(4, 2))
+    register_module_fixer([Odd])(lambda module, **_: nn.Linear(4, CLASSES))
     try:
-        assert not ModuleValidator.is_valid(Odd(4, 2))
-        assert type(PrivacyEngine.get_compatible_module(nn.Sequential(Odd(4, 2)))[0]) is nn.Linear
+        assert not ModuleValidator.is_valid(Odd(4, CLASSES))
+        assert (
+            type(PrivacyEngine.get_compatible_module(nn.Sequential(Odd(4, CLASSES)))[0])
+            is nn.Linear
+        )
     finally:
         del ModuleValidator.VALIDATORS[Odd], ModuleValidator.FIXERS[Odd]
 
@@ -356,25 +336,25 @@ def test_the_layers_of_opacus_are_refused_where_the_page_says_so():
     from opacus.optimizers import DPOptimizer
     from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
-    net = nn.Linear(4, 2)
+    net = nn.Linear(4, CLASSES)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     dp = DPOptimizer(sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=8)
-    data = given()["data_loader"].dataset
-    sampler = UniformWithReplacementSampler(num_samples=32, sample_rate=0.1)
+    samples = data()
+    sampler = UniformWithReplacementSampler(num_samples=len(samples), sample_rate=0.1)
     theirs = opacus.PrivacyEngine()
     ghost = theirs.make_private(**given(grad_sample_mode="ghost"), criterion=nn.CrossEntropyLoss())
-    hooked = nn.Linear(4, 2)
-    hooks, *_ = theirs.make_private(**given(hooked, wrap_model=False))
+    hooked = nn.Linear(4, CLASSES)
+    hooks, *_ = theirs.make_private(**given(module=hooked, wrap_model=False))
     for says, wrong in {
-        r"its module\.to_standard_module\(\)": {"module": GradSampleModule(nn.Linear(4, 2))},
+        r"its module\.to_standard_module\(\)": {"module": GradSampleModule(nn.Linear(4, CLASSES))},
         r"call cleanup\(\) of": {"module": hooked},
         r"give optimizer\.original_optimizer": {"module": net, "optimizer": dp},
         r"give criterion\.criterion": {"criterion": ghost[2]},
         r"\(DPDataLoader\): it does Poisson": {"data_loader": ghost[3]},
-        "does not visit each": {"data_loader": DataLoader(data, batch_sampler=sampler)},
+        "does not visit each": {"data_loader": DataLoader(samples, batch_sampler=sampler)},
     }.items():  # fmt: skip
         assert isinstance(ghost[3], DPDataLoader)
         with pytest.raises(ValueError, match=says):
             PrivacyEngine().make_private(**given() | wrong)
     hooks.cleanup()
-    Run(hooked).step()
+    epoch(build(module=hooked))

@@ -27,8 +27,8 @@ from ddp_by_hand.bench.settings import (
     has_rounds,
     mode_and_algorithm,
 )
-from ddp_by_hand.bench.sharded import whole
 from ddp_by_hand.bench.training import assemble, build_network
+from ddp_by_hand.lm.layout import whole
 from ddp_by_hand.lm.model import forward_loss
 from ddp_by_hand.lm.runtime import Worker
 from ddp_by_hand.lm.timing import release_memory

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_by_hand.bench.gate import FLOOR, TOLERANCE, tolerance
@@ -24,7 +25,7 @@ from ddp_by_hand.measure import (
 from ddp_by_hand.measure.files import say_unwritten
 from ddp_by_hand.measure.report_tables import calls, milliseconds
 from ddp_by_hand.measure.runs import Cell, cells_of, ratio_beside
-from ddp_by_hand.measure.statistics import NOISY
+from ddp_by_hand.measure.statistics import NOISY, Ratio
 
 REFERENCE = "torch_ddp"
 WITHOUT_PRIVACY = "not private"  # what the overhead of privacy is relative to, in the picture
@@ -184,10 +185,10 @@ def _row(
     tokens = data_ranks * settings.batch_size * settings.model.context_length
     to_floor, to_reference = (
         None if subject.layout.splits_tensors  # the other's step does other work
-        else _ratio(cells, subject, subject._replace(implementation=name))
+        else _ratio(cells, subject, replace(subject, implementation=name))
         for name in (FLOOR, REFERENCE)
     )  # fmt: skip
-    to_ordinary = _ratio(cells, subject, subject._replace(clipping=NOT_PRIVATE))
+    to_ordinary = _ratio(cells, subject, replace(subject, clipping=NOT_PRIVATE))
     return {
         **row,
         "status": OK,
@@ -200,9 +201,9 @@ def _row(
         f"[{milliseconds(times.p10)}, {milliseconds(times.p90)}]",
         "tokens_per_second": tokens / times.median * 1e3,
         "exposed_ms": _exposed(subject, times.median, cells),
-        "overhead": _ratio_text(to_ordinary, interval=True),
-        "to_floor": _ratio_text(to_floor, interval=False),
-        "to_reference": _ratio_text(to_reference, interval=True),
+        "overhead": to_ordinary and str(to_ordinary),
+        "to_floor": to_floor and f"{to_floor.value:.3f}",
+        "to_reference": to_reference and str(to_reference),
         "ratio_to_ordinary": to_ordinary,
         "ratio_to_baseline": to_floor,
         "ratio_to_reference": to_reference,
@@ -214,25 +215,16 @@ def _row(
 
 
 def _exposed(subject: Subject, median: float, cells: dict[Subject, Cell]) -> float | None:
-    floor = subject._replace(implementation=FLOOR)
+    floor = replace(subject, implementation=FLOOR)
     if subject == floor or subject.layout.splits_tensors or floor not in cells:
         return None
     found = cells[floor].samples()
     return median - summarize(found).median if found else None
 
 
-def _ratio(
-    cells: dict[Subject, Cell], subject: Subject, other: Subject
-) -> tuple[float, float, float] | None:
+def _ratio(cells: dict[Subject, Cell], subject: Subject, other: Subject) -> Ratio | None:
     """Returns the ratio of step times and its interval, over the rounds that both have finished."""
-    found = None if subject == other else ratio_beside(cells[subject], cells.get(other))
-    return found and (found.value, found.low, found.high)
-
-
-def _ratio_text(value: tuple[float, float, float] | None, interval: bool) -> str | None:
-    if value is None:
-        return None
-    return f"{value[0]:.3f}" + (f" [{value[1]:.3f}, {value[2]:.3f}]" if interval else "")
+    return None if subject == other else ratio_beside(cells[subject], cells.get(other))
 
 
 def _mfu(settings: Settings, tokens_per_second: float, device: str) -> float | None:

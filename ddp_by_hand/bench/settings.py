@@ -3,9 +3,9 @@
 import functools
 import hashlib
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from ddp import IMPLEMENTATIONS, implementation, options_of
 from ddp_by_hand.bench.names import (
@@ -33,14 +33,8 @@ from ddp_by_hand.lm.model import PRESETS, ModelConfig
 from ddp_by_hand.measure.options import flag, shared_values
 
 KERNEL_OPTIONS = ("tile_size", "memory_budget_mb")  # of `Privacy`, for fused modes only
-NO_SWITCHES = (
-    "reduce",
-    "process_group",
-    "bucket_size_mb",
-    "every",
-    "outer_lr",
-    "outer_momentum",
-)  # options of `ddp.wrap` with a value
+# Options of `ddp.wrap` with a value.
+NO_SWITCHES = ("reduce", "process_group", "bucket_size_mb", "every", "outer_lr", "outer_momentum")
 SEAM = ("before_gradient", "gradient_ready")  # by which a wrapper receives private gradients
 
 
@@ -57,26 +51,17 @@ class Privacy:
     norm_reduction: str = "async"
 
 
-class _Pair(NamedTuple):
-    implementation: str
-    clipping: str = NOT_PRIVATE
-
-
-class Subject(_Pair):
+@dataclass(frozen=True)
+class Subject:
     """An implementation in a clipping mode: it has one row in the table and its own files.
 
-    A fused mode's name may be followed by a norm algorithm: `flash:width`.
+    A fused mode's name may be followed by a norm algorithm: `flash:width`. `title` is what the
+    implementation is called beside the others of a run, see `bench.names`.
     """
 
-    title = ""
-    """Returns its name beside the others of a run, see `bench.names`. It does not
-    count when subjects are compared."""
-
-    def called(self, title: str) -> "Subject":
-        """Returns the same subject with that title."""
-        same = Subject(*self)
-        same.title = title
-        return same
+    implementation: str
+    clipping: str = NOT_PRIVATE
+    title: str = field(default="", compare=False)
 
     @property
     def is_private(self) -> bool:
@@ -156,10 +141,9 @@ class Settings:
     @property
     def subjects(self) -> list[Subject]:
         """Returns all subjects, in table order."""
-        title = titles(self.implementations)
         return [
-            Subject(name, mode).called(title[name])
-            for name in self.implementations
+            Subject(name, mode, title)
+            for name, title in titles(self.implementations).items()
             for mode in self.clippings
         ]
 
@@ -178,22 +162,22 @@ class Settings:
         """
         skipped = {"implementations", "clippings", "privacy", "output_dir", "rounds", "timeout_s",
                    "show_plan"}  # fmt: skip
-        common = {k: v for k, v in asdict(self).items() if k not in skipped | {"every"}}
+        common = {k: v for k, v in asdict(self).items() if k not in {*skipped, "every"}}
         if has_rounds(subject.implementation):
             common["every"] = self.local_steps(subject)
         if not subject.is_private:
             return common
-        mode, _ = mode_and_algorithm(subject.clipping)
+        mode = mode_and_algorithm(subject.clipping)[0]
         return {**common, "clipping": {"mode": mode, **self.privacy_of(subject)}}
 
     def privacy_of(self, subject: Subject) -> dict:
         """Returns the settings that have an effect on a private subject."""
-        common, (mode, algorithm) = asdict(self.privacy), mode_and_algorithm(subject.clipping)
+        found = asdict(self.privacy)
         if not subject.layout.splits_tensors:
-            del common["norm_reduction"]
-        if mode in FUSED_MODES:
-            return {**common, "norm_algorithm": algorithm}
-        return {k: v for k, v in common.items() if k not in KERNEL_OPTIONS}
+            del found["norm_reduction"]
+        if subject.is_fused:
+            return {**found, "norm_algorithm": mode_and_algorithm(subject.clipping)[1]}
+        return {k: v for k, v in found.items() if k not in KERNEL_OPTIONS}
 
 
 def settings_from(options: Options, device_type: str, default_folder: Path) -> Settings:
@@ -202,34 +186,17 @@ def settings_from(options: Options, device_type: str, default_folder: Path) -> S
     Raises:
         ValueError: one line with the option, the mistake and a remedy.
     """
-    names = _names(options)
-    clippings, privacy = _clippings(options), _privacy(options)
-    _check_show_plan(options)
-    if options.enable_profiling and not (options.profile and set(clippings) != {NOT_PRIVATE}):
-        raise ValueError("--enable-profiling: give --profile and a private --clipping mode too")
-    _check_sharded(options, names)
-    if options.every is not None and not any(map(has_rounds, names)):
-        raise ValueError("--every: only diloco has rounds, give --implementations diloco too")
+    names, clippings = _names(options), _clippings(options)
     if options.implementations == tuple(IMPLEMENTATIONS) and set(clippings) != {NOT_PRIVATE}:
         names = [name for name in names if not _not_private(name)]  # of the default, those that can
-    for name in names:
-        _check_can_clip(name, clippings)
-    if options.warmup_epochs > options.num_epochs:
-        raise ValueError(
-            f"--warmup-epochs {options.warmup_epochs} exceeds --num-epochs "
-            f"{options.num_epochs}: warmup is a part of them, give no more"
-        )
-    if options.warmup_epochs == options.num_epochs and not options.profile:
-        raise ValueError(
-            f"--warmup-epochs {options.warmup_epochs} leaves no epoch to time, "
-            "give a larger --num-epochs"
-        )
+    for mistake in _mistakes(options, names, clippings):
+        raise ValueError(mistake)
     settings = shared_values(
         options,
         Settings,
         implementations=tuple(names),
         clippings=tuple(clippings),
-        privacy=privacy,
+        privacy=Privacy(**_privacy_given(options)),
         model=_model(options, device_type),
         steps_per_epoch=options.steps_per_epoch or (3 if options.profile else 6),
         data=_data_source(options.data),
@@ -297,9 +264,7 @@ def _names(options: Options) -> list[str]:
         raise ValueError("--profile-implementation: give --profile too")
     if options.profile and options.profile_implementation not in (None, "all"):
         names, option = [options.profile_implementation], "--profile-implementation"
-    for name in names:
-        if name in SHARDED:
-            continue
+    for name in (name for name in names if name not in SHARDED):
         if name.endswith(".py"):
             raise ValueError(f"{option}: {name}: name its class too, as {name}:ClassName")
         if ":" not in name and plain(name) not in IMPLEMENTATIONS:
@@ -311,102 +276,90 @@ def _names(options: Options) -> list[str]:
         try:
             known = options_of(implementation(plain(name)))
         except ValueError as error:
-            raise ValueError(f"{option}: {error}{_import_place(name, error)}") from error
+            place = locate(error.__cause__, [str(plugin_file(name))]) if error.__cause__ else ""
+            raise ValueError(f"{option}: {error}{place and f', at {place}'}") from error
         if unknown := [one for one in options_in(name) if one not in known or one in NO_SWITCHES]:
             raise ValueError(
                 f"{option}: {name}: {plain(name)} has no option {unknown[0]} that can be turned "
                 "on, leave it out"
             )
-    twice = next((one for one in names if names.count(one) > 1 and not is_plugin(one)), None)
-    if twice:
-        raise ValueError(f"{option}: {twice} appears twice, give each name once")
+    _check_once(option, [name for name in names if not is_plugin(name)])
     return numbered(names)
 
 
-def _import_place(name: str, error: ValueError) -> str:
-    """Describes where a plug-in's file failed, if the error came from there."""
-    if error.__cause__ is None:
-        return ""
-    file = str(plugin_file(name))
-    places = [locate(error.__cause__, [file])]
-    if not isinstance(error.__cause__, SyntaxError) and not places[0]:
-        return ""
-    return f", at {places[0]}"
+def _check_once(option: str, values: list[str]) -> None:
+    if twice := [value for value in values if values.count(value) > 1]:
+        raise ValueError(f"{option}: {twice[0]} appears twice, give it once")
 
 
 def _clippings(options: Options) -> list[str]:
     synonyms = {"no_dp": NOT_PRIVATE, **{f"{mode}:auto": mode for mode in FUSED_MODES}}
     modes = [synonyms.get(mode, mode) for mode in options.clipping]
-    for mode in modes:
-        if mode not in (NOT_PRIVATE, *CLIPPING_NAMES):
-            raise ValueError(
-                f"--clipping {mode}: unknown, choose from "
-                f"{', '.join((NOT_PRIVATE, *CLIPPING_NAMES))}"
-            )
-    twice = next((mode for mode in modes if modes.count(mode) > 1), None)
-    if twice:
-        raise ValueError(f"--clipping: {twice} appears twice, give each mode once")
+    known = (NOT_PRIVATE, *CLIPPING_NAMES)
+    if unknown := [mode for mode in modes if mode not in known]:
+        raise ValueError(f"--clipping {unknown[0]}: unknown, choose from {', '.join(known)}")
+    _check_once("--clipping", modes)
     return modes
 
 
-def _privacy(options: Options) -> Privacy:
-    """Returns the privacy settings. Refuses options that would have no effect."""
-    names = [field.name for field in fields(Privacy)]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    for name in given:
-        if name in KERNEL_OPTIONS:
-            _require_fused(name, options)
-    if given and set(_clippings(options)) == {NOT_PRIVATE}:
-        raise ValueError(
+def _privacy_given(options: Options) -> dict:
+    """Returns the settings of privacy that were given."""
+    found = {field.name: getattr(options, field.name) for field in fields(Privacy)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _mistakes(options: Options, names: list[str], clippings: list[str]) -> Iterator[str]:
+    """Yields what options do not mean together, or would have no effect, each with a remedy."""
+    private = [mode for mode in clippings if mode != NOT_PRIVATE]
+    given = _privacy_given(options)
+    of_kernels = [name for name in KERNEL_OPTIONS if name in given]
+    of_kernels += ["show_plan"] if options.show_plan else []
+    if of_kernels and not any(Subject("", mode).is_fused for mode in private):
+        yield (
+            f"{flag(of_kernels[0])}: only fused kernels have use for it, give --clipping "
+            f"{' or '.join(FUSED_MODES)} too"
+        )
+    if given and not private:
+        yield (
             f"{flag(next(iter(given)))}: only --clipping MODE clips and adds noise, give one of "
             f"{', '.join(PRIVATE_MODES)} too"
         )
-    return Privacy(**given)
-
-
-def _check_show_plan(options: Options) -> None:
-    if options.show_plan:
-        _require_fused("show_plan", options)
-        if options.profile:
-            raise ValueError(
-                "--show-plan: leave it out, with --profile the summaries have the plan"
-            )
-
-
-def _require_fused(name: str, options: Options) -> None:
-    if not any(Subject("", clipping).is_fused for clipping in _clippings(options)):
-        raise ValueError(
-            f"{flag(name)}: only fused kernels have use for it, give --clipping "
-            f"{' or '.join(FUSED_MODES)} too"
-        )
-
-
-def _check_sharded(options: Options, names: list[str]) -> None:
-    """Refuses settings that sharded models do not support, or that only they support."""
+    if options.show_plan and options.profile:
+        yield "--show-plan: leave it out, with --profile the summaries have the plan"
+    if options.enable_profiling and not (options.profile and private):
+        yield "--enable-profiling: give --profile and a private --clipping mode too"
     sharded = next((name for name in names if name in SHARDED), None)
     if sharded and options.memory_budget_mb is not None:
-        raise ValueError(
+        yield (
             f"--memory-budget-mb: the ranks of {sharded} must run backward equally often, leave it "
             f"out or leave out {sharded}"
         )
     if options.norm_reduction is not None and not set(SPLIT) & set(names):
-        raise ValueError(
+        yield (
             "--norm-reduction: only ranks that share samples add up their norms, give "
             f"--implementations {' or '.join(SPLIT)} too"
         )
-
-
-def _check_can_clip(name: str, clippings: list[str]) -> None:
-    """Refuses an implementation that cannot be private, and a plug-in that lacks methods.
-
-    Private training hands its clipped sums to the plug-in, which must sum them over ranks.
-    """
-    private = [mode for mode in clippings if mode != NOT_PRIVATE]
-    if private and (reason := _not_private(name)):
-        raise ValueError(f"--clipping {private[0]}: {reason}, or give --clipping {NOT_PRIVATE}")
+    if options.every is not None and not any(map(has_rounds, names)):
+        yield "--every: only diloco has rounds, give --implementations diloco too"
+    for reason in filter(None, map(_not_private, names if private else ())):
+        yield f"--clipping {private[0]}: {reason}, or give --clipping {NOT_PRIVATE}"
+    if options.warmup_epochs > options.num_epochs:
+        yield (
+            f"--warmup-epochs {options.warmup_epochs} exceeds --num-epochs {options.num_epochs}: "
+            "warmup is a part of them, give no more"
+        )
+    if options.warmup_epochs == options.num_epochs and not options.profile:
+        yield (
+            f"--warmup-epochs {options.warmup_epochs} leaves no epoch to time, give a larger "
+            "--num-epochs"
+        )
 
 
 def _not_private(name: str) -> str | None:
+    """Returns why an implementation cannot be private, if it cannot.
+
+    Private training hands its clipped sums to a plug-in, which must sum them over ranks.
+    """
     if name in SHARDED:
         return None
     cls = implementation(plain(name))

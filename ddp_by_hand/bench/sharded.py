@@ -15,9 +15,9 @@ import logging
 import warnings
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ddp_by_hand.lm.layout import Layout, mesh_of
+from ddp_by_hand.lm.layout import Layout, mesh_of, whole
 from ddp_by_hand.lm.model import ModelConfig, Transformer
 
 REPLICATED = Layout()
@@ -69,11 +69,6 @@ def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     for parameter in parameters:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return list(groups.values())
-
-
-def whole(x: Tensor) -> Tensor:
-    """Returns all of a `DTensor` (call it on all ranks), or another tensor unchanged."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def clip_gradients(parameters: list[nn.Parameter], limit: float) -> None:

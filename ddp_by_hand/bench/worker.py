@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, median
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp import Unavailable
 from ddp_by_hand.bench.gate import Gate, tolerance
-from ddp_by_hand.bench.options import NOT_PRIVATE, PROGRAM
+from ddp_by_hand.bench.options import PROGRAM
 from ddp_by_hand.bench.settings import Settings, Subject, source_digest
 from ddp_by_hand.bench.training import building, noted_phases, train
 from ddp_by_hand.lm.runtime import Worker, has_parent, invocation, typed_command
@@ -35,19 +35,14 @@ GATE, TIMING = "gate", "timing"
 class BenchmarkCell:
     """One measurement: the gate of an implementation (round -1), or one of its timed rounds."""
 
-    implementation: str
+    subject: Subject
     kind: str
     round: int
-    clipping: str = NOT_PRIVATE
-    title: str = field(default="", compare=False)
-
-    @property
-    def subject(self) -> Subject:
-        return Subject(self.implementation, self.clipping).called(self.title)
 
     def row(self, settings: Settings, world_size: int, device: str) -> dict:
         """Returns the beginning of its row in the results, with the key that identifies it."""
-        mine = {"implementation": self.implementation, "kind": self.kind, "round": self.round}
+        name = self.subject.implementation
+        mine = {"implementation": name, "kind": self.kind, "round": self.round}
         config = {
             **settings.identity(self.subject),
             **mine,
@@ -55,10 +50,10 @@ class BenchmarkCell:
             "device": device,
             "torch": torch.__version__,
         }
-        if digest := source_digest(self.implementation):
+        if digest := source_digest(name):
             config["source"] = digest
         if self.subject.is_private:
-            mine["clipping"] = self.clipping
+            mine["clipping"] = self.subject.clipping
         return {"key": cell_key(config), **mine, "config": config}
 
     @property
@@ -77,14 +72,11 @@ def plan(settings: Settings) -> list[BenchmarkCell]:
     def reference(subject: Subject) -> tuple[bool, int]:
         return subject.is_private, subject.layout.tensor_ranks or 0
 
-    def cell(subject: Subject, kind: str, number: int) -> BenchmarkCell:
-        return BenchmarkCell(subject.implementation, kind, number, subject.clipping, subject.title)
-
     by_reference = sorted(settings.subjects, key=reference)
     rounds = plan_rounds(settings.subjects, settings.rounds, settings.seed)
     return [
-        *(cell(subject, GATE, -1) for subject in by_reference),
-        *(cell(subject, TIMING, number) for number, subject in rounds),
+        *(BenchmarkCell(subject, GATE, -1) for subject in by_reference),
+        *(BenchmarkCell(subject, TIMING, number) for number, subject in rounds),
     ]
 
 

@@ -17,7 +17,6 @@ Writes `accuracy.json` and `accuracy.png`. Accuracies are of pictures that no ru
 say nothing of the ones that it does.
 """
 
-import io
 import json
 import sys
 import time
@@ -37,11 +36,12 @@ from ddp_by_hand.lm.runtime import find_hardware, seed_everything
 from ddp_by_hand.measure.command_line import ending_quietly, refuse
 from ddp_by_hand.measure.files import write_atomically
 from ddp_by_hand.measure.options import option, parse_options, positive
+from ddp_by_hand.measure.picture import FAINT, frame, new_figure, save_picture
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
 HELD_OUT = 4096
 DECAY = 0.98  # of the running mean of the parameters, a step
-INK, FAINT, ORDINARY = "#222222", "#6B6B6B", "#009E73"
+ORDINARY = "#009E73"
 COLOURS = ("#8CC5E8", "#56B4E9", "#0072B2", "#003F63")
 
 
@@ -222,9 +222,13 @@ def write(options: Options, runs: list[Run]) -> None:
 
 def draw(path: Path, options: Options, runs: list[Run]) -> None:
     """Draws accuracy over steps, one line per run, and the last accuracy over ε."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.6), dpi=160, facecolor="white")
+    title = f"A WideResNet-{options.depth}-{options.factor} on pictures of digits"
+    said = (
+        f"{options.images:,} training pictures of {options.size} × {options.size} pixels, "
+        f"batches of {options.batch_size:,} on average, {options.epochs} epochs; one picture is "
+        "the unit of privacy"
+    )
+    figure = new_figure(4.6, title, [said], width=10)
     over_steps, over_epsilon = figure.subplots(1, 2, width_ratios=[1.35, 1], sharey=True)
     figure.subplots_adjust(left=0.065, right=0.975, top=0.76, bottom=0.12, wspace=0.08)
     budgets = sorted(run.epsilon for run in runs if run.epsilon is not None)
@@ -240,13 +244,9 @@ def draw(path: Path, options: Options, runs: list[Run]) -> None:
         if run.epsilon is None:
             over_epsilon.axhline(shares[-1], color=colour, lw=1.2, ls=(0, (4, 3)))
             over_epsilon.annotate(
-                "not private",
-                (budgets[0], shares[-1]),
-                xytext=(0, 4),
-                color=colour,
+                name, (budgets[0], shares[-1]), (0, 4), textcoords="offset points", color=colour,
                 size=9,
-                textcoords="offset points",
-            )
+            )  # fmt: skip
         else:
             over_epsilon.plot([run.epsilon], shares[-1:], "o", color=colour, ms=8)
     over_epsilon.set_xscale("log")
@@ -260,20 +260,9 @@ def draw(path: Path, options: Options, runs: list[Run]) -> None:
     over_steps.set_title("Held-out pictures named right, in percent", loc="left", size=10)
     over_epsilon.set_title("After the last step", loc="left", size=10)
     for axes in (over_steps, over_epsilon):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=9, color=FAINT)
+        frame(axes, "bottom", "left")
         axes.grid(axis="y", color="#E4E4E4", lw=0.6)
-    title = f"A WideResNet-{options.depth}-{options.factor} on pictures of digits"
-    figure.text(0.012, 0.975, title, size=13, weight="bold", color=INK, va="top")
-    said = (
-        f"{options.images:,} training pictures of {options.size} × {options.size} pixels, "
-        f"batches of {options.batch_size:,} on average, {options.epochs} epochs; one picture is "
-        "the unit of privacy"
-    )
-    figure.text(0.012, 0.905, said, size=9, color=FAINT, va="top")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_atomically(path, buffer.getvalue())
+    save_picture(figure, path, f"{title}. {said}")
 
 
 if __name__ == "__main__":

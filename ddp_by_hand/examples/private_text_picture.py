@@ -1,14 +1,12 @@
 """Draws a private run: what was learned, how much was clipped, what it cost."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_by_hand.measure.files import write_atomically
+from ddp_by_hand.measure.picture import FAINT, INK, frame, new_figure, save_picture
 
 # Okabe and Ito's colour-blind safe palette; the three also differ in lightness.
 TRAINING, HELD_OUT, SPENT = "#8CC5E8", "#D55E00", "#0072B2"
-INK, FAINT = "#222222", "#6B6B6B"
 
 
 def draw_training(
@@ -22,9 +20,7 @@ def draw_training(
         unigram_bits: the bits per byte of a guess by frequency.
         epsilon: the budget.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 7.6), dpi=160, facecolor="white")
+    figure = new_figure(7.6, "Private training", [title])
     loss, clipped, spent = figure.subplots(
         3, 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1, 1], "hspace": 0.42}
     )
@@ -34,11 +30,7 @@ def draw_training(
     _draw_spent(spent, lines, epsilon)
     spent.set_xlim(0, max((line["step"] for line in lines), default=1))
     spent.set_xlabel("steps", size=9, color=FAINT)
-    figure.text(0.012, 0.985, "Private training", size=13, weight="bold", color=INK, va="top")
-    figure.text(0.012, 0.952, title, size=9, color=FAINT, va="top", parse_math=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_atomically(path, buffer.getvalue())
+    save_picture(figure, path, f"Private training: {title}")
 
 
 def _draw_loss(axes, lines: Sequence[dict], unigram_bits: float) -> None:
@@ -90,9 +82,7 @@ def _draw_spent(axes, lines: Sequence[dict], epsilon: float) -> None:
 def _finish(axes, title: str, note: str) -> None:
     axes.set_title(title, loc="left", size=10, color=INK)
     axes.set_title(note, loc="right", size=9, color=FAINT, style="italic")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["bottom", "left"]].set_color(FAINT)
-    axes.tick_params(labelsize=9, color=FAINT, labelcolor=INK)
+    frame(axes, "bottom", "left")
     axes.grid(axis="y", color="#E4E4E4", lw=0.6)
 
 

@@ -68,7 +68,7 @@ def wanted(exercise: str) -> list[str]:
     starter = ast.parse((folder / "starter.py").read_text())
     names = [node.name for node in starter.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     check = (folder / "check.py").read_text()
-    return [name for name in names if f"solution.{name}" in check]
+    return [name for name in names if f"solution.{name}" in check or f'"{name}"' in check]
 
 
 def show(result: Result) -> str:

@@ -47,6 +47,24 @@ def branches_loss(seed: int, which: Callable[[int], list[int]] | None = None) ->
     return loss
 
 
+def wrap(rank: Rank, name: str, network: nn.Module | None = None, **options) -> nn.Module:
+    """Returns a network in the solution's class of that name; default: `Branches`.
+
+    The record begins behind it, and will say when each gradient has been accumulated.
+    """
+    network = Branches(seed=rank.rank) if network is None else network
+    mark_gradients(rank, network)
+    model = getattr(rank.solution, name)(network, **options)
+    rank.record.clear()
+    return model
+
+
+def step(rank: Rank, model: nn.Module, seed: int, which=None) -> None:
+    """Runs a step of `branches_loss` up to its finish."""
+    branches_loss(seed, which)(model, rank.rank).backward()
+    model.finish_gradient_synchronization()
+
+
 def numbers(*shape: int, seed: int, rank: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * seed + rank))
 
@@ -142,6 +160,15 @@ def during_backward(rank: Rank) -> list[Event]:
     events = rank.record.events
     last = max((i for i, e in enumerate(events) if e.what == "gradient"), default=-1)
     return events[: max(last, 0)]
+
+
+def expect_overlap(rank: Rank, none: str) -> None:
+    """Raises `Wrong` if backward has started no all-reduce (`none` says so), or has waited."""
+    events = [e for e in during_backward(rank) if e.what in ("all_reduce", "wait")]
+    if not events:
+        raise Wrong(none)
+    if any(e.what == "wait" or not e.asynchronous for e in events):
+        raise Wrong("something waits during backward: use async_op=True and wait in finish")
 
 
 def launch_names(rank: Rank, module: nn.Module) -> list[str]:

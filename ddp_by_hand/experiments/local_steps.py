@@ -24,15 +24,14 @@ from ddp_by_hand.lm.model import ModelConfig, Transformer, forward_loss
 from ddp_by_hand.lm.rank_pool import Context, RankPool
 from ddp_by_hand.measure import Column, format_table
 from ddp_by_hand.measure.command_line import ending_quietly, is_alone, refuse
+from ddp_by_hand.measure.curves import COLOURS
 from ddp_by_hand.measure.options import option, parse_options, positive
-from ddp_by_hand.measure.picture import save_picture
+from ddp_by_hand.measure.picture import FAINT, frame, new_figure, save_picture
 
 PROGRAM = "ddp_by_hand.experiments.local_steps"
 TOGETHER, APART = "ddp_bucketed", "none"
 HELD_OUT = 10  # one part of the text in so many is not trained on
 EVALUATED = 256  # sequences of it
-COLOURS = ("#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#7A5195")
-GREY = "#777777"
 
 
 # fmt: off
@@ -163,23 +162,29 @@ def table(runs: dict[str, list[Run]]) -> str:
 
 def draw(runs: dict[str, list[Run]], options: Options, where: str) -> None:
     """Writes the picture: loss over the steps, and at their end over the bytes that were sent."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 5.6), dpi=150, facecolor="white")
+    title = "diloco, every H steps: 1/H of the bytes, for a higher loss"
+    lines = [
+        f"{where} train a transformer on the text of Python's library, with {options.batch_size} x "
+        f"{options.context_length} bytes a rank and step, by AdamW.",
+        f"Means of {options.seeds} seeds; bars go from the smallest to the largest. Losses of "
+        f"diloco are those behind an outer step (outer_lr {options.outer_lr:g}, outer_momentum "
+        f"{options.outer_momentum:g}).",
+    ]
+    figure = new_figure(5.6, title, lines, width=11)
     curves = figure.add_axes((0.065, 0.115, 0.44, 0.68))
     costs = figure.add_axes((0.565, 0.115, 0.415, 0.68), sharey=curves)
     last = {name: statistics.mean(finals(own)) for name, own in runs.items()}
     top = max(last.values()) + 0.6 * (max(last.values()) - min(last.values()))
     bottom = min(last.values()) - 0.2 * (max(last.values()) - min(last.values()))
-    colours = dict(zip(runs, COLOURS, strict=False)) | {APART: GREY}
+    colours = dict(zip(runs, COLOURS[1:], strict=False)) | {APART: FAINT}
     for name, own in runs.items():
         steps = [step for step, _ in own[0].losses]
         means = [statistics.mean(run.losses[k][1] for run in own) for k in range(len(steps))]
         dashes = "--" if name == APART else "-"
         curves.plot(steps, means, color=colours[name], lw=1.9, ls=dashes, label=name)
         if name == APART:
-            costs.axhline(last[name], color=GREY, lw=1.4, ls="--")
-            note = {"va": "bottom", "ha": "right", "fontsize": 9, "color": GREY}
+            costs.axhline(last[name], color=FAINT, lw=1.4, ls="--")
+            note = {"va": "bottom", "ha": "right", "fontsize": 9, "color": FAINT}
             costs.text(0.99, last[name], "none: ranks never meet, 0 MiB", **note,
                        transform=costs.get_yaxis_transform())  # fmt: skip
             continue
@@ -199,24 +204,14 @@ def draw(runs: dict[str, list[Run]], options: Options, where: str) -> None:
     costs.set_xlabel(f"MiB that a rank has sent in all {options.steps:,} steps, logarithmic")
     costs.xaxis.set_major_formatter(lambda mib, _: f"{mib:,g}")
     costs.text(0.02, 0.03, "← fewer bytes   ↓ better", transform=costs.transAxes, fontsize=9,
-               color=GREY)  # fmt: skip
+               color=FAINT)  # fmt: skip
     curves.set_title("the same steps, apart or together", fontsize=10, loc="left")
     costs.set_title("where they end, and what they sent", fontsize=10, loc="left")
     curves.legend(frameon=False, fontsize=9, loc="lower left")
     for axes in (curves, costs):
-        axes.spines[["top", "right"]].set_visible(False)
+        frame(axes, "bottom", "left")
         axes.grid(axis="y", color="#E6E6E6", lw=0.8)
-    title = "diloco, every H steps: 1/H of the bytes, for a higher loss"
-    subtitle = (
-        f"{where} train a transformer on the text of Python's library, with "
-        f"{options.batch_size} x {options.context_length} bytes a rank and step, by AdamW.\n"
-        f"Means of {options.seeds} seeds; bars go from the smallest to the largest. Losses of "
-        f"diloco are those behind an outer step (outer_lr {options.outer_lr:g}, outer_momentum "
-        f"{options.outer_momentum:g})."
-    )
-    figure.text(0.035, 0.94, title, fontsize=13, weight="bold")
-    figure.text(0.035, 0.925, subtitle, fontsize=8.6, color="#555555", va="top")
-    save_picture(figure, options.output, f"{title}. {subtitle}".replace("\n", " "))
+    save_picture(figure, options.output, " ".join([f"{title}.", *lines]))
 
 
 if __name__ == "__main__":

@@ -30,13 +30,11 @@ from ddp_by_hand.experiments.rounds import (
     RoundCell,
     RoundOptions,
     Row,
-    interleave,
-    report,
+    device_for,
     row_of,
-    run_rounds,
+    run_program,
 )
 from ddp_by_hand.lm.timing import MIB, PeakMemory, StepClock, wait_for_all
-from ddp_by_hand.measure import ERROR
 from ddp_by_hand.measure.command_line import ending_quietly, refuse
 from ddp_by_hand.measure.options import option, parse_options, positive
 from dp_clipping import MODES
@@ -163,19 +161,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(
         Options, arguments, prog=PROGRAM, description=__doc__, needs=("transformers", "peft", "trl")
     )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and options.model != "tiny":
-        return refuse(PROGRAM, "needs a CUDA device: --model tiny rehearses on a CPU")
+    try:
+        device = device_for(options.model)
+    except ValueError as error:
+        return refuse(PROGRAM, error)
     quieten()
     config = {
         "model": options.model, "rank": options.rank, "checkpointing": options.checkpointing,
     }  # fmt: skip
-    results = run_rounds(
-        interleave(options.rows, options.variants, options.rounds),
-        lambda cell: measure(cell, options, device), lambda _: config, device, options.output,
+    return run_program(
+        options, options.rows, options.variants, lambda cell: measure(cell, options, device),
+        config, device,
     )  # fmt: skip
-    print(report(results))
-    return int(any(cell["status"] == ERROR for cell in results))
 
 
 if __name__ == "__main__":

@@ -19,22 +19,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from ddp_by_hand.experiments.llama_fsdp.network import LABELS, PAD, SHAPES
-from ddp_by_hand.experiments.price.models import MODELS, Model
+from ddp_by_hand.experiments.price.__main__ import batch_of
+from ddp_by_hand.experiments.price.models import MODELS
 from ddp_by_hand.experiments.rounds import (
     RoundCell,
     RoundOptions,
     Row,
-    interleave,
-    report,
+    device_for,
     row_of,
-    run_rounds,
+    run_program,
 )
-from ddp_by_hand.experiments.training import ClassifierTraining
+from ddp_by_hand.experiments.training import Batch, ClassifierTraining
 from ddp_by_hand.lm.timing import MIB, PeakMemory, StepClock, wait_for_all
-from ddp_by_hand.measure import ERROR
 from ddp_by_hand.measure.command_line import ending_quietly, refuse
 from ddp_by_hand.measure.options import option, parse_options, positive
 from dp_clipping import CorrelatedNoise, PrivacyEngine
@@ -43,8 +40,6 @@ from dp_clipping.noise.secure.source import SecureNoise
 
 PROGRAM = "ddp_by_hand.experiments.price_noise"
 DEFAULT, SECURE = "default", "secure"
-TINY = "tiny"
-SHAPED = {**MODELS, TINY: Model(SHAPES[TINY], SHAPES[TINY].layers, rows=((4, 32),))}
 ALONE = "alone"
 LEGEND = (
     "alone: noise on float32 sums of all parameters, without a step; other rows: a step on so many",
@@ -70,7 +65,7 @@ def bands_of(noise: str) -> int:
 # fmt: off
 @dataclass(frozen=True)
 class Options(RoundOptions):
-    model: str = option(next(iter(MODELS)), "shape of the network", choices=tuple(SHAPED))
+    model: str = option(next(iter(MODELS)), "shape of the network", choices=tuple(MODELS))
     layers: int | None = option(None, "decoder layers (default: the model's)", check=positive)
     rows: tuple[Row, ...] = option((Row(8, 1024), Row(64, 1024)), metavar="BxT", type=row_of,
         unique=True, help="samples x tokens of a logical batch")
@@ -102,7 +97,7 @@ class Steps:
     """
 
     def __init__(self, options: Options, device: torch.device):
-        model = SHAPED[options.model]
+        model = MODELS[options.model]
         torch.manual_seed(0)
         network = model.build(options.layers or model.layers, device)
         self.training = ClassifierTraining(network, device)
@@ -124,20 +119,13 @@ class Steps:
             return SecureNoise(self.numel)
         return source_of(CorrelatedNoise(bands_of(noise)))
 
-    def parts(self, row: Row, most: int) -> list[tuple[Tensor, Tensor]]:
-        """Returns random tokens [B, T] and labels [B], for each part of a batch of this row."""
-        generator = torch.Generator(self._device).manual_seed(1)
-        draw = {"generator": generator, "device": self._device}
+    def parts(self, row: Row, most: int) -> list[Batch]:
+        """Returns the parts of a batch of this row."""
         size = min(most, row.samples)
-        return [
-            (
-                torch.randint(PAD + 1, self._vocabulary, (size, row.tokens), **draw),
-                torch.randint(0, LABELS, (size,), **draw),
-            )
-            for _ in range(row.samples // size)
-        ]
+        part = batch_of(Row(size, row.tokens), self._vocabulary, self._device)
+        return [part] * (row.samples // size)
 
-    def step(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def step(self, parts: Sequence[Batch]) -> None:
         """Takes one step on the sum of these parts."""
         training = self.training
         for number, part in enumerate(parts, 1):
@@ -172,27 +160,21 @@ def measure(cell: RoundCell, steps: Steps, options: Options, device: torch.devic
     return {"step_ms": clock.milliseconds(), "peak_memory_mb": (memory.bytes() or 0) / MIB}
 
 
-def run_all(options: Options, device: torch.device) -> list[dict]:
-    steps = Steps(options, device)
-    print(f"{options.model}: {steps.numel:,} parameters", flush=True)
-    config = {"model": options.model, "layers": options.layers, "part": options.part}
-    return run_rounds(
-        interleave((ALONE, *options.rows), options.noise, options.rounds),
-        lambda cell: measure(cell, steps, options, device), lambda _: config, device,
-        options.output,
-    )  # fmt: skip
-
-
 @ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures all cells. Returns 0, 1 (a cell failed), 2 (bad input) or 130 (Ctrl-C)."""
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
-    if options.model != TINY and not torch.cuda.is_available():
-        return refuse(PROGRAM, f"{options.model} needs a CUDA device: --model {TINY} does without")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    cells = run_all(options, device)
-    print(report(cells), "", *LEGEND, sep="\n")
-    return int(any(cell["status"] == ERROR for cell in cells))
+    try:
+        device = device_for(options.model)
+    except ValueError as error:
+        return refuse(PROGRAM, error)
+    steps = Steps(options, device)
+    print(f"{options.model}: {steps.numel:,} parameters", flush=True)
+    config = {"model": options.model, "layers": options.layers, "part": options.part}
+    return run_program(
+        options, (ALONE, *options.rows), options.noise,
+        lambda cell: measure(cell, steps, options, device), config, device, ("", *LEGEND),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import torch
 from ddp_by_hand.lm.timing import StepCosts, release_memory
 from ddp_by_hand.lm.watch import describe, status_of
 from ddp_by_hand.measure import (
+    ERROR,
     OK,
     SCHEMA_VERSION,
     environment,
@@ -136,6 +137,34 @@ def run_rounds(
         seconds = time.perf_counter() - began
         recorder.add(found, f"{describe_cell(found)}, {seconds:.1f} s" if speaks else "")
     return recorder.cells
+
+
+def run_program(
+    options: RoundOptions,
+    rows: Iterable[Any],
+    variants: Sequence[str],
+    measure: Callable[[RoundCell], dict],
+    config: dict,
+    device: torch.device,
+    notes: Sequence[str] = (),
+) -> int:
+    """Measures all variants on all rows, and prints the table and the notes.
+
+    Returns the exit status: 1 if a cell failed.
+    """
+    cells = interleave(rows, variants, options.rounds)
+    results = run_rounds(cells, measure, lambda _: config, device, options.output)
+    print(report(results), *notes, sep="\n")
+    return int(any(cell["status"] == ERROR for cell in results))
+
+
+def device_for(model: str) -> torch.device:
+    """Returns the GPU, or the CPU for a rehearsal. Raises ValueError for a larger model there."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if model != "tiny":
+        raise ValueError(f"{model} needs a CUDA device: --model tiny rehearses on a CPU")
+    return torch.device("cpu")
 
 
 def failure_of(error: Exception) -> dict:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,3 +74,8 @@ def mesh_of(layout: Layout, world_size: int, device_type: str) -> DeviceMesh:
     axes = {DATA: data} if layout.wrap else {}
     axes |= {TENSOR: tensor} if layout.splits_tensors else {}
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def whole(x: Tensor) -> Tensor:
+    """Returns all of a `DTensor` (call it on all ranks), or another tensor unchanged."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x

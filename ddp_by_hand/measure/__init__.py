@@ -7,23 +7,21 @@ is cheap.
 
 from ddp_by_hand.measure.cells import plan_rounds
 from ddp_by_hand.measure.chart import draw_comparison
-from ddp_by_hand.measure.environment import environment, git_state, peak_flops
-from ddp_by_hand.measure.files import append_line, read_lines, replacing, write_atomically
+from ddp_by_hand.measure.environment import environment, peak_flops
+from ddp_by_hand.measure.files import write_atomically
 from ddp_by_hand.measure.memory_bars import draw_memory
-from ddp_by_hand.measure.progress import Progress, duration
+from ddp_by_hand.measure.progress import Progress
 from ddp_by_hand.measure.results import (
     ERROR,
     FINISHED,
     OK,
     OOM,
     SCHEMA_VERSION,
-    STATUSES,
-    TIMEOUT,
     UNAVAILABLE,
     Results,
     cell_key,
 )
-from ddp_by_hand.measure.statistics import Ratio, Summary, ratio, summarize
+from ddp_by_hand.measure.statistics import Ratio, summarize
 from ddp_by_hand.measure.table import Column, describe_failure, format_table
 
 __all__ = [
@@ -32,28 +30,19 @@ __all__ = [
     "OK",
     "OOM",
     "SCHEMA_VERSION",
-    "STATUSES",
-    "TIMEOUT",
     "UNAVAILABLE",
     "Column",
     "Progress",
     "Ratio",
     "Results",
-    "Summary",
-    "append_line",
     "cell_key",
     "describe_failure",
     "draw_comparison",
     "draw_memory",
-    "duration",
     "environment",
     "format_table",
-    "git_state",
     "peak_flops",
     "plan_rounds",
-    "ratio",
-    "read_lines",
-    "replacing",
     "summarize",
     "write_atomically",
 ]

@@ -233,7 +233,7 @@ def _regressions(row: dict, name: str) -> list[str]:
         return [f"{name} has failed ({row['reason']})"]
     found = []
     if row.get("time") == SLOWER:
-        found.append(f"{name} is slower, {_interval(row['ratio'])}")
+        found.append(f"{name} is slower, {row['ratio']}")
     if row.get("memory") == LARGER:
         found.append(f"{name} takes more memory, {row['memory_ratio']:.3f}")
     return found
@@ -251,7 +251,7 @@ def describe(
         Column("cell"), *(Column(key, format=str, right=False) for key in extra),
         Column("before", "A ms", milliseconds, right=True),
         Column("after", "B ms", milliseconds, right=True),
-        Column("ratio", "B/A [95 %]", _interval, right=True), Column("time"),
+        Column("ratio", "B/A [95 %]", str, right=True), Column("time"),
         Column("memory_before", "A MiB", ",.0f", right=True),
         Column("memory_after", "B MiB", ",.0f", right=True),
         Column("memory_ratio", "B/A", ".3f", right=True), Column("memory"),
@@ -298,10 +298,6 @@ def _conclusion(found: Comparison, threshold: float) -> str:
         return f"{counted(count, 'regression')} {beyond}: {'; '.join(found.regressions)}."
     verdicts = Counter(row.get("time", row["status"]) for row in found.rows)
     return f"No regression {beyond}: {', '.join(f'{n} {v}' for v, n in verdicts.items())}."
-
-
-def _interval(found: Ratio) -> str:
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
 if __name__ == "__main__":

@@ -269,4 +269,4 @@ def _error(cell: Cell) -> str | None:
 
 
 def _interval(found: Ratio | None) -> str | None:
-    return found and f"{found.value:.3f} [{found.low:.3f},\u00a0{found.high:.3f}]"
+    return found and str(found).replace(", ", ",\u00a0")

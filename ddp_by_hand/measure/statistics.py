@@ -6,6 +6,7 @@ everything here is built on medians and quantiles; a mean would mostly measure t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,13 +29,15 @@ class Summary:
     n: int
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """A ratio of medians (no unit) and its 95 % confidence interval from `low` to `high`."""
 
     value: float
     low: float
     high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 def summarize(samples: Sequence[float]) -> Summary:

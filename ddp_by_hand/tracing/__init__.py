@@ -7,10 +7,9 @@ not communicate), `pieces` (a step, cut at each gradient). `phases` and `profile
 that is being measured. Of the other packages it imports the writers of files, tables and pictures.
 """
 
-from .budget import Budget, basis_of, budget, budgets, describe_budgets
+from .budget import basis_of, budget, budgets, describe_budgets
 from .budget_chart import draw_budgets
 from .overlap import (
-    Overlap,
     disturbance,
     hidden_fraction,
     overlap,
@@ -19,9 +18,7 @@ from .overlap import (
 )
 from .phases import PHASES, phase
 from .pieces import (
-    Slowdown,
     StepPieces,
-    Work,
     collective_seconds,
     pieces,
     slowdown,
@@ -35,13 +32,9 @@ from .waiting import load_runs, load_traces
 
 __all__ = [
     "PHASES",
-    "Budget",
     "OperatorRow",
-    "Overlap",
-    "Slowdown",
     "StepPieces",
     "Trace",
-    "Work",
     "basis_of",
     "budget",
     "budgets",

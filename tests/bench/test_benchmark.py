@@ -207,17 +207,6 @@ def test_a_resumed_run_measures_only_what_is_missing(interrupted, rows, folder):
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_whole_files_and_no_workers(tmp_path):
-    process = launch("--implementations", "none", "ddp", "--output-dir", tmp_path)
-    wait_for_rows(tmp_path, 2)
-    process.kill()
-    finish(process)
-    lines = (tmp_path / "results.jsonl").read_text().splitlines()
-    assert 2 <= len(lines) < 6
-    assert all(json.loads(line)["status"] == "ok" for line in lines)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_parent_alone_ends_all(tmp_path, number):
     process = launch("--output-dir", tmp_path)

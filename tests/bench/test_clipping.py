@@ -48,15 +48,15 @@ def test_names_and_defaults():
 
 def test_every_implementation_meets_every_mode_in_every_round():
     settings = settings_for("--implementations", *NAMES, "--rounds", 2, *BOTH)
-    subjects = [(name, mode) for name in NAMES for mode in ("none", "bookkeeping")]
+    subjects = [Subject(name, mode) for name in NAMES for mode in ("none", "bookkeeping")]
     assert settings.subjects == subjects
     cells = plan(settings)
     gates = [cell.subject for cell in cells if cell.kind == GATE]
-    assert sorted(gates) == sorted(subjects)
+    assert (len(gates), set(gates)) == (6, set(subjects))
     assert [gate.is_private for gate in gates] == [False] * 3 + [True] * 3  # a reference at a time
     for number in range(2):
         timed = [c.subject for c in cells if c.kind == TIMING and c.round == number]
-        assert sorted(timed) == sorted(subjects)
+        assert (len(timed), set(timed)) == (6, set(subjects))
 
 
 def test_ordinary_cells_have_the_keys_of_runs_without_privacy(monkeypatch):
@@ -84,8 +84,10 @@ def test_private_cells_differ_by_mode_and_by_every_setting():
     for more in options:
         settings = settings_for("--implementations", "ddp", "--clipping", "ghost", "flash", *more)
         for cell in plan(settings):
-            assert config_of(cell, settings)["clipping"]["mode"] == cell.clipping
-            keys.add(cell.row(settings, 2, "cpu")["key"])
+            assert config_of(cell, settings)["clipping"]["mode"] == cell.subject.clipping
+            row = cell.row(settings, 2, "cpu")
+            assert row["clipping"] == cell.subject.clipping
+            keys.add(row["key"])
     assert len(keys) == len(options) * 2 * 6
 
 
@@ -96,7 +98,7 @@ def test_fused_cells_differ_by_algorithm_and_options_and_no_others_do():
     for more in options:
         settings = settings_for("--implementations", "ddp", "--clipping", *modes, *more)
         for cell in plan(settings):
-            keys[cell.clipping].add(cell.row(settings, 2, "cpu")["key"])
+            keys[cell.subject.clipping].add(cell.row(settings, 2, "cpu")["key"])
     assert {mode: len(found) // 6 for mode, found in keys.items()} == {
         mode: 1 if mode == "ghost" else len(options) for mode in modes
     }
@@ -169,7 +171,7 @@ def test_a_private_row_is_compared_with_its_own_mode_and_has_an_overhead(tmp_pat
     record(settings)
     text, status = report(settings, 2, "cpu")
     assert status == 0
-    assert list(lines_of(text)) == list(STEPS)
+    assert list(lines_of(text)) == [(one.name, one.clipping) for one in STEPS]
     assert lines_of(text)["ddp", "bookkeeping"].split() == [
         *("ddp", "bookkeeping", "1.0e-07", "240.0", "[240.0,", "240.0]", "8,533", "40.00"),
         *("1.600", "[1.600,", "1.600]", "1.200", "0.800", "[0.800,", "0.800]", "2", "1.0", "–"),
@@ -222,7 +224,7 @@ def test_a_plan_is_printed_once_however_many_have_it(tmp_path, pictures):
     line = ["--implementations", "none", "ddp", "--show-plan", "--tile-size", 64, "--clipping"]
     settings = settings_for(*line, "flash", "flash:width", folder=tmp_path)
     for cell in plan(settings):
-        text = "layer\n-----\n" + ("width" if "width" in cell.clipping else "gradient")
+        text = "layer\n-----\n" + ("width" if "width" in cell.subject.clipping else "gradient")
         timed = {"step_ms": [1.0] * 6, **({"plan": text} if cell.round == 0 else {})}
         measured = {"gradient_error": 1e-3} if cell.kind == GATE else timed
         row = {**cell.row(settings, 2, "cpu"), "status": "ok", "invocation": "x", **measured}

@@ -108,7 +108,7 @@ def drawn(tmp_path, monkeypatch):
     known = predictions(settings, 2, on_gpu=True)
     assert list(known) == ["none", "zero1", "torch_fsdp"]
     for cell in plan(settings):
-        name = cell.implementation
+        name = cell.subject.implementation
         peak = sum(known.get(name, {}).values()) * (1.05 if name == "zero1" else 1.0)
         row = {**cell.row(settings, 2, "NVIDIA H200"), "status": "ok", "invocation": "x"}
         row |= {"gradient_error": 1e-7} if cell.kind == GATE else {

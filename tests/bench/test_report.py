@@ -33,11 +33,11 @@ def pictures(monkeypatch):
 def record(settings, device="cpu", **changes):
     """All cells of a run of two ranks; `changes` maps a name to what is different in its rows."""
     for cell in plan(settings):
-        timed = {"step_ms": [STEPS[cell.implementation]] * 6, "peak_memory_bytes": 3 << 20,
+        timed = {"step_ms": [STEPS[cell.subject.implementation]] * 6, "peak_memory_bytes": 3 << 20,
                  "collectives": 2, "bytes": 1 << 20}  # fmt: skip
         measured = {"gradient_error": 1e-7} if cell.kind == GATE else timed
         row = {**cell.row(settings, 2, device), "status": "ok", "invocation": "x", **measured}
-        change = changes.get(cell.implementation, {})
+        change = changes.get(cell.subject.implementation, {})
         Results(settings.output_dir).record({**row, **change.get(cell.kind, {})})
 
 

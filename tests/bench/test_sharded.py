@@ -64,7 +64,7 @@ def test_norm_reduction_is_a_setting_of_split_models_alone():
     for how in NORM_REDUCTIONS:
         settings = settings_for(*names, "--norm-reduction", how)
         for cell in plan(settings):
-            keys[cell.implementation].add(cell.row(settings, 4, "cpu")["key"])
+            keys[cell.subject.implementation].add(cell.row(settings, 4, "cpu")["key"])
     counts = {name: len(found) // 6 for name, found in keys.items()}
     assert counts == {"ddp": 1, "fsdp2": 1, "tp": 3, "fsdp2_tp": 3}
 

@@ -391,6 +391,9 @@ def test_medians_stand_in_a_column_and_every_panel_says_where_its_axis_begins():
     results = results_like(ALL)
     for axes in plots.draw_tradeoff(results).axes:
         assert axes.get_xlabel().startswith("ms per step (median)")
+    for figure in (plots.draw_tradeoff(results), plots.draw_overhead(results)):
+        bottoms = [axes.get_position().y0 for axes in figure.axes]
+        assert bottoms == sorted(bottoms, reverse=True)  # from the top
     for axes in plots.draw_overhead(results).axes:
         assert ("begin at 0" in axes.get_title(loc="left")) == (axes.get_ylim()[0] > 0)
 

@@ -5,7 +5,15 @@ from collections import Counter
 import pytest
 import torch
 
-from ddp_by_hand.experiments.rounds import Row, interleave, report, row_of, run_rounds
+from ddp_by_hand.experiments.rounds import (
+    RoundOptions,
+    Row,
+    interleave,
+    report,
+    row_of,
+    run_program,
+    run_rounds,
+)
 from ddp_by_hand.measure.report_tables import growths_of
 from ddp_by_hand.measure.runs import beside, cells_of, ratio_beside, read_cells
 
@@ -50,6 +58,17 @@ def test_a_failed_cell_says_why_and_is_not_tried_again(error, status, capsys):
     assert found["reason"].startswith(type(error).__name__)
     assert "\n" not in found["reason"]
     assert f"8x16 lost round 1: {status}: {found['reason']}, " in capsys.readouterr().out
+
+
+def test_a_program_returns_whether_a_cell_failed_and_prints_the_table_and_notes(capsys):
+    options, ms = RoundOptions(rounds=2, steps=1), {"ordinary": 10.0, "flash": 20.0}
+    for variants, status in ((list(ms), 0), ([*ms, "lost"], 1)):
+        found = run_program(
+            options, ["8x16"], variants, lambda cell: costs(ms[cell.variant]), {}, CPU, ["a note"]
+        )
+        assert found == status
+        *_, last = text = capsys.readouterr().out.splitlines()
+        assert (line_of("\n".join(text), "flash")[2], last) == ("20.00", "a note")
 
 
 def test_the_file_is_read_as_other_results_are(tmp_path, capsys):

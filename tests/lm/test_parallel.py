@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from ddp_by_hand.lm.layout import whole
 from ddp_by_hand.lm.model import ModelConfig, Transformer, forward_loss
 from ddp_by_hand.lm.parallel import DATA, TENSOR, materialize, parallelize, plan_of
 from ddp_by_hand.lm.rank_pool import Context
@@ -34,10 +35,6 @@ def batches(ranks: int, size: int = 2) -> list:
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(ODD.vocab_size, (ranks, size, 12), generator=draw)
     return [(x[:, :-1], x[:, 1:]) for x in tokens]
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def beside_one_process(network: nn.Module, config, samples: int, mine: int) -> None:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ddp_by_hand.measure.files import append_line, read_lines
+from ddp_by_hand.measure.files import append_line, read_lines, write_atomically
 
 
 def test_append_and_read(tmp_path):
@@ -47,6 +47,13 @@ def test_corrupt_line_elsewhere_names_file_and_line(tmp_path, broken):
     with pytest.raises(ValueError, match=r"log\.jsonl, line 2") as caught:
         read_lines(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    (tmp_path / "whole.txt").write_text("old")
+    with pytest.raises(TypeError):
+        write_atomically(tmp_path / "whole.txt", 3)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("whole.txt", "old")]
 
 
 def _kill_while_running(code: str, folder, seconds: float) -> None:

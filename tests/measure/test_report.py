@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,6 @@ from ddp_by_hand.measure.report import main, render, say_report, write_report
 from tests.support.page import Page
 from tests.support.rows import record_benchmark, steps, write_llama
 
-ROOT = Path(__file__).parents[2]
 MARKUP = "<script>alert(1)</script>&amp;\"'><img src=x onerror=y>"
 SECRET = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
 
@@ -318,12 +315,6 @@ def test_the_command_writes_it_in_one_line(benchmark, capsys, tmp_path):
         f"ddp_by_hand.measure.report: {path}: cannot be written (No such file or directory), name "
         "another file with --output\n"
     )
-
-
-def test_the_module_runs(benchmark):
-    command = [sys.executable, "-W", "error", "-m", "ddp_by_hand.measure.report", str(benchmark)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

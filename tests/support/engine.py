@@ -59,6 +59,16 @@ def in_parts(run, size, manager=BatchMemoryManager, **options):
     )
 
 
+def endless(run, microbatch=None, **options):
+    """Yields batches, or parts of at most so many samples, epoch after epoch."""
+    while True:
+        if microbatch is None:
+            yield from run.loader
+        else:
+            with in_parts(run, microbatch, **options) as parts:
+                yield from parts
+
+
 def on_any_batches(**changes):
     """A run on batches that do not come from its loader, which it is not warned of."""
     with warnings.catch_warnings():

@@ -4,10 +4,10 @@
     /tmp/hta/bin/python tests/support/hta_figures.py tests/tracing/fixtures/gpu_streams.json
 
 prints them as JSON, as in `gpu_streams_by_hta.json`. It is run by itself: HTA needs older packages
-than the project, and is no dependency. With --write it makes the trace first: kernels and
-collectives of random lengths on three streams, in the profiler's format. `gpu_h200.json.gz` is a
-real one, of three training steps on an NVIDIA H200 (CUDA 13.0) whose batches come from pinned
-memory on a stream of their own.
+than the project, and is no dependency. `gpu_streams.json` has kernels and collectives of random
+lengths on three streams, in the profiler's format. `gpu_h200.json.gz` is a real one, of three
+training steps on an NVIDIA H200 (CUDA 13.0) whose batches come from pinned memory on a stream of
+their own.
 
 HTA rounds each event to whole microseconds unless it is told not to: on that trace, 1 % of the idle
 time. What it calls compute time is kernels alone; `tracing` counts copies too.
@@ -16,43 +16,9 @@ time. What it calls compute time is kernels alone; `tracing` counts copies too.
 import gzip
 import json
 import os
-import random
 import sys
 import tempfile
 from pathlib import Path
-
-NAMES = {7: "ampere_sgemm_128x64_tn", 20: "ncclDevKernel_AllReduce_Sum_f32", 21: "vectorized_add"}
-CALLS, SEED = 40, 3
-
-
-def written(path: Path) -> None:
-    """Writes a trace: each kernel with the call that launched it, on a thread that runs ahead."""
-    draw, events, number = random.Random(SEED), [], 0
-    for stream, name in NAMES.items():
-        at = 1000 + draw.randrange(50)
-        for _ in range(CALLS):
-            at += draw.choice([0, 3, 20, 90])
-            length = draw.randrange(5, 120)
-            number += 1
-            call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1,
-                    "tid": 1, "ts": number * 4, "dur": 2,
-                    "args": {"cbid": 211, "correlation": number}}  # fmt: skip
-            kernel = {
-                "ph": "X",
-                "cat": "kernel",
-                "name": name,
-                "pid": 0,
-                "tid": stream,
-                "ts": at,
-                "dur": length,
-                "args": {"device": 0, "stream": stream, "correlation": number},
-            }
-            events += [call, kernel]
-            at += length
-    events.sort(key=lambda event: event["ts"])
-    facts = {"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 1}}
-    lines = ",\n".join(map(json.dumps, events))
-    path.write_text(json.dumps(facts)[:-1] + ', "traceEvents": [\n' + lines + "\n]}\n")
 
 
 def figures(path: Path) -> dict[str, float | None]:
@@ -81,7 +47,4 @@ def _number(x: float) -> float | None:
 
 
 if __name__ == "__main__":
-    trace_file = Path(sys.argv[1])
-    if "--write" in sys.argv:
-        written(trace_file)
-    print(json.dumps(figures(trace_file), indent=1))
+    print(json.dumps(figures(Path(sys.argv[1])), indent=1))

@@ -15,13 +15,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from ddp import wrap
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from ddp_by_hand.lm.rank_pool import Context
-from dp_clipping import BatchMemoryManager, PrivacyEngine
+from dp_clipping import PrivacyEngine
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.model import PrivateModel
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE, HAND_BUILT
 from tests.dp_clipping.conftest import assert_close, gradients_of, private_loss, unchecked
 from tests.support import zoo
 from tests.support.beside import small_buckets
+from tests.support.engine import endless
 from tests.support.private_steps import limits_of
 
 SYNCHRONISING = [*HAND_BUILT, CPU_COPY_ENGINE, "torch_ddp", "torch_ddp_tuned"]
@@ -189,18 +190,6 @@ def build(
     )
 
 
-def batches(run: SimpleNamespace, microbatch: int | None, pad: bool = False):
-    while True:
-        if microbatch is None:
-            yield from run.loader
-        else:
-            with BatchMemoryManager(
-                data_loader=run.loader, max_physical_batch_size=microbatch,
-                optimizer=run.optimizer, pad_batches=pad,
-            ) as loader:  # fmt: skip
-                yield from loader
-
-
 def train(
     run: SimpleNamespace, steps: int, microbatch: int | None = None, zero_grad=None,
     pad: bool = False,
@@ -210,7 +199,7 @@ def train(
     `zero_grad(step)` is called before each step but the first, in place of the optimizer's.
     """
     draws, pieces = [], []
-    for *batch, numbers in batches(run, microbatch, pad):
+    for *batch, numbers in endless(run, microbatch, pad_batches=pad):
         inputs, targets = oracle.move(batch, device=run.device)
         if run.optimizer.steps and not pieces and zero_grad:
             zero_grad(run.optimizer.steps)

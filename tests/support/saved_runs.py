@@ -5,7 +5,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp import wrap
-from dp_clipping import BatchMemoryManager
 from dp_clipping.checkpoint.file_format import write_sealed
 from tests.dp_clipping.conftest import skip_all_checks
 from tests.support import engine as runs
@@ -60,16 +59,7 @@ def build(
     return run
 
 
-def batches(run, microbatch=None):
-    """Batches without end, epoch after epoch."""
-    while True:
-        if microbatch is None:
-            yield from run.loader
-        else:
-            with BatchMemoryManager(
-                data_loader=run.loader, max_physical_batch_size=microbatch, optimizer=run.optimizer
-            ) as loader:
-                yield from loader
+batches = runs.endless
 
 
 def train(run, steps, *, microbatch=None, after=lambda: None):

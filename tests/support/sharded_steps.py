@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.layout import whole
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.model import PrivateModel
 from dp_clipping.step.state import BatchNorms
@@ -45,11 +46,6 @@ def shard_fsdp2(network: nn.Module, wrap: str, mesh, **options) -> nn.Module:
         for block in network.blocks:
             fully_shard(block, mesh=mesh, **options)
     return fully_shard(network, mesh=mesh, **options)
-
-
-def whole(x: Tensor) -> Tensor:
-    """All of a DTensor, on every rank."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def whole_gradients(model: PrivateModel) -> dict[str, Tensor]:

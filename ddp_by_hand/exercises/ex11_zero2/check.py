@@ -3,7 +3,7 @@
 from torch import nn
 
 from ddp_by_hand.exercises.attempt import Rank, Wrong
-from ddp_by_hand.exercises.expect import Branches, branches_loss, during_backward, mark_gradients
+from ddp_by_hand.exercises.expect import Branches, branches_loss, during_backward, step, wrap
 from ddp_by_hand.exercises.sliced import (
     expect_left_alone,
     expect_slices_only,
@@ -25,15 +25,7 @@ def network(seed: int) -> Branches:
 
 def wrapped(rank: Rank) -> nn.Module:
     module = network(rank.rank)
-    mark_gradients(rank, module)
-    model = rank.solution.GradientShardedDDP(module, bucket_size_mb=BUCKET_SIZE_MB)
-    rank.record.clear()
-    return model
-
-
-def step(rank: Rank, model: nn.Module, seed: int) -> None:
-    branches_loss(seed)(model, rank.rank).backward()
-    model.finish_gradient_synchronization()
+    return wrap(rank, "GradientShardedDDP", module, bucket_size_mb=BUCKET_SIZE_MB)
 
 
 def gradients(rank: Rank) -> None:

@@ -1,6 +1,6 @@
 """The properties of exercise 2."""
 
-from torch import nn
+from functools import partial
 
 from ddp_by_hand.exercises.attempt import Rank, Wrong
 from ddp_by_hand.exercises.expect import (
@@ -10,25 +10,14 @@ from ddp_by_hand.exercises.expect import (
     expect_gradients,
     expect_parameters_left_alone,
     local_gradients,
-    mark_gradients,
     mean_gradients,
     scaled,
+    step,
+    wrap,
 )
 
 WORLD_SIZES = (2,)
-
-
-def wrapped(rank: Rank) -> nn.Module:
-    network = Branches(seed=rank.rank)
-    mark_gradients(rank, network)
-    model = rank.solution.OverlapDDP(network)
-    rank.record.clear()
-    return model
-
-
-def step(rank: Rank, model: nn.Module, seed: int) -> None:
-    branches_loss(seed)(model, rank.rank).backward()
-    model.finish_gradient_synchronization()
+wrapped = partial(wrap, name="OverlapDDP")
 
 
 def gradients(rank: Rank) -> None:

@@ -1,6 +1,7 @@
 """The properties of exercise 6."""
 
 from contextlib import suppress
+from functools import partial
 
 from torch import nn
 
@@ -11,19 +12,15 @@ from ddp_by_hand.exercises.expect import (
     expect_gradients,
     local_gradients,
     mean_gradients,
+    wrap,
 )
 
 WORLD_SIZES = (2,)
+wrapped = partial(wrap, name="AccumulatingDDP")
 
 
 class OutOfMemory(Exception):
     """An error raised inside the learner's `no_sync` block."""
-
-
-def wrapped(rank: Rank) -> nn.Module:
-    model = rank.solution.AccumulatingDDP(Branches(seed=rank.rank))
-    rank.record.clear()
-    return model
 
 
 def backward(rank: Rank, model: nn.Module, seed: int) -> None:

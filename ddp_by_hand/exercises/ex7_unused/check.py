@@ -1,5 +1,7 @@
 """The properties of exercise 7. Each rank takes its own branches of a network."""
 
+from functools import partial
+
 from torch import nn
 
 from ddp_by_hand.exercises.attempt import Rank, Wrong
@@ -10,19 +12,12 @@ from ddp_by_hand.exercises.expect import (
     mean_gradients,
     scaled,
     show,
+    step,
+    wrap,
 )
 
 WORLD_SIZES = (2,)
-
-
-def wrapped(rank: Rank) -> nn.Module:
-    return rank.solution.UnusedDDP(Branches(seed=rank.rank))
-
-
-def step(rank: Rank, model: nn.Module, seed: int, which) -> None:
-    model.zero_grad()
-    branches_loss(seed, which)(model, rank.rank).backward()
-    model.finish_gradient_synchronization()
+wrapped = partial(wrap, name="UnusedDDP")
 
 
 def expect_mean(rank: Rank, model: nn.Module, seed: int, which) -> None:
@@ -83,6 +78,7 @@ def later_steps(rank: Rank) -> None:
     """The next step, with other layers used, remembers nothing of it."""
     model = wrapped(rank)
     step(rank, model, 1, one_each)
+    model.zero_grad()
     step(rank, model, 2, lambda r: [2 - r])
     expect_mean(rank, model, 2, lambda r: [2 - r])
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddp_by_hand.experiments.llama_fsdp.results import good_rounds
+from ddp_by_hand.experiments.llama_fsdp.results import describe_run, good_rounds
 from ddp_by_hand.measure import OK
-from ddp_by_hand.measure.picture import FAINT, apart
+from ddp_by_hand.measure.picture import FAINT, apart, new_figure, wrap
 
 COLOURS = {
     "no_dp": "#6B6B6B",
@@ -46,6 +46,18 @@ def interval_words(results: Sequence[dict]) -> str:
 
 def memory_kind(results: Sequence[dict]) -> str:
     return "allocated" if any(r["num_gpus"] for r in results) else "resident"
+
+
+def stacked(
+    results: Sequence[dict], title: str, count: int, panel: float, between: float, width: float
+) -> tuple[Any, list[Any]]:
+    """Returns a figure and its axes under each other; heights are in inches."""
+    height = HEAD + KEY + count * (panel + between) - between + FOOT
+    figure = new_figure(height, title, wrap(describe_run(results), 122), size=8.5)
+    bottoms = [FOOT + n * (panel + between) for n in reversed(range(count))]
+    return figure, [
+        figure.add_axes((0.085, bottom / height, width, panel / height)) for bottom in bottoms
+    ]
 
 
 def set_range(setter: Callable[[float, float], Any], values: Sequence[float]) -> None:

@@ -9,24 +9,21 @@ import numpy as np
 
 from ddp_by_hand.experiments.llama_fsdp.axes import (
     COLOURS,
-    FOOT,
-    HEAD,
-    KEY,
     draw_column,
     interval_words,
     set_range,
+    stacked,
 )
 from ddp_by_hand.experiments.llama_fsdp.results import (
     BASELINE,
     MODES,
     baseline_of,
-    describe_run,
     lengths_of,
     memory_ratio,
     time_ratio,
 )
 from ddp_by_hand.measure import OK
-from ddp_by_hand.measure.picture import FAINT, INK, frame, new_figure, wrap
+from ddp_by_hand.measure.picture import FAINT, INK, frame
 
 BROKEN = " (the axis does not begin at 0)"
 
@@ -39,26 +36,18 @@ def draw_overhead(results: Sequence[dict]) -> Any:
         ("Forward and backward, with clipping and exchange", "forward_backward_ms"),
         ("Peak memory", None),
     ]
-    panel, between = 2.1, 0.62
-    inches = len(panels) * (panel + between) - between
-    height = HEAD + KEY + inches + FOOT
     heading = f"The cost of privacy: each mode over {BASELINE}"
-    figure = new_figure(height, heading, wrap(describe_run(results), 122), size=8.5)
-    for number, (title, key) in enumerate(panels):
-        bottom = FOOT + (len(panels) - 1 - number) * (panel + between)
-        axes = figure.add_axes((0.085, bottom / height, 0.58, panel / height))
+    figure, all_axes = stacked(results, heading, len(panels), 2.1, 0.62, width=0.58)
+    for axes, (title, key) in zip(all_axes, panels, strict=True):
         _curves(axes, results, lengths, key)
         axes.set_title(
             title + (BROKEN if axes.get_ylim()[0] > 0 else ""), size=9.5, weight="bold", color=INK,
             loc="left",
         )  # fmt: skip
         axes.set_ylabel(f"times {BASELINE}", size=8.5, color=FAINT)
-        if number == len(panels) - 1:
-            bars = f"bars: the ratio's {interval_words(results)}"
-            axes.set_xlabel(
-                f"tokens per sample; {bars}; dashed: {BASELINE}",
-                size=8.5, color=FAINT, loc="left",
-            )  # fmt: skip
+    bars = f"bars: the ratio's {interval_words(results)}"
+    label = f"tokens per sample; {bars}; dashed: {BASELINE}"
+    all_axes[-1].set_xlabel(label, size=8.5, color=FAINT, loc="left")
     return figure
 
 

@@ -7,49 +7,40 @@ from typing import Any
 
 from ddp_by_hand.experiments.llama_fsdp.axes import (
     COLOURS,
-    FOOT,
-    HEAD,
-    KEY,
     MARKERS,
     draw_column,
     memory_kind,
     set_range,
+    stacked,
 )
 from ddp_by_hand.experiments.llama_fsdp.results import (
     BASELINE,
     baseline_of,
-    describe_run,
     lengths_of,
     memory_ratio,
     time_ratio,
 )
 from ddp_by_hand.measure import OK
-from ddp_by_hand.measure.picture import FAINT, INK, frame, new_figure, wrap
+from ddp_by_hand.measure.picture import FAINT, INK, frame
 
 
 def draw_tradeoff(results: Sequence[dict]) -> Any:
     """Draws one panel per length: left is faster, down is smaller, lines mark `no_dp`."""
     lengths = lengths_of(results)
-    panel, between = 2.35, 0.78  # inches
-    inches = len(lengths) * (panel + between) - between
-    height = HEAD + KEY + inches + FOOT
     title = "What each mode pays in memory and in time"
-    figure = new_figure(height, title, wrap(describe_run(results), 122), size=8.5)
-    for number, length in enumerate(lengths):
-        bottom = FOOT + (len(lengths) - 1 - number) * (panel + between)
-        axes = figure.add_axes((0.085, bottom / height, 0.5, panel / height))
+    figure, all_axes = stacked(results, title, len(lengths), 2.35, 0.78, width=0.5)
+    for axes, length in zip(all_axes, lengths, strict=True):
         own = [r for r in results if r["seq_length"] == length]
         _points(axes, own, baseline_of(results, length))
         axes.set_title(f"{length:,} tokens", size=9.5, weight="bold", color=INK, loc="left")
-        note = ""
-        if number == len(lengths) - 1:
-            note = (
-                "; bars: 10th to 90th percentile. Left is faster, down is smaller; dashed: "
-                f"{BASELINE}.\nAxes show where the points are and need not begin at 0: the labels "
-                "have the ratios"
-            )
-        axes.set_xlabel(f"ms per step (median){note}", size=8.5, color=FAINT, loc="left")
+        axes.set_xlabel("ms per step (median)", size=8.5, color=FAINT, loc="left")
         axes.set_ylabel(f"GiB {memory_kind(results)}", size=8.5, color=FAINT)
+    label = all_axes[-1].xaxis.label
+    label.set_text(
+        f"{label.get_text()}; bars: 10th to 90th percentile. Left is faster, down is smaller; "
+        f"dashed: {BASELINE}.\nAxes show where the points are and need not begin at 0: the labels "
+        "have the ratios"
+    )
     return figure
 
 

@@ -5,6 +5,7 @@
     python -m ddp_by_hand.experiments.price --rows 8x1024 --variants ordinary bookkeeping
     python -m ddp_by_hand.experiments.price --model llama-3.1-8b-block --compile
     python -m ddp_by_hand.experiments.price --rows 4x1024 4x2048 4x4096   growth with the length
+    python -m ddp_by_hand.experiments.price --model tiny --rounds 1       a rehearsal on a CPU
 
 The network has the shape of a Llama for sequence classification, the 1B one or some layers of the
 8B one, with random weights in bfloat16, all of it trainable, `nn.RMSNorm` in place of the library's
@@ -28,14 +29,12 @@ from ddp_by_hand.experiments.rounds import (
     RoundOptions,
     Row,
     costs_of,
-    interleave,
-    report,
+    device_for,
     row_of,
-    run_rounds,
+    run_program,
 )
 from ddp_by_hand.experiments.training import Batch, ClassifierTraining
 from ddp_by_hand.lm.timing import time_steps
-from ddp_by_hand.measure import ERROR
 from ddp_by_hand.measure.command_line import ending_quietly, refuse
 from ddp_by_hand.measure.options import option, parse_options, positive
 from dp_clipping import MODES, PrivacyEngine
@@ -131,16 +130,15 @@ def slowest(recorder: torch.profiler.profile, count: int = 30) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures all cells. Returns 0, 1 (a cell failed), 2 (bad input) or 130 (Ctrl-C)."""
     options = parse(arguments)
-    if not torch.cuda.is_available():
-        return refuse(PROGRAM, "needs a CUDA device")
-    device = torch.device("cuda")
+    try:
+        device = device_for(options.model)
+    except ValueError as error:
+        return refuse(PROGRAM, error)
     config = {"model": options.model, "layers": options.layers, "compiled": options.compile}
-    results = run_rounds(
-        interleave(options.rows, options.variants, options.rounds),
-        lambda cell: measure(cell, options, device), lambda _: config, device, options.output,
+    return run_program(
+        options, options.rows, options.variants, lambda cell: measure(cell, options, device),
+        config, device,
     )  # fmt: skip
-    print(report(results))
-    return int(any(cell["status"] == ERROR for cell in results))
 
 
 if __name__ == "__main__":

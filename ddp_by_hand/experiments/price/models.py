@@ -49,6 +49,7 @@ MODELS = {
         SHAPES["llama-3.1-8b"], layers=4,
         rows=((8, 512), (4, 1024), (2, 2048), (2, 4096), (1, 8192)),
     ),
+    "tiny": Model(SHAPES["tiny"], SHAPES["tiny"].layers, rows=((4, 32),)),
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 from ddp_by_hand.experiments.llama_fsdp.results import MODES, describe_run
@@ -125,17 +125,11 @@ def bounds(rows: Sequence[Mapping[str, Any]], limit_mb: float | None = None) -> 
     if not good:
         raise ValueError("no length has been measured: nothing can be said about what bounds it")
     row = good[-1]
-    found = [find(row, *times_of(row)) for find in (_communication, _norms, _recomputation)]
-    found += [
-        _noise(row, times_of(row)[1]),
-        _host(row, times_of(row)[0]),
-        _model(row, times_of(row)[1]),
-    ]
-    timed = sorted(
-        (one for one in found if one is not None and one.share > SMALL), key=lambda b: -b.share
-    )
+    idle, works = times_of(row)
+    found = [find(row, works) for find in (_communication, _norms, _recomputation, _noise, _model)]
+    timed = [one for one in [*found, _host(row, idle)] if one.share > SMALL]
     memory = _memory(rows, row, limit_mb)
-    return ([] if memory is None else [memory]) + timed
+    return ([] if memory is None else [memory]) + sorted(timed, key=lambda b: -b.share)
 
 
 def described(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -203,7 +197,7 @@ def _share(row: Mapping[str, Any], ms: float) -> float:
     return ms / whole_ms(row)
 
 
-def _communication(row: Mapping[str, Any], idle: float, works: float) -> Bound | None:
+def _communication(row: Mapping[str, Any], works: float) -> Bound:
     ms = communication_ms(row)
     ranges = {n: t["own_ms"] for n, t in row["profile"]["ranges"].items()}
     norms = ranges.get("norm_all_reduce", 0.0)
@@ -221,7 +215,7 @@ def _communication(row: Mapping[str, Any], idle: float, works: float) -> Bound |
     )  # fmt: skip
 
 
-def _norms(row: Mapping[str, Any], idle: float, works: float) -> Bound:
+def _norms(row: Mapping[str, Any], works: float) -> Bound:
     phases = row["phases_ms"]
     ms = works * (phases["norms"] + phases["coefficients"])
     slowest, time = max(row["layer_norm_ms"].items(), key=lambda item: item[1])
@@ -244,10 +238,8 @@ def _norms(row: Mapping[str, Any], idle: float, works: float) -> Bound:
     return Bound("norm kernels", ms, _share(row, ms), evidence, change, gain, how)
 
 
-def _recomputation(row: Mapping[str, Any], idle: float, works: float) -> Bound | None:
+def _recomputation(row: Mapping[str, Any], works: float) -> Bound:
     ms = works * row["phases_ms"].get("second backward", 0.0)
-    if not ms:
-        return None
     return Bound(
         "recomputation", ms, _share(row, ms), f"{ms:.1f} ms of a second backward",
         "--bookkeeping (one backward; it keeps what sums need, so mind the memory)", ms,
@@ -320,12 +312,8 @@ def fixed_memory(rows: Sequence[Mapping[str, Any]]) -> float | None:
     good = [r for r in measured(rows) if r["peak_memory_mb"]]
     if len(good) < 2:
         return None
-    x, y = [r["seq_length"] for r in good], [r["peak_memory_mb"] for r in good]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    slope /= sum((a - mean_x) ** 2 for a in x)
-    fixed = mean_y - slope * mean_x
-    return fixed if slope > 0 and fixed > 0 else None
+    line = linear_regression([r["seq_length"] for r in good], [r["peak_memory_mb"] for r in good])
+    return line.intercept if min(line) > 0 else None
 
 
 def overhead(row: Mapping[str, Any]) -> float:

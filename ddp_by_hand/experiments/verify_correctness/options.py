@@ -41,7 +41,7 @@ class Options:
         "also each mode's phases, in milliseconds, after the result: what "
         "DP_CLIPPING_PROFILE=1 times in any private step (default: off, and nothing is timed)"))
     verbose: bool = option(False, help=(
-        "also the norms that each rank has before and after ranks exchange them, and the "
-        "worst parameter of each mode (default: tables only)"))
+        "also the norms that each rank has before and after ranks exchange them "
+        "(default: tables only)"))
     remarks: tuple[str, ...] = ()
 # fmt: on

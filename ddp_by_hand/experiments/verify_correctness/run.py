@@ -226,9 +226,8 @@ class Report:
 
     def finish(self) -> int:
         """Print everything; the exit status."""
-        verbose, wrong = self.options.verbose, [f for f in self.findings if f.faults]
-        lines = [*(self.norms() if verbose else []), self.table()]
-        lines += [self.worst_parameters(), ""] if verbose else []
+        wrong = [f for f in self.findings if f.faults]
+        lines = [*(self.norms() if self.options.verbose else []), self.table()]
         lines += [phase_table(self.findings)] if any(f.phases for f in self.findings) else []
         lines += [f"FAIL {f.case.label}: {fault}" for f in wrong for fault in f.faults]
         lines += self.remarks()
@@ -289,22 +288,6 @@ class Report:
             "adds": finding.contribution, "seconds": finding.seconds,
             "verdict": "FAIL" if finding.faults else "ok", "parameter": finding.parameter,
         }  # fmt: skip
-
-    def worst_parameters(self) -> str:
-        worst: dict[tuple[str, str], Finding] = {}
-        for finding in self.findings:
-            key = (finding.case.network, finding.case.how)
-            worst[key] = max(worst.get(key, finding), finding, key=lambda f: f.gradient_error)
-        rows = [
-            {"network": network, "mode": mode, "clipping": f.case.clipping,
-             "gradient": f.gradient_error, "parameter": f.parameter}
-            for (network, mode), f in worst.items()
-        ]  # fmt: skip
-        columns = [
-            "network", "mode", "clipping", Column("gradient", format=".1e"),
-            Column("parameter", "worst parameter"),
-        ]  # fmt: skip
-        return format_table(columns, rows, title="the worst parameter of each mode")
 
     def norms(self) -> list[str]:
         """Formats each case's first-step norms by rank, before and after ranks exchange them."""

@@ -35,6 +35,7 @@ from ddp_by_hand.experiments.verify_correctness.cases import (
 )
 from ddp_by_hand.experiments.verify_correctness.findings import Finding, merge, tolerance
 from ddp_by_hand.experiments.verify_correctness.phases import phase_times
+from ddp_by_hand.lm.layout import whole
 from dp_clipping import PrivacyEngine
 from dp_clipping.distributed.norm_reduce import NormReducer
 
@@ -230,11 +231,6 @@ class Training:
 
     def _gradients(self) -> oracle.Gradients:
         return {n: whole(p.grad).double().cpu() for n, p in self.model.network.named_parameters()}
-
-
-def whole(x: Tensor) -> Tensor:
-    """Returns all of a `DTensor`; all ranks call it."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def listen(reducer: NormReducer) -> Callable[[], Tensor]:
