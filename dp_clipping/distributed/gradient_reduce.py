@@ -10,6 +10,7 @@ arXiv:1910.02054, for sharding; Zhao et al. 2023, arXiv:2304.11277, for FSDP).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from torch.nn import Parameter
 from dp_clipping.distributed.dtensor import local, size_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.distributed.torch_compat import all_reduce_together, reduce_scatter_together
-from dp_clipping.profiling.profile import Profile, Timer
+from dp_clipping.profiling.profile import NOTHING, Profile, Timer
 from dp_clipping.torch_compat import version_of, without_memory
 
 IN_FLIGHT = 2  # units whose sums may be on the wire while the next are formed
@@ -172,7 +173,7 @@ class ShardedSums:
             if len(self._arrived.get(unit, ())) < len(self.sharding.units[unit]):
                 break
             self._next += 1
-            with self._timer.phase("reduce_scatter"):
+            with self._range():
                 self._launch(self.sharding.units[unit], self._arrived.pop(unit))
                 if len(self._pending) > IN_FLIGHT:
                     self._complete(self._pending.pop(0))
@@ -187,7 +188,7 @@ class ShardedSums:
             RuntimeError: some parameters have no sum, as after an error half-way.
         """
         while self._pending:
-            with self._timer.phase("reduce_scatter"):
+            with self._range():
                 self._complete(self._pending.pop(0))
         if self._next or self._arrived:
             raise RuntimeError("sums of some parameters have not arrived: was a backward cut off?")
@@ -199,6 +200,11 @@ class ShardedSums:
         for parameter in self._sums:  # packed ones share a version: when all are done
             self._written[parameter] = parameter.grad, _versions(parameter.grad)
         self._sums.clear()
+
+    def _range(self) -> AbstractContextManager:
+        """Returns the range of a trace for what crosses ranks; nothing where nothing does."""
+        is_shared = size_of(self.sharding.shards) > 1
+        return self._timer.phase("reduce_scatter") if is_shared else NOTHING
 
     def _launch(self, parameters: list[Parameter], totals: dict[Parameter, Tensor]) -> None:
         """Starts one collective for all sums of a unit that have one dtype and layout."""
