@@ -26,8 +26,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ddp.buckets import Bucket, Gradient, plan_buckets
+from ddp.buckets import plan_buckets
 from ddp.internals.interface import Interface
+from ddp.schedule import Bucket, Gradient
 
 
 class DataParallel(Interface):

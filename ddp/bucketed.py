@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.base import DataParallel
-from ddp.buckets import Bucket, Gradient
 from ddp.internals.interface import mebibytes
+from ddp.schedule import Bucket, Gradient
 
 
 @dataclass

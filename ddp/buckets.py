@@ -12,41 +12,10 @@ reason why collectives, which match by call order, always meet their counterpart
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
-ALIGNMENT_BYTES = 16  # the optimizer's vectorised loads need aligned views
+from ddp.schedule import Bucket, Gradient, lay_out
+
 SMALLEST_TAIL_BYTES = 1 << 20  # below this a collective is all latency
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """One gradient as the plan sees it: its number of elements and their dtype."""
-
-    numel: int
-    dtype: str
-    itemsize: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.itemsize
-
-
-@dataclass(eq=False)
-class Bucket:
-    """A group of gradients of one dtype that are reduced together.
-
-    Attributes:
-        members: indices of the gradients, in the order in which they become ready.
-        offsets: where each member starts in a flat buffer, in elements.
-        numel: elements of that flat buffer, alignment included.
-        nbytes: bytes of the members themselves.
-    """
-
-    members: tuple[int, ...]
-    offsets: tuple[int, ...]
-    numel: int
-    nbytes: int
 
 
 def plan_buckets(
@@ -65,7 +34,12 @@ def plan_buckets(
         by_dtype.setdefault(gradients[i].dtype, []).append(i)
     groups = [g for of_one in by_dtype.values() for g in _cut(of_one, gradients, bucket_bytes)]
     groups.sort(key=lambda group: position[group[-1]])
-    return [lay_out(group, gradients) for group in groups]
+    return [_bucket(group, [gradients[i] for i in group]) for group in groups]
+
+
+def _bucket(indices: list[int], members: list[Gradient]) -> Bucket:
+    offsets, numel = lay_out([g.numel for g in members], members[0].itemsize)
+    return Bucket(tuple(indices), offsets, numel, sum(g.nbytes for g in members))
 
 
 def _cut(
@@ -86,11 +60,3 @@ def _cut(
         if nbytes <= bucket_bytes:
             remaining -= nbytes
     return groups
-
-
-def lay_out(group: Sequence[int], gradients: Sequence[Gradient]) -> Bucket:
-    """Returns a bucket of gradients that lie one behind the other, each at an aligned offset."""
-    unit = max(1, ALIGNMENT_BYTES // gradients[group[0]].itemsize)
-    padded = [-(-gradients[i].numel // unit) * unit for i in group]
-    *offsets, numel = accumulate(padded, initial=0)
-    return Bucket(tuple(group), tuple(offsets), numel, sum(gradients[i].nbytes for i in group))

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.bucketed import BucketedDDP
-from ddp.buckets import Bucket
 from ddp.internals import rounds
 from ddp.internals.ranks import group_or_default
+from ddp.schedule import Bucket
 from ddp.torch_compat import version_of
 
 NOT_COUNTED = (

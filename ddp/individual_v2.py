@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.base import DataParallel
-from ddp.buckets import Bucket
 from ddp.internals.interface import mebibytes
+from ddp.schedule import Bucket
 from ddp.torch_compat import coalesced_all_reduce
 
 

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients, Reduction
 from ddp.internals.hooks import AutogradHooks, retire_others, shared_with_another
 from ddp.internals.ranks import group_or_default
 from ddp.internals.replicas import Replicas
 from ddp.internals.step import Launch, Step
 from ddp.internals.watch import Watch, count_writes
-from ddp.schedule import Schedule
+from ddp.schedule import Bucket, Schedule
 
 NOT_COPIED = (
     "a wrapper cannot be copied or pickled, because hooks and buffers belong to one: copy or save "

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.buckets import Bucket, Gradient
 from ddp.internals.gradients import Gradients
+from ddp.schedule import Bucket, Gradient
 from ddp.sharded.internals.gradients import DividedGradients
 from ddp.sharded.internals.interface import ShardedInterface
 from ddp.sharded.layout import FlatUnit

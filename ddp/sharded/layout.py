@@ -1,21 +1,44 @@
-"""How a group of parameters lies in a flat buffer of which every rank owns one slice.
+"""How parameters lie in a flat buffer of which every rank owns one slice.
 
     flat buffer   | parameter 0 | parameter 1    | parameter 2 |pad|
     slices        | rank 0             | rank 1                    |
 
-All slices are of one size, so that reduce-scatter and all-gather work on the buffer as it is. What
-a rank owns of each parameter is a `Piece` (pieces.py).
+All slices are of one size, so that reduce-scatter and all-gather work on the buffer as it is. They
+are cut without regard to parameters: one may lie on several ranks, and a rank owns at most one run
+of its elements, a `Piece`. Everything that a rank does with its part (step, noise, checkpoints)
+goes through its pieces; the padding between them is never read.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp.buckets import ALIGNMENT_BYTES, Bucket, Gradient, lay_out
-from ddp.sharded.pieces import pieces_of
+from ddp.schedule import Bucket, lay_out
 from ddp.torch_compat import all_gather
+
+
+@dataclass(eq=False)
+class Piece:
+    """What a rank owns of a parameter: `numel` elements from `offset` on, counted flattened.
+
+    In the rank's slice they begin at `start`.
+    """
+
+    parameter: Parameter
+    offset: int
+    numel: int
+    start: int
+
+    def of(self, own: Tensor) -> Tensor:
+        """Returns this piece of a rank's slice, a view [numel]."""
+        return own.narrow(0, self.start, self.numel)
+
+    def of_parameter(self, whole: Tensor) -> Tensor:
+        """Returns this piece of a contiguous tensor in the parameter's shape, a view [numel]."""
+        return whole.view(-1).narrow(0, self.offset, self.numel)
 
 
 class FlatUnit(Bucket):
@@ -27,9 +50,8 @@ class FlatUnit(Bucket):
         itemsize: bytes of an element in the flat buffer; default: as of the parameters.
 
     Attributes:
-        shapes: of the parameters.
         slice_numel: elements of a slice; `numel` includes the padding.
-        pieces: what this rank owns.
+        pieces: what this rank owns, in the order of the parameters.
         values: a flat buffer with all values, [numel]; `value_views`: each parameter's place in it.
         shard: this rank's slice of the values, [slice_numel].
         gradient: this rank's slice of the reduced gradients, or None. What belongs to a parameter
@@ -43,18 +65,26 @@ class FlatUnit(Bucket):
         self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         itemsize = itemsize or self.parameters[0].element_size()
         self.shapes = [p.shape for p in self.parameters]
-        numels = [shape.numel() for shape in self.shapes]
-        bucket = lay_out(range(len(numels)), [Gradient(n, "", itemsize) for n in numels])
-        unit = max(1, ALIGNMENT_BYTES // itemsize) * ranks
-        self.offsets, self.numel = bucket.offsets, -(-max(bucket.numel, 1) // unit) * unit
-        self.slice_numel = self.numel // ranks
-        self.pieces = pieces_of(self.rank, self.offsets, numels, self.slice_numel, ranks)
+        self.offsets, end = lay_out([shape.numel() for shape in self.shapes], itemsize)
+        _, self.slice_numel = lay_out([max(1, -(-end // ranks))], itemsize)
+        self.numel = self.slice_numel * ranks
+        self.pieces = self._owned()
         self.gradient: Tensor | None = None
-        first = self.parameters[0].detach()
-        self.values = first.new_zeros(self.numel)
+        self.values = self.parameters[0].detach().new_zeros(self.numel)
         self.value_views, self.shard = self.views(self.values), self.own(self.values)
         for view, parameter in zip(self.value_views, self.parameters, strict=True):
             view.copy_(parameter.detach())
+
+    def _owned(self) -> list[Piece]:
+        owned, low = [], self.rank * self.slice_numel
+        for parameter, first in zip(self.parameters, self.offsets, strict=True):
+            begin = max(low, first)
+            numel = min(low + self.slice_numel, first + parameter.numel()) - begin
+            if numel > 0:
+                owned.append(Piece(parameter, begin - first, numel, begin - low))
+            elif self.rank == 0 and parameter.numel() == 0:  # somebody has its state
+                owned.append(Piece(parameter, 0, 0, 0))
+        return owned
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Returns a view of `flat` [numel] for each parameter, in its shape."""

@@ -11,8 +11,8 @@ from tests.support.differences import REDUCED, REFUSED
 FOLDER = Path(ddp.__file__).parent
 BASE = ["ddp.base", "ddp.schedule", "ddp.buckets"]
 FLAT = [*BASE, "ddp.bucketed"]
-SLICED = [*BASE, "ddp.sharded.base", "ddp.sharded.layout"]
-STEPPED = [*SLICED, "ddp.sharded.part"]
+SLICED = ["ddp.base", "ddp.schedule", "ddp.sharded.base", "ddp.sharded.layout"]
+STEPPED = [*SLICED, "ddp.buckets", "ddp.sharded.slices"]
 READ = {  # what a learner reads to understand a variant, and the lines that it may have
     "ddp.individual": (BASE, 350),
     "ddp.individual_v2": (BASE, 350),

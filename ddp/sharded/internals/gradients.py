@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ddp.internals.gradients import Gradients, Reduction
 from ddp.sharded.internals.stand_in import GradientStandIn, gradient_stand_in
-from ddp.sharded.layout import FlatUnit
-from ddp.sharded.pieces import Piece
+from ddp.sharded.layout import FlatUnit, Piece
 from ddp.sharded.torch_compat import copy_
 from ddp.torch_compat import without_torch_functions
 
@@ -40,8 +39,8 @@ class DividedGradients(Gradients):
         self._owned: dict[int, tuple[FlatUnit, Piece | None]] = {}
         for unit in units:
             unit.members = tuple(map(self.index_of, unit.parameters))
-            piece_of = {piece.member: piece for piece in unit.pieces}
-            self._owned |= {i: (unit, piece_of.get(m)) for m, i in enumerate(unit.members)}
+            pieces = {self.index_of(piece.parameter): piece for piece in unit.pieces}
+            self._owned |= {i: (unit, pieces.get(i)) for i in unit.members}
         self.can_average = dist.get_backend(group) == dist.Backend.NCCL
         self.reductions = 0
         self._made: dict[int, GradientStandIn] = {}
@@ -65,7 +64,7 @@ class DividedGradients(Gradients):
 
     def of(self, unit: FlatUnit, piece: Piece) -> Tensor | None:
         """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
-        stand_in: Any = unit.parameters[piece.member].grad
+        stand_in: Any = piece.parameter.grad
         if unit.gradient is None or stand_in is None:
             return None
         own = piece.of(unit.gradient)

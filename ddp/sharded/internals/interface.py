@@ -91,7 +91,7 @@ class ShardedInterface(DataParallel):
         with without_torch_functions():  # of stand-ins
             self.refuse_not_reduced()
             return [
-                (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
+                (piece.parameter, piece.offset, piece.numel, gradient)
                 for unit in self.units
                 for piece in unit.pieces
                 if piece.numel and (gradient := self.gradients.of(unit, piece)) is not None

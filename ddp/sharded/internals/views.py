@@ -5,11 +5,12 @@ parameters are stand-ins from then on (stand_in.py).
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ddp.sharded.internals.stand_in import hide_all, reveal_all
 from ddp.sharded.layout import FlatUnit
@@ -61,7 +62,7 @@ def hide(unit: Any) -> None:
 
 
 @torch.no_grad()
-def keep(unit: FlatUnit, whole: Sequence[Tensor]) -> None:
+def keep(unit: FlatUnit, whole: Mapping[Parameter, Tensor]) -> None:
     """Makes whole tensors the values of the parameters: this rank keeps what it owns."""
     for piece in unit.pieces:
-        piece.of(unit.shard).copy_(piece.of_parameter(whole[piece.member].contiguous()))
+        piece.of(unit.shard).copy_(piece.of_parameter(whole[piece.parameter].contiguous()))

@@ -174,7 +174,7 @@ class DividedInterface(Sharded):
             yield
             with torch.no_grad():
                 for unit in units:
-                    keep(unit, [whole[p] for p in unit.parameters])
+                    keep(unit, whole)
         finally:
             for module, name, p in places:
                 setattr(module, name, p)
