@@ -15,7 +15,7 @@ from ddp.schedule import Bucket, Gradient
 from ddp.sharded.internals.gradients import DividedGradients
 from ddp.sharded.internals.interface import ShardedInterface
 from ddp.sharded.layout import FlatUnit
-from ddp.torch_compat import reduce_scatter, without_torch_functions
+from ddp.torch_compat import reduce_scatter
 
 
 class Sharded(ShardedInterface):
@@ -31,7 +31,7 @@ class Sharded(ShardedInterface):
 
     def describe_gradients(self) -> Gradients:
         self.units = self.divide()
-        return DividedGradients(self.module, self.reduction, self.units, self.process_group)
+        return DividedGradients(self.module, self.reduction, self.units)
 
     def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
         """Returns the units in the order in which the last gradients of each come."""
@@ -42,17 +42,13 @@ class Sharded(ShardedInterface):
         return sorted(self.units, key=lambda unit: max(place[i] for i in unit.members))
 
     def launch(self, unit: Any) -> tuple[dist.Work, Tensor, Tensor]:
-        with without_torch_functions():
-            flat = self.gradients.collect(unit)
+        flat = self.gradients.collect(unit)
         own = self.receiver(flat, unit.own(flat))
-        op = self.reduction.op if self.gradients.can_average else dist.ReduceOp.SUM
         self.gradients.reductions += 1
         self.count(collectives=1, nbytes=unit.nbytes)
-        return reduce_scatter(own, flat, op, self.process_group), own, flat
+        return reduce_scatter(own, flat, self.reduction.op, self.process_group), own, flat
 
     def wait(self, unit: Any, handle: tuple[dist.Work, Tensor, Any]) -> None:
         work, own, _ = handle  # the collective reads the flat buffer until now
         work.wait()
-        if self.reduction.name == "mean" and not self.gradients.can_average:
-            own.div_(self.world_size)
         unit.gradient = own

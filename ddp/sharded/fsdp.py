@@ -134,9 +134,9 @@ class HandBuiltFSDP(DividedInterface):
             unit.wait()
 
     def start(self, block: Block) -> None:
-        self._start_units(*block.units)
+        self.start_units(*block.units)
 
-    def _start_units(self, *units: GatheredUnit) -> None:
+    def start_units(self, *units: GatheredUnit) -> None:
         for unit in units:
             if not unit.has_memory:
                 unit.start()
@@ -169,7 +169,7 @@ class HandBuiltFSDP(DividedInterface):
         """Starts to gather what the next forward needs first, while other slices are stepped."""
         for block in (self.root, *(self.order.blocks or [])[:1]):
             if unit in block.units:
-                self._start_units(unit)
+                self.start_units(unit)
 
     def end_step(self, parameters: list[Parameter]) -> None:
         self.order.is_ahead = True

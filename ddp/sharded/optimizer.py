@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ddp.sharded.internals.agreement import BROKEN, FAILED, ToldError, agree, status_of
 from ddp.sharded.internals.state import entries, gather_states, load, states
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.slices import Settings, Slices
+from ddp.sharded.slices import Slices, options_of
 from ddp.torch_compat import without_torch_functions
 
 PARTS = 4
@@ -31,7 +31,6 @@ NOT_ELEMENTWISE = (
     "every element alone; if {name} does, set {name}.treats_elements_alone = True; else use a "
     'variant with whole gradients, as wrap("ddp_bucketed", module)'
 )
-OF_A_RANK = ("params", "param_names")  # of a group, of which every rank has its own part
 
 
 class ShardedOptimizer(Optimizer):
@@ -70,14 +69,14 @@ class ShardedOptimizer(Optimizer):
         self.model, self.cls, self._is_built = model, type(template), True
         if self.cls not in ELEMENTWISE and not getattr(self.cls, "treats_elements_alone", False):
             raise TypeError(NOT_ELEMENTWISE.format(name=self.cls.__name__))
-        number_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        trained = {p for unit in model.units for p in unit.parameters}
-        if unknown := [list(p.shape) for p in number_of if p not in trained]:
-            raise ValueError(f"the wrapped network does not train parameters of shapes {unknown}")
-        self._units = [unit for unit in model.units if any(p in number_of for p in unit.parameters)]
-        self._held = [p for unit in self._units for p in unit.parameters if p in number_of]
+        given = {p for group in self.param_groups for p in group["params"]}
+        if unknown := given.difference(*(unit.parameters for unit in model.units)):
+            shapes = [list(p.shape) for p in unknown]
+            raise ValueError(f"the wrapped network does not train parameters of shapes {shapes}")
+        self._units = [unit for unit in model.units if given.intersection(unit.parameters)]
+        self._held = [p for unit in self._units for p in unit.parameters if p in given]
         self._parts = in_parts(self._units)
-        self._slices = Slices(self._units, number_of, self._settings(), self._make)
+        self._slices = Slices(self._units, self.param_groups, self._make)
         self._show_state()
 
     # ---- a step --------------------------------------------------------------------------------
@@ -114,7 +113,6 @@ class ShardedOptimizer(Optimizer):
 
     def _step_parts(self) -> None:
         """Steps some units after others once all ranks are about to, and publishes their slices."""
-        settings, gradient_of = self._settings(), self.model.gradients.of
         self.model.begin_step(self._units)
         self._has_agreed = True
         agree(self.model.exchange, self._act(), self._broken)
@@ -122,7 +120,7 @@ class ShardedOptimizer(Optimizer):
         for units in self._parts:
             try:
                 if failure is None:
-                    self._slices.step(units, settings, gradient_of)
+                    self._slices.step(units, self.param_groups, self.model.gradients.of)
             except Exception as error:  # other ranks wait for this one's slices
                 failure, self._broken = error, self._tell(BROKEN, error)
             for unit in units:
@@ -132,7 +130,7 @@ class ShardedOptimizer(Optimizer):
             raise failure
         slices = self._slices.optimizer
         for group, changed in zip(self.param_groups, slices.param_groups, strict=True):
-            group.update({**changed, "params": group["params"]})  # as a count of steps
+            group.update(options_of(changed))  # as a count of steps
         if len(slices.state) != len(self.state):
             self._show_state()
 
@@ -144,17 +142,11 @@ class ShardedOptimizer(Optimizer):
         rank = self.model.units[0].rank
         return message.format(rank=rank, error=f"{type(error).__name__}: {error}")
 
-    def _settings(self) -> Settings:
-        return [
-            {key: value for key, value in group.items() if key not in OF_A_RANK}
-            for group in self.param_groups
-        ]
-
     # ---- its state -----------------------------------------------------------------------------
 
     def _show_state(self) -> None:
         """Shows the state of this rank's pieces under the network's parameters."""
-        self.state.update(states(self._slices))
+        self.state.update(states(self._slices).items())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks, in the format of `cls` on one process, on the CPU.
@@ -179,7 +171,7 @@ class ShardedOptimizer(Optimizer):
         found = entries(state_dict, self.param_groups, names)
         super().load_state_dict({**state_dict, "state": {}})
         self._broken = ""
-        self._slices.take(self._settings())
+        self._slices.take(self.param_groups)
         load(self._slices, found)
         self._show_state()
 

@@ -1,73 +1,109 @@
-"""The optimizer's step of this rank's slices.
+"""What a rank owns of each parameter, and the optimizer's step of it.
+
+Slices are cut without regard to parameters: one may lie on several ranks, and a rank owns at most
+one run of its elements, a `Piece`. Everything that a rank does with its part (step, noise,
+checkpoints) goes through its pieces; the padding between them is never read.
 
 An ordinary optimizer has this rank's pieces as its parameters, and passes over those without a
-gradient. So `optimizer.step()` steps the pieces of a few units after those of others. When some
-have been stepped, the model publishes the new values of their units: `zero1` starts to gather them,
-so that their transfer runs beside the step of the next ones.
+gradient. So it can step the pieces of some units after those of others. Between the two the model
+publishes the new values: `zero1` starts to gather them, beside the step of the next units.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp.sharded.layout import FlatUnit, Piece
+from ddp.sharded.layout import FlatUnit
 
-Settings = list[dict[str, Any]]
-"""The options of each parameter group of the network's optimizer."""
+Groups = list[dict[str, Any]]
+"""Parameter groups of the network's optimizer, whose options a schedule changes."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """What a rank owns of a parameter: `numel` elements from `offset` on, counted flattened.
+
+    In the rank's slice they begin at `start`.
+    """
+
+    parameter: Parameter
+    offset: int
+    numel: int
+    start: int
+
+    def of(self, own: Tensor) -> Tensor:
+        """Returns this piece of a rank's slice, a view [numel]."""
+        return own.narrow(0, self.start, self.numel)
+
+    def of_parameter(self, whole: Tensor) -> Tensor:
+        """Returns this piece of a contiguous tensor in the parameter's shape, a view [numel]."""
+        return whole.view(-1).narrow(0, self.offset, self.numel)
+
+
+def pieces_of(unit: FlatUnit) -> list[Piece]:
+    """Returns what this rank owns of a unit's parameters, in their order."""
+    owned, low = [], unit.rank * unit.slice_numel
+    for parameter, first in zip(unit.parameters, unit.offsets, strict=True):
+        begin = max(low, first)
+        numel = min(low + unit.slice_numel, first + parameter.numel()) - begin
+        if numel > 0:
+            owned.append(Piece(parameter, begin - first, numel, begin - low))
+        elif unit.rank == 0 and parameter.numel() == 0:  # somebody has its state
+            owned.append(Piece(parameter, 0, 0, 0))
+    return owned
 
 
 class Slices:
     """This rank's pieces of some units, and the optimizer that steps them.
-
-    Args:
-        number_of: the parameter group of each parameter of the network that is to be stepped.
-        make: makes an optimizer from parameter groups.
 
     Attributes:
         stepped: of each piece what is stepped, a view of this rank's slice of its unit; in the
             order of the optimizer's groups.
     """
 
-    def __init__(
-        self,
-        units: list[FlatUnit],
-        number_of: dict[Parameter, int],
-        settings: Settings,
-        make: Callable[..., Optimizer],
-    ):
-        found = [(unit, piece) for unit in units for piece in unit.pieces]
-        found = [(unit, piece) for unit, piece in found if piece.parameter in number_of]
+    def __init__(self, units: list[FlatUnit], groups: Groups, make: Callable[[Groups], Optimizer]):
+        self._pieces = {unit: pieces_of(unit) for unit in units}
+        owned = {piece.parameter: (unit, piece) for unit in units for piece in self._pieces[unit]}
         self.stepped: dict[Piece, Parameter] = {}
-        groups: Settings = [{**options, "params": []} for options in settings]
-        for unit, piece in sorted(found, key=lambda pair: number_of[pair[1].parameter]):
-            own = self.stepped[piece] = Parameter(piece.of(unit.shard))
-            own.grad_dtype = None  # any
-            groups[number_of[piece.parameter]]["params"].append(own)
-        self.optimizer = make(groups)
+        own_groups: Groups = []
+        for group in groups:
+            mine = [owned[p] for p in group["params"] if p in owned]
+            own = {piece: Parameter(piece.of(unit.shard)) for unit, piece in mine}
+            own_groups.append({**options_of(group), "params": list(own.values())})
+            self.stepped |= own
+        for each in self.stepped.values():
+            each.grad_dtype = None  # any
+        self.optimizer = make(own_groups)
 
-    def take(self, settings: Settings) -> None:
-        """Takes the options of the groups, which a schedule may have changed."""
-        for group, options in zip(self.optimizer.param_groups, settings, strict=True):
-            members = group["params"]
-            group.clear()  # also of what a step of other units has noted, as their number
-            group.update(options, params=members)
+    def take(self, groups: Groups) -> None:
+        """Takes the options of the network's groups."""
+        for own, group in zip(self.optimizer.param_groups, groups, strict=True):
+            members = own["params"]
+            own.clear()  # also of what the step of other units has noted, as a count of steps
+            own.update(options_of(group), params=members)
 
     def step(
         self,
         units: list[FlatUnit],
-        settings: Settings,
+        groups: Groups,
         gradient_of: Callable[[FlatUnit, Piece], Tensor | None],
     ) -> None:
-        self.take(settings)
+        self.take(groups)
         try:
             for unit in units:
-                for piece in unit.pieces:
+                for piece in self._pieces[unit]:
                     if (own := self.stepped.get(piece)) is not None:
                         gradient = gradient_of(unit, piece)
                         own.grad = None if gradient is None else gradient.to(own.dtype)
             self.optimizer.step()
         finally:
             self.optimizer.zero_grad()
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a group has beside its parameters, of which every rank has its own part."""
+    return {key: x for key, x in group.items() if key not in ("params", "param_names")}

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.internals.ranks import gather
-from ddp.sharded.layout import FlatUnit, Piece
-from ddp.sharded.slices import Slices
+from ddp.sharded.layout import FlatUnit
+from ddp.sharded.slices import Piece, Slices
 
 Entries = dict[int, tuple[Parameter, dict[str, Any]]]
 """Number in a state -> the parameter that has it, and its values."""

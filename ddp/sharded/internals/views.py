@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from ddp.sharded.internals.stand_in import hide_all, reveal_all
 from ddp.sharded.layout import FlatUnit
+from ddp.sharded.slices import pieces_of
 from ddp.torch_compat import version_of
 
 MOVED = (
@@ -64,5 +65,5 @@ def hide(unit: Any) -> None:
 @torch.no_grad()
 def keep(unit: FlatUnit, whole: Mapping[Parameter, Tensor]) -> None:
     """Makes whole tensors the values of the parameters: this rank keeps what it owns."""
-    for piece in unit.pieces:
+    for piece in pieces_of(unit):
         piece.of(unit.shard).copy_(piece.of_parameter(whole[piece.parameter].contiguous()))

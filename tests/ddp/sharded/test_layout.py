@@ -11,6 +11,7 @@ from torch import nn
 
 from ddp import wrap
 from ddp.sharded.layout import FlatUnit
+from ddp.sharded.slices import pieces_of
 from ddp_by_hand.lm.rank_pool import Context
 
 SHAPES = [
@@ -34,15 +35,16 @@ def tiled(context: Context) -> None:
             view.copy_(torch.arange(view.numel()).view(view.shape) + 10_000 * member)
             assert unit.offsets[member] * dtype.itemsize % 16 == 0
         member_of = {parameter: member for member, parameter in enumerate(parameters)}
-        for piece in unit.pieces:
+        pieces = pieces_of(unit)
+        for piece in pieces:
             values = piece.of(unit.own(flat))
             part = unit.views(flat)[member_of[piece.parameter]]
             assert torch.equal(values, piece.of_parameter(part))
             assert values.numel() == piece.numel
         everyone = [([], [])] * context.world_size
-        mine = [value for piece in unit.pieces for value in piece.of(unit.own(flat)).tolist()]
+        mine = [value for piece in pieces for value in piece.of(unit.own(flat)).tolist()]
         dist.all_gather_object(
-            everyone, (mine, [member_of[p.parameter] for p in unit.pieces]), group=context.group
+            everyone, (mine, [member_of[p.parameter] for p in pieces]), group=context.group
         )
         assert (
             sorted(value for values, _ in everyone for value in values) == flat[flat >= 0].tolist()
