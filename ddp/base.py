@@ -26,9 +26,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ddp.buckets import plan_buckets
+from ddp.buckets import Gradient, plan_buckets
 from ddp.internals.interface import Interface
-from ddp.schedule import Bucket, Gradient
+from ddp.schedule import Bucket
 
 
 class DataParallel(Interface):

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.base import DataParallel
+from ddp.buckets import Gradient
 from ddp.internals.interface import mebibytes
-from ddp.schedule import Bucket, Gradient
+from ddp.schedule import Bucket
 
 
 @dataclass

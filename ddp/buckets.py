@@ -12,10 +12,24 @@ reason why collectives, which match by call order, always meet their counterpart
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ddp.schedule import Bucket, Gradient, lay_out
+from ddp.schedule import Bucket, lay_out
 
 SMALLEST_TAIL_BYTES = 1 << 20  # below this a collective is all latency
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One gradient as a plan sees it: its number of elements and their dtype."""
+
+    numel: int
+    dtype: str
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
 
 
 def plan_buckets(

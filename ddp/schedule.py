@@ -13,19 +13,6 @@ from typing import Any
 ALIGNMENT_BYTES = 16  # the optimizer's vectorised loads need aligned views
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """One gradient as a plan sees it: its number of elements and their dtype."""
-
-    numel: int
-    dtype: str
-    itemsize: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.itemsize
-
-
 @dataclass(eq=False)
 class Bucket:
     """A group of gradients of one dtype that are reduced together.

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ddp.bucketed import BucketedDDP
+from ddp.buckets import Gradient
 from ddp.copy_engine.peer_memory import PeerMemory, Unavailable, why_not
-from ddp.schedule import Bucket, Gradient
+from ddp.schedule import Bucket
 
 PIECE_BYTES = 64 << 20  # of a larger chunk, so much is pulled and summed at a time
 ALIGNMENT_BYTES = 256

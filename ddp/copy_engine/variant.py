@@ -27,9 +27,10 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from ddp.buckets import Gradient
 from ddp.copy_engine.exchange import Exchange
 from ddp.copy_engine.memory import PeerBuckets
-from ddp.schedule import Bucket, Gradient
+from ddp.schedule import Bucket
 
 
 class CopyEngineDDP(PeerBuckets):

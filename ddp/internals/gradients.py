@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ddp.schedule import Gradient
+from ddp.buckets import Gradient
 
 REDUCTIONS = ("mean", "sum")
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp.buckets import Gradient
 from ddp.internals.gradients import Gradients
-from ddp.schedule import Bucket, Gradient
+from ddp.schedule import Bucket
 from ddp.sharded.internals.gradients import DividedGradients
 from ddp.sharded.internals.interface import ShardedInterface
 from ddp.sharded.layout import FlatUnit

@@ -19,9 +19,8 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp.base import DataParallel
-from ddp.buckets import plan_buckets
+from ddp.buckets import Gradient, plan_buckets
 from ddp.internals.interface import mebibytes, trainable
-from ddp.schedule import Gradient
 from ddp.sharded.base import Sharded
 from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import all_gather
