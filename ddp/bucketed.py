@@ -16,12 +16,10 @@ because the collective's kernels take multiprocessors and memory bandwidth from 
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.base import DataParallel
-from ddp.buckets import Gradient
 from ddp.internals.interface import mebibytes
 from ddp.schedule import Bucket
 
@@ -49,9 +47,9 @@ class BucketedDDP(DataParallel):
         self.flats: dict[Bucket, Flat] = {}
         super().__init__(module, **options)
 
-    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
+    def plan(self, order: list[int]) -> list[Bucket]:
         self.flats.clear()  # the views of an earlier plan keep their buffers while they need them
-        return super().plan(gradients, order)
+        return super().plan(order)
 
     def before_forward(self) -> None:
         """Frees buffers whose views `zero_grad(set_to_none=True)` has dropped."""
@@ -68,9 +66,6 @@ class BucketedDDP(DataParallel):
     def launch(self, bucket: Bucket) -> dist.Work:
         op, group = self.reduction.op, self.process_group
         return dist.all_reduce(self.fill(bucket), op=op, group=group, async_op=True)
-
-    def wait(self, bucket: Bucket, handle: dist.Work) -> None:
-        handle.wait()
 
     def fill(self, bucket: Bucket) -> Tensor:
         """Returns the buffer, in which those members are now too that were not ready."""
@@ -91,6 +86,5 @@ class BucketedDDP(DataParallel):
 
     def allocate(self, bucket: Bucket) -> Tensor:
         """Returns the bucket's buffer, uninitialised."""
-        first = self.gradients.parameters[bucket.members[0]]
         dtype = self.gradients.dtypes.all[bucket.members[0]]
-        return torch.empty(bucket.numel, dtype=dtype, device=first.device)
+        return self.gradients.parameters[bucket.members[0]].new_empty(bucket.numel, dtype=dtype)

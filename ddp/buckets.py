@@ -40,20 +40,18 @@ def plan_buckets(
     A larger gradient has a bucket of its own, with 0 each has; None puts all of a dtype into one.
     The buckets are in the order in which they become complete: so every rank launches them.
     """
-    if sorted(order) != list(range(len(gradients))):
-        raise ValueError(f"the order is no permutation of {len(gradients)} gradients: {order}")
     position = {i: place for place, i in enumerate(order)}
     by_dtype: dict[str, list[int]] = {}
     for i in order:
         by_dtype.setdefault(gradients[i].dtype, []).append(i)
     groups = [g for of_one in by_dtype.values() for g in _cut(of_one, gradients, bucket_bytes)]
     groups.sort(key=lambda group: position[group[-1]])
-    return [_bucket(group, [gradients[i] for i in group]) for group in groups]
-
-
-def _bucket(indices: list[int], members: list[Gradient]) -> Bucket:
-    offsets, numel = lay_out([g.numel for g in members], members[0].itemsize)
-    return Bucket(tuple(indices), offsets, numel, sum(g.nbytes for g in members))
+    buckets = []
+    for group in groups:
+        members = [gradients[i] for i in group]
+        offsets, numel = lay_out([g.numel for g in members], members[0].itemsize)
+        buckets.append(Bucket(tuple(group), offsets, numel, sum(g.nbytes for g in members)))
+    return buckets
 
 
 def _cut(

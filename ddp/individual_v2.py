@@ -38,6 +38,3 @@ class IndividualV2DDP(DataParallel):
         # gloo writes from a thread of its own: versions of `.grad` shall tell of users alone.
         gradients = [self.gradient(i).data for i in bucket.members]
         return coalesced_all_reduce(gradients, self.reduction.op, self.process_group)
-
-    def wait(self, bucket: Bucket, handle: dist.Work) -> None:
-        handle.wait()

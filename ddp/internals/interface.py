@@ -98,7 +98,7 @@ class Interface(nn.Module):
 
     def adopt_order(self, order: list[int]) -> None:
         """Plans again: rank 0's first order of arrival replaces the reverse of registration."""
-        self.schedule.adopt(order, self.plan(self.gradients.describe(), order))
+        self.schedule.adopt(order, self.plan(order))
 
     def share_buffers(self) -> None:
         """Overwrites buffers with those of rank 0, before each synchronising forward."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.buckets import Gradient
 from ddp.internals.gradients import Gradients
 from ddp.schedule import Bucket
 from ddp.sharded.internals.gradients import DividedGradients
@@ -34,10 +33,10 @@ class Sharded(ShardedInterface):
         self.units = self.divide()
         return DividedGradients(self.module, self.reduction, self.units)
 
-    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
+    def plan(self, order: list[int]) -> list[Bucket]:
         """Returns the units in the order in which the last gradients of each come."""
         for unit in self.units:
-            numel = sum(gradients[i].numel for i in unit.members)
+            numel = sum(shape.numel() for shape in unit.shapes)
             unit.nbytes = numel * self.gradients.reduced_in(unit).itemsize
         place = {i: place for place, i in enumerate(order)}
         return sorted(self.units, key=lambda unit: max(place[i] for i in unit.members))
