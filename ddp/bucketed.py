@@ -36,8 +36,7 @@ class BucketedDDP(DataParallel):
     """Reduces flat buckets, whose slices are the gradients, with one all-reduce each.
 
     Args:
-        bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
-            bucket per dtype.
+        bucket_size_mb: MiB of a bucket, or of a larger gradient alone; None for one per dtype.
     """
 
     options = (*DataParallel.options, "bucket_size_mb")

@@ -1,7 +1,7 @@
 """Plans which gradients are reduced together, from numbers alone: no tensors, no communication.
 
-Every rank computes the same plan from the same model, so it can be tested alone and it is the
-reason why collectives, which match by call order, always meet their counterparts.
+Every rank computes the same plan from the same model, so that collectives, which match by call
+order, always meet their counterparts.
 
 - A bucket holds one dtype, because a flat buffer and a collective do.
 - Buckets follow the order in which gradients become ready, so that the first is complete early.

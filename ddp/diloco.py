@@ -20,7 +20,6 @@ copies of the parameters.
 """
 
 import warnings
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -163,12 +162,12 @@ class DilocoDDP(BucketedDDP):
                 return
             self.begin_round()
             self.momentum = self.momentum or [torch.zeros_like(start) for start in self.start]
-            in_flight: deque[tuple[Bucket, Any]] = deque()
-            for bucket in self.schedule.buckets:  # one is sent while the one before is stepped
-                in_flight.append((bucket, self.launch(bucket)))
-                if len(in_flight) > 1:
-                    self.wait(*in_flight.popleft())
-            self.wait(*in_flight.popleft())
+            launches = ((bucket, self.launch(bucket)) for bucket in self.schedule.buckets)
+            on_the_wire = next(launches)
+            for following in launches:  # is sent while the one before is stepped
+                self.wait(*on_the_wire)
+                on_the_wire = following
+            self.wait(*on_the_wire)
             super().share_buffers()
         except RuntimeError as error:
             error.add_note(WAITED)
@@ -181,8 +180,7 @@ class DilocoDDP(BucketedDDP):
         del self.flats[bucket]  # a round may be long
         for i, delta in flat.slices.items():
             delta.copy_(self.start[i] - parameters[i])
-        op, group = dist.ReduceOp.AVG, self.process_group
-        work = dist.all_reduce(flat.buffer, op=op, group=group, async_op=True)
+        work = dist.all_reduce(flat.buffer, dist.ReduceOp.AVG, self.process_group, async_op=True)
         done = self.step.finished  # the step of which this is the end
         done.collectives, done.nbytes = done.collectives + 1, done.nbytes + bucket.nbytes
         done.launches.append((len(parameters), bucket))

@@ -37,14 +37,7 @@ def found(owner: Any, name: str, path: str) -> Any:
         raise missing(f"{name}.{path}") from error
 
 
-def without_versions(_x: Tensor) -> int:
-    """Stands for `version_of` where torch does not count changes."""
-    raise missing("Tensor._version")
-
-
-version_of: Callable[[Tensor], int] = (
-    attrgetter("_version") if hasattr(Tensor, "_version") else without_versions
-)
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Returns the number of in-place changes of a tensor; without a frame of Python, as it is asked
 twice for each gradient."""
 

@@ -292,10 +292,7 @@ class Interface(nn.Module):
         if self.is_retired:
             raise RuntimeError(RETIRED)
 
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise RuntimeError(NOT_COPIED)
-
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> NoReturn:  # copy.deepcopy calls it, too
         raise RuntimeError(NOT_COPIED)
 
 

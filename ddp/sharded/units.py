@@ -13,7 +13,6 @@ behind what is queued on that stream, and the stream waits for it before the mem
 back. So no other stream has to be told about it.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,14 +38,13 @@ class GatheredUnit(FlatUnit):
 
     def __init__(
         self,
-        parameters: Sequence[Parameter],
+        names: dict[Parameter, str],
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         name: str,
-        names: Sequence[str],
     ):
-        super().__init__(parameters, group, itemsize=dtype.itemsize)
-        self.name, self.names = name, list(names)
+        super().__init__(list(names), group, itemsize=dtype.itemsize)
+        self.name, self.names = name, list(names.values())
         self.computes = self.has_memory = self.is_shown = self.was_called = False
         self._work: Any = None  # of a gather that nobody has waited for
         self.shard = self.shard.clone()
