@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.schedule import Bucket, lay_out
-from ddp.torch_compat import all_gather
 
 
 class FlatUnit(Bucket):
@@ -60,9 +59,3 @@ class FlatUnit(Bucket):
     def own(self, flat: Tensor) -> Tensor:
         """Returns this rank's slice of `flat` [numel], a view [slice_numel]."""
         return flat.narrow(0, self.rank * self.slice_numel, self.slice_numel)
-
-    def gather(self, own: Tensor) -> list[Tensor]:
-        """Returns whole tensors in the parameters' shapes from every rank's slice; a collective."""
-        flat = own.new_empty(self.numel)
-        all_gather(flat, own.contiguous(), self.group).wait()
-        return self.views(flat)

@@ -178,9 +178,8 @@ ROWS = [  # of one change: name, file in ddp/, text, replacement, test file, and
      "self.shard.clone()", "self.own(self.values.roll(self.slice_numel)).clone()",
      "sharded/test_fsdp.py", "one_process"),
     ("a block computes before its gather has finished", "sharded/units.py",
-     """        self._wait_for_values()
-        if not self.is_shown:""",
-     """        if not self.is_shown:""", "sharded/test_fsdp.py", "one_process"),
+     '            wait_for(self._work, "gather", self.name)\n', "", "sharded/test_fsdp.py",
+     "one_process"),
     ("a block is freed before its last gradient", "sharded/fsdp.py",
      "if are_there and", "if", "sharded/test_fsdp_networks.py", "TwoSegments or unused or wire"),
     ("a segment computed again is taken for the whole backward", "sharded/fsdp.py",

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ddp.base import DataParallel
 from ddp.internals.interface import trainable
 from ddp.sharded.internals.gradients import DividedGradients
-from ddp.sharded.internals.views import refuse_moved
+from ddp.sharded.internals.views import gather, refuse_moved
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer
 from ddp.sharded.torch_compat import gather_on_hosts, gloo_beside
@@ -109,7 +109,7 @@ class ShardedInterface(DataParallel):
             if unit.gradient is not None:
                 for piece in pieces:
                     self.gradients.of(unit, piece)  # zero, if its stand-in was made so
-                whole |= zip(unit.parameters, unit.gather(unit.gradient), strict=True)
+                whole |= zip(unit.parameters, gather(unit, unit.gradient), strict=True)
         return [None if p.grad is None else whole.get(p) for p in self.module.parameters()]
 
     def before_forward(self) -> None:

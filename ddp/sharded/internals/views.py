@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from ddp.sharded.internals.stand_in import hide_all, reveal_all
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.slices import pieces_of
-from ddp.torch_compat import version_of
+from ddp.torch_compat import all_gather, version_of
 
 MOVED = (
     "{name} has got other memory than that of its slices, as by `p.data = value`, model.to() or "
@@ -43,7 +43,6 @@ def make_stand_ins(unit: Any) -> None:
 
 def show(unit: Any) -> None:
     """Makes the parameters views of the values."""
-    unit.is_shown = True
     reveal_all(unit.parameters, unit.value_views)
     unit.versions = list(map(version_of, unit.parameters))
 
@@ -58,8 +57,15 @@ def hide(unit: Any) -> None:
         from ddp.internals.kernels import take_written  # imports Triton
 
         take_written(unit.own(unit.values), unit.shard)
-    unit.is_shown = unit.was_called = False
+    unit.was_called = False
     hide_all(unit.parameters, unit.names, unit.values.dtype)
+
+
+def gather(unit: FlatUnit, own: Tensor) -> list[Tensor]:
+    """Returns whole tensors in the parameters' shapes from every rank's slice; a collective."""
+    flat = own.new_empty(unit.numel)
+    all_gather(flat, own.contiguous(), unit.group).wait()
+    return unit.views(flat)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from ddp.internals.unused import tensors_in
 from ddp.sharded.base import Sharded
 from ddp.sharded.internals.agreement import NOT_THE_SAME, add_note, agree
 from ddp.sharded.internals.blocks import Block, CallOrder, call_around, cast
-from ddp.sharded.internals.views import keep
+from ddp.sharded.internals.views import gather, keep
 from ddp.torch_compat import in_backward, own, without_torch_functions
 
 
@@ -179,7 +179,7 @@ class DividedInterface(Sharded):
         units = [unit for block in self.blocks for unit in block.units]
         whole: dict[Parameter, Parameter] = {}
         for unit in units:
-            for p, value in zip(unit.parameters, unit.gather(unit.shard), strict=True):
+            for p, value in zip(unit.parameters, gather(unit, unit.shard), strict=True):
                 whole[p] = Parameter(value, requires_grad=p.requires_grad)
         places = [
             (module, name, p)
