@@ -67,10 +67,7 @@ class DilocoDDP(BucketedDDP):
         bucket_size_mb: as of `BucketedDDP`.
     """
 
-    options = (
-        "process_group", "find_unused_parameters", "every", "outer_lr", "outer_momentum",
-        "bucket_size_mb",
-    )  # fmt: skip
+    options = (*BucketedDDP.options[1:], "every", "outer_lr", "outer_momentum")  # without "reduce"
     refuses_privacy = NOT_PRIVATE  # dp_clipping says why, and what to give
 
     def __init__(
@@ -198,7 +195,7 @@ class DilocoDDP(BucketedDDP):
                 parameter.copy_(start)
 
     def _forget_round(self) -> None:
-        self.start, self.counts = [], [0] * len(self.counts)
+        self.start, self.counts, self._seen = [], [0] * len(self.counts), []
 
     # ---- state, of which internals/rounds.py saves the rest with the optimizer's ---------------
 
@@ -212,5 +209,4 @@ class DilocoDDP(BucketedDDP):
         """Takes parameters, with which a round begins. Load the optimizer's state afterwards."""
         result = super().load_state_dict(*args, **kwargs)
         self._forget_round()
-        self._seen = []
         return result

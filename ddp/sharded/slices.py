@@ -101,7 +101,8 @@ class Slices:
                         own.grad = None if gradient is None else gradient.to(own.dtype)
             self.optimizer.step()
         finally:
-            self.optimizer.zero_grad()
+            for own in self.stepped.values():
+                own.grad = None
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
