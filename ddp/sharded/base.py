@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.internals.gradients import Gradients
 from ddp.schedule import Bucket
 from ddp.sharded.internals.gradients import DividedGradients
 from ddp.sharded.internals.interface import ShardedInterface
@@ -29,7 +28,7 @@ class Sharded(ShardedInterface):
         """Returns where the reduced slice goes; by default to `own`, that slice of `flat`."""
         return own
 
-    def describe_gradients(self) -> Gradients:
+    def describe_gradients(self) -> DividedGradients:
         self.units = self.divide()
         return DividedGradients(self.module, self.reduction, self.units)
 

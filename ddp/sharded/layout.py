@@ -7,8 +7,6 @@ All slices are of one size, so that reduce-scatter and all-gather work on the bu
 a rank owns of each parameter is a `Piece` (slices.py).
 """
 
-from collections.abc import Sequence
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -33,10 +31,8 @@ class FlatUnit(Bucket):
             whose `.grad` is None has no meaning.
     """
 
-    def __init__(
-        self, parameters: Sequence[Parameter], group: dist.ProcessGroup, itemsize: int | None = None
-    ):
-        self.parameters, self.group = list(parameters), group
+    def __init__(self, parameters: list[Parameter], group: dist.ProcessGroup, itemsize: int = 0):
+        self.parameters, self.group = parameters, group
         self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         itemsize = itemsize or self.parameters[0].element_size()
         self.shapes = [p.shape for p in self.parameters]

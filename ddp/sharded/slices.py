@@ -19,41 +19,31 @@ from torch.optim import Optimizer
 
 from ddp.sharded.layout import FlatUnit
 
-Groups = list[dict[str, Any]]
-"""Parameter groups of the network's optimizer, whose options a schedule changes."""
+Groups = list[dict[str, Any]]  # of parameters, whose options a schedule changes
 
 
 @dataclass(eq=False)
 class Piece:
-    """What a rank owns of a parameter: `numel` elements from `offset` on, counted flattened.
+    """What a rank owns of a parameter: where that is in the flattened parameter, and in `own`.
 
-    In the rank's slice they begin at `start`.
+    `whole.view(-1)[piece.of_whole]` and `own[piece.of_own]` are views of the same elements.
     """
 
     parameter: Parameter
-    offset: int
-    numel: int
-    start: int
-
-    def of(self, own: Tensor) -> Tensor:
-        """Returns this piece of a rank's slice, a view [numel]."""
-        return own.narrow(0, self.start, self.numel)
-
-    def of_parameter(self, whole: Tensor) -> Tensor:
-        """Returns this piece of a contiguous tensor in the parameter's shape, a view [numel]."""
-        return whole.view(-1).narrow(0, self.offset, self.numel)
+    of_whole: slice
+    of_own: slice
 
 
 def pieces_of(unit: FlatUnit) -> list[Piece]:
     """Returns what this rank owns of a unit's parameters, in their order."""
     owned, low = [], unit.rank * unit.slice_numel
     for parameter, first in zip(unit.parameters, unit.offsets, strict=True):
-        begin = max(low, first)
-        numel = min(low + unit.slice_numel, first + parameter.numel()) - begin
-        if numel > 0:
-            owned.append(Piece(parameter, begin - first, numel, begin - low))
+        begin, end = max(low, first), min(low + unit.slice_numel, first + parameter.numel())
+        if begin < end:
+            of_whole, of_own = slice(begin - first, end - first), slice(begin - low, end - low)
+            owned.append(Piece(parameter, of_whole, of_own))
         elif unit.rank == 0 and parameter.numel() == 0:  # somebody has its state
-            owned.append(Piece(parameter, 0, 0, 0))
+            owned.append(Piece(parameter, slice(0, 0), slice(0, 0)))
     return owned
 
 
@@ -61,8 +51,7 @@ class Slices:
     """This rank's pieces of some units, and the optimizer that steps them.
 
     Attributes:
-        stepped: of each piece what is stepped, a view of this rank's slice of its unit; in the
-            order of the optimizer's groups.
+        stepped: a view of each piece, which the optimizer steps; in the order of its groups.
     """
 
     def __init__(self, units: list[FlatUnit], groups: Groups, make: Callable[[Groups], Optimizer]):
@@ -72,11 +61,9 @@ class Slices:
         own_groups: Groups = []
         for group in groups:
             mine = [owned[p] for p in group["params"] if p in owned]
-            own = {piece: Parameter(piece.of(unit.shard)) for unit, piece in mine}
+            own = {piece: Parameter(unit.shard[piece.of_own]) for unit, piece in mine}
             own_groups.append({**options_of(group), "params": list(own.values())})
             self.stepped |= own
-        for each in self.stepped.values():
-            each.grad_dtype = None  # any
         self.optimizer = make(own_groups)
 
     def take(self, groups: Groups) -> None:

@@ -65,7 +65,7 @@ class DividedGradients(Gradients):
         stand_in: Any = piece.parameter.grad
         if unit.gradient is None or stand_in is None:
             return None
-        own = piece.of(unit.gradient)
+        own = unit.gradient[piece.of_own]
         if stand_in.is_cleared:
             stand_in.is_cleared = False
             own.zero_()
@@ -88,7 +88,7 @@ class DividedGradients(Gradients):
         self.dtypes.widen(i, dtype)
         part = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         if piece is not None and own is not None:
-            own = piece.of_parameter(part).copy_(own)
+            own = part.view(-1)[piece.of_whole].copy_(own)
             if self._reduction.name == "mean":
                 own.mul_(self._reduction.contributors)
         return part

@@ -92,10 +92,10 @@ class ShardedInterface(DataParallel):
         with without_torch_functions():  # of stand-ins
             self.refuse_not_reduced()
             return [
-                (piece.parameter, piece.offset, piece.numel, gradient)
+                (piece.parameter, piece.of_whole.start, gradient.numel(), gradient)
                 for unit, pieces in self.gradients.pieces.items()
                 for piece in pieces
-                if piece.numel and (gradient := self.gradients.of(unit, piece)) is not None
+                if (gradient := self.gradients.of(unit, piece)) is not None and gradient.numel()
             ]
 
     @torch.no_grad()

@@ -82,7 +82,7 @@ def _cut(key: str, value: Any, piece: Piece) -> Any:
         return value
     if key == "step" or (value.dim() == 0 and piece.parameter.dim() > 0):  # one number
         return value.clone()
-    return piece.of_parameter(value.contiguous()).clone()
+    return value.reshape(-1)[piece.of_whole].clone()
 
 
 def states(slices: Slices) -> dict[Parameter, dict[str, Any]]:

@@ -72,4 +72,4 @@ def gather(unit: FlatUnit, own: Tensor) -> list[Tensor]:
 def keep(unit: FlatUnit, whole: Mapping[Parameter, Tensor]) -> None:
     """Makes whole tensors the values of the parameters: this rank keeps what it owns."""
     for piece in pieces_of(unit):
-        piece.of(unit.shard).copy_(piece.of_parameter(whole[piece.parameter].contiguous()))
+        unit.shard[piece.of_own] = whole[piece.parameter].reshape(-1)[piece.of_whole]
