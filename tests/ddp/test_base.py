@@ -20,7 +20,7 @@ READ = {  # what a learner reads to understand a variant, and the lines that it 
     "ddp.copy_engine.variant": ([*FLAT, "ddp.copy_engine.exchange"], 477),
     "ddp.sharded.zero1": (STEPPED, 529),
     "ddp.sharded.zero2": ([*STEPPED, "ddp.sharded.zero1"], 562),
-    "ddp.sharded.fsdp": ([*SLICED, "ddp.sharded.units"], 535),
+    "ddp.sharded.fsdp": ([*SLICED, "ddp.sharded.units"], 530),
     "ddp.diloco": (BASE, 473),
 }
 CLOSURE = 1797  # lines of all modules of the course that the first four variants import
