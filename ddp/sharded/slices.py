@@ -69,9 +69,7 @@ class Slices:
     def take(self, groups: Groups) -> None:
         """Takes the options of the network's groups."""
         for own, group in zip(self.optimizer.param_groups, groups, strict=True):
-            members = own["params"]
-            own.clear()  # also of what the step of other units has noted, as a count of steps
-            own.update(options_of(group), params=members)
+            own.update(options_of(group))
 
     def step(
         self,
