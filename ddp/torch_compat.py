@@ -86,11 +86,12 @@ def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGrou
 def reduce_scatter(own: Tensor, flat: Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
     """Starts to reduce `flat` [W n] over ranks, of which rank r gets the r-th slice in `own` [n].
 
-    `own` may be that slice of `flat`. Only NCCL's can average: elsewhere
-    `flat` is divided before. torch 2.13 has renamed `dist.reduce_scatter_tensor`; 2.13 and 2.14
-    warn of the old name, 2.15 does not.
+    `own` may be that slice of `flat`. Only NCCL can average in it: elsewhere `flat` is divided before.
+    torch 2.13 has renamed `dist.reduce_scatter_tensor`; 2.13 and 2.14 warn of the old name, 2.15
+    does not.
     """
-    if op == dist.ReduceOp.AVG and group.name() != dist.Backend.NCCL:  # its get_backend() is slow
+    averages = flat.is_cuda and group.name() == dist.Backend.NCCL  # dist.get_backend() is slow
+    if op == dist.ReduceOp.AVG and not averages:
         flat.div_(group.size())
         op = dist.ReduceOp.SUM
     run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -23,8 +23,8 @@ READ = {  # what a learner reads to understand a variant, and the lines that it 
     "ddp.sharded.fsdp": ([*SLICED, "ddp.sharded.units"], 530),
     "ddp.diloco": (BASE, 473),
 }
-CLOSURE = 1797  # lines of all modules of the course that the first four variants import
-ALL = 5296
+CLOSURE = 1798  # lines of all modules of the course that the first four variants import
+ALL = 5297
 
 
 def imports_of(path: Path) -> set[str]:
