@@ -86,7 +86,7 @@ def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGrou
 def reduce_scatter(own: Tensor, flat: Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
     """Starts to reduce `flat` [W n] over ranks, of which rank r gets the r-th slice in `own` [n].
 
-    `own` may be that slice of `flat`. Only NCCL can average in it: elsewhere `flat` is divided before.
+    `own` may be that slice of `flat`. Only NCCL averages: elsewhere `flat` is divided before.
     torch 2.13 has renamed `dist.reduce_scatter_tensor`; 2.13 and 2.14 warn of the old name, 2.15
     does not.
     """
